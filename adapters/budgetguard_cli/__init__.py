@@ -1,0 +1,1 @@
+"""The command `budgetguard`: a demonstration, and replay of recorded runs."""

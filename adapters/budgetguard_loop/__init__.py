@@ -1,0 +1,1 @@
+"""BudgetGuard for plain Python loops: the reference adapter."""

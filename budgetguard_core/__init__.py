@@ -1,0 +1,1 @@
+"""The engine of BudgetGuard: a deterministic bound for agent loops."""
