@@ -1,0 +1,175 @@
+"""Every gate is seen to fire on a planted violation, and on nothing else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import layout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the sources, with one more adapter in every list."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("budgetguard_core", "adapters"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(layout.ROOT / name, tree / name, ignore=ignore)
+    config = (layout.ROOT / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(
+        config.replace('"budgetguard_loop"', '"budgetguard_loop", "budgetguard_planted"')
+    )
+    planted = tree / "adapters" / "budgetguard_planted"
+    planted.mkdir()
+    (planted / "__init__.py").write_text('"""An adapter."""\n')
+    return tree
+
+
+def lint_imports(tree):
+    # The copy, not the installed package, is what the linter has to find.
+    path = os.pathsep.join([str(tree), str(tree / "adapters")])
+    program = "from importlinter.cli import lint_imports_command as main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+IMPORTS = [
+    ("budgetguard_core", "langgraph"),
+    ("budgetguard_core", "typer"),
+    ("budgetguard_core", "pytest"),
+    ("budgetguard_core", "budgetguard_loop"),
+    ("budgetguard_planted", "budgetguard_loop"),
+    ("budgetguard_loop", "budgetguard_cli"),
+]
+
+
+def test_the_import_rules_hold_and_fire(tree):
+    clean = lint_imports(tree)
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+    planted = []
+    for number, (package, target) in enumerate(IMPORTS):
+        home = tree if package == "budgetguard_core" else tree / "adapters"
+        file = home / package / f"planted_{number}.py"
+        file.write_text(f"import {target}\n")
+        planted.append(file)
+    broken = lint_imports(tree)
+    for file in planted:
+        file.unlink()
+    assert broken.returncode == 1, broken.stdout + broken.stderr
+    missing = [
+        f"{package}.planted_{number} -> {target}"
+        for number, (package, target) in enumerate(IMPORTS)
+        if f"{package}.planted_{number} -> {target}" not in broken.stdout
+    ]
+    assert missing == []
+
+
+CLOCK = "import time\n\nNOW = time.monotonic()\n"
+RUFF = [
+    ("budgetguard_core/planted.py", CLOCK, "TID251"),
+    ("budgetguard_core/planted.py", "from time import time\n\nNOW = time()\n", "TID251"),
+    ("budgetguard_core/planted.py", "import time\n\nNOW = time.perf_counter_ns()\n", "TID251"),
+    ("budgetguard_core/planted.py", "import datetime\n\nNOW = datetime.datetime.now()\n", "TID251"),
+    ("adapters/budgetguard_loop/planted.py", CLOCK, "TID251"),
+    ("adapters/budgetguard_loop/planted.py", "import time\n\ntime.sleep(1)\n", "TID251"),
+    ("adapters/budgetguard_loop/planted.py", "import adapters.budgetguard_loop\n", "TID251"),
+    ("tests/core/test_planted.py", "from adapters import budgetguard_loop\n", "TID251"),
+    ("tests/core/test_planted.py", "import time\n\ntime.sleep(1)\n", "TID251"),
+    ("adapters/budgetguard_loop/planted.py", "from . import state\n", "TID252"),
+    (
+        "adapters/budgetguard_loop/planted.py",
+        "def f(guard):\n    return guard._count\n",
+        "SLF001",
+    ),
+    ("budgetguard_core/planted.py", "import pickle\n\npickle.loads(b'')\n", "S301"),
+    ("budgetguard_core/planted.py", "print(1)\n", "T201"),
+    ("budgetguard_core/planted.py", "def count(calls):\n    return calls\n", "ANN001"),
+    ("budgetguard_core/planted.py", "def count() -> int:\n    return 1\n", "D103"),
+    ("budgetguard_core/clock.py", CLOCK, None),
+    ("tests/benchmarks/test_planted.py", CLOCK, None),
+]
+
+
+def rules_that_fire(path, source):
+    command = [sys.executable, "-I", "-m", "ruff", "check", "--no-cache", "--output-format=json"]
+    done = subprocess.run(
+        [*command, f"--stdin-filename={layout.ROOT / path}", "-"],
+        cwd=layout.ROOT,
+        input=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {found["code"] for found in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize(("path", "source", "rule"), RUFF)
+def test_the_lint_rules_fire(path, source, rule):
+    fired = rules_that_fire(path, source)
+    if rule is None:
+        assert "TID251" not in fired
+    else:
+        assert rule in fired
+
+
+def writes_to_others(source):
+    """Lines where a module changes an attribute of anything but `self` or `cls`."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            owner = node.value
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in {"setattr", "delattr", "object.__setattr__"}
+            and node.args
+        ):
+            owner = node.args[0]
+        else:
+            continue
+        if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls"}):
+            lines.append(node.lineno)
+    return lines
+
+
+# Objects of the core change only through their own methods, and private names are closed to other
+# modules by SLF001: together they leave guard.py as the only place that moves a counter.
+CORE = sorted((layout.ROOT / "budgetguard_core").rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", CORE, ids=lambda p: p.relative_to(layout.ROOT).as_posix())
+def test_only_the_guard_changes_counters(module):
+    if module == layout.ROOT / "budgetguard_core" / "guard.py":
+        return
+    assert writes_to_others(module.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "guard.usage.iterations += 1",
+        "def f(meter): meter.tool_calls = 3",
+        "def f(self): self.guard.stopped = True",
+        "setattr(meter, 'cost', 0)",
+        "object.__setattr__(guard, 'spent', 0)",
+        "del guard.trip",
+        "guard.a, b = 1, 2",
+    ],
+)
+def test_a_counter_changed_elsewhere_is_seen(planted):
+    assert writes_to_others(planted) == [1]
+
+
+def test_an_object_may_change_itself():
+    assert writes_to_others("def f(self):\n    self.calls += 1\n    local = 2\n") == []
