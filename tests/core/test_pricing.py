@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import genai_prices
 import pytest
+from genai_prices import data, types
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -523,25 +524,62 @@ def test_where_hours_differ_in_price_the_dearest_counts(book):
     assert usd(rates, output_tokens=MILLION) == output_peak
 
 
-def test_prices_that_all_start_later_fall_back_to_the_first(monkeypatch):
-    from genai_prices import data, types
+@pytest.fixture
+def listed(monkeypatch):
+    """Prices written down as genai-prices would list them, for the one model of one provider."""
 
-    def priced(amount):
-        return types.ModelPrice(input_mtok=Decimal(amount), output_mtok=Decimal(amount))
+    def rates(prices):
+        model = types.ModelInfo(id="m", match=types.ClauseEquals("m"), prices=prices)
+        acme = types.Provider(id="acme", name="Acme", api_pattern="acme", models=[model])
+        monkeypatch.setattr(data, "providers", [acme])
+        return PriceBook(as_of=DAY).rates_for("m", "acme")
 
-    model = types.ModelInfo(
-        id="later",
-        match=types.ClauseEquals("later"),
-        prices=[
-            types.ConditionalPrice(types.StartDateConstraint(date(2030, 1, 1)), prices=priced(1)),
-            types.ConditionalPrice(types.StartDateConstraint(date(2031, 1, 1)), prices=priced(9)),
-            types.ConditionalPrice(types.TimeOfDateConstraint(time(1), time(2)), prices=priced(3)),
-        ],
+    return rates
+
+
+def model_price(**rates):
+    return types.ModelPrice(**{f"{name}_mtok": rate for name, rate in rates.items()})
+
+
+def tiered(base, *tiers):
+    return types.TieredPrices(
+        base=Decimal(base), tiers=[types.Tier(start, Decimal(price)) for start, price in tiers]
     )
-    provider = types.Provider(id="acme", name="Acme", api_pattern="acme", models=[model])
-    monkeypatch.setattr(data, "providers", [provider])
-    rates = PriceBook(as_of=DAY).rates_for("later", "acme")
+
+
+def test_prices_that_all_start_later_fall_back_to_the_first(listed):
+    def priced(constraint, rate):
+        return types.ConditionalPrice(constraint, prices=model_price(input=Decimal(rate)))
+
+    rates = listed(
+        [
+            priced(types.StartDateConstraint(date(2030, 1, 1)), 1),
+            priced(types.StartDateConstraint(date(2031, 1, 1)), 9),
+            priced(types.TimeOfDateConstraint(time(1), time(2)), 3),
+        ]
+    )
     assert usd(rates, input_tokens=MILLION) == 3
+
+
+def test_buckets_may_have_thresholds_of_their_own(listed):
+    rates = listed(
+        model_price(
+            input=tiered(1, (300_000, 3), (272_000, 2)),
+            output=tiered(10, (8, 30), (200_000, 20), (128_000, 40)),
+        )
+    )
+    for tokens, input_rate, output_rate in [
+        (8, 1, 10),
+        (9, 1, 30),
+        (128_001, 1, 40),
+        (200_001, 1, 20),
+        (272_001, 2, 20),
+        (300_000, 2, 20),
+        (300_001, 3, 20),
+    ]:
+        cost = usd(rates, input_tokens=tokens, output_tokens=5)
+        assert cost == Decimal(tokens * input_rate + 5 * output_rate) / MILLION
+    assert rates.output_cost(MILLION, input_tokens=300_000) == from_usd(Decimal(40))
 
 
 def test_a_rate_finer_than_the_unit_is_rounded_up(book):
@@ -614,6 +652,13 @@ def test_rates_are_remembered_and_the_memory_is_bounded():
     for number in range(3_000):
         assert fresh.rates_for(f"made-up-{number}") is None
     assert fresh._look_up.cache_info().currsize == 1_024
+
+
+def test_names_of_any_length_are_answered_but_not_kept():
+    fresh = PriceBook(as_of=DAY)
+    assert fresh.rates_for("x" * MILLION) is None
+    assert fresh.rates_for("gpt-4o", "x" * MILLION) is None
+    assert fresh._look_up.cache_info().currsize == 0
 
 
 def test_names_from_outside_leave_nothing_behind_in_genai_prices():
