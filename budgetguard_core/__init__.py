@@ -1,1 +1,93 @@
-"""The engine of BudgetGuard: a deterministic bound for agent loops."""
+"""A deterministic bound for agent loops: budgets, the guard that enforces them, and its records."""
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.checkpoint import CheckpointStore, MemoryStore, Snapshot, SqliteStore
+from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.decision import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Admit,
+    ModelCall,
+    ModelDecision,
+    Nudge,
+    Refuse,
+    Stop,
+    ToolCall,
+    ToolDecision,
+)
+from budgetguard_core.ending import end_run, synthetic_metadata, synthetic_text
+from budgetguard_core.errors import (
+    AdapterError,
+    BudgetExceeded,
+    BudgetGuardError,
+    CheckpointError,
+    ConfigurationError,
+)
+from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
+from budgetguard_core.guard import Guard, Mode
+from budgetguard_core.loops import LoopDetection, fingerprint
+from budgetguard_core.outcome import Outcome, ToolCallRecord
+from budgetguard_core.pricing import Price, PriceBook
+from budgetguard_core.stop import (
+    StopCondition,
+    StopReason,
+    Trip,
+    Violation,
+    after_iterations,
+    tool_called,
+)
+from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
+
+__all__ = [
+    "NOT_AVAILABLE",
+    "NOT_EXECUTED",
+    "OUTCOME_UNKNOWN",
+    "AdapterError",
+    "Admit",
+    "Budget",
+    "BudgetExceeded",
+    "BudgetGuardError",
+    "CancellationToken",
+    "CheckpointError",
+    "CheckpointStore",
+    "Clock",
+    "ConfigurationError",
+    "Event",
+    "Guard",
+    "JsonLinesSink",
+    "LoggingSink",
+    "LoopDetection",
+    "MemoryStore",
+    "Mode",
+    "ModelCall",
+    "ModelDecision",
+    "Nudge",
+    "Outcome",
+    "Price",
+    "PriceBook",
+    "Refuse",
+    "Sink",
+    "Snapshot",
+    "SqliteStore",
+    "Stop",
+    "StopCondition",
+    "StopReason",
+    "SystemClock",
+    "TokenUsage",
+    "ToolCall",
+    "ToolCallRecord",
+    "ToolDecision",
+    "Trip",
+    "Usage",
+    "Violation",
+    "after_iterations",
+    "end_run",
+    "estimate_tokens",
+    "fingerprint",
+    "read_events",
+    "synthetic_metadata",
+    "synthetic_text",
+    "tool_called",
+]

@@ -1,0 +1,188 @@
+"""The frozen envelope of caps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.loops import LoopDetection
+
+DIMENSIONS = (
+    "max_iterations",
+    "max_model_calls",
+    "max_tool_calls",
+    "max_total_tokens",
+    "max_seconds",
+    "max_cost_usd",
+)
+"""The caps of a run, by field name, in the order in which they are shown."""
+
+
+def _whole(value: object) -> object:
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise ValueError(f"must be a whole number >= 1, got {_show(value)}. Use None for no cap.")
+    if value < 1:
+        raise ValueError(f"must be >= 1, got {value}. Use None for no cap.")
+    return value
+
+
+def _seconds(value: object) -> object:
+    if value is None:
+        return None
+    if type(value) not in (int, float):
+        raise ValueError(
+            f"must be a number of seconds > 0, got {_show(value)}. Use None for no cap."
+        )
+    if not (math.isfinite(value) and value > 0):  # type: ignore[arg-type]
+        raise ValueError(f"must be finite and > 0, got {value}. Use None for no cap.")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _dollars(value: object) -> object:
+    if value is None:
+        return None
+    if type(value) not in (int, float, Decimal):
+        raise ValueError(
+            f"must be an amount of US dollars > 0 (Decimal, int or float), got {_show(value)}. "
+            "Use None for no cap."
+        )
+    # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
+    amount = value if isinstance(value, Decimal) else Decimal(repr(value))
+    if not (amount.is_finite() and amount > 0):
+        raise ValueError(f"must be finite and > 0, got {value}. Use None for no cap.")
+    return amount
+
+
+def _share(value: object) -> object:
+    if type(value) is not float or not 0 < value < 1:
+        raise ValueError(f"must be a share between 0 and 1, got {_show(value)}. Use 0.8 for 80 %.")
+    return value
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+Whole = Annotated[int | None, BeforeValidator(_whole)]
+Seconds = Annotated[float | None, BeforeValidator(_seconds)]
+Dollars = Annotated[Decimal | None, BeforeValidator(_dollars)]
+
+
+class Budget(BaseModel):
+    """The most that one run may use. Every cap is optional, and none is implied.
+
+    A budget cannot be changed; a running guard's caps are raised only by `Guard.extend`. A bool,
+    0, a negative number, a number in a string, NaN, infinity and an unknown field are refused.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    max_iterations: Whole = None
+    """Turns of the loop: model calls that are not retries. Exactly this many start."""
+    max_model_calls: Whole = None
+    """Model calls that start, retries and failed ones included."""
+    max_tool_calls: Whole = None
+    """Tool bodies that start. In a parallel batch those that fit start, in the model's order."""
+    max_total_tokens: Whole = None
+    """Tokens, prompt (cache reads and writes included) plus completion, of all calls.
+
+    Checked before each model call and each batch of tool calls: stops when it is reached, or when
+    the next call is projected to pass it. A call without a projection can pass it; it is billed.
+    """
+    max_seconds: Seconds = None
+    """Wall-clock seconds from the first admission, or from `Guard.start()`."""
+    max_cost_usd: Dollars = None
+    """US dollars, exact: three calls of 0.10 fit in 0.30. Checked as `max_total_tokens` is."""
+    tool_quotas: Mapping[str, int] = Field(default_factory=dict)
+    """Tool bodies that may start, by tool name or pattern (`search_web`, `mutating/*`, `*`).
+
+    A call must pass every quota that matches its name or its `class/name`. The excess call is
+    refused with an error result, and the run goes on.
+    """
+    tool_classes: Mapping[str, str] = Field(default_factory=dict)
+    """The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The first wins."""
+    max_output_tokens_per_call: Whole = None
+    """Completion tokens of one call. Clamped to what is left; reserved before the call."""
+    warn_at: Annotated[float, BeforeValidator(_share)] = 0.8
+    """The share of a cap at which a warning is given, once per cap and run."""
+    stop_when: tuple[Callable[..., str | bool | None], ...] = ()
+    """Conditions of the user's own, asked before each step."""
+    on_unpriced: Literal["stop", "count_zero"] = "stop"
+    """What `max_cost_usd` does with a model of unknown price: stop the run, or count it as free."""
+    loop_detection: LoopDetection | None = LoopDetection()
+    """How repetition and oscillation are found; None turns it off."""
+
+    def __init__(self, **caps: Any) -> None:
+        try:
+            super().__init__(**caps)
+        except ValidationError as error:
+            raise ConfigurationError(_sentences(error)) from None
+
+    @field_validator("tool_quotas", mode="before")
+    @classmethod
+    def _check_quotas(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must map tool names to whole numbers, got {_show(value)}.")
+        for pattern, quota in value.items():
+            if not isinstance(pattern, str) or not pattern:
+                raise ValueError(f"must have tool names as keys, got {_show(pattern)}.")
+            if type(quota) is not int or quota < 1:
+                raise ValueError(
+                    f"must be whole numbers >= 1, got {_show(quota)} for {pattern!r}. "
+                    "Leave the tool out for no quota."
+                )
+        return dict(value)
+
+    def caps(self) -> dict[str, int | float | Decimal]:
+        """Return the caps that are set, by field name."""
+        caps = {name: getattr(self, name) for name in DIMENSIONS}
+        return {name: cap for name, cap in caps.items() if cap is not None}
+
+    def uncapped(self) -> tuple[str, ...]:
+        """Name the dimensions without a cap: whatever grows there is not bounded."""
+        return tuple(name for name in DIMENSIONS if getattr(self, name) is None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the budget as plain data. Stop conditions are code and are left out."""
+        return self.model_dump(mode="json", exclude={"stop_when"})
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Build a budget from what `to_json` returned."""
+        cost = data.get("max_cost_usd")
+        return cls(**{**data, "max_cost_usd": None if cost is None else Decimal(cost)})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the budget, changed as `update` says; unlike pydantic's, the copy is validated."""
+        del deep  # nothing in a budget can be changed, so a shallow copy is as good
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(fields | dict(update or {})))
+
+
+def _sentences(error: ValidationError) -> str:
+    """Turn pydantic's report into one sentence per problem: rule, value, way out."""
+    return "\n".join(
+        _sentence(problem["loc"], problem["type"], problem["msg"], problem["input"])
+        for problem in error.errors(include_url=False)
+    )
+
+
+def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    name = ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        known = ", ".join(Budget.model_fields)
+        return f"{name} is not a field of Budget, got {_show(value)}. Use one of: {known}."
+    return f"{name} {message.removeprefix('Value error, ')}" + (
+        "" if kind == "value_error" else f", got {_show(value)}."
+    )

@@ -1,0 +1,74 @@
+"""A token that tools and I/O can watch, so that work in flight ends when its run does."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class CancellationToken:
+    """Tells work in flight that its run was aborted. Set once, from any thread, never unset."""
+
+    __slots__ = ("__weakref__", "_callbacks", "_children", "_event", "_lock")
+
+    def __init__(self, parent: CancellationToken | None = None) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], object]] = []
+        # Weak, so that a long run does not keep the tokens of all the sub-agents it has had.
+        self._children: weakref.WeakSet[CancellationToken] = weakref.WeakSet()
+        if parent is not None:
+            parent._adopt(self)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the run was aborted."""
+        return self._event.is_set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until the run is aborted, at most `seconds`; return whether it was."""
+        return self._event.wait(seconds)
+
+    def on_cancel(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call `callback` once when the run is aborted, at once if it is already.
+
+        It runs in the thread that aborts: an event loop is reached with `call_soon_threadsafe`.
+
+        Returns:
+            A function that takes the callback back.
+        """
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return lambda: self._forget(callback)
+        callback()
+        return lambda: None
+
+    def cancel(self) -> list[Exception]:
+        """Set the token and those of all sub-agents; return what the callbacks raised."""
+        with self._lock:
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+            children = list(self._children)
+        errors: list[Exception] = []
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - one listener must not stop the others
+                errors.append(error)
+        for child in children:
+            errors += child.cancel()
+        return errors
+
+    def _adopt(self, child: CancellationToken) -> None:
+        with self._lock:
+            self._children.add(child)
+            cancelled = self._event.is_set()
+        if cancelled:
+            child.cancel()
+
+    def _forget(self, callback: Callable[[], object]) -> None:
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)

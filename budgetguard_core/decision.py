@@ -1,0 +1,131 @@
+"""What an adapter asks a guard, and what the guard answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias
+
+from budgetguard_core.stop import StopReason, Trip
+
+NOT_EXECUTED = "Not executed: the run was stopped before this call started."
+"""The result that a tool call gets when the run ends before it starts."""
+OUTCOME_UNKNOWN = "Interrupted: this call was started, its outcome is unknown."
+"""The result that a tool call gets when the run ends while it is in flight."""
+NOT_AVAILABLE = (
+    "Not executed: this tool cannot be used any more in this task. Go on without it, "
+    "or report what is missing."
+)
+"""The result that a tool call gets when its quota is used up; the run goes on."""
+
+ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelCall:
+    """One attempt to call a model, described before it goes out. Everything is optional."""
+
+    model: str | None = None
+    """The model's name as the provider knows it; needed for a price."""
+    provider: str | None = None
+    """The provider's id where the same name exists at several (`openai`, `anthropic`)."""
+    retry: bool = False
+    """True for another attempt at the same turn: a model call, but no iteration."""
+    input_tokens: int = 0
+    """Projected prompt tokens, reserved until the call is settled; 0 when they are not known."""
+    max_output_tokens: int | None = None
+    """The completion bound that the request carries already, if any."""
+    seconds: float | None = None
+    """The call's own time limit; the answer carries the lesser of it and the time left."""
+    cost_usd: Decimal | None = None
+    """What the call costs at most, where the caller knows better than the price book."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ToolCall:
+    """One tool call that the model asked for."""
+
+    name: str
+    """The tool's name, as the model gave it."""
+    arguments: Any = None
+    """The arguments: an object, or its JSON text. They are fingerprinted, not kept."""
+    id: str | None = None
+    """The call's id in the framework's history."""
+    kind: ToolKind = "function"
+    """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
+    framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
+    provider ran it already; counted when reported, and never refused."""
+    fingerprint: str | None = None
+    """The fingerprint of the arguments, where it is known already (replay)."""
+
+
+class Admit:
+    """The call may start. The answer is also its ticket: settle it with the result.
+
+    Attributes:
+        call: The request that was admitted.
+        call_id: The number of the call within its tree of guards.
+        max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
+        seconds: Time that the call may take, or None for no limit.
+    """
+
+    __slots__ = (
+        "call",
+        "call_id",
+        "fingerprint",
+        "guard",
+        "max_output_tokens",
+        "rates",
+        "reserved_cost",
+        "reserved_tokens",
+        "seconds",
+    )
+
+    def __init__(self, guard: Any, call: Any, call_id: int) -> None:
+        self.guard = guard
+        self.call = call
+        self.call_id = call_id
+        self.fingerprint = ""
+        self.max_output_tokens: int | None = None
+        self.seconds: float | None = None
+        self.rates: Any = None
+        self.reserved_tokens = 0
+        self.reserved_cost = 0
+
+    @property
+    def idempotency_key(self) -> str:
+        """A key for the provider of a mutating tool: the same for the same call after a resume."""
+        name = f"{self.guard.run_id}\0{self.call.id or self.call_id}"
+        return blake2b(name.encode(), digest_size=16).hexdigest()
+
+
+class Nudge(Admit):
+    """The call may start, and the model should get `message` first (about the work only)."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, guard: Any, call: Any, call_id: int) -> None:
+        super().__init__(guard, call, call_id)
+        self.message = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """This tool call may not start; the run goes on. The model gets `message` as its result."""
+
+    reason: StopReason
+    detail: str
+    message: str = NOT_AVAILABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run ends. A tool call that gets this answer has `message` as its result."""
+
+    trip: Trip
+    message: str = NOT_EXECUTED
+
+
+ModelDecision: TypeAlias = Admit | Nudge | Stop
+ToolDecision: TypeAlias = Admit | Refuse | Stop

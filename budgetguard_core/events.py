@@ -1,0 +1,391 @@
+"""What happened in a run, as frozen records in the past tense, and the sinks that take them.
+
+The events that change a guard carry all that the guard was told, so that `Guard.replay` can tell
+it again. Argument values are not among it unless the user asked for them; their hash is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from budgetguard_core.decision import ToolKind
+from budgetguard_core.errors import CheckpointError
+from budgetguard_core.stop import Trip, Violation
+from budgetguard_core.usage import TokenUsage, Usage
+
+FORMAT_VERSION = 1
+
+
+class EventBase(BaseModel):
+    """What every event has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    seq: int
+    """The event's number in its tree of guards, from 1, without gaps."""
+    run_id: str
+    """The guard that it happened to."""
+    at_ns: int
+    """Monotonic nanoseconds. For measuring between events of one process."""
+    wall_ns: int
+    """Nanoseconds since the Unix epoch."""
+
+
+class RunStarted(EventBase):
+    """A guard was made."""
+
+    event: Literal["run_started"] = "run_started"
+    format_version: int = FORMAT_VERSION
+    budget: dict[str, Any]
+    mode: str
+    parent_run_id: str | None
+    price_book: str
+    stop_conditions: int
+    """How many conditions of the user's own there are; they are code and not in the log."""
+
+
+class RunRestored(EventBase):
+    """A guard went on from a snapshot, in this process or another."""
+
+    event: Literal["run_restored"] = "run_restored"
+    format_version: int = FORMAT_VERSION
+    snapshot: dict[str, Any]
+    """The guard's counters; the conversation is left out."""
+
+
+class TimeStarted(EventBase):
+    """The run's time began to count before its first admission."""
+
+    event: Literal["time_started"] = "time_started"
+
+
+class ModelCallAdmitted(EventBase):
+    """A model call was allowed to start."""
+
+    event: Literal["model_call_admitted"] = "model_call_admitted"
+    call_id: int
+    model: str | None
+    provider: str | None
+    retry: bool
+    input_tokens: int
+    max_output_tokens: int | None
+    """The completion bound of the request."""
+    seconds: float | None
+    """The time limit of the request."""
+    cost_usd: str | None
+    """The cost projected by the caller."""
+    admitted_output_tokens: int | None
+    """The completion bound of the answer."""
+    nudge: str | None
+
+
+class ModelCallRefused(EventBase):
+    """A model call was not allowed to start."""
+
+    event: Literal["model_call_refused"] = "model_call_refused"
+    model: str | None
+    provider: str | None
+    retry: bool
+    input_tokens: int
+    max_output_tokens: int | None
+    seconds: float | None
+    cost_usd: str | None
+    reason: str
+
+
+class ModelCallSettled(EventBase):
+    """A model call ended and was charged."""
+
+    event: Literal["model_call_settled"] = "model_call_settled"
+    call_id: int
+    model: str | None
+    """The model that the provider says it called, where it says so."""
+    usage: TokenUsage | None
+    """What the provider reported; None when it reported nothing."""
+    cost_usd: str | None
+    """What it was charged, or None for an unknown price."""
+    given_cost_usd: str | None
+    """The cost as the caller gave it, if it did."""
+    error: str | None
+    """The type of the error that ended it."""
+
+
+class ToolCallRequested(BaseModel):
+    """One call of a batch, with the answer it got."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    call_id: int | None
+    """The number of the admitted call; None when it was refused."""
+    id: str | None
+    name: str
+    kind: ToolKind
+    fingerprint: str
+    arguments: Any = None
+    """The arguments themselves, only when the user asked for them to be logged."""
+    decision: Literal["admit", "refuse", "stop"]
+
+
+class ToolCallsRequested(EventBase):
+    """A batch of tool calls was asked for and answered."""
+
+    event: Literal["tool_calls_requested"] = "tool_calls_requested"
+    calls: tuple[ToolCallRequested, ...]
+
+
+class ToolCallSettled(EventBase):
+    """A tool call ended."""
+
+    event: Literal["tool_call_settled"] = "tool_call_settled"
+    call_id: int
+    fingerprint: str
+    """The fingerprint of the result, or of the error's text."""
+    error: str | None
+    """The type of the error that ended it."""
+
+
+class UserTurned(EventBase):
+    """The user spoke: what was seen before no longer counts as repetition."""
+
+    event: Literal["user_turned"] = "user_turned"
+
+
+class NudgeTaken(EventBase):
+    """An adapter took the corrective message to deliver it by itself."""
+
+    event: Literal["nudge_taken"] = "nudge_taken"
+    message: str
+
+
+class IterationsRestarted(EventBase):
+    """A new leg of the run began its iterations anew."""
+
+    event: Literal["iterations_restarted"] = "iterations_restarted"
+
+
+class BudgetExtended(EventBase):
+    """Caps were raised."""
+
+    event: Literal["budget_extended"] = "budget_extended"
+    budget: dict[str, Any]
+
+
+class Aborted(EventBase):
+    """Somebody asked for the run to end."""
+
+    event: Literal["aborted"] = "aborted"
+    detail: str
+
+
+class StopHeld(EventBase):
+    """A stop condition of the user's own, or a framework's own limit, was found to hold."""
+
+    event: Literal["stop_held"] = "stop_held"
+    violation: Violation
+
+
+class GuardReset(EventBase):
+    """The guard was put back to its beginning."""
+
+    event: Literal["guard_reset"] = "guard_reset"
+
+
+class LimitNearlyReached(EventBase):
+    """A dimension reached its warning share. Once per dimension and run."""
+
+    event: Literal["limit_nearly_reached"] = "limit_nearly_reached"
+    dimension: str
+    limit: int | float | str
+    used: int | float | str
+
+
+class ContextWindowNearlyFull(EventBase):
+    """A prompt reached the warning share of its model's context window."""
+
+    event: Literal["context_window_nearly_full"] = "context_window_nearly_full"
+    model: str
+    context_window: int
+    input_tokens: int
+
+
+class Tripped(EventBase):
+    """The run was stopped."""
+
+    event: Literal["tripped"] = "tripped"
+    trip: Trip
+
+
+class TripObserved(EventBase):
+    """A guard in OBSERVE would have stopped the run here."""
+
+    event: Literal["trip_observed"] = "trip_observed"
+    trip: Trip
+
+
+class CheckpointSaved(EventBase):
+    """The guard's counters and the conversation were saved."""
+
+    event: Literal["checkpoint_saved"] = "checkpoint_saved"
+
+
+class IncidentRecorded(EventBase):
+    """The record of a stopped run. It is on the disk before the result is returned."""
+
+    event: Literal["incident_recorded"] = "incident_recorded"
+    trip: Trip
+    usage: Usage
+    next_step: str | None
+    """What the run was about to do."""
+    price_book: str
+    may_have_taken_effect: tuple[str, ...]
+    """The tool calls that were started and never reported: name and id."""
+    errors: tuple[str, ...]
+
+
+class RunEnded(EventBase):
+    """The run's result was built."""
+
+    event: Literal["run_ended"] = "run_ended"
+    status: Literal["completed", "terminated"]
+    stop_reason: str
+    usage: Usage
+
+
+Event: TypeAlias = Annotated[
+    RunStarted
+    | RunRestored
+    | TimeStarted
+    | ModelCallAdmitted
+    | ModelCallRefused
+    | ModelCallSettled
+    | ToolCallsRequested
+    | ToolCallSettled
+    | UserTurned
+    | NudgeTaken
+    | IterationsRestarted
+    | BudgetExtended
+    | Aborted
+    | StopHeld
+    | GuardReset
+    | LimitNearlyReached
+    | ContextWindowNearlyFull
+    | Tripped
+    | TripObserved
+    | CheckpointSaved
+    | IncidentRecorded
+    | RunEnded,
+    Field(discriminator="event"),
+]
+
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+_WARNINGS = (LimitNearlyReached, ContextWindowNearlyFull, Tripped, TripObserved, Aborted)
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Something that takes events. It may raise: that is reported and changes nothing."""
+
+    def emit(self, event: Event) -> None:
+        """Take one event."""
+        ...
+
+    def flush(self) -> None:
+        """Return only when everything taken is safe, as a log on the disk (fsync)."""
+        ...
+
+
+class Listener:
+    """A plain callable as a sink."""
+
+    def __init__(self, function: Callable[[Event], object]) -> None:
+        self._function = function
+
+    def emit(self, event: Event) -> None:
+        """Call the function with the event."""
+        self._function(event)
+
+    def flush(self) -> None:
+        """Do nothing: a callable keeps nothing back."""
+
+
+class JsonLinesSink:
+    """A trajectory log: one JSON object a line, appended to a file.
+
+    Each line reaches the operating system at once, so a killed process loses none; `flush` also
+    makes the disk write it. Arguments and results appear as hashes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def emit(self, event: Event) -> None:
+        """Append the event's line."""
+        self._file.write(event.model_dump_json().encode() + b"\n")
+
+    def flush(self) -> None:
+        """Have the disk write what was appended (fsync)."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; the sink cannot be used after it."""
+        self._file.close()
+
+
+class LoggingSink:
+    """Events as records of the standard library's logging: trips and warnings as WARNING."""
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger or logging.getLogger("budgetguard")
+
+    def emit(self, event: Event) -> None:
+        """Log one event; its fields are JSON, so no name in it can forge a line."""
+        level = logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s %s", event.event, event.model_dump_json())
+
+    def flush(self) -> None:
+        """Flush the logger's own handlers."""
+        for handler in self._logger.handlers:
+            handler.flush()
+
+
+def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
+    """Read a trajectory log line by line.
+
+    A last line without its end, as a killed process leaves it, is left out.
+
+    Raises:
+        CheckpointError: A line is damaged, or of a newer format: line number and reason.
+    """
+    pending: str | bytes | None = None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if not line.endswith(b"\n" if isinstance(line, bytes) else "\n"):
+            pending = line
+        try:
+            event = _ADAPTER.validate_json(line)
+        except ValidationError as error:
+            if pending is not None:
+                return
+            raise CheckpointError(f"line {number}: {_reason(line, error)}") from None
+        yield event
+
+
+def _reason(line: str | bytes, error: ValidationError) -> str:
+    try:
+        version = json.loads(line).get("format_version", FORMAT_VERSION)
+    except (ValueError, AttributeError):
+        return "not a JSON object. Restore the file from its source, or cut the line."
+    if version != FORMAT_VERSION:
+        return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."
+    problem = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    return f"not an event ({field}: {problem['msg']})."

@@ -1,0 +1,161 @@
+"""Why a run ends: reasons, violations, the trip, and stop conditions of the user's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from decimal import Decimal
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from budgetguard_core.guard import Guard
+
+
+class StopReason(StrEnum):
+    """Why a run ended, in order of precedence when several reasons hold at once."""
+
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    MAX_ITERATIONS = "max_iterations"
+    MAX_MODEL_CALLS = "max_model_calls"
+    MAX_SECONDS = "max_seconds"
+    MAX_COST_USD = "max_cost_usd"
+    UNPRICED_MODEL = "unpriced_model"
+    MAX_TOTAL_TOKENS = "max_total_tokens"
+    UNMETERED_USAGE = "unmetered_usage"
+    TENANT_DAILY = "tenant_daily"
+    TENANT_MONTHLY = "tenant_monthly"
+    MAX_TOOL_CALLS = "max_tool_calls"
+    TOOL_QUOTA = "tool_quota"
+    NO_PROGRESS = "no_progress"
+    OSCILLATION = "oscillation"
+    STALLED = "stalled"
+    VELOCITY = "velocity"
+    CIRCUIT_OPEN = "circuit_open"
+    STOP_CONDITION = "stop_condition"
+    FRAMEWORK_LIMIT = "framework_limit"
+
+
+PRECEDENCE: dict[StopReason, int] = {reason: place for place, reason in enumerate(StopReason)}
+
+
+class Violation(BaseModel):
+    """One limit that holds against the next step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reason: StopReason
+    """The limit's stop reason."""
+    limit: int | float | Decimal | None = None
+    """The cap, in the unit of its name; None where the reason has no number."""
+    used: int | float | Decimal | None = None
+    """What was used when the step was refused, in the same unit."""
+    detail: str = ""
+    """One sentence for people. It is never shown to the model."""
+
+
+class Trip(BaseModel):
+    """The first stop of a run. It is sticky: every later admission answers with it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reason: StopReason
+    """The first of `violations` in the order of `StopReason`."""
+    violations: tuple[Violation, ...]
+    """Everything that held, in order."""
+    run_id: str
+    """The run whose limit it was: this one, or an ancestor of it."""
+
+    @property
+    def detail(self) -> str:
+        """The sentence of the violation that gave the reason."""
+        return self.violations[0].detail
+
+
+class StopCondition(ABC):
+    """A condition of the user's own, asked before each step; it answers with a reason or None.
+
+    Conditions compose: `tool_called("submit") & after_iterations(3)`, `a | b`. A plain callable
+    that takes the guard and returns a reason (or True), or None (or False), serves as well.
+    """
+
+    @abstractmethod
+    def __call__(self, guard: Guard) -> str | None:
+        """Return why the run should stop before its next step, or None to go on."""
+
+    def __and__(self, other: Condition) -> StopCondition:
+        return _All(self, as_condition(other))
+
+    def __or__(self, other: Condition) -> StopCondition:
+        return _Any(self, as_condition(other))
+
+
+Condition: TypeAlias = "StopCondition | Callable[[Guard], str | bool | None]"
+
+
+class _All(StopCondition):
+    def __init__(self, left: StopCondition, right: StopCondition) -> None:
+        self._left = left
+        self._right = right
+
+    def __call__(self, guard: Guard) -> str | None:
+        left = self._left(guard)
+        if left is None:
+            return None
+        right = self._right(guard)
+        return None if right is None else f"{left} and {right}"
+
+
+class _Any(StopCondition):
+    def __init__(self, left: StopCondition, right: StopCondition) -> None:
+        self._left = left
+        self._right = right
+
+    def __call__(self, guard: Guard) -> str | None:
+        left = self._left(guard)
+        return self._right(guard) if left is None else left
+
+
+class _Callable(StopCondition):
+    def __init__(self, function: Callable[[Guard], str | bool | None]) -> None:
+        self._function = function
+
+    def __call__(self, guard: Guard) -> str | None:
+        answer = self._function(guard)
+        if answer is True:
+            return getattr(self._function, "__name__", "the condition holds")
+        return answer or None
+
+
+class tool_called(StopCondition):  # noqa: N801 - reads as a predicate
+    """Hold once a tool was started whose name matches `pattern` (as in a shell: `submit_*`)."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __call__(self, guard: Guard) -> str | None:
+        for name in guard.tool_counts:
+            if fnmatchcase(name, self._pattern):
+                return f"tool {self._pattern!r} was called"
+        return None
+
+
+class after_iterations(StopCondition):  # noqa: N801 - reads as a predicate
+    """Hold once `count` iterations have started. For composing; `max_iterations` is the cap."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __call__(self, guard: Guard) -> str | None:
+        if guard.usage.iterations < self._count:
+            return None
+        return f"{self._count} iterations have started"
+
+
+def as_condition(condition: Condition) -> StopCondition:
+    """Turn a plain callable into a `StopCondition`; leave a condition as it is."""
+    return condition if isinstance(condition, StopCondition) else _Callable(condition)

@@ -1,0 +1,173 @@
+"""What one model call used, and what a run has used so far."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from budgetguard_core.errors import ConfigurationError
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of one model call, in inclusive buckets as in the OpenTelemetry GenAI conventions.
+
+    The numbers are checked when a call is settled: whole, not negative, no part above its whole.
+    """
+
+    input_tokens: int = 0
+    """Prompt tokens, including those read from and written to the provider's cache."""
+    output_tokens: int = 0
+    """Completion tokens, including reasoning."""
+    cache_read_tokens: int = 0
+    """The part of `input_tokens` that was read from the cache."""
+    cache_write_tokens: int = 0
+    """The part of `input_tokens` that was written to the cache, whatever its lifetime."""
+    cache_write_1h_tokens: int = 0
+    """The part of `cache_write_tokens` that was written with a lifetime of one hour."""
+    reasoning_tokens: int = 0
+    """The part of `output_tokens` that was reasoning."""
+    estimated: bool = False
+    """True when the provider reported nothing and the figures were estimated from the text."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt plus completion; no bucket is counted twice."""
+        return self.input_tokens + self.output_tokens
+
+
+def check_token_usage(usage: TokenUsage) -> None:
+    """Refuse figures that no call can have.
+
+    Raises:
+        ConfigurationError: A count is not a whole number >= 0, or a part is above its whole.
+    """
+    for name, value in zip(usage._fields[:-1], usage, strict=False):
+        if type(value) is not int or value < 0:
+            raise ConfigurationError(
+                f"{name} must be a whole number >= 0, got {value!r}. "
+                "Pass usage=None when the provider reported nothing."
+            )
+    if usage.cache_read_tokens + usage.cache_write_tokens > usage.input_tokens:
+        raise ConfigurationError(
+            "input_tokens must include cache reads and writes, got "
+            f"input_tokens={usage.input_tokens}, cache_read_tokens={usage.cache_read_tokens}, "
+            f"cache_write_tokens={usage.cache_write_tokens}. Add the cache buckets to input_tokens."
+        )
+    if usage.cache_write_1h_tokens > usage.cache_write_tokens:
+        raise ConfigurationError(
+            "cache_write_tokens must include cache_write_1h_tokens, got "
+            f"{usage.cache_write_tokens} < {usage.cache_write_1h_tokens}. Add the one-hour writes."
+        )
+    if usage.reasoning_tokens > usage.output_tokens:
+        raise ConfigurationError(
+            "output_tokens must include reasoning_tokens, got "
+            f"{usage.output_tokens} < {usage.reasoning_tokens}. Add reasoning to output_tokens."
+        )
+
+
+def estimate_tokens(text: str) -> int:
+    """Estimate the tokens of a text whose provider reported none: one per three bytes of UTF-8.
+
+    English prose has about four bytes to a token, code and other scripts fewer; three errs on the
+    side of counting too much. Never 0, so that an unreported call is never free.
+    """
+    return len(text.encode("utf-8", "replace")) // 3 + 1
+
+
+class Counters:
+    """The running totals of one guard. Only `guard.py` writes them."""
+
+    __slots__ = (
+        "cache_read_tokens",
+        "cache_write_1h_tokens",
+        "cache_write_tokens",
+        "cost",
+        "estimated_calls",
+        "failed_calls",
+        "input_tokens",
+        "iterations",
+        "model_calls",
+        "output_tokens",
+        "reasoning_tokens",
+        "reserved_cost",
+        "reserved_tokens",
+        "tokens",
+        "tool_calls",
+        "unpriced_calls",
+    )
+
+    cache_read_tokens: int
+    cache_write_1h_tokens: int
+    cache_write_tokens: int
+    cost: int
+    estimated_calls: int
+    failed_calls: int
+    input_tokens: int
+    iterations: int
+    model_calls: int
+    output_tokens: int
+    reasoning_tokens: int
+    reserved_cost: int
+    reserved_tokens: int
+    tokens: int
+    tool_calls: int
+    unpriced_calls: int
+
+    def __init__(self, **totals: int) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)
+        for name, total in totals.items():
+            setattr(self, name, total)
+
+    def to_dict(self) -> dict[str, int]:
+        """Return every total by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Usage(BaseModel):
+    """What a run has used, all of its sub-agents included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    iterations: int = 0
+    """Turns of the loop: model calls that were not retries."""
+    model_calls: int = 0
+    """Attempts that were started, retries and failed ones included."""
+    tool_calls: int = 0
+    """Tool bodies that were started; handoffs and structured output are not among them."""
+    total_tokens: int = 0
+    """`input_tokens` plus `output_tokens` of every settled call."""
+    input_tokens: int = 0
+    """Prompt tokens, including cache reads and writes."""
+    output_tokens: int = 0
+    """Completion tokens, including reasoning."""
+    cache_read_tokens: int = 0
+    """The part of `input_tokens` that came from the provider's cache."""
+    cache_write_tokens: int = 0
+    """The part of `input_tokens` that was written to the cache."""
+    cache_write_1h_tokens: int = 0
+    """The part of `cache_write_tokens` with a lifetime of one hour."""
+    reasoning_tokens: int = 0
+    """The part of `output_tokens` that was reasoning."""
+    cost_usd: Decimal = Decimal(0)
+    """US dollars of every priced call, exact. `unpriced_calls` says how many are missing."""
+    seconds: float = 0.0
+    """Wall-clock seconds since the first admission (monotonic clock)."""
+    reserved_tokens: int = 0
+    """Tokens set aside for calls that are in flight or never reported."""
+    reserved_usd: Decimal = Decimal(0)
+    """US dollars set aside for calls that are in flight or never reported."""
+    unpriced_calls: int = 0
+    """Settled calls whose model has no known price; they are not in `cost_usd`."""
+    estimated_calls: int = 0
+    """Settled calls whose tokens were estimated because the provider reported none."""
+    failed_calls: int = 0
+    """Model calls that ended in an error; what they used is included above."""
+
+    def __add__(self, other: Usage) -> Usage:
+        """Add two legs of a run, field by field."""
+        return Usage(
+            **{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields}
+        )
