@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from datetime import date, time
@@ -42,13 +42,16 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?(e[+-][0-9]+)?").fullmatch
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _UNSPEAKABLE = re.compile(r"[^\w.:/-]+")
 
+# `type`, for values that nothing is known of: the type checkers follow it no further.
+_kind_of: Callable[[Any], Any] = type
+
 _Key: TypeAlias = tuple[str, str, str]
 
 
 # Canonical text
 
 
-def canonical(value: object, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Write the arguments of a call as text that cosmetic variation does not change.
 
     Keys are sorted and white space around strings is trimmed. A string that is the canonical
@@ -73,20 +76,21 @@ def canonical(value: object, *, ignore: AbstractSet[str] = _NOTHING) -> str:
         value = _parsed(value)
     elif ignore and isinstance(value, BaseModel):
         value = _model_fields(value)
-    if type(value) is dict:
-        arguments = cast("dict[Any, Any]", value)
+    kind = _kind_of(value)
+    if kind is dict:
+        arguments: dict[Any, Any] = value
         if ignore and not ignore.isdisjoint(arguments):
             arguments = {name: arguments[name] for name in arguments if name not in ignore}
         return ascii(_mapping(arguments, 0, [_MOST_PARTS]))
     return ascii(_plain(value, 0, [_MOST_PARTS]))
 
 
-def fingerprint(value: object, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Digest the arguments of a call: 16 hexadecimal digits of BLAKE2b over `canonical`."""
     return blake2b(canonical(value, ignore=ignore).encode(), digest_size=8).hexdigest()
 
 
-def fingerprint_result(result: object) -> str:
+def fingerprint_result(result: Any) -> str:
     """Digest the result of a call.
 
     Unlike arguments, text is taken as it is but for the white space around it: a tool is a
@@ -114,7 +118,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     left[0] -= 1
     if depth > _DEEPEST or left[0] < 0:
         return _type_only(value)
-    kind = type(value)
+    kind = _kind_of(value)
     if kind is str:
         return _string(value)
     if value is None or kind is bool:
@@ -146,7 +150,7 @@ def _mapping(value: dict[Any, Any], depth: int, left: list[int]) -> Any:
         keys = sorted(value, key=_key_text)
     for key in keys:
         item = value[key]
-        kind = type(item)
+        kind = _kind_of(item)
         if kind is str:
             item = item.strip()
             if item[:1] in _NUMBER_STARTS:
@@ -167,7 +171,10 @@ def _key_text(key: Any) -> str:
     if type(key) is str:
         return key
     plain = _plain(key, 0, [_DEEPEST])
-    return json.dumps(plain) if plain is None or type(plain) in (bool, int, float) else ascii(plain)
+    if type(plain) is str:
+        return plain
+    kind = _kind_of(plain)
+    return ascii(plain) if kind in (dict, list, tuple) else json.dumps(plain)
 
 
 def _string(text: str) -> Any:
@@ -178,6 +185,8 @@ def _string(text: str) -> Any:
 def _number(text: str) -> Any:
     if len(text) > _LONGEST_NUMBER:
         return text
+    if text[:1] != "0" and text.isdigit() and text.isascii():
+        return int(text)
     match = _NUMBER(text)
     if match is None:
         return text
@@ -208,7 +217,8 @@ def _items(values: Iterable[Any], count: int, depth: int, left: list[int]) -> li
 
 
 def _other(value: Any, depth: int, left: list[int]) -> Any:
-    name = type(value).__qualname__
+    kind = _kind_of(value)
+    name = kind.__qualname__
     if isinstance(value, Enum):
         return _plain(value.value, depth + 1, left)
     if isinstance(value, str):
@@ -221,23 +231,20 @@ def _other(value: Any, depth: int, left: list[int]) -> Any:
         return _decimal(value)
     if isinstance(value, date | time):
         return value.isoformat()
-    if isinstance(value, bytes | bytearray | memoryview):
+    if issubclass(kind, bytes | bytearray | memoryview):
         return ("bytes", blake2b(value, digest_size=8).hexdigest())
     if isinstance(value, BaseModel):
         return _mapping(_model_fields(value), depth, left)
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value)}
+    if is_dataclass(kind):
+        own = {field.name: getattr(value, field.name) for field in fields(kind)}
         return _mapping(own, depth, left)
-    if isinstance(value, Mapping):
-        pairs = cast("Mapping[Any, Any]", value)
-        return _mapping(dict(islice(pairs.items(), len(pairs))), depth, left)
-    if isinstance(value, AbstractSet):
-        members = cast("AbstractSet[Any]", value)
-        return ("set", sorted(map(ascii, _items(members, len(members), depth, left))))
-    if isinstance(value, Sequence | deque) and type(value) is not range:
-        items = cast("Sequence[Any]", value)
-        return _items(items, len(items), depth, left)
-    if type(value).__repr__ is not object.__repr__:
+    if issubclass(kind, Mapping):
+        return _mapping(dict(islice(value.items(), len(value))), depth, left)
+    if issubclass(kind, AbstractSet):
+        return ("set", sorted(map(ascii, _items(value, len(value), depth, left))))
+    if kind is not range and issubclass(kind, Sequence):
+        return _items(value, len(value), depth, left)
+    if kind.__repr__ is not object.__repr__:
         return (name, _ADDRESS.sub("", repr(value)))
     return (name, _mapping(dict(getattr(value, "__dict__", {})), depth, left))
 
@@ -260,34 +267,35 @@ def _type_only(value: object) -> tuple[str]:
 # Settings
 
 
-def _show(value: object) -> str:
+def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _count(value: object) -> object:
     if type(value) is not int or value < 1:
-        raise ValueError(
+        msg = (
             f"must be a whole number >= 1, got {_show(value)}. "
             "Use loop_detection=None to turn the detection off."
         )
+        raise ValueError(msg)
     return value
 
 
 def _window(value: object) -> object:
     if type(value) is not int or not 8 <= value <= 4096:
-        raise ValueError(
-            f"must be a whole number from 8 to 4096, got {_show(value)}. Leave it out for 64."
-        )
+        msg = f"must be a whole number from 8 to 4096, got {_show(value)}. Leave it out for 64."
+        raise ValueError(msg)
     return value
 
 
-def _names(value: object) -> object:
+def _names(value: Any) -> object:
     if isinstance(value, list | tuple | set | frozenset):
-        names = list(cast("Iterable[object]", value))
+        names: list[Any] = list(cast("Iterable[Any]", value))
         if all(isinstance(name, str) and name for name in names):
-            return tuple(cast("list[str]", names))
-    raise ValueError(f'must be a list of names, got {_show(value)}. Use ["a_name"] for one name.')
+            return tuple(names)
+    msg = f'must be a list of names, got {_show(value)}. Use ["a_name"] for one name.'
+    raise ValueError(msg)
 
 
 class LoopDetection(BaseModel):
@@ -343,10 +351,11 @@ class LoopDetection(BaseModel):
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.stop_after <= self.nudge_after:
-            raise ValueError(
+            msg = (
                 f"stop_after must be > nudge_after={self.nudge_after}, got {self.stop_after}. "
                 "The model needs one more call to adapt."
             )
+            raise ValueError(msg)
         return self
 
 
@@ -517,10 +526,11 @@ class LoopDetector:
         try:
             detector._load(cast("dict[str, Any]", state))
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(
+            msg = (
                 f"the state of a loop detector must be what state() returned, got {_show(state)}. "
                 "Use a new LoopDetector to go on without it."
-            ) from None
+            )
+            raise ValueError(msg) from None
         return detector
 
     def _load(self, state: dict[str, Any]) -> None:
