@@ -82,13 +82,16 @@ class OpenCall(BaseModel):
             call = ToolCall(
                 name=self.name, id=self.id, kind=self.tool_kind, fingerprint=self.fingerprint
             )
-        ticket = Admit(guard, call, self.call_id)
-        ticket.fingerprint = self.fingerprint
-        ticket.reserved_tokens = self.reserved_tokens
-        ticket.reserved_cost = self.reserved_cost
-        if self.model is not None:
-            ticket.rates = prices.rates_for(self.model, self.provider)
-        return ticket
+        return Admit(
+            guard,
+            call,
+            self.call_id,
+            self.fingerprint,
+            None,
+            None if self.model is None else prices.rates_for(self.model, self.provider),
+            self.reserved_tokens,
+            self.reserved_cost,
+        )
 
 
 class Snapshot(BaseModel):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from budgetguard_core.stop import StopReason, Trip
+
+if TYPE_CHECKING:
+    from budgetguard_core.guard import Guard
+    from budgetguard_core.pricing import Rates
 
 NOT_EXECUTED = "Not executed: the run was stopped before this call started."
 """The result that a tool call gets when the run ends before it starts."""
@@ -64,10 +68,14 @@ class Admit:
     """The call may start. The answer is also its ticket: settle it with the result.
 
     Attributes:
+        guard: The guard that admitted it.
         call: The request that was admitted.
         call_id: The number of the call within its tree of guards.
+        fingerprint: The fingerprint of a tool call's arguments.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
-        seconds: Time that the call may take, or None for no limit.
+        rates: The price of the model, where it is known.
+        reserved_tokens: Tokens set aside until the call is settled.
+        reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
     """
 
     __slots__ = (
@@ -79,19 +87,36 @@ class Admit:
         "rates",
         "reserved_cost",
         "reserved_tokens",
-        "seconds",
     )
 
-    def __init__(self, guard: Any, call: Any, call_id: int) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        call: Any,
+        call_id: int,
+        fingerprint: str = "",
+        max_output_tokens: int | None = None,
+        rates: Rates | None = None,
+        reserved_tokens: int = 0,
+        reserved_cost: int = 0,
+    ) -> None:
         self.guard = guard
         self.call = call
         self.call_id = call_id
-        self.fingerprint = ""
-        self.max_output_tokens: int | None = None
-        self.seconds: float | None = None
-        self.rates: Any = None
-        self.reserved_tokens = 0
-        self.reserved_cost = 0
+        self.fingerprint = fingerprint
+        self.max_output_tokens = max_output_tokens
+        self.rates = rates
+        self.reserved_tokens = reserved_tokens
+        self.reserved_cost = reserved_cost
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that a model call may take from now on: its own limit, or the time left."""
+        own: float | None = self.call.seconds
+        left = self.guard.time_left()
+        if left is None or own is None:
+            return own if left is None else left
+        return min(own, left)
 
     @property
     def idempotency_key(self) -> str:
@@ -105,9 +130,7 @@ class Nudge(Admit):
 
     __slots__ = ("message",)
 
-    def __init__(self, guard: Any, call: Any, call_id: int) -> None:
-        super().__init__(guard, call, call_id)
-        self.message = ""
+    message: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Self, TypeAlias, TypeVar
@@ -56,10 +56,11 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.limits import (
     INFINITY,
-    Alarms,
     Caps,
-    alarm_is_due,
-    due_alarms,
+    Marks,
+    Quota,
+    due_warnings,
+    far_from_caps,
     in_order,
     model_call_fits,
     model_call_violations,
@@ -114,6 +115,7 @@ class _Tree:
         "failed_sinks",
         "lock",
         "log_arguments",
+        "now",
         "open",
         "outbox",
         "price_book",
@@ -132,6 +134,7 @@ class _Tree:
         # Re-entrant, because a listener may abort or extend the guard that it listens to.
         self.delivery = threading.RLock()
         self.clock = clock
+        self.now = clock.monotonic_ns
         self.price_book = price_book
         self.sinks = tuple(sinks)
         self.failed_sinks: set[int] = set()
@@ -186,9 +189,9 @@ class Guard:
     __slots__ = (
         "__weakref__",
         "_aborted",
-        "_alarms",
         "_caps",
         "_chain",
+        "_conditional",
         "_conditions",
         "_counters",
         "_detector",
@@ -196,17 +199,17 @@ class Guard:
         "_enforced",
         "_halt",
         "_held",
+        "_marks",
         "_needs_price",
         "_observed",
         "_on_warning",
         "_output_bound",
-        "_quotas",
         "_records",
         "_started_ns",
-        "_timed",
         "_tool_counts",
         "_tree",
         "_trip",
+        "_warn_at",
         "_warned",
         "_window_warned",
         "budget",
@@ -268,7 +271,6 @@ class Guard:
         """Put every counter to its beginning."""
         self._counters = Counters()
         self._earlier = Usage()
-        self._quotas: dict[str, int] = {}
         self._tool_counts: dict[str, int] = {}
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
         self._started_ns: int | None = None
@@ -279,13 +281,14 @@ class Guard:
         self._halt = False
         self._warned: dict[str, None] = {}
         self._window_warned = False
+        self._warn_at = self.budget.warn_at
         detection = self.budget.loop_detection
         self._detector = None if detection is None else LoopDetector(detection)
         self._conditions = tuple(as_condition(one) for one in self.budget.stop_when)
         self._compile()
         # Asked on every step and never changed by `extend`, so worked out once.
         self._needs_price = any(guard._caps.refuses_unpriced for guard in self._chain)
-        self._timed = any(guard.budget.max_seconds is not None for guard in self._chain)
+        self._conditional = any(guard._conditions for guard in self._chain)
         self._output_bound = min(
             (
                 guard.budget.max_output_tokens_per_call
@@ -296,9 +299,11 @@ class Guard:
         )
         self._enforced = any(guard.mode is Mode.ENFORCE for guard in self._chain)
 
-    def _compile(self) -> None:
+    def _compile(self, quotas_used: Mapping[str, int] | None = None) -> None:
         self._caps = Caps(self.budget)
-        self._alarms = Alarms(self._caps, frozenset(self._warned))
+        for quota in self._caps.quotas:
+            quota.used = (quotas_used or {}).get(quota.pattern, 0)
+        self._marks = Marks(self._caps, self._warned)
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -425,33 +430,41 @@ class Guard:
         tree = self._tree
         # Before the lock: the first price of a process is looked up in a large table.
         rates = None if call.model is None else tree.price_book.rates_for(call.model, call.provider)
-        self._ask_conditions()
+        if self._conditional:
+            self._ask_conditions()
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
-        tokens = call.input_tokens + (bound or 0)
+        tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = _projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
-        trip: Trip | None = None
-        ticket: Admit | None = None
         warnings: Sequence[_Warning] = ()
         with tree.lock:
-            now = tree.clock.monotonic_ns()
-            if unpriced or not self._model_call_fits(now, call.retry, tokens, cost):
+            now = tree.now()
+            far = not unpriced and self._is_far_from_caps(now, tokens, cost)
+            if not far and (unpriced or not self._model_call_fits(now, call.retry, tokens, cost)):
                 if bound is not None:
                     bound = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = _projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
+            else:
+                trip = None
             if trip is None:
-                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
-                warnings = self._warn(now)
-                if rates is not None and rates.context_window is not None:
-                    warnings = self._watch_window(
-                        now, call.model, rates.context_window, call.input_tokens, warnings
-                    )
-        self._finish(warnings)
-        return Stop(trip) if ticket is None and trip is not None else ticket  # type: ignore[return-value]
+                decision: ModelDecision = self._start_model_call(
+                    call, rates, bound, tokens, cost, now
+                )
+                if not far:
+                    warnings = self._warn(now)
+                if rates is not None and rates.context_window is not None and call.input_tokens:
+                    full = call.input_tokens >= rates.context_window * self._warn_at
+                    if full is not self._window_warned:
+                        warnings = self._watch_window(now, call, rates, call.input_tokens, warnings)
+            else:
+                decision = Stop(trip)
+        if warnings or tree.outbox:
+            self._finish(warnings)
+        return decision
 
     def settle_model_call(
         self,
@@ -501,13 +514,23 @@ class Guard:
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
-            now = tree.clock.monotonic_ns()
+            now = tree.now()
             guard._charge(ticket, usage, cost, failed=error is not None)
-            warnings = guard._warn(now)
+            for charged in guard._chain:
+                counters, marks = charged._counters, charged._marks
+                if (
+                    counters.tokens >= marks.tokens
+                    or counters.cost >= marks.cost
+                    or charged._elapsed(now) >= marks.nanoseconds
+                ):
+                    warnings = guard._warn(now)
+                    break
             if usage is not None and rates is not None and rates.context_window is not None:
-                warnings = guard._watch_window(
-                    now, ticket.call.model, rates.context_window, usage.input_tokens, warnings
-                )
+                full = usage.input_tokens >= rates.context_window * guard._warn_at
+                if full is not guard._window_warned:
+                    warnings = guard._watch_window(
+                        now, ticket.call, rates, usage.input_tokens, warnings
+                    )
             if tree.sinks:
                 guard._record(
                     ModelCallSettled,
@@ -519,7 +542,8 @@ class Guard:
                     given_cost_usd=None if cost_usd is None else str(cost_usd),
                     error=_error_name(error),
                 )
-        guard._finish(warnings)
+        if warnings or tree.outbox:
+            guard._finish(warnings)
         if problem is not None:
             raise problem
         return True
@@ -535,28 +559,33 @@ class Guard:
         if not self._chain:
             return [Admit(self, call, 0) for call in calls]
         tree = self._tree
-        detector = self._detector
-        ignored = _NOTHING if detector is None else detector.ignored
+        ignored = _NOTHING if self._detector is None else self._detector.ignored
         prints = [
             fingerprint(call.arguments, ignore=ignored)
             if call.fingerprint is None
             else call.fingerprint
             for call in calls
         ]
-        self._ask_conditions()
+        if self._conditional:
+            self._ask_conditions()
+        warnings: Sequence[_Warning] = ()
+        decisions: list[ToolDecision] = []
         with tree.lock:
-            now = tree.clock.monotonic_ns()
+            now = tree.now()
             trip = None if self._tool_calls_fit(now) else self._stop(now)
-            decisions: list[ToolDecision] = []
             for call, print_ in zip(calls, prints, strict=True):
                 decision = self._decide_tool_call(call, print_, trip, now)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
-            warnings = self._warn(now)
+            for guard in self._chain:
+                if guard._counters.tool_calls >= guard._marks.tool_calls:
+                    warnings = self._warn(now)
+                    break
             if tree.sinks:
                 self._record_batch(now, calls, prints, decisions)
-        self._finish(warnings)
+        if warnings or tree.outbox:
+            self._finish(warnings)
         return decisions
 
     def admit_tool_call(self, call: ToolCall) -> ToolDecision:
@@ -597,7 +626,7 @@ class Guard:
             if tree.sinks:
                 guard._record(
                     ToolCallSettled,
-                    tree.clock.monotonic_ns(),
+                    tree.now(),
                     call_id=ticket.call_id,
                     fingerprint=print_,
                     error=_error_name(error),
@@ -613,7 +642,8 @@ class Guard:
         """
         if not self._chain:
             return None
-        self._ask_conditions()
+        if self._conditional:
+            self._ask_conditions()
         with self._tree.lock:
             now = self._now()
             trip = None if self._tool_calls_fit(now) else self._stop(now)
@@ -689,7 +719,7 @@ class Guard:
                     "Resume it under a fresh budget."
                 )
             self.budget = _raised(self.budget, caps)
-            self._compile()
+            self._compile(self._quotas_used())
             if self._tree.sinks:
                 self._record(BudgetExtended, self._now(), budget=self.budget.to_json())
         self._tree.deliver()
@@ -785,7 +815,7 @@ class Guard:
                 budget=self.budget.to_json(),
                 stop_conditions=len(self.budget.stop_when),
                 counters=self._counters.to_dict(),
-                quotas=dict(self._quotas),
+                quotas=self._quotas_used(),
                 tool_counts=dict(self._tool_counts),
                 records=tuple(self._records),
                 elapsed_ns=None if self._started_ns is None else now - self._started_ns,
@@ -871,7 +901,7 @@ class Guard:
                 self._counters.reserved_cost += ticket.reserved_cost
             return
         self._counters = Counters(**snapshot.counters)
-        self._quotas.update(snapshot.quotas)
+        self._compile(snapshot.quotas)
         self._tool_counts.update(snapshot.tool_counts)
         if snapshot.elapsed_ns is not None:
             self._started_ns = self._now() - snapshot.elapsed_ns
@@ -882,7 +912,7 @@ class Guard:
         self._held = list(snapshot.held)
         self._warned = dict.fromkeys(snapshot.warned)
         self._window_warned = snapshot.window_warned
-        self._alarms = Alarms(self._caps, frozenset(self._warned))
+        self._marks = Marks(self._caps, self._warned)
         detection = self.budget.loop_detection
         if detection is not None and snapshot.detector is not None:
             self._detector = LoopDetector.from_state(detection, snapshot.detector)
@@ -921,10 +951,23 @@ class Guard:
     # Under the lock
 
     def _now(self) -> int:
-        return self._tree.clock.monotonic_ns()
+        return self._tree.now()
+
+    def _quotas_used(self) -> dict[str, int]:
+        return {quota.pattern: quota.used for quota in self._caps.quotas}
 
     def _elapsed(self, now: int) -> int:
         return 0 if self._started_ns is None else now - self._started_ns
+
+    def _is_far_from_caps(self, now: int, tokens: int, cost: int) -> bool:
+        for guard in self._chain:
+            if guard._started_ns is None:
+                guard._started_ns = now
+            if guard._halt or not far_from_caps(
+                guard._counters, guard._marks, now - guard._started_ns, tokens, cost
+            ):
+                return False
+        return True
 
     def _model_call_fits(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
         for guard in self._chain:
@@ -956,7 +999,7 @@ class Guard:
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
                 room = int(caps.cost) - counters.cost - counters.reserved_cost
                 room -= rates.input_cost(call.input_tokens)
-                full = rates.output_cost(bound)
+                full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
                     bound = max(room, 0) * bound // full
         return max(bound, 1)
@@ -1069,16 +1112,19 @@ class Guard:
         detector = self._detector
         message = detector.nudge() if detector is not None and detector.due else None
         # A message would change the run, and OBSERVE only looks on.
-        if message is None or self.mode is Mode.OBSERVE:
-            ticket = Admit(self, call, tree.call_id)
-        else:
-            ticket = Nudge(self, call, tree.call_id)
+        kind = Admit if message is None or self.mode is Mode.OBSERVE else Nudge
+        ticket = kind(
+            self,
+            call,
+            tree.call_id,
+            "",
+            bound if self._enforced else call.max_output_tokens,
+            rates,
+            tokens,
+            cost,
+        )
+        if type(ticket) is Nudge and message is not None:
             ticket.message = message
-        ticket.rates = rates
-        ticket.max_output_tokens = bound if self._enforced else call.max_output_tokens
-        ticket.seconds = self._seconds_for(call.seconds, now) if self._timed else call.seconds
-        ticket.reserved_tokens = tokens
-        ticket.reserved_cost = cost
         tree.open[tree.call_id] = ticket
         for guard in self._chain:
             counters = guard._counters
@@ -1106,7 +1152,7 @@ class Guard:
         if usage is None:
             given = ticket.call.input_tokens
             usage = TokenUsage(given, reserved_tokens - given, estimated=True)
-        inputs, outputs = usage.input_tokens, usage.output_tokens
+        inputs, outputs, read, write, write_1h, reasoning, estimated = usage
         for guard in self._chain:
             counters = guard._counters
             counters.reserved_tokens -= reserved_tokens
@@ -1114,11 +1160,13 @@ class Guard:
             counters.tokens += inputs + outputs
             counters.input_tokens += inputs
             counters.output_tokens += outputs
-            counters.cache_read_tokens += usage.cache_read_tokens
-            counters.cache_write_tokens += usage.cache_write_tokens
-            counters.cache_write_1h_tokens += usage.cache_write_1h_tokens
-            counters.reasoning_tokens += usage.reasoning_tokens
-            if usage.estimated:
+            if read or write:
+                counters.cache_read_tokens += read
+                counters.cache_write_tokens += write
+                counters.cache_write_1h_tokens += write_1h
+            if reasoning:
+                counters.reasoning_tokens += reasoning
+            if estimated:
                 counters.estimated_calls += 1
             if failed:
                 counters.failed_calls += 1
@@ -1134,37 +1182,59 @@ class Guard:
     def _decide_tool_call(
         self, call: ToolCall, print_: str, trip: Trip | None, now: int
     ) -> ToolDecision:
-        if call.kind == "function":
-            if trip is None:
+        kind = call.kind
+        if kind == "function":
+            if trip is None and not self._has_place(call.name):
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
                     self._observe(call.name, print_, _REFUSED)
                     self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
                     return refusal
-                trip = self._tool_place(now)
+                trip = self._stop_tool_calls(now)
             if trip is not None:
                 self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
                 return Stop(trip)
+            detector = self._detector
+            if detector is not None and detector.due:
+                # No model call came in between that could have brought the correction.
+                message = detector.nudge()
+                if message is not None and self.mode is Mode.ENFORCE:
+                    self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
+                    return Refuse(StopReason.NO_PROGRESS, message, message)
             self._count_tool_call(call.name)
-        elif call.kind == "hosted":
+        elif kind == "hosted":
             self._count_tool_call(call.name)
-        elif call.kind == "handoff" and trip is not None:
+        elif kind == "handoff" and trip is not None:
             return Stop(trip)
         tree = self._tree
         tree.call_id += 1
-        ticket = Admit(self, call, tree.call_id)
-        ticket.fingerprint = print_
-        if call.kind != "hosted":
+        ticket = Admit(self, call, tree.call_id, print_)
+        if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
 
-    def _tool_place(self, now: int) -> Trip | None:
-        """Trip the run when no guard of the chain has a place left for one more tool call."""
+    def _has_place(self, name: str) -> bool:
         for guard in self._chain:
-            if guard._counters.tool_calls >= guard._caps.tool_calls:
-                break
-        else:
-            return None
+            caps = guard._caps
+            if guard._counters.tool_calls >= caps.tool_calls:
+                return False
+            if caps.quotas:
+                for quota in caps.quotas_of(name):
+                    if quota.used >= quota.limit:
+                        return False
+        return True
+
+    def _quota_refusal(self, name: str) -> Refuse | None:
+        for guard in self._chain:
+            for quota in guard._caps.quotas_of(name):
+                if quota.used >= quota.limit and guard.mode is Mode.ENFORCE:
+                    return Refuse(
+                        StopReason.TOOL_QUOTA,
+                        f"tool_quotas[{quota.pattern!r}]={quota.limit} reached",
+                    )
+        return None
+
+    def _stop_tool_calls(self, now: int) -> Trip | None:
         return self._stop(
             now,
             [
@@ -1184,31 +1254,15 @@ class Guard:
             ],
         )
 
-    def _quota_refusal(self, name: str) -> Refuse | None:
-        for guard in self._chain:
-            for pattern in guard._caps.quotas_of(name):
-                limit = guard._caps.quotas[pattern]
-                if guard._quotas.get(pattern, 0) >= limit and guard.mode is Mode.ENFORCE:
-                    return Refuse(
-                        StopReason.TOOL_QUOTA, f"tool_quotas[{pattern!r}]={limit} reached"
-                    )
-        return None
-
     def _count_tool_call(self, name: str) -> None:
         for guard in self._chain:
             guard._counters.tool_calls += 1
-            for pattern in guard._caps.quotas_of(name):
-                used = guard._quotas[pattern] = guard._quotas.get(pattern, 0) + 1
-                limit = guard._caps.quotas[pattern]
-                if used > limit:
-                    guard._hold(
-                        Violation(
-                            reason=StopReason.TOOL_QUOTA,
-                            limit=limit,
-                            used=used,
-                            detail=f"tool_quotas[{pattern!r}]={limit} passed: {used} used",
-                        )
-                    )
+            caps = guard._caps
+            if caps.quotas:
+                for quota in caps.quotas_of(name):
+                    quota.used += 1
+                    if quota.used > quota.limit:
+                        guard._hold(_quota_passed(quota))
             counts = guard._tool_counts
             if name in counts:
                 counts[name] += 1
@@ -1222,63 +1276,50 @@ class Guard:
                 self._halt = True
 
     def _warn(self, now: int) -> Sequence[_Warning]:
-        warnings: list[_Warning] | None = None
+        warnings: list[_Warning] = []
         for guard in self._chain:
-            if not alarm_is_due(guard._counters, guard._alarms, guard._elapsed(now)):
-                continue
-            due = due_alarms(
-                guard._counters, guard._alarms, Caps(guard.budget), guard._elapsed(now)
-            )
-            for dimension, violation in due:
-                guard._warned[dimension] = None
+            # The budget's caps: in OBSERVE those of the guard are gone after the trip.
+            caps = Caps(guard.budget)
+            for due in due_warnings(guard._counters, caps, guard._warned, guard._elapsed(now)):
+                guard._warned[due.reason.value] = None
                 event = guard._make(
                     LimitNearlyReached,
                     now,
-                    dimension=dimension,
-                    limit=_plain(violation.limit),
-                    used=_plain(violation.used),
+                    dimension=due.reason.value,
+                    limit=_plain(due.limit),
+                    used=_plain(due.used),
                 )
-                warnings = warnings or []
                 warnings.append((guard, event))
-            guard._alarms = Alarms(Caps(guard.budget), frozenset(guard._warned))
-        return warnings or ()
+                guard._marks = Marks(caps, guard._warned)
+        return warnings
 
     def _watch_window(
         self,
         now: int,
-        model: str | None,
-        window: int,
+        call: ModelCall,
+        rates: Rates,
         input_tokens: int,
         warnings: Sequence[_Warning],
     ) -> Sequence[_Warning]:
-        full = input_tokens >= window * self.budget.warn_at
-        if full and not self._window_warned:
-            event = self._make(
-                ContextWindowNearlyFull,
-                now,
-                model=model or "",
-                context_window=window,
-                input_tokens=input_tokens,
-            )
-            warnings = [*warnings, (self, event)]
-        # Armed again once a pruning hook has brought the prompt below the mark.
-        if input_tokens:
-            self._window_warned = full
-        return warnings
-
-    def _seconds_for(self, own: float | None, now: int) -> float | None:
-        left = self._time_left(now)
-        if left is None or own is None:
-            return own if left is None else left
-        return min(own, left)
+        """Warn of a prompt near its window; armed again once a pruning hook has cut it."""
+        self._window_warned = not self._window_warned
+        if not self._window_warned:
+            return warnings
+        event = self._make(
+            ContextWindowNearlyFull,
+            now,
+            model=call.model or "",
+            context_window=rates.context_window or 0,
+            input_tokens=input_tokens,
+        )
+        return [*warnings, (self, event)]
 
     def _time_left(self, now: int) -> float | None:
-        left = [
-            guard._caps.nanoseconds - guard._elapsed(now)
-            for guard in self._chain
-            if guard.mode is Mode.ENFORCE and guard._caps.nanoseconds != INFINITY
-        ]
-        return max(min(left), 0) / 1_000_000_000 if left else None
+        left = INFINITY
+        for guard in self._chain:
+            if guard.mode is Mode.ENFORCE:
+                left = min(left, guard._caps.nanoseconds - guard._elapsed(now))
+        return None if left == INFINITY else max(left, 0) / 1_000_000_000
 
     def _open_tool_calls(self) -> list[Admit]:
         return [
@@ -1407,7 +1448,16 @@ def _projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> 
         return from_usd(call.cost_usd)
     if rates is None or not (call.input_tokens or bound):
         return 0
-    return rates.input_cost(call.input_tokens) + rates.output_cost(bound or 0)
+    return rates.projected_cost(call.input_tokens, bound or 0)
+
+
+def _quota_passed(quota: Quota) -> Violation:
+    return Violation(
+        reason=StopReason.TOOL_QUOTA,
+        limit=quota.limit,
+        used=quota.used,
+        detail=f"tool_quotas[{quota.pattern!r}]={quota.limit} passed: {quota.used} used",
+    )
 
 
 def _unpriced(model: str | None) -> Violation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from fnmatch import fnmatchcase
 
 from budgetguard_core.budget import Budget
@@ -14,6 +15,17 @@ INFINITY = math.inf
 """The cap of a dimension without a cap."""
 
 _MATCHES_KEPT = 1024
+
+
+class Quota:
+    """How many bodies of some tools may start, and how many did. Only `guard.py` writes it."""
+
+    __slots__ = ("limit", "pattern", "used")
+
+    def __init__(self, pattern: str, limit: int) -> None:
+        self.pattern = pattern
+        self.limit = limit
+        self.used = 0
 
 
 class Caps:
@@ -46,21 +58,19 @@ class Caps:
         )
         self.cost = INFINITY if budget.max_cost_usd is None else from_usd(budget.max_cost_usd)
         self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
-        self.quotas = dict(budget.tool_quotas)
+        self.quotas = tuple(Quota(pattern, cap) for pattern, cap in budget.tool_quotas.items())
         self._classes = dict(budget.tool_classes)
-        self._matches: dict[str, tuple[str, ...]] = {}
+        self._matches: dict[str, tuple[Quota, ...]] = {}
 
-    def quotas_of(self, name: str) -> tuple[str, ...]:
-        """Return the quota patterns that a tool has to pass."""
-        if not self.quotas:
-            return ()
+    def quotas_of(self, name: str) -> tuple[Quota, ...]:
+        """Return the quotas that a tool has to pass."""
         matches = self._matches.get(name)
         if matches is None:
             names = (name, f"{self.class_of(name)}/{name}")
             matches = tuple(
-                pattern
-                for pattern in self.quotas
-                if any(fnmatchcase(candidate, pattern) for candidate in names)
+                quota
+                for quota in self.quotas
+                if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
             )
             # Names come from the model: the memo must not grow with what it invents.
             if len(self._matches) >= _MATCHES_KEPT:
@@ -76,53 +86,59 @@ class Caps:
         return ""
 
 
-class Alarms:
-    """The use at which each dimension's warning is due; infinity once it was given."""
+class Marks:
+    """The use from which a dimension is looked at closely: its warning share, then its cap.
+
+    Below every mark a step needs no other check, so a step far from its caps pays for one.
+    """
 
     __slots__ = ("cost", "iterations", "model_calls", "nanoseconds", "tokens", "tool_calls")
 
-    def __init__(self, caps: Caps, given: frozenset[str]) -> None:
+    def __init__(self, caps: Caps, warned: Container[str]) -> None:
         share = caps.budget.warn_at
 
-        def due(dimension: str, cap: float) -> float:
-            return INFINITY if dimension in given or cap == INFINITY else cap * share
+        def mark(dimension: str, cap: float) -> float:
+            return cap if dimension in warned else cap * share
 
-        self.iterations = due("max_iterations", caps.iterations)
-        self.model_calls = due("max_model_calls", caps.model_calls)
-        self.tool_calls = due("max_tool_calls", caps.tool_calls)
-        self.tokens = due("max_total_tokens", caps.tokens)
-        self.nanoseconds = due("max_seconds", caps.nanoseconds)
-        self.cost = due("max_cost_usd", caps.cost)
+        self.iterations = mark("max_iterations", caps.iterations)
+        self.model_calls = mark("max_model_calls", caps.model_calls)
+        self.tool_calls = mark("max_tool_calls", caps.tool_calls)
+        self.tokens = mark("max_total_tokens", caps.tokens)
+        self.nanoseconds = mark("max_seconds", caps.nanoseconds)
+        self.cost = mark("max_cost_usd", caps.cost)
 
 
-def alarm_is_due(counters: Counters, alarms: Alarms, elapsed_ns: int) -> bool:
-    """Tell whether any dimension has reached its warning; the hot path asks only this."""
+def far_from_caps(
+    counters: Counters, marks: Marks, elapsed_ns: int, tokens: int, cost: int
+) -> bool:
+    """Tell whether one more model call leaves every dimension below its mark."""
     return (
-        counters.iterations >= alarms.iterations
-        or counters.model_calls >= alarms.model_calls
-        or counters.tool_calls >= alarms.tool_calls
-        or counters.tokens >= alarms.tokens
-        or counters.cost >= alarms.cost
-        or elapsed_ns >= alarms.nanoseconds
+        counters.iterations + 1 < marks.iterations
+        and counters.model_calls + 1 < marks.model_calls
+        and elapsed_ns < marks.nanoseconds
+        and counters.tokens + counters.reserved_tokens + tokens < marks.tokens
+        and counters.cost + counters.reserved_cost + cost < marks.cost
+        and counters.tool_calls < marks.tool_calls
     )
 
 
-def due_alarms(
-    counters: Counters, alarms: Alarms, caps: Caps, elapsed_ns: int
-) -> list[tuple[str, Violation]]:
-    """List each dimension whose warning is due, with its limit and its use."""
-    every = {
-        "max_iterations": (counters.iterations, alarms.iterations),
-        "max_model_calls": (counters.model_calls, alarms.model_calls),
-        "max_tool_calls": (counters.tool_calls, alarms.tool_calls),
-        "max_total_tokens": (counters.tokens, alarms.tokens),
-        "max_seconds": (elapsed_ns, alarms.nanoseconds),
-        "max_cost_usd": (counters.cost, alarms.cost),
-    }
+def due_warnings(
+    counters: Counters, caps: Caps, warned: Container[str], elapsed_ns: int
+) -> list[Violation]:
+    """List the dimensions that have reached their warning share and have not been warned of."""
+    use = (
+        (StopReason.MAX_ITERATIONS, counters.iterations, caps.iterations),
+        (StopReason.MAX_MODEL_CALLS, counters.model_calls, caps.model_calls),
+        (StopReason.MAX_TOOL_CALLS, counters.tool_calls, caps.tool_calls),
+        (StopReason.MAX_TOTAL_TOKENS, counters.tokens, caps.tokens),
+        (StopReason.MAX_SECONDS, elapsed_ns, caps.nanoseconds),
+        (StopReason.MAX_COST_USD, counters.cost, caps.cost),
+    )
+    share = caps.budget.warn_at
     return [
-        (dimension, reached(StopReason(dimension), counters, caps, elapsed_ns))
-        for dimension, (used, alarm) in every.items()
-        if used >= alarm
+        reached(dimension, counters, caps, elapsed_ns)
+        for dimension, used, cap in use
+        if dimension not in warned and used >= cap * share
     ]
 
 

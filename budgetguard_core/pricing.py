@@ -315,6 +315,12 @@ class Rates:
             )
         return tokens * plain + made * output + request
 
+    def projected_cost(self, input_tokens: int, output_tokens: int) -> int:
+        """Return the most that a call of this size can cost: `input_cost` plus `output_cost`."""
+        bounds = self._bounds
+        bound = bounds[0] if self._untiered is not None else _reached(bounds, input_tokens)
+        return input_tokens * bound.input + output_tokens * bound.output + bound.per_request
+
     def input_cost(self, tokens: int) -> int:
         """Return the most that a call with up to this many input tokens can cost for them.
 

@@ -43,28 +43,44 @@ def check_token_usage(usage: TokenUsage) -> None:
     Raises:
         ConfigurationError: A count is not a whole number >= 0, or a part is above its whole.
     """
+    inputs, outputs, read, write, write_1h, reasoning, _ = usage
+    try:
+        whole = type(inputs + outputs + read + write + write_1h + reasoning) is int
+    except TypeError:
+        whole = False
+    if (
+        whole
+        and 0 <= read
+        and 0 <= write_1h <= write
+        and read + write <= inputs
+        and 0 <= reasoning <= outputs
+    ):
+        return
+    raise ConfigurationError(_problem(usage))
+
+
+def _problem(usage: TokenUsage) -> str:
     for name, value in zip(usage._fields[:-1], usage, strict=False):
         if type(value) is not int or value < 0:
-            raise ConfigurationError(
+            return (
                 f"{name} must be a whole number >= 0, got {value!r}. "
                 "Pass usage=None when the provider reported nothing."
             )
-    if usage.cache_read_tokens + usage.cache_write_tokens > usage.input_tokens:
-        raise ConfigurationError(
-            "input_tokens must include cache reads and writes, got "
-            f"input_tokens={usage.input_tokens}, cache_read_tokens={usage.cache_read_tokens}, "
-            f"cache_write_tokens={usage.cache_write_tokens}. Add the cache buckets to input_tokens."
-        )
     if usage.cache_write_1h_tokens > usage.cache_write_tokens:
-        raise ConfigurationError(
+        return (
             "cache_write_tokens must include cache_write_1h_tokens, got "
             f"{usage.cache_write_tokens} < {usage.cache_write_1h_tokens}. Add the one-hour writes."
         )
     if usage.reasoning_tokens > usage.output_tokens:
-        raise ConfigurationError(
+        return (
             "output_tokens must include reasoning_tokens, got "
             f"{usage.output_tokens} < {usage.reasoning_tokens}. Add reasoning to output_tokens."
         )
+    return (
+        "input_tokens must include cache reads and writes, got "
+        f"input_tokens={usage.input_tokens}, cache_read_tokens={usage.cache_read_tokens}, "
+        f"cache_write_tokens={usage.cache_write_tokens}. Add the cache buckets to input_tokens."
+    )
 
 
 def estimate_tokens(text: str) -> int:
