@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.checkpoint import Snapshot
@@ -31,6 +31,8 @@ from budgetguard_core.events import (
 from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
 
+_LARGEST_COST = 10**9
+
 
 class _RecordedClock:
     """The log's time while the log lasts, then time that passes on from there."""
@@ -56,16 +58,39 @@ class _RecordedClock:
         self._recorded_ns = None
 
 
-class _Replay:
-    def __init__(self, budget: Budget | None, prices: PriceBook | None, clock: Clock) -> None:
+class Replay:
+    """One log, told event by event: for a reader that has several runs in one file.
+
+    Args:
+        budget: A candidate budget for the run at the root; the recorded one if left out.
+        price_book: Prices, where they are not to come from the default book.
+        clock: The clock of the guard when the log is through.
+
+    Attributes:
+        root: The guard of the run at the root, as far as it has been told; None before its start.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | None = None,
+        *,
+        price_book: PriceBook | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.root: Guard | None = None
         self._budget = budget
-        self._prices = prices
-        self._clock = _RecordedClock(clock)
+        self._prices = price_book
+        self._clock = _RecordedClock(clock or SystemClock())
         self._guards: dict[str, Guard] = {}
         self._tickets: dict[int, Admit] = {}
 
     def apply(self, event: Event) -> None:
+        """Tell the next event.
+
+        Raises:
+            CheckpointError: The event's run has no start in this log, or the event holds what no
+                run can have.
+        """
         self._clock.show(event.at_ns)
         if isinstance(event, RunStarted):
             self._start(event)
@@ -80,6 +105,11 @@ class _Replay:
             self._tell(self._guards[event.run_id], event)
 
     def end(self) -> Guard:
+        """Return the guard of the root, whose time goes on from here.
+
+        Raises:
+            CheckpointError: The log held no run.
+        """
         if self.root is None:
             raise CheckpointError("the log holds no run. Replay the log from its beginning.")
         self._clock.go_on()
@@ -124,7 +154,7 @@ class _Replay:
                     input_tokens=event.input_tokens,
                     max_output_tokens=event.max_output_tokens,
                     seconds=event.seconds,
-                    cost_usd=None if event.cost_usd is None else Decimal(event.cost_usd),
+                    cost_usd=_dollars(event.cost_usd, event),
                 )
             )
             if isinstance(event, ModelCallAdmitted) and isinstance(decision, Admit):
@@ -132,13 +162,12 @@ class _Replay:
         elif isinstance(event, ModelCallSettled):
             ticket = self._tickets.pop(event.call_id, None)
             if ticket is not None:
-                given = event.given_cost_usd
                 guard.settle_model_call(
                     ticket,
                     event.usage,
                     error=event.error,
                     model=event.model,
-                    cost_usd=None if given is None else Decimal(given),
+                    cost_usd=_dollars(event.given_cost_usd, event),
                 )
         elif isinstance(event, ToolCallsRequested):
             decisions = guard.admit_tool_calls(
@@ -149,9 +178,9 @@ class _Replay:
                     for call in event.calls
                 ]
             )
-            for call, decision in zip(event.calls, decisions, strict=True):
-                if call.call_id is not None and isinstance(decision, Admit):
-                    self._tickets[call.call_id] = decision
+            for call, answer in zip(event.calls, decisions, strict=True):
+                if call.call_id is not None and isinstance(answer, Admit):
+                    self._tickets[call.call_id] = answer
         elif isinstance(event, ToolCallSettled):
             ticket = self._tickets.pop(event.call_id, None)
             if ticket is not None:
@@ -184,6 +213,23 @@ class _Replay:
             guard.extend(**raised)
 
 
+def _dollars(text: str | None, event: Event) -> Decimal | None:
+    """Read an amount; one with a huge exponent would take all memory as an exact integer."""
+    if text is None:
+        return None
+    try:
+        amount = Decimal(text)
+    except InvalidOperation:
+        amount = Decimal("NaN")
+    sound = amount.is_finite() and 0 <= amount <= _LARGEST_COST
+    if not sound or amount.as_tuple().exponent < -100:  # type: ignore[operator]
+        raise CheckpointError(
+            f"event {event.seq}: a cost must be an amount from 0 to {_LARGEST_COST} US dollars, "
+            f"got {text[:40]!r}. Restore the log from its source."
+        )
+    return amount
+
+
 def replay(
     events: Iterable[Event],
     *,
@@ -192,7 +238,7 @@ def replay(
     clock: Clock | None = None,
 ) -> Guard:
     """Do what `Guard.replay` says."""
-    run = _Replay(budget, price_book, clock or SystemClock())
+    run = Replay(budget, price_book=price_book, clock=clock)
     for event in events:
         run.apply(event)
     return run.end()
