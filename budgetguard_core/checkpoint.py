@@ -65,7 +65,7 @@ class OpenCall(BaseModel):
             id=call.id,
             name=call.name,
             tool_kind=call.kind,
-            fingerprint=ticket.fingerprint,
+            fingerprint=call.fingerprint or "",
         )
 
     def ticket(self, guard: Guard, prices: PriceBook) -> Admit:
@@ -86,7 +86,6 @@ class OpenCall(BaseModel):
             guard,
             call,
             self.call_id,
-            self.fingerprint,
             None,
             None if self.model is None else prices.rates_for(self.model, self.provider),
             self.reserved_tokens,

@@ -61,7 +61,8 @@ class ToolCall:
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
     provider ran it already; counted when reported, and never refused."""
     fingerprint: str | None = None
-    """The fingerprint of the arguments, where it is known already (replay)."""
+    """The fingerprint of the arguments: given where it is known (replay), else filled in when the
+    call is admitted, so that a tool that changes its arguments changes nothing here."""
 
 
 class Admit:
@@ -71,7 +72,6 @@ class Admit:
         guard: The guard that admitted it.
         call: The request that was admitted.
         call_id: The number of the call within its tree of guards.
-        fingerprint: The fingerprint of a tool call's arguments.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
@@ -81,7 +81,6 @@ class Admit:
     __slots__ = (
         "call",
         "call_id",
-        "fingerprint",
         "guard",
         "max_output_tokens",
         "rates",
@@ -94,7 +93,6 @@ class Admit:
         guard: Guard,
         call: Any,
         call_id: int,
-        fingerprint: str = "",
         max_output_tokens: int | None = None,
         rates: Rates | None = None,
         reserved_tokens: int = 0,
@@ -103,7 +101,6 @@ class Admit:
         self.guard = guard
         self.call = call
         self.call_id = call_id
-        self.fingerprint = fingerprint
         self.max_output_tokens = max_output_tokens
         self.rates = rates
         self.reserved_tokens = reserved_tokens

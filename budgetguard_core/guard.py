@@ -83,6 +83,7 @@ WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _E = TypeVar("_E", bound=EventBase)
+_Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
@@ -439,7 +440,8 @@ class Guard:
         cost = _projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         warnings: Sequence[_Warning] = ()
-        with tree.lock:
+        tree.lock.acquire()
+        try:
             now = tree.now()
             far = not unpriced and self._is_far_from_caps(now, tokens, cost)
             if not far and (unpriced or not self._model_call_fits(now, call.retry, tokens, cost)):
@@ -462,6 +464,8 @@ class Guard:
                         warnings = self._watch_window(now, call, rates, call.input_tokens, warnings)
             else:
                 decision = Stop(trip)
+        finally:
+            tree.lock.release()
         if warnings or tree.outbox:
             self._finish(warnings)
         return decision
@@ -511,20 +515,13 @@ class Guard:
         else:
             cost = None if rates is None else rates.cost(usage)
         warnings: Sequence[_Warning] = ()
-        with tree.lock:
+        tree.lock.acquire()
+        try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            guard._charge(ticket, usage, cost, failed=error is not None)
-            for charged in guard._chain:
-                counters, marks = charged._counters, charged._marks
-                if (
-                    counters.tokens >= marks.tokens
-                    or counters.cost >= marks.cost
-                    or charged._elapsed(now) >= marks.nanoseconds
-                ):
-                    warnings = guard._warn(now)
-                    break
+            if guard._charge(ticket, usage, cost, error is not None):
+                warnings = guard._warn(now)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
                 if full is not guard._window_warned:
@@ -542,6 +539,8 @@ class Guard:
                     given_cost_usd=None if cost_usd is None else str(cost_usd),
                     error=_error_name(error),
                 )
+        finally:
+            tree.lock.release()
         if warnings or tree.outbox:
             guard._finish(warnings)
         if problem is not None:
@@ -560,21 +559,19 @@ class Guard:
             return [Admit(self, call, 0) for call in calls]
         tree = self._tree
         ignored = _NOTHING if self._detector is None else self._detector.ignored
-        prints = [
-            fingerprint(call.arguments, ignore=ignored)
-            if call.fingerprint is None
-            else call.fingerprint
-            for call in calls
-        ]
+        for call in calls:
+            if call.fingerprint is None:
+                call.fingerprint = fingerprint(call.arguments, ignore=ignored)
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
         decisions: list[ToolDecision] = []
-        with tree.lock:
+        tree.lock.acquire()
+        try:
             now = tree.now()
             trip = None if self._tool_calls_fit(now) else self._stop(now)
-            for call, print_ in zip(calls, prints, strict=True):
-                decision = self._decide_tool_call(call, print_, trip, now)
+            for call in calls:
+                decision = self._decide_tool_call(call, trip, now)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
@@ -583,7 +580,9 @@ class Guard:
                     warnings = self._warn(now)
                     break
             if tree.sinks:
-                self._record_batch(now, calls, prints, decisions)
+                self._record_batch(now, calls, decisions)
+        finally:
+            tree.lock.release()
         if warnings or tree.outbox:
             self._finish(warnings)
         return decisions
@@ -617,12 +616,13 @@ class Guard:
         if print_ is None:
             print_ = fingerprint_result(result if error is None else str(error))
         call: ToolCall = ticket.call
-        with tree.lock:
+        tree.lock.acquire()
+        try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            guard._observe(call.name, ticket.fingerprint, print_)
+            guard._observe(call, print_)
             if tree.sinks:
                 guard._record(
                     ToolCallSettled,
@@ -631,6 +631,8 @@ class Guard:
                     fingerprint=print_,
                     error=_error_name(error),
                 )
+        finally:
+            tree.lock.release()
         if tree.outbox:
             tree.deliver()
         return True
@@ -1117,7 +1119,6 @@ class Guard:
             self,
             call,
             tree.call_id,
-            "",
             bound if self._enforced else call.max_output_tokens,
             rates,
             tokens,
@@ -1145,8 +1146,10 @@ class Guard:
         return ticket
 
     def _charge(
-        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, failed: bool
-    ) -> None:
+        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, failed: bool
+    ) -> bool:
+        """Replace the reservation by what was used; True when a mark was reached."""
+        near = False
         reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
         unmetered = usage is None and not failed and reserved_tokens == 0 and not reserved_cost
         if usage is None:
@@ -1172,46 +1175,51 @@ class Guard:
                 counters.failed_calls += 1
             if cost is not None:
                 counters.cost += cost
+                if counters.cost >= guard._marks.cost:
+                    near = True
             else:
                 counters.unpriced_calls += 1
                 if guard._caps.refuses_unpriced and not failed:
                     guard._hold(_unpriced(ticket.call.model))
             if unmetered and (guard._caps.tokens != INFINITY or guard._caps.cost != INFINITY):
                 guard._hold(_UNMETERED)
+            if counters.tokens >= guard._marks.tokens:
+                near = True
+        return near
 
-    def _decide_tool_call(
-        self, call: ToolCall, print_: str, trip: Trip | None, now: int
-    ) -> ToolDecision:
+    def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
         kind = call.kind
         if kind == "function":
             if trip is None and not self._has_place(call.name):
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
-                    self._observe(call.name, print_, _REFUSED)
-                    self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-                    return refusal
+                    self._observe(call, _REFUSED)
+                    return self._refused(call, refusal)
                 trip = self._stop_tool_calls(now)
             if trip is not None:
-                self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-                return Stop(trip)
+                return self._refused(call, Stop(trip))
             detector = self._detector
             if detector is not None and detector.due:
                 # No model call came in between that could have brought the correction.
                 message = detector.nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
-                    self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-                    return Refuse(StopReason.NO_PROGRESS, message, message)
+                    refusal = Refuse(StopReason.NO_PROGRESS, message, message)
+                    return self._refused(call, refusal)
             self._count_tool_call(call.name)
         elif kind == "hosted":
             self._count_tool_call(call.name)
         elif kind == "handoff" and trip is not None:
-            return Stop(trip)
+            return self._refused(call, Stop(trip))
         tree = self._tree
         tree.call_id += 1
-        ticket = Admit(self, call, tree.call_id, print_)
+        ticket = Admit(self, call, tree.call_id)
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
+
+    def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
+        self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
+        return decision
 
     def _has_place(self, name: str) -> bool:
         for guard in self._chain:
@@ -1269,10 +1277,11 @@ class Guard:
             elif len(counts) < _NAMES_KEPT:
                 counts[name] = 1
 
-    def _observe(self, name: str, arguments: str, result: str) -> None:
-        if self._detector is not None:
-            self._detector.observe(name, arguments, result)
-            if self._detector.tripped:
+    def _observe(self, call: ToolCall, result: str) -> None:
+        detector = self._detector
+        if detector is not None:
+            detector.observe(call.name, call.fingerprint or "", result)
+            if detector.tripped:
                 self._halt = True
 
     def _warn(self, now: int) -> Sequence[_Warning]:
@@ -1365,11 +1374,7 @@ class Guard:
         self._make(kind, now, **facts)
 
     def _record_batch(
-        self,
-        now: int,
-        calls: Sequence[ToolCall],
-        prints: Sequence[str],
-        decisions: Sequence[ToolDecision],
+        self, now: int, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision]
     ) -> None:
         self._record(
             ToolCallsRequested,
@@ -1380,11 +1385,11 @@ class Guard:
                     id=call.id,
                     name=call.name,
                     kind=call.kind,
-                    fingerprint=print_,
+                    fingerprint=call.fingerprint or "",
                     arguments=call.arguments if self._tree.log_arguments else None,
                     decision=_ANSWERS[type(decision)],
                 )
-                for call, print_, decision in zip(calls, prints, decisions, strict=True)
+                for call, decision in zip(calls, decisions, strict=True)
             ),
         )
 

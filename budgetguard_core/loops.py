@@ -38,6 +38,7 @@ _LONGEST_CYCLE = 4
 
 _NOTHING: frozenset[str] = frozenset()
 _NUMBER_STARTS = "-0123456789"
+_CODED = frozenset(f"{_NUMBER_STARTS}tfn")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?(e[+-][0-9]+)?").fullmatch
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
@@ -159,10 +160,8 @@ def _mapping(value: dict[Any, Any], depth: int, left: list[int]) -> Any:
         kind = _kind_of(item)
         if kind is str:
             item = item.strip()
-            if item[:1] in _NUMBER_STARTS:
-                item = _number(item)
-            elif item in _WORDS:
-                item = _WORDS[item]
+            if item[:1] in _CODED:
+                item = _WORDS[item] if item in _WORDS else _number(item)
         elif kind is not int or not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
             item = _plain(item, depth + 1, left)
         if type(key) is not str:
