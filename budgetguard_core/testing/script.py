@@ -1,0 +1,191 @@
+"""What a scripted model answers and scripted tools return, without any framework."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, TypeAlias
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.testing.clock import ManualClock
+from budgetguard_core.usage import TokenUsage
+
+MODEL = "scripted-model"
+"""The name that scripted replies give as their model; priced by a `PriceBook` override."""
+USAGE = TokenUsage(100, 20)
+"""What a scripted reply reports unless it says otherwise."""
+
+_NUMBERS = count()
+
+
+class ProviderError(Exception):
+    """What a scripted model call fails with; a driver may raise its framework's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One tool call in a scripted reply."""
+
+    name: str
+    value: str = ""
+    """The call's only argument, `value`."""
+    id: str | None = None
+    """Unique within the script when it is left out."""
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """The arguments as the model writes them."""
+        return {"value": self.value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer of a scripted model."""
+
+    text: str = ""
+    tool_calls: tuple[Call, ...] = ()
+    handoff: str | None = None
+    """The name of the agent in `Scenario.handoffs` that the model hands over to."""
+    usage: TokenUsage | None = USAGE
+    """What the provider reports; None when it reports nothing."""
+    error: Exception | None = None
+    """The call fails with it. The driver raises it, or its framework's exception for it."""
+    hang: bool = False
+    """The call never answers; the driver's model awaits `hang()`. Never in sync mode."""
+    seconds: float = 0.0
+    """How far the script's `ManualClock` moves while the model answers."""
+
+
+def calls(*names: str | Call, usage: TokenUsage | None = USAGE) -> Reply:
+    """Make a reply that asks for these tools, in parallel."""
+    return Reply(
+        tool_calls=tuple(Call(name) if isinstance(name, str) else name for name in names),
+        usage=usage,
+    )
+
+
+def says(text: str, usage: TokenUsage | None = USAGE) -> Reply:
+    """Make a reply that ends the run with a text."""
+    return Reply(text=text, usage=usage)
+
+
+Replies: TypeAlias = Sequence[Reply] | Callable[[int], Reply]
+
+
+class Script:
+    """The answers of a model, in order; safe under threads.
+
+    Args:
+        replies: The answers. After the last one it is given again and again: a sticky model. A
+            function gets the number of the call, from 0.
+        clock: Moved by `Reply.seconds`.
+
+    Attributes:
+        calls: How often the model was called.
+        sent: What was sent to it, as text, per call.
+    """
+
+    def __init__(self, replies: Replies, *, clock: ManualClock | None = None) -> None:
+        self._replies = replies
+        self._clock = clock
+        self._number = next(_NUMBERS)
+        self._lock = threading.Lock()
+        self.calls = 0
+        self.sent: list[str] = []
+
+    def next(self, sent: str) -> Reply:
+        """Take the next answer; the driver's model calls it once per attempt.
+
+        Args:
+            sent: Everything that the framework handed to the model, serialised.
+        """
+        with self._lock:
+            number = self.calls
+            self.calls += 1
+            self.sent.append(sent)
+        # Outside the lock: a reply that is a function may wait for another call of this script.
+        if callable(self._replies):
+            reply = self._replies(number)
+        else:
+            reply = self._replies[min(number, len(self._replies) - 1)]
+        if reply.seconds and self._clock is not None:
+            self._clock.advance(reply.seconds)
+        return replace(
+            reply,
+            tool_calls=tuple(
+                call
+                if call.id is not None
+                else replace(call, id=f"call_{self._number}_{number}_{place}")
+                for place, call in enumerate(reply.tool_calls)
+            ),
+        )
+
+
+class Tool:
+    """A scripted tool. It takes one optional text argument, `value`, and returns a text.
+
+    Args:
+        name: What the model calls it.
+        result: What it returns: a text, or a function of the number of the call (from 0) and the
+            value.
+        error: What it raises instead.
+        hang: It never ends; the driver's tool awaits `hang()` after `Scenario.start`. Never in
+            sync mode.
+        agent: It runs this agent as a sub-agent with the call's value as its user input, and
+            returns its final text.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        result: str | Callable[[int, str], str] = "done",
+        *,
+        error: Exception | None = None,
+        hang: bool = False,
+        agent: Agent | None = None,
+    ) -> None:
+        self.name = name
+        self.result = result
+        self.error = error
+        self.hang = hang
+        self.agent = agent
+        self._lock = threading.Lock()
+        self._started = 0
+
+    def run(self, value: str) -> str:
+        """Be called once: raise the error, or return the result."""
+        with self._lock:
+            number = self._started
+            self._started += 1
+        if self.error is not None:
+            raise self.error
+        return self.result if isinstance(self.result, str) else self.result(number, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """Another agent of the same framework: as a tool, a handoff target, or a sub-graph."""
+
+    name: str
+    script: Script
+    tools: Sequence[Tool] = field(default_factory=tuple)
+    budget: Budget | None = None
+    """Its own envelope, a child of the run's guard; None: it spends the run's budget alone."""
+
+
+def changing(number: int, value: str) -> str:
+    """Return another result each time, so that no loop is seen."""
+    return f"result {number} for {value!r}"
+
+
+async def hang() -> None:
+    """Never return; cancelling ends it."""
+    await asyncio.get_running_loop().create_future()
+
+
+def arguments_value(arguments: Mapping[str, Any] | None) -> str:
+    """Read the one argument of a scripted tool from what a framework handed over."""
+    return str((arguments or {}).get("value", ""))

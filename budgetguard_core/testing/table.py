@@ -1,0 +1,48 @@
+"""The capability table of the README, made from what the drivers declare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from budgetguard_core.testing.clauses import CLAUSES
+from budgetguard_core.testing.conformance import Driver
+
+BEGIN = "<!-- capability table -->"
+END = "<!-- end of capability table -->"
+
+
+def capability_table(drivers: Sequence[Driver]) -> str:
+    """Write the table as Markdown: a row for each clause, a column for each way in.
+
+    `yes` means that the clause is tested in every mode of the way in; any other cell names the
+    modes for which it holds, or `no`, with the reason below the table.
+    """
+    reasons: list[str] = []
+    lines = [
+        "| clause | "
+        + " | ".join(f"{d.adapter.removeprefix('budgetguard_')}: `{d.name}`" for d in drivers)
+        + " |",
+        "|---|" + "---|" * len(drivers),
+        "| ways in | " + " | ".join(", ".join(driver.modes) for driver in drivers) + " |",
+    ]
+    for clause in CLAUSES:
+        cells: list[str] = []
+        for driver in drivers:
+            asked = [mode for mode in driver.modes if mode in clause.modes]
+            why = {mode: driver.deviation(clause.number, mode) for mode in asked}
+            held = [mode for mode, reason in why.items() if reason is None]
+            notes: list[str] = []
+            for reason in dict.fromkeys(reason for reason in why.values() if reason):
+                if reason not in reasons:
+                    reasons.append(reason)
+                notes.append(f"[{reasons.index(reason) + 1}]")
+            if not asked:
+                cell = "-"
+            elif not notes:
+                cell = "yes"
+            else:
+                cell = f"{', '.join(held) or 'no'} {' '.join(notes)}"
+            cells.append(cell)
+        lines.append(f"| {clause.number}. {clause.title} | " + " | ".join(cells) + " |")
+    notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, *(["", *"  \n".join(notes).split("\n")] if notes else [])])

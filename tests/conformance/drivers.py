@@ -1,0 +1,28 @@
+"""The drivers of our adapters; each adapter's are in `<adapter>_driver.py`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+from budgetguard_core.testing import Driver
+
+# What has to be installed for an adapter's drivers to run; the loop needs no framework.
+FRAMEWORKS = {
+    "budgetguard_langgraph": "langgraph",
+    "budgetguard_openai_agents": "agents",
+    "budgetguard_strands": "strands",
+}
+
+
+def is_installed(adapter: str) -> bool:
+    framework = FRAMEWORKS.get(adapter)
+    return framework is None or find_spec(framework) is not None
+
+
+@cache
+def drivers_of(adapter: str) -> tuple[Driver, ...]:
+    """Import the adapter's `DRIVERS`; an adapter without any is an error."""
+    found: tuple[Driver, ...] = import_module(f"conformance.{adapter}_driver").DRIVERS
+    return found
