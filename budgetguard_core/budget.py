@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
@@ -22,6 +21,8 @@ DIMENSIONS = (
 )
 """The caps of a run, by field name, in the order in which they are shown."""
 
+_MOST_SECONDS = 10**12
+
 
 def _whole(value: object) -> object:
     if value is None:
@@ -40,8 +41,11 @@ def _seconds(value: object) -> object:
         raise ValueError(
             f"must be a number of seconds > 0, got {_show(value)}. Use None for no cap."
         )
-    if not (math.isfinite(value) and value > 0):  # type: ignore[arg-type]
-        raise ValueError(f"must be finite and > 0, got {value}. Use None for no cap.")
+    # Far above any run, and far below what nanoseconds overflow.
+    if not 0 < value <= _MOST_SECONDS:  # type: ignore[operator]
+        raise ValueError(
+            f"must be > 0 and <= {_MOST_SECONDS}, got {_show(value)}. Use None for no cap."
+        )
     return float(value)  # type: ignore[arg-type]
 
 

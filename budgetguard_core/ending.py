@@ -59,7 +59,7 @@ def end_run(
         try:
             store.save(guard.snapshot(messages if saved_messages is None else saved_messages))
         except Exception as error:  # noqa: BLE001 - a full disk must not hide the partial result
-            guard.report(f"checkpoint: {type(error).__name__}: {error}")
+            guard.report("checkpoint", error)
         else:
             guard.emit(CheckpointSaved)
     if trip is not None:

@@ -30,6 +30,7 @@ from budgetguard_core.errors import AdapterError, CheckpointError, Configuration
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    Checked,
     ContextWindowNearlyFull,
     Event,
     EventBase,
@@ -60,7 +61,6 @@ from budgetguard_core.limits import (
     Marks,
     Quota,
     due_warnings,
-    far_from_caps,
     in_order,
     model_call_fits,
     model_call_violations,
@@ -111,9 +111,10 @@ class _Tree:
     __slots__ = (
         "call_id",
         "clock",
+        "delivering",
         "delivery",
         "errors",
-        "failed_sinks",
+        "failed",
         "lock",
         "log_arguments",
         "now",
@@ -134,11 +135,12 @@ class _Tree:
         self.lock = threading.Lock()
         # Re-entrant, because a listener may abort or extend the guard that it listens to.
         self.delivery = threading.RLock()
+        self.delivering = False
         self.clock = clock
         self.now = clock.monotonic_ns
         self.price_book = price_book
         self.sinks = tuple(sinks)
-        self.failed_sinks: set[int] = set()
+        self.failed: set[str] = set()
         self.log_arguments = log_arguments
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
@@ -149,21 +151,28 @@ class _Tree:
     def deliver(self) -> None:
         """Hand the waiting events to the sinks, in order, outside the lock."""
         with self.delivery:
-            while self.outbox:
-                event = self.outbox.popleft()
-                for sink in self.sinks:
-                    try:
-                        sink.emit(event)
-                    except Exception as error:  # noqa: BLE001 - a sink never changes a run
-                        self.report(sink, error)
+            if self.delivering:
+                # A listener acted on its guard: the loop that called it goes on with the event,
+                # or the sinks after it would see this event before the one it listened to.
+                return
+            self.delivering = True
+            try:
+                while self.outbox:
+                    event = self.outbox.popleft()
+                    for sink in self.sinks:
+                        try:
+                            sink.emit(event)
+                        except Exception as error:  # noqa: BLE001 - a sink never changes a run
+                            self.report(f"sink {type(sink).__name__}", error)
+            finally:
+                self.delivering = False
 
-    def report(self, sink: Sink, error: Exception) -> None:
-        """Keep what a sink raised for the outcome, and log it the first time."""
-        name = type(sink).__name__
-        self.errors.append(f"sink {name}: {type(error).__name__}: {error}")
-        if id(sink) not in self.failed_sinks:
-            self.failed_sinks.add(id(sink))
-            _LOG.warning("sink %s failed: %s", name, type(error).__name__)
+    def report(self, what: str, error: Exception) -> None:
+        """Keep what failed for the outcome, and log it the first time, without its text."""
+        self.errors.append(f"{what}: {type(error).__name__}: {error}")
+        if what not in self.failed:
+            self.failed.add(what)
+            _LOG.warning("%s failed: %s", what, type(error).__name__)
 
 
 class Guard:
@@ -190,6 +199,7 @@ class Guard:
     __slots__ = (
         "__weakref__",
         "_aborted",
+        "_binding",
         "_caps",
         "_chain",
         "_conditional",
@@ -283,17 +293,21 @@ class Guard:
         self._warned: dict[str, None] = {}
         self._window_warned = False
         self._warn_at = self.budget.warn_at
-        detection = self.budget.loop_detection
+        detection = None if self.mode is Mode.OFF else self.budget.loop_detection
         self._detector = None if detection is None else LoopDetector(detection)
         self._conditions = tuple(as_condition(one) for one in self.budget.stop_when)
         self._compile()
         # Asked on every step and never changed by `extend`, so worked out once.
         self._needs_price = any(guard._caps.refuses_unpriced for guard in self._chain)
         self._conditional = any(guard._conditions for guard in self._chain)
+        # An advisory envelope must not cut what the enforced ones allow.
+        self._binding = (
+            tuple(guard for guard in self._chain if guard.mode is Mode.ENFORCE) or self._chain
+        )
         self._output_bound = min(
             (
                 guard.budget.max_output_tokens_per_call
-                for guard in self._chain
+                for guard in self._binding
                 if guard.budget.max_output_tokens_per_call is not None
             ),
             default=None,
@@ -301,10 +315,12 @@ class Guard:
         self._enforced = any(guard.mode is Mode.ENFORCE for guard in self._chain)
 
     def _compile(self, quotas_used: Mapping[str, int] | None = None) -> None:
-        self._caps = Caps(self.budget)
+        caps = Caps(self.budget)
+        # In OBSERVE the caps are gone after the trip; the warnings are not.
+        self._caps = caps if self._observed is None else Caps(Budget())
         for quota in self._caps.quotas:
             quota.used = (quotas_used or {}).get(quota.pattern, 0)
-        self._marks = Marks(self._caps, self._warned)
+        self._marks = Marks(caps, self._warned)
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -427,7 +443,7 @@ class Guard:
         if call is None:
             call = ModelCall()
         if not self._chain:
-            return Admit(self, call, 0)
+            return Admit(self, call, 0, call.max_output_tokens)
         tree = self._tree
         # Before the lock: the first price of a process is looked up in a large table.
         rates = None if call.model is None else tree.price_book.rates_for(call.model, call.provider)
@@ -509,18 +525,23 @@ class Guard:
             # The provider's name may be a deployment's that no price is known for.
             rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
         if cost_usd is not None:
-            cost: int | None = from_usd(cost_usd)
-        elif usage is None:
-            cost = None if rates is None and ticket.call.cost_usd is None else ticket.reserved_cost
-        else:
-            cost = None if rates is None else rates.cost(usage)
+            try:
+                cost: int | None = _amount(cost_usd)
+            except ConfigurationError as wrong:
+                cost_usd, problem = None, problem or wrong
+        if cost_usd is None:
+            if usage is not None and rates is not None:
+                cost = rates.cost(usage)
+            else:
+                unknown = rates is None and ticket.call.cost_usd is None
+                cost = None if unknown else ticket.reserved_cost
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None):
+            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None):
                 warnings = guard._warn(now)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
@@ -622,7 +643,11 @@ class Guard:
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            guard._observe(call, print_)
+            detector = guard._detector
+            if detector is not None:
+                detector.observe(call.name, call.fingerprint or "", print_)
+                if detector.tripped:
+                    guard._halt = True
             if tree.sinks:
                 guard._record(
                     ToolCallSettled,
@@ -648,7 +673,11 @@ class Guard:
             self._ask_conditions()
         with self._tree.lock:
             now = self._now()
-            trip = None if self._tool_calls_fit(now) else self._stop(now)
+            before = [(guard._trip, guard._observed) for guard in self._chain]
+            trip = self._stop(now)
+            changed = before != [(guard._trip, guard._observed) for guard in self._chain]
+            if changed and self._tree.sinks:
+                self._record(Checked, now)
         self._tree.deliver()
         return trip
 
@@ -668,14 +697,14 @@ class Guard:
         """Take the corrective message that is due, to deliver it in a tool's result.
 
         An adapter that can add a message before the model call gets it as `Nudge` and needs
-        this not.
+        this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
             message = None if self._detector is None else self._detector.nudge()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
-        return message
+        return message if self.mode is Mode.ENFORCE else None
 
     def abort(self, detail: str = "aborted from outside") -> None:
         """End the run from any thread: at its next admission, at once where work is async.
@@ -683,15 +712,15 @@ class Guard:
         Sub-agents end with it. A second abort, or one of a stopped run, changes nothing.
         """
         with self._tree.lock:
-            fresh = self._aborted is None and self._trip is None
-            if fresh:
+            going_on = self._trip is None
+            if going_on and self._aborted is None and self._observed is None:
                 self._aborted = detail
                 self._halt = True
                 if self._tree.sinks:
                     self._record(Aborted, self._now(), detail=detail)
-        if fresh:
+        if going_on:
             for error in self.cancellation.cancel():
-                self._tree.errors.append(f"on_cancel: {type(error).__name__}: {error}")
+                self._tree.report("on_cancel", error)
         self._tree.deliver()
 
     def hold(self, violation: Violation) -> None:
@@ -748,6 +777,8 @@ class Guard:
                     f"{flying} in flight. Settle them first, or make a new Guard."
                 )
             self._begin()
+            self._tree.errors.clear()
+            self.outcome = None
             self.cancellation = CancellationToken()
             if self._tree.sinks:
                 self._record(GuardReset, self._now())
@@ -784,11 +815,19 @@ class Guard:
             try:
                 sink.flush()
             except Exception as error:  # noqa: BLE001 - a sink never changes a run
-                self._tree.report(sink, error)
+                self._tree.report(f"sink {type(sink).__name__}", error)
 
-    def report(self, error: str) -> None:
-        """Add a failure that changed nothing to `errors` and so to the outcome."""
-        self._tree.errors.append(error)
+    def report(self, what: str, error: Exception | None = None) -> None:
+        """Add a failure that changed nothing to `errors`, and so to the outcome and the log.
+
+        Args:
+            what: What failed, in a word; the whole sentence where there is no exception.
+            error: What it raised. Its text is in `errors`, only its type in the log.
+        """
+        if error is None:
+            self._tree.errors.append(what)
+        else:
+            self._tree.report(what, error)
 
     def conclude(self, outcome: Outcome) -> None:
         """Keep the outcome of a run that ended, as `outcome`, and record its end."""
@@ -867,18 +906,18 @@ class Guard:
                 "a run with stop conditions needs its budget again, got none: conditions are code "
                 "and not in a snapshot. Pass budget= with stop_when=."
             )
-        guard = cls(
-            budget or Budget.from_json(snapshot.budget),
-            mode=snapshot.mode,
-            run_id=snapshot.run_id,
-            on_warning=on_warning,
-            price_book=price_book,
-            clock=clock,
-            log_arguments=log_arguments,
-        )
         try:
+            guard = cls(
+                budget or Budget.from_json(snapshot.budget),
+                mode=snapshot.mode,
+                run_id=snapshot.run_id,
+                on_warning=on_warning,
+                price_book=price_book,
+                clock=clock,
+                log_arguments=log_arguments,
+            )
             guard._take_over(snapshot, fresh=budget is not None)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "
                 "Start the run anew."
@@ -891,6 +930,8 @@ class Guard:
         tree = self._tree
         tree.seq = snapshot.seq
         tree.call_id = snapshot.call_id
+        if snapshot.counters.keys() != set(Counters.__slots__):
+            raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
         for call in snapshot.open_calls:
             ticket = call.ticket(self, tree.price_book)
@@ -948,7 +989,9 @@ class Guard:
         """
         from budgetguard_core.replay import replay  # noqa: PLC0415 - replay is built on Guard
 
-        return replay(events, budget=budget, price_book=price_book, clock=clock)
+        guard, seq = replay(events, budget=budget, price_book=price_book, clock=clock)
+        guard._tree.seq = seq
+        return guard
 
     # Under the lock
 
@@ -962,11 +1005,19 @@ class Guard:
         return 0 if self._started_ns is None else now - self._started_ns
 
     def _is_far_from_caps(self, now: int, tokens: int, cost: int) -> bool:
+        """Tell whether one more model call leaves every dimension below its mark."""
         for guard in self._chain:
             if guard._started_ns is None:
                 guard._started_ns = now
-            if guard._halt or not far_from_caps(
-                guard._counters, guard._marks, now - guard._started_ns, tokens, cost
+            counters, marks = guard._counters, guard._marks
+            if (
+                guard._halt
+                or counters.iterations + 1 >= marks.iterations
+                or counters.model_calls + 1 >= marks.model_calls
+                or now - guard._started_ns >= marks.nanoseconds
+                or counters.tokens + counters.reserved_tokens + tokens >= marks.tokens
+                or counters.cost + counters.reserved_cost + cost >= marks.cost
+                or counters.tool_calls >= marks.tool_calls
             ):
                 return False
         return True
@@ -993,17 +1044,17 @@ class Guard:
 
     def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
         """Cut the completion bound to what is left of tokens and dollars; at least 1."""
-        for guard in self._chain:
+        for guard in self._binding:
             counters, caps = guard._counters, guard._caps
             if caps.tokens != INFINITY:
                 left = caps.tokens - counters.tokens - counters.reserved_tokens
                 bound = min(bound, int(left) - call.input_tokens)
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
                 room = int(caps.cost) - counters.cost - counters.reserved_cost
-                room -= rates.input_cost(call.input_tokens)
+                room = max(room - rates.input_cost(call.input_tokens), 0)
                 full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
-                    bound = max(room, 0) * bound // full
+                    bound = room * bound // full
         return max(bound, 1)
 
     def _stop_model_call(
@@ -1114,7 +1165,7 @@ class Guard:
         detector = self._detector
         message = detector.nudge() if detector is not None and detector.due else None
         # A message would change the run, and OBSERVE only looks on.
-        kind = Admit if message is None or self.mode is Mode.OBSERVE else Nudge
+        kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
         ticket = kind(
             self,
             call,
@@ -1146,7 +1197,12 @@ class Guard:
         return ticket
 
     def _charge(
-        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, failed: bool
+        self,
+        ticket: Admit,
+        usage: TokenUsage | None,
+        cost: int | None,
+        failed: bool,
+        priced: bool,
     ) -> bool:
         """Replace the reservation by what was used; True when a mark was reached."""
         near = False
@@ -1181,7 +1237,8 @@ class Guard:
                 counters.unpriced_calls += 1
                 if guard._caps.refuses_unpriced and not failed:
                     guard._hold(_unpriced(ticket.call.model))
-            if unmetered and (guard._caps.tokens != INFINITY or guard._caps.cost != INFINITY):
+            caps = guard._caps
+            if unmetered and (caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)):
                 guard._hold(_UNMETERED)
             if counters.tokens >= guard._marks.tokens:
                 near = True
@@ -1193,7 +1250,10 @@ class Guard:
             if trip is None and not self._has_place(call.name):
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
-                    self._observe(call, _REFUSED)
+                    if self._detector is not None:
+                        # Asking again and again for what is refused brings nothing new either.
+                        self._detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                        self._halt = self._is_halted()
                     return self._refused(call, refusal)
                 trip = self._stop_tool_calls(now)
             if trip is not None:
@@ -1205,9 +1265,9 @@ class Guard:
                 if message is not None and self.mode is Mode.ENFORCE:
                     refusal = Refuse(StopReason.NO_PROGRESS, message, message)
                     return self._refused(call, refusal)
-            self._count_tool_call(call.name)
+            self._count_tool_call(call.name, hosted=False)
         elif kind == "hosted":
-            self._count_tool_call(call.name)
+            self._count_tool_call(call.name, hosted=True)
         elif kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         tree = self._tree
@@ -1262,27 +1322,21 @@ class Guard:
             ],
         )
 
-    def _count_tool_call(self, name: str) -> None:
+    def _count_tool_call(self, name: str, *, hosted: bool) -> None:
         for guard in self._chain:
             guard._counters.tool_calls += 1
             caps = guard._caps
             if caps.quotas:
                 for quota in caps.quotas_of(name):
                     quota.used += 1
-                    if quota.used > quota.limit:
+                    # Any other call past its quota is refused, and in OBSERVE would have been.
+                    if hosted and quota.used > quota.limit:
                         guard._hold(_quota_passed(quota))
             counts = guard._tool_counts
             if name in counts:
                 counts[name] += 1
             elif len(counts) < _NAMES_KEPT:
                 counts[name] = 1
-
-    def _observe(self, call: ToolCall, result: str) -> None:
-        detector = self._detector
-        if detector is not None:
-            detector.observe(call.name, call.fingerprint or "", result)
-            if detector.tripped:
-                self._halt = True
 
     def _warn(self, now: int) -> Sequence[_Warning]:
         warnings: list[_Warning] = []
@@ -1400,11 +1454,10 @@ class Guard:
             for condition in guard._conditions:
                 try:
                     reason = condition(guard)
+                    if reason is not None and guard._trip is None:
+                        guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
                 except Exception as error:  # noqa: BLE001 - reported, never breaks the run
-                    self._tree.errors.append(f"stop_when: {type(error).__name__}: {error}")
-                    continue
-                if reason is not None and guard._trip is None:
-                    guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
+                    self._tree.report("stop_when", error)
 
     def _finish(self, warnings: Sequence[_Warning]) -> None:
         if self._tree.outbox:
@@ -1414,7 +1467,7 @@ class Guard:
                 try:
                     guard._on_warning(guard, event)
                 except Exception as error:  # noqa: BLE001 - reported, never breaks the run
-                    self._tree.errors.append(f"on_warning: {type(error).__name__}: {error}")
+                    self._tree.report("on_warning", error)
 
 
 def _as_sink(sink: Sink | Callable[[Event], object]) -> Sink:
@@ -1448,9 +1501,17 @@ def _facts(call: ModelCall) -> dict[str, Any]:
     }
 
 
+def _amount(cost_usd: Decimal) -> int:
+    if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and cost_usd >= 0):
+        raise ConfigurationError(
+            f"cost_usd must be a Decimal >= 0, got {cost_usd!r}. Use None where it is not known."
+        )
+    return from_usd(cost_usd)
+
+
 def _projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
     if call.cost_usd is not None:
-        return from_usd(call.cost_usd)
+        return _amount(call.cost_usd)
     if rates is None or not (call.input_tokens or bound):
         return 0
     return rates.projected_cost(call.input_tokens, bound or 0)

@@ -108,20 +108,6 @@ class Marks:
         self.cost = mark("max_cost_usd", caps.cost)
 
 
-def far_from_caps(
-    counters: Counters, marks: Marks, elapsed_ns: int, tokens: int, cost: int
-) -> bool:
-    """Tell whether one more model call leaves every dimension below its mark."""
-    return (
-        counters.iterations + 1 < marks.iterations
-        and counters.model_calls + 1 < marks.model_calls
-        and elapsed_ns < marks.nanoseconds
-        and counters.tokens + counters.reserved_tokens + tokens < marks.tokens
-        and counters.cost + counters.reserved_cost + cost < marks.cost
-        and counters.tool_calls < marks.tool_calls
-    )
-
-
 def due_warnings(
     counters: Counters, caps: Caps, warned: Container[str], elapsed_ns: int
 ) -> list[Violation]:

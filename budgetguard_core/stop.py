@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
+from budgetguard_core.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from budgetguard_core.guard import Guard
 
@@ -126,9 +128,11 @@ class _Callable(StopCondition):
 
     def __call__(self, guard: Guard) -> str | None:
         answer = self._function(guard)
-        if answer is True:
-            return getattr(self._function, "__name__", "the condition holds")
-        return answer or None
+        if not answer:
+            return None
+        if isinstance(answer, str):
+            return answer
+        return getattr(self._function, "__name__", "the condition holds")
 
 
 class tool_called(StopCondition):  # noqa: N801 - reads as a predicate
@@ -158,4 +162,11 @@ class after_iterations(StopCondition):  # noqa: N801 - reads as a predicate
 
 def as_condition(condition: Condition) -> StopCondition:
     """Turn a plain callable into a `StopCondition`; leave a condition as it is."""
-    return condition if isinstance(condition, StopCondition) else _Callable(condition)
+    if isinstance(condition, StopCondition):
+        return condition
+    if not callable(condition):
+        raise ConfigurationError(
+            f"a stop condition must be callable, got {condition!r}. "
+            "Pass a function that takes the guard and returns a reason or None."
+        )
+    return _Callable(condition)
