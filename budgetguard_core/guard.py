@@ -1247,15 +1247,6 @@ class Guard:
     def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
         kind = call.kind
         if kind == "function":
-            if trip is None and not self._has_place(call.name):
-                refusal = self._quota_refusal(call.name)
-                if refusal is not None:
-                    if self._detector is not None:
-                        # Asking again and again for what is refused brings nothing new either.
-                        self._detector.observe(call.name, call.fingerprint or "", _REFUSED)
-                        self._halt = self._is_halted()
-                    return self._refused(call, refusal)
-                trip = self._stop_tool_calls(now)
             if trip is not None:
                 return self._refused(call, Stop(trip))
             detector = self._detector
@@ -1263,9 +1254,19 @@ class Guard:
                 # No model call came in between that could have brought the correction.
                 message = detector.nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
-                    refusal = Refuse(StopReason.NO_PROGRESS, message, message)
+                    return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
+            if not self._take_place(call.name):
+                refusal = self._quota_refusal(call.name)
+                if refusal is not None:
+                    if detector is not None:
+                        # Asking again and again for what is refused brings nothing new either.
+                        detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                        self._halt = self._is_halted()
                     return self._refused(call, refusal)
-            self._count_tool_call(call.name, hosted=False)
+                trip = self._stop_tool_calls(now)
+                if trip is not None:
+                    return self._refused(call, Stop(trip))
+                self._count_tool_call(call.name)
         elif kind == "hosted":
             self._count_tool_call(call.name, hosted=True)
         elif kind == "handoff" and trip is not None:
@@ -1281,7 +1282,8 @@ class Guard:
         self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
         return decision
 
-    def _has_place(self, name: str) -> bool:
+    def _take_place(self, name: str) -> bool:
+        """Count the call if every guard of the chain has a place for it."""
         for guard in self._chain:
             caps = guard._caps
             if guard._counters.tool_calls >= caps.tool_calls:
@@ -1290,6 +1292,7 @@ class Guard:
                 for quota in caps.quotas_of(name):
                     if quota.used >= quota.limit:
                         return False
+        self._count_tool_call(name)
         return True
 
     def _quota_refusal(self, name: str) -> Refuse | None:
@@ -1322,7 +1325,7 @@ class Guard:
             ],
         )
 
-    def _count_tool_call(self, name: str, *, hosted: bool) -> None:
+    def _count_tool_call(self, name: str, hosted: bool = False) -> None:
         for guard in self._chain:
             guard._counters.tool_calls += 1
             caps = guard._caps
