@@ -60,6 +60,7 @@ from budgetguard_core.limits import (
     Caps,
     Marks,
     Quota,
+    Tool,
     due_warnings,
     in_order,
     model_call_fits,
@@ -217,7 +218,7 @@ class Guard:
         "_output_bound",
         "_records",
         "_started_ns",
-        "_tool_counts",
+        "_tools",
         "_tree",
         "_trip",
         "_warn_at",
@@ -282,7 +283,7 @@ class Guard:
         """Put every counter to its beginning."""
         self._counters = Counters()
         self._earlier = Usage()
-        self._tool_counts: dict[str, int] = {}
+        self._tools: dict[str, Tool] = {}
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
         self._started_ns: int | None = None
         self._trip: Trip | None = None
@@ -317,10 +318,15 @@ class Guard:
     def _compile(self, quotas_used: Mapping[str, int] | None = None) -> None:
         caps = Caps(self.budget)
         # In OBSERVE the caps are gone after the trip; the warnings are not.
-        self._caps = caps if self._observed is None else Caps(Budget())
+        self._set_caps(caps if self._observed is None else Caps(Budget()))
         for quota in self._caps.quotas:
             quota.used = (quotas_used or {}).get(quota.pattern, 0)
         self._marks = Marks(caps, self._warned)
+
+    def _set_caps(self, caps: Caps) -> None:
+        self._caps = caps
+        for name, tool in self._tools.items():
+            tool.quotas = caps.quotas_of(name)
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -368,7 +374,7 @@ class Guard:
     def tool_counts(self) -> dict[str, int]:
         """How many bodies of each tool were started (the first 1,024 names)."""
         with self._tree.lock:
-            return dict(self._tool_counts)
+            return self._tools_started()
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
@@ -857,7 +863,7 @@ class Guard:
                 stop_conditions=len(self.budget.stop_when),
                 counters=self._counters.to_dict(),
                 quotas=self._quotas_used(),
-                tool_counts=dict(self._tool_counts),
+                tool_counts=self._tools_started(),
                 records=tuple(self._records),
                 elapsed_ns=None if self._started_ns is None else now - self._started_ns,
                 trip=self._trip,
@@ -945,7 +951,8 @@ class Guard:
             return
         self._counters = Counters(**snapshot.counters)
         self._compile(snapshot.quotas)
-        self._tool_counts.update(snapshot.tool_counts)
+        for name, started in snapshot.tool_counts.items():
+            self._tool(name).started = started
         if snapshot.elapsed_ns is not None:
             self._started_ns = self._now() - snapshot.elapsed_ns
         self._trip = snapshot.trip
@@ -1128,7 +1135,7 @@ class Guard:
     def _observe_trip(self, trip: Trip, now: int) -> None:
         """Record the trip once, and go on without caps: nothing is refused in OBSERVE."""
         self._observed = trip
-        self._caps = Caps(Budget())
+        self._set_caps(Caps(Budget()))
         self._conditions = ()
         self._held = []
         self._aborted = None
@@ -1285,19 +1292,17 @@ class Guard:
     def _take_place(self, name: str) -> bool:
         """Count the call if every guard of the chain has a place for it."""
         for guard in self._chain:
-            caps = guard._caps
-            if guard._counters.tool_calls >= caps.tool_calls:
+            if guard._counters.tool_calls >= guard._caps.tool_calls:
                 return False
-            if caps.quotas:
-                for quota in caps.quotas_of(name):
-                    if quota.used >= quota.limit:
-                        return False
+            for quota in (guard._tools.get(name) or guard._tool(name)).quotas:
+                if quota.used >= quota.limit:
+                    return False
         self._count_tool_call(name)
         return True
 
     def _quota_refusal(self, name: str) -> Refuse | None:
         for guard in self._chain:
-            for quota in guard._caps.quotas_of(name):
+            for quota in guard._tool(name).quotas:
                 if quota.used >= quota.limit and guard.mode is Mode.ENFORCE:
                     return Refuse(
                         StopReason.TOOL_QUOTA,
@@ -1328,18 +1333,25 @@ class Guard:
     def _count_tool_call(self, name: str, hosted: bool = False) -> None:
         for guard in self._chain:
             guard._counters.tool_calls += 1
-            caps = guard._caps
-            if caps.quotas:
-                for quota in caps.quotas_of(name):
-                    quota.used += 1
-                    # Any other call past its quota is refused, and in OBSERVE would have been.
-                    if hosted and quota.used > quota.limit:
-                        guard._hold(_quota_passed(quota))
-            counts = guard._tool_counts
-            if name in counts:
-                counts[name] += 1
-            elif len(counts) < _NAMES_KEPT:
-                counts[name] = 1
+            tool = guard._tools.get(name) or guard._tool(name)
+            tool.started += 1
+            for quota in tool.quotas:
+                quota.used += 1
+                # Any other call past its quota is refused, and in OBSERVE would have been.
+                if hosted and quota.used > quota.limit:
+                    guard._hold(_quota_passed(quota))
+
+    def _tool(self, name: str) -> Tool:
+        tool = self._tools.get(name)
+        if tool is None:
+            tool = Tool(self._caps.quotas_of(name))
+            # Names come from the model: what is kept must not grow with what it invents.
+            if len(self._tools) < _NAMES_KEPT:
+                self._tools[name] = tool
+        return tool
+
+    def _tools_started(self) -> dict[str, int]:
+        return {name: tool.started for name, tool in self._tools.items() if tool.started}
 
     def _warn(self, now: int) -> Sequence[_Warning]:
         warnings: list[_Warning] = []

@@ -14,8 +14,6 @@ from budgetguard_core.usage import Counters
 INFINITY = math.inf
 """The cap of a dimension without a cap."""
 
-_MATCHES_KEPT = 1024
-
 
 class Quota:
     """How many bodies of some tools may start, and how many did. Only `guard.py` writes it."""
@@ -28,12 +26,21 @@ class Quota:
         self.used = 0
 
 
+class Tool:
+    """What a guard knows of one tool: its quotas, and how many of its bodies were started."""
+
+    __slots__ = ("quotas", "started")
+
+    def __init__(self, quotas: tuple[Quota, ...]) -> None:
+        self.quotas = quotas
+        self.started = 0
+
+
 class Caps:
     """A budget compiled for comparison: whole numbers, infinity where there is no cap."""
 
     __slots__ = (
         "_classes",
-        "_matches",
         "budget",
         "cost",
         "iterations",
@@ -60,23 +67,17 @@ class Caps:
         self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
         self.quotas = tuple(Quota(pattern, cap) for pattern, cap in budget.tool_quotas.items())
         self._classes = dict(budget.tool_classes)
-        self._matches: dict[str, tuple[Quota, ...]] = {}
 
     def quotas_of(self, name: str) -> tuple[Quota, ...]:
         """Return the quotas that a tool has to pass."""
-        matches = self._matches.get(name)
-        if matches is None:
-            names = (name, f"{self.class_of(name)}/{name}")
-            matches = tuple(
-                quota
-                for quota in self.quotas
-                if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
-            )
-            # Names come from the model: the memo must not grow with what it invents.
-            if len(self._matches) >= _MATCHES_KEPT:
-                self._matches.clear()
-            self._matches[name] = matches
-        return matches
+        if not self.quotas:
+            return ()
+        names = (name, f"{self.class_of(name)}/{name}")
+        return tuple(
+            quota
+            for quota in self.quotas
+            if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
+        )
 
     def class_of(self, name: str) -> str:
         """Return the tool's class, or an empty string."""

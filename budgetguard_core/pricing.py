@@ -304,16 +304,12 @@ class Rates:
         _, plain, read, write, hour, output, request = self._untiered or _reached(
             self._rows, tokens
         )
-        if reads or writes:
-            return (
-                (tokens - reads - writes) * plain
-                + reads * read
-                + (writes - hours) * write
-                + hours * hour
-                + made * output
-                + request
-            )
-        return tokens * plain + made * output + request
+        cost = tokens * plain + made * output + request
+        if reads:
+            cost += reads * (read - plain)
+        if writes:
+            cost += writes * (write - plain) + hours * (hour - write)
+        return cost
 
     def projected_cost(self, input_tokens: int, output_tokens: int) -> int:
         """Return the most that a call of this size can cost: `input_cost` plus `output_cost`."""
