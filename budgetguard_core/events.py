@@ -400,10 +400,10 @@ def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
             if damaged is not None:
                 raise damaged from None
             damaged = CheckpointError(f"line {number}: {_reason(line, error)}")
-            if _is_json(line):
+            if not _is_half(line):
                 raise damaged from None
             continue
-        if damaged is not None and not isinstance(event, RunStarted | RunRestored):
+        if damaged is not None and not _begins(event):
             raise damaged
         damaged = None
         yield event
@@ -411,12 +411,19 @@ def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
         raise damaged
 
 
-def _is_json(line: str | bytes) -> bool:
+def _is_half(line: str | bytes) -> bool:
+    if line[:1] not in ("{", b"{"):
+        return False
     try:
         json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return True
+    return False
+
+
+def _begins(event: Event) -> bool:
+    root = isinstance(event, RunStarted) and event.parent_run_id is None
+    return root or isinstance(event, RunRestored)
 
 
 def _reason(line: str | bytes, error: ValidationError) -> str:
