@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,7 +46,7 @@ LAYER: ContextVar[Layer | None] = ContextVar("budgetguard_layer", default=None)
 
 
 @contextmanager
-def entered(layer: Layer) -> Iterator[None]:
+def entered(layer: Layer) -> Generator[None]:
     """Make a layer the current one."""
     token = LAYER.set(layer)
     try:
@@ -166,7 +166,7 @@ class Watch:
 
 
 @contextmanager
-def cut_short(guard: Guard) -> Iterator[Watch | None]:
+def cut_short(guard: Guard) -> Generator[Watch | None]:
     """Cancel the current task's block when the run ends; None where no event loop runs.
 
     Leaving the block swallows that cancellation and no other, as `asyncio.timeout` does.

@@ -128,9 +128,13 @@ def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume |
 
 def _snapshot_of(outcome: Outcome) -> Snapshot:
     usage = outcome.usage
-    counters = dict.fromkeys(Counters.__slots__, 0)
-    counters |= usage.model_dump(include=set(counters) - {"reserved_tokens"})
-    counters |= {"tokens": usage.total_tokens, "cost": from_usd(usage.cost_usd)}
+    used = usage.model_dump() | {
+        "tokens": usage.total_tokens,
+        "cost": from_usd(usage.cost_usd),
+        "reserved_tokens": 0,
+        "reserved_cost": 0,
+    }
+    counters: dict[str, int] = {name: used[name] for name in Counters.__slots__}
     return Snapshot(
         run_id=outcome.run_id,
         parent_run_id=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -142,7 +142,7 @@ class _Gate:
         self._function = function
         self._budget = budget
         self._kind = kind
-        self._name = name or getattr(function, "__name__", type(function).__name__)
+        self._name = str(name or getattr(function, "__name__", type(function).__name__))
         self._model = model
         self._provider = provider
         self._usage = usage
@@ -216,7 +216,7 @@ class _Gate:
     # What they share
 
     @contextmanager
-    def _admitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[_Call]:
+    def _admitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[_Call]:
         call = self._admit(args, kwargs)
         try:
             yield call
@@ -340,7 +340,7 @@ class _CutShort(Exception):
 
 
 @contextmanager
-def _inside(call: _Call) -> Iterator[None]:
+def _inside(call: _Call) -> Generator[None]:
     if call.layer is None:
         yield
     else:

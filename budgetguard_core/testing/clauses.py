@@ -25,7 +25,7 @@ from budgetguard_core.events import (
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import Price, PriceBook
-from budgetguard_core.stop import StopReason
+from budgetguard_core.stop import StopReason, tool_called
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import (
     Clause,
@@ -419,7 +419,7 @@ def _closed(driver: Driver, mode: Mode) -> None:
         (Budget(max_tool_calls=1), StopReason.MAX_TOOL_CALLS),
         (Budget(max_total_tokens=1), StopReason.MAX_TOTAL_TOKENS),
         (Budget(max_iterations=1), StopReason.MAX_ITERATIONS),
-        (Budget(stop_when=(lambda guard: guard.usage.tool_calls >= 2,)), StopReason.STOP_CONDITION),
+        (Budget(stop_when=(tool_called("read"),)), StopReason.STOP_CONDITION),
     ):
         tools = [_search(), Tool("read", "text"), Tool("write", error=ValueError("read-only"))]
         script = Script([calls("search", "read"), calls("search", "read", "search")])
@@ -692,16 +692,21 @@ def _streamed(driver: Driver, mode: Mode) -> None:
     _equal("estimated calls", outcome.usage.estimated_calls, 2)
 
 
+def _full(what: str) -> OSError:
+    return OSError(28, "No space left on device", what)
+
+
 class _Broken(MemoryStore):
     """A sink and a store on a full disk."""
 
-    def _fail(self, *_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def emit(self, event: Event) -> None:
+        raise _full(event.event)
 
-    emit = flush = _fail
+    def flush(self) -> None:
+        raise _full("flush")
 
     def save(self, snapshot: Snapshot) -> None:
-        self._fail(snapshot)
+        raise _full(snapshot.run_id)
 
 
 def _failures(driver: Driver, mode: Mode) -> None:

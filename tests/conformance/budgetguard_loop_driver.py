@@ -410,6 +410,7 @@ class Explicit(Handwritten):
             except Exception:
                 if attempt == retries:
                     raise
+        raise AssertionError
 
     async def loop_async(self, run, model, tools, scenario, chunks):
         step = model.step(scenario.mode)
@@ -460,6 +461,7 @@ class Explicit(Handwritten):
             except Exception:
                 if attempt == scenario.retries:
                     raise
+        raise AssertionError
 
 
 class Guarded(Handwritten):
@@ -511,6 +513,7 @@ class Guarded(Handwritten):
             except Exception:
                 if attempt == retries:
                     raise
+        raise AssertionError
 
     async def loop_async(self, run, model, tools, scenario, chunks):
         ask = self._asking(model, scenario)
@@ -586,6 +589,7 @@ class Guarded(Handwritten):
             except Exception:
                 if attempt == scenario.retries:
                     raise
+        raise AssertionError
 
     def _tools(self, tools, scenario):
         tools = {name: guarded(name=name)(tool) for name, tool in tools.items()}
