@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,3 +335,31 @@ def test_the_log_is_for_its_owner_and_appends(tmp_path):
         Guard(sinks=[sink])
         sink.close()
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_line_that_a_full_disk_cut_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    class FullOnce:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+            self.full = True
+
+        def write(self, data: bytes) -> int:
+            if self.full and len(data) > 10:
+                self.file.write(data[:10])
+                self.full = False
+                raise OSError("no space left on device")
+            return self.file.write(data[:50])  # a short write, as a raw file may make
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    path = tmp_path / "log.jsonl"
+    with JsonLinesSink(path) as sink:
+        sink._file = FullOnce(sink._file)
+        guard = Guard(Budget(), sinks=[sink])
+        guard.start()
+        guard.user_turn()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 3
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["time_started", "user_turned"]
+    assert "no space left" in guard.errors[0]
