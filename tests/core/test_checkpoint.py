@@ -103,7 +103,7 @@ def test_names_that_are_no_text_cost_no_checkpoint(store):
 
 
 def test_what_json_cannot_hold_is_refused(guard):
-    with pytest.raises(CheckpointError, match="messages must be what JSON can hold, got .*object"):
+    with pytest.raises(CheckpointError, match=r"messages must be what JSON can hold, got .*object"):
         guard.snapshot([object()]).to_json()
 
 
@@ -244,7 +244,7 @@ def test_threads_share_a_store(tmp_path, guard):
                 mine = base.model_copy(update={"run_id": f"r{number}", "messages": (step,)})
                 store.save(mine)
                 assert store.load(f"r{number}") == mine
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             failed.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -326,9 +326,9 @@ for number in range(5):
         ("2", "completed"),
         ("3", "interrupted"),
     ]
-    assert sum(
-        isinstance(guard.admit_tool_call(ToolCall(name="send")), Admit) for _ in range(3)
-    ) == 3
+    assert (
+        sum(isinstance(guard.admit_tool_call(ToolCall(name="send")), Admit) for _ in range(3)) == 3
+    )
     assert Path(path).stat().st_size > 0
 
 
@@ -381,9 +381,12 @@ def test_a_loop_is_remembered(clock):
         guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="a")), "x")
     again = Guard.restore(guard.snapshot(), clock=clock)
     assert again.take_nudge() == guard.take_nudge() is not None
-    assert Guard.restore(
-        guard.snapshot(), Budget(loop_detection=LoopDetection()), clock=clock
-    ).take_nudge() is None
+    assert (
+        Guard.restore(
+            guard.snapshot(), Budget(loop_detection=LoopDetection()), clock=clock
+        ).take_nudge()
+        is None
+    )
 
 
 def test_under_a_fresh_budget_the_caps_count_from_zero(guard, clock):
@@ -418,7 +421,9 @@ def test_conditions_are_code_and_must_be_given_again(clock):
     guard = Guard(Budget(stop_when=[lambda guard: None]), clock=clock)
     with pytest.raises(CheckpointError, match="a run with stop conditions needs its budget again"):
         Guard.restore(guard.snapshot())
-    assert Guard.restore(guard.snapshot(), Budget(stop_when=[lambda guard: "x"])).check() is not None
+    assert (
+        Guard.restore(guard.snapshot(), Budget(stop_when=[lambda guard: "x"])).check() is not None
+    )
 
 
 def test_the_caller_is_told_of_its_own_mistakes(guard):

@@ -33,7 +33,7 @@ def in_threads(work, count=THREADS):
         barrier.wait()
         try:
             work(number)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failed.append(error)
 
     threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
@@ -73,9 +73,7 @@ def test_64_threads_get_exactly_the_cap_of_model_calls(budget, cap):
             decision = guard.admit_model_call(call)
             if isinstance(decision, Admit):
                 admitted.append(decision.call_id)
-                guard.settle_model_call(
-                    decision, TokenUsage(4, 6), cost_usd=Decimal("0.01")
-                )
+                guard.settle_model_call(decision, TokenUsage(4, 6), cost_usd=Decimal("0.01"))
 
     in_threads(work)
     assert len(admitted) == len(set(admitted)) == cap

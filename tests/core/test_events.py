@@ -186,7 +186,7 @@ def test_levels_of_the_standard_log(caplog):
     handler = logging.NullHandler()
     handler.flush = lambda: flushed.append(1)
     logger.addHandler(handler)
-    guard, events = full_run(sinks=[LoggingSink(logger)])
+    _, events = full_run(sinks=[LoggingSink(logger)])
     logger.removeHandler(handler)
     levels = {record.args[0]: record.levelname for record in caplog.records}
     warnings = {name for name, level in levels.items() if level == "WARNING"}

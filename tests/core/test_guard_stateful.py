@@ -8,6 +8,7 @@ from decimal import Decimal
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle as Pool
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     consumes,
@@ -16,7 +17,6 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
-from hypothesis.stateful import Bundle as Pool
 
 from budgetguard_core import (
     AdapterError,
@@ -300,9 +300,7 @@ class Interleavings(RuleBasedStateMachine):
                     expected = Refuse
                 else:
                     full = [
-                        one
-                        for one in naive.chain()
-                        if one.full("max_tool_calls", one.tool_calls())
+                        one for one in naive.chain() if one.full("max_tool_calls", one.tool_calls())
                     ]
                     for one in full:
                         one.tripped = naive.tripped = stopped = True

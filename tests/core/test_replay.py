@@ -209,9 +209,7 @@ def test_a_run_that_went_on_from_a_snapshot(run):
 
 def test_two_runs_that_share_a_sink_are_told_apart():
     first, second = Run(), Run()
-    second.guard = Guard(
-        run_id="other", clock=first.clock, price_book=BOOK, sinks=[first.log]
-    )
+    second.guard = Guard(run_id="other", clock=first.clock, price_book=BOOK, sinks=[first.log])
     tickets = [
         run.guard.admit_model_call(ModelCall(model="m", input_tokens=size))
         for run, size in [(first, 100), (second, 7)]
