@@ -153,11 +153,23 @@ def hides_a_call(base_url, guard, read_file):
     )
 
 
+def fails_on_the_way(base_url, guard, read_file):
+    guard.report("checkpoint: OSError: disk full")
+    return run_bounded(
+        lambda messages: ask(base_url, messages),
+        guard,
+        messages="go",
+        tools={"read_file": read_file},
+        model=MODEL,
+    )
+
+
 @pytest.mark.parametrize(
     ("runaway", "reason"),
     [
         (raises, r"FAILED: ConnectionError: \x1b[31mno such model"),
         (ignores_the_guard, "the runaway must be stopped, got completed after 201 requests."),
+        (fails_on_the_way, "nothing may fail on the way, got checkpoint: OSError: disk full"),
         (hides_a_call, "the guard must count every request, got 5 of 6 that the server saw."),
     ],
 )

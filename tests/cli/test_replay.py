@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -678,3 +679,32 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(budgetguard, write):
     path = write(trajectory([]), name="läufe.jsonl")
     done = budgetguard("replay", path, COLUMNS="300", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_full_disk_is_one_line_and_exit_code_1(write, arguments):
+    path = write(*[trajectory(turns(8))] * 300)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-I", "-m", "budgetguard_cli", "replay", path, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "budgetguard: the output cannot be written: No space left on device.\n"
+
+
+def test_a_reader_that_goes_away_is_no_error_to_talk_about(write):
+    path = write(*[trajectory(turns(8))] * 300)
+    with subprocess.Popen(
+        [sys.executable, "-I", "-m", "budgetguard_cli", "replay", path, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode != 0
