@@ -91,8 +91,7 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
 def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Digest the arguments of a call: 16 hexadecimal digits of BLAKE2b over `canonical`."""
     text = None
-    kind: type[object] = type(value)
-    if kind is dict and len(value) <= _FLAT_PARTS and ignore.isdisjoint(value):
+    if value.__class__ is dict and len(value) <= _FLAT_PARTS and ignore.isdisjoint(value):
         text = _flat(value)
     if text is None:
         text = canonical(value, ignore=ignore)
