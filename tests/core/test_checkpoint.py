@@ -298,6 +298,17 @@ def test_a_forked_process_opens_its_own_connection(tmp_path, guard):
     store.close()
 
 
+def test_what_a_fork_inherited_is_neither_used_nor_closed(tmp_path, guard, monkeypatch):
+    store = SqliteStore(tmp_path / "c.sqlite3")
+    inherited = store._connection
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    store.save(guard.snapshot())
+    assert store._connection is not inherited
+    store.close()
+    assert inherited.execute("SELECT run_id FROM checkpoints").fetchall() == [("r",)]
+    inherited.close()
+
+
 def test_a_killed_run_goes_on_and_no_counter_is_lower_than_what_was_started(tmp_path):
     path = tmp_path / "c.sqlite3"
     started = tmp_path / "started"
