@@ -64,7 +64,6 @@ class bounded:
         messages: The history.
         final: The final answer. Set it when the run is done; without it the last assistant message
             is taken.
-        outcome: The outcome, once the block has ended.
     """
 
     def __init__(
@@ -88,7 +87,18 @@ class bounded:
         self.guard: Guard = Guard()
         self.messages: list[Message] = []
         self.final: Any = None
-        self.outcome: Outcome | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, once the block has ended.
+
+        Raises:
+            AdapterError: It has not, or an exception that was not ours went through it.
+        """
+        if self._outcome is None:
+            raise AdapterError("a block has an outcome when it has ended. Ask after the block.")
+        return self._outcome
 
     def model_call(
         self,
@@ -239,7 +249,7 @@ class bounded:
         if not ended:
             return False
         trip = self.guard.trip
-        stopped = self.outcome is not None and self.outcome.status == "terminated"
+        stopped = self.outcome.status == "terminated"
         if stopped and trip is not None and self._on_trip == "raise":
             raise BudgetExceeded(trip, self.outcome) from None
         return error is not None
@@ -264,7 +274,7 @@ class bounded:
             final = end["content"]
         elif final is None and self.messages:
             final = history.message_text(self.messages[-1])
-        self.outcome = end_run(
+        self._outcome = end_run(
             self.guard,
             trip=trip,
             messages=self.messages,

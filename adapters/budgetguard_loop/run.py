@@ -169,15 +169,28 @@ async def run_bounded_async(
 
 
 class BoundedStream:
-    """A run whose chunks are read with `async for`; made by `run_bounded_stream`.
-
-    Attributes:
-        outcome: The outcome, once the stream has ended; None before, and after an early break.
-    """
+    """A run whose chunks are read with `async for`; made by `run_bounded_stream`."""
 
     def __init__(self, chunks: Callable[[BoundedStream], AsyncIterator[Any]]) -> None:
-        self.outcome: Outcome | None = None
+        self._outcome: Outcome | None = None
         self._chunks: Callable[[BoundedStream], AsyncIterator[Any]] | None = chunks
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, once the stream has been read to its end.
+
+        Raises:
+            AdapterError: It has not: the stream still runs, was left early, or failed.
+        """
+        if self._outcome is None:
+            raise AdapterError(
+                "a stream has an outcome when it was read to its end. Read it first."
+            )
+        return self._outcome
+
+    def end(self, outcome: Outcome) -> None:
+        """Keep the outcome; called once, when the run has ended."""
+        self._outcome = outcome
 
     def __aiter__(self) -> AsyncIterator[Any]:
         if self._chunks is None:
@@ -244,7 +257,7 @@ def run_bounded_stream(
                 moved = _advance(steps, error=error)
             else:
                 moved = _advance(steps, answer)
-        stream.outcome = moved
+        stream.end(moved)
         if moved.status == "terminated":
             yield moved.messages[-1]
         _ended(moved, run, on_trip)

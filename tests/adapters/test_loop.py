@@ -754,7 +754,8 @@ async def test_leaving_a_stream_closes_the_providers_and_saves_the_run():
             break
     assert closed == [1]
     assert guard.open_calls() == ()
-    assert stream.outcome is None
+    with pytest.raises(AdapterError, match="has an outcome when it was read to its end"):
+        assert stream.outcome
     saved = store.load("run")
     assert saved is not None
     assert saved.counters["failed_calls"] == 1
@@ -819,7 +820,8 @@ def test_a_block_that_fails_is_saved_and_fails():
     saved = store.load("run")
     assert saved is not None
     assert len(tool_texts(saved.messages)) == 2
-    assert block.outcome is None
+    with pytest.raises(AdapterError, match="has an outcome when it has ended"):
+        assert block.outcome
     assert [r.status for r in guard.tool_calls] == ["failed", "interrupted"]
 
 
