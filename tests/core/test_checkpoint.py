@@ -376,6 +376,15 @@ def test_a_trip_stays(guard, clock):
     assert again.snapshot() == guard.snapshot()
 
 
+def test_what_is_held_but_has_not_stopped_the_run_yet_stays(clock):
+    guard = Guard(Budget(tool_quotas={"web": 1}), clock=clock)
+    for _ in range(2):
+        guard.admit_tool_call(ToolCall(name="web", kind="hosted"))
+    again = Guard.restore(guard.snapshot(), clock=clock)
+    assert again.trip is None
+    assert str(again.admit_model_call().trip.reason) == "tool_quota"
+
+
 def test_an_observed_trip_stays(clock):
     guard = Guard(Budget(max_iterations=1), mode="observe", clock=clock, run_id="r")
     guard.admit_model_call()
