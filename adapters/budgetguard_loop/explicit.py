@@ -34,6 +34,7 @@ from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._resume import Resume, begin
 from budgetguard_loop._usage import estimated, extract_usage
+from budgetguard_loop.run import check_on_trip
 
 
 class bounded:
@@ -52,8 +53,9 @@ class bounded:
 
     Args:
         budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference.
-        messages: The history in the format of chat completions. It is closed in place when the
-            block is stopped. Leave it out for any other format, and close it yourself.
+        messages: The history in the format of chat completions; messages of the SDK's may be
+            appended as they are. It is closed in place when the block is stopped. Leave it out for
+            any other format, and close it yourself.
         on_trip: Leave the block (`return`), or `raise` `BudgetExceeded` with the outcome.
         store: Where the checkpoint goes when the block ends, and when `save` is called.
         resume: An earlier run to go on with, as for `run_bounded`; its history is put before what
@@ -77,12 +79,14 @@ class bounded:
     ) -> None:
         self._budget = budget
         self._given = messages
+        check_on_trip(on_trip)
         self._on_trip = on_trip
         self._store = store
         self._resume = resume
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._counted = 0
+        self._tidied = 0
         self._prompt_tokens = 0
         self.guard: Guard = Guard()
         self.messages: list[Message] = []
@@ -167,6 +171,7 @@ class bounded:
         """
         if self._store is not None:
             try:
+                self._tidy()
                 self._store.save(self.guard.snapshot(history.to_plain(self.messages)))
             except Exception as error:
                 self.guard.report(f"checkpoint: {type(error).__name__}: {error}")
@@ -237,7 +242,14 @@ class bounded:
             return True, self.guard.trip
         if error is not None:
             return False, None
+        self._tidy()
         return True, None if self._is_over() else self.guard.trip
+
+    def _tidy(self) -> None:
+        """Turn the SDK's own messages, which hand-written loops append, into plain data."""
+        for place in range(min(self._tidied, len(self.messages)), len(self.messages)):
+            self.messages[place] = history.as_message(self.messages[place])
+        self._tidied = len(self.messages)
 
     def _is_over(self) -> bool:
         last = self.messages[-1] if self.messages else {}
@@ -255,6 +267,7 @@ class bounded:
         return error is not None
 
     def _close(self) -> None:
+        self._tidy()
         # A function that is guarded by itself knows its name and not the call's id.
         flying = [t.call.id or t.call.name for t in self.guard.open_tool_calls()]
         for call in history.open_batch(self.messages)[1]:
@@ -290,6 +303,7 @@ class bounded:
         self.guard.flush()
 
     def _projected(self) -> int:
+        self._tidy()
         if self._counted > len(self.messages):
             self._counted = self._prompt_tokens = 0
         added = self.messages[self._counted :]
