@@ -361,6 +361,8 @@ def test_a_process_killed_between_any_two_saves_loses_nothing():
     run_bounded(step, Guard(Budget(), run_id="run"), messages="Go", tools=tools, store=store)
     whole = list(work)
     assert whole == ["model", "a", "b", "model", "c", "model"]
+    # Every result is safe before anything else starts.
+    assert {len(tool_texts(snapshot.messages)) for snapshot, _ in store.kept} == {0, 1, 2, 3}
     ends = [done for _, done in store.kept[1:]] + [whole]
     for (snapshot, _), started in zip(store.kept, ends, strict=True):
         # Killed just before the next save: everything in `started` may have happened.
@@ -886,6 +888,34 @@ async def test_a_block_is_cut_on_the_event_loop_and_foreign_cancellation_is_left
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_cancellation_from_outside_wins_over_the_blocks_own():
+    guard = Guard(Budget())
+
+    async def inside():
+        with bounded(guard) as run, run.model_call():
+            await asyncio.get_running_loop().create_future()
+
+    task = asyncio.create_task(inside())
+    await asyncio.sleep(0)
+    guard.abort()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_messages_of_the_sdk_may_be_appended_as_they_are():
+    messages = [Dumped(role="user", content="Go", name=None)]
+    with bounded(Budget(max_iterations=1), messages=messages) as run:
+        for _ in range(2):
+            with run.model_call() as call:
+                assert all(type(message) is dict for message in call.messages)
+            messages.append(Dumped(**asks("a", "b")["choices"][0]["message"]))
+            run.tool_calls(messages[-1].tool_calls)
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    with pytest.raises(ConfigurationError, match="messages must be mappings"):
+        run_bounded(scripted(says("x")), Budget(), messages=[7])
 
 
 # `guarded`
