@@ -170,6 +170,22 @@ class Budget(BaseModel):
         """Name the dimensions without a cap: whatever grows there is not bounded."""
         return tuple(name for name in DIMENSIONS if getattr(self, name) is None)
 
+    def raised(self, caps: Mapping[str, Any]) -> Self:
+        """Copy the budget with caps raised.
+
+        Raises:
+            ConfigurationError: A cap is not one of the budget's, or would not be raised.
+        """
+        budget = self.model_copy(update=caps)
+        for name in caps:
+            old, new = getattr(self, name), getattr(budget, name)
+            if name not in DIMENSIONS or old is None or new is None or new <= old:
+                raise ConfigurationError(
+                    f"{name} must be raised above {old}, got {new}. "
+                    f"Extend only the caps of the run: {', '.join(self.caps())}."
+                )
+        return budget
+
     def to_json(self) -> dict[str, Any]:
         """Return the budget as plain data. Stop conditions are code and are left out."""
         return self.model_dump(mode="json", exclude={"stop_when"})
