@@ -88,6 +88,19 @@ Seconds = Annotated[float | None, BeforeValidator(_seconds)]
 Dollars = Annotated[Decimal | None, BeforeValidator(_dollars)]
 
 
+class _Frozen(dict[str, Any]):
+    """A dict that stays as it is, and can be copied and pickled."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("a budget cannot be changed. Make another with model_copy(update=...).")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
 class Budget(BaseModel):
     """The most that one run may use. Every cap is optional, and none is implied.
 
@@ -160,6 +173,11 @@ class Budget(BaseModel):
                     "Leave the tool out for no quota."
                 )
         return quotas
+
+    @field_validator("tool_quotas", "tool_classes")
+    @classmethod
+    def _freeze(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _Frozen(value)
 
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""

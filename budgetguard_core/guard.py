@@ -378,6 +378,9 @@ class Guard:
         Returns:
             `Admit` (or `Nudge`, an `Admit` with a message for the model), to be settled with
             `settle_model_call`; or `Stop`: the run ends.
+
+        Raises:
+            ConfigurationError: A figure of the call makes no sense; nothing was counted.
         """
         if call is None:
             call = ModelCall()
@@ -391,6 +394,8 @@ class Guard:
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
+        if call.input_tokens < 0 or (bound is not None and bound < 1):
+            raise ConfigurationError(_wrong_projection(call))
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = _projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
@@ -481,7 +486,7 @@ class Guard:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None):
+            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None, now):
                 warnings = guard._warn(now)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
@@ -577,6 +582,7 @@ class Guard:
         if print_ is None:
             print_ = fingerprint_result(result if error is None else str(error))
         call: ToolCall = ticket.call
+        warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
@@ -588,18 +594,23 @@ class Guard:
                 detector.observe(call.name, call.fingerprint or "", print_)
                 if detector.tripped:
                     guard._halt = True
+            now = tree.now()
+            for charged in guard._chain:
+                if charged._elapsed(now) >= charged._marks.nanoseconds:
+                    warnings = guard._warn(now)
+                    break
             if tree.sinks:
                 guard._record(
                     ToolCallSettled,
-                    tree.now(),
+                    now,
                     call_id=ticket.call_id,
                     fingerprint=print_,
                     error=_error_name(error),
                 )
         finally:
             tree.lock.release()
-        if tree.outbox:
-            tree.deliver()
+        if warnings or tree.outbox:
+            guard._finish(warnings)
         return True
 
     def check(self) -> Trip | None:
@@ -658,7 +669,8 @@ class Guard:
                 self._halt = True
                 if self._tree.sinks:
                     self._record(Aborted, self._now(), detail=detail)
-        if going_on:
+        # Work in flight goes on where nothing is refused.
+        if going_on and self.mode is Mode.ENFORCE:
             for error in self.cancellation.cancel():
                 self._tree.report("on_cancel", error)
         self._tree.deliver()
@@ -1161,6 +1173,7 @@ class Guard:
         cost: int | None,
         failed: bool,
         priced: bool,
+        now: int,
     ) -> bool:
         """Replace the reservation by what was used; True when a mark was reached."""
         near = unmetered = False
@@ -1178,7 +1191,7 @@ class Guard:
             counters.input_tokens += inputs
             counters.output_tokens += outputs
             counters.tokens += inputs + outputs
-            if counters.tokens >= marks.tokens:
+            if counters.tokens >= marks.tokens or guard._elapsed(now) >= marks.nanoseconds:
                 near = True
             if read or write:
                 counters.cache_read_tokens += read
@@ -1216,6 +1229,9 @@ class Guard:
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             if not self._take_place(call.name):
+                trip = self._stop_tool_calls(now)
+                if trip is not None:
+                    return self._refused(call, Stop(trip))
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
                     if detector is not None:
@@ -1223,9 +1239,6 @@ class Guard:
                         detector.observe(call.name, call.fingerprint or "", _REFUSED)
                         self._halt = self._is_halted()
                     return self._refused(call, refusal)
-                trip = self._stop_tool_calls(now)
-                if trip is not None:
-                    return self._refused(call, Stop(trip))
                 self._count_tool_call(call.name)
         elif kind == "hosted":
             self._count_tool_call(call.name, hosted=True)
@@ -1264,24 +1277,13 @@ class Guard:
         return None
 
     def _stop_tool_calls(self, now: int) -> Trip | None:
-        return self._stop(
-            now,
-            [
-                (
-                    guard,
-                    [
-                        reached(
-                            StopReason.MAX_TOOL_CALLS,
-                            guard._counters,
-                            guard._caps,
-                            guard._elapsed(now),
-                        )
-                    ],
-                )
-                for guard in self._chain
-                if guard._counters.tool_calls >= guard._caps.tool_calls
-            ],
-        )
+        found: list[tuple[Guard, list[Violation]]] = []
+        for guard in self._chain:
+            counters, caps = guard._counters, guard._caps
+            if counters.tool_calls >= caps.tool_calls:
+                cap = reached(StopReason.MAX_TOOL_CALLS, counters, caps, guard._elapsed(now))
+                found.append((guard, [cap]))
+        return self._stop(now, found) if found else None
 
     def _count_tool_call(self, name: str, hosted: bool = False) -> None:
         for guard in self._chain:
@@ -1456,6 +1458,12 @@ def _facts(call: ModelCall) -> dict[str, Any]:
         "seconds": call.seconds,
         "cost_usd": None if call.cost_usd is None else str(call.cost_usd),
     }
+
+
+def _wrong_projection(call: ModelCall) -> str:
+    if call.input_tokens < 0:
+        return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+    return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
 
 
 def _amount(cost_usd: Decimal) -> int:
