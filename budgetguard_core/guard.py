@@ -6,7 +6,9 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Self, TypeAlias, TypeVar, cast
