@@ -1,0 +1,134 @@
+"""What all callbacks on one tree of guards share, so that a call that two of them see counts once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from uuid import UUID
+
+from langchain_core.messages import BaseMessage, ToolMessage
+
+from budgetguard_core import Admit, Guard, ToolCall, ToolDecision, Trip
+
+_KEPT = 512
+
+Key: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class OpenModelCall:
+    """A model call in flight."""
+
+    ticket: Admit
+    prompt: Sequence[Any]
+    parameters: Mapping[str, Any] | None
+    root: UUID | None
+    place: Key
+    streamed: int = 0
+    """Bytes of the answer so far."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tool calls of one answer of a model, in the order in which it wrote them."""
+
+    calls: list[ToolCall]
+    decisions: dict[str, deque[ToolDecision]] = field(
+        default_factory=dict[str, deque[ToolDecision]]
+    )
+    results: dict[str, ToolMessage] = field(default_factory=dict[str, ToolMessage])
+    admitted: bool = False
+
+
+class Calls:
+    """The calls in flight of a tree of guards, and what is known of those before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.settled = threading.Condition(self.lock)
+        self.models: dict[UUID, OpenModelCall] = {}
+        self.tools: dict[UUID, tuple[Admit, Key]] = {}
+        self.batches: OrderedDict[Key, Batch] = OrderedDict()
+        self.paused: OrderedDict[Key, Admit] = OrderedDict()
+        self.failed: OrderedDict[Key, None] = OrderedDict()
+        self.stops: OrderedDict[UUID, tuple[Trip, Sequence[BaseMessage]]] = OrderedDict()
+        self.handlers: OrderedDict[str, Any] = OrderedDict()
+        self.wrapped = 0
+        """How many `bounded` runs are going on; they write the ending, not the callback."""
+
+    def enter(self) -> None:
+        """Say that a `bounded` run begins."""
+        with self.lock:
+            self.wrapped += 1
+
+    def leave(self) -> None:
+        """Say that a `bounded` run is over."""
+        with self.lock:
+            self.wrapped -= 1
+
+    def ended(self, run_id: UUID) -> tuple[Admit, Key] | None:
+        """Take out a tool call that ended."""
+        with self.settled:
+            self.settled.notify_all()
+            return self.tools.pop(run_id, None)
+
+    def runs_tools(self, root: UUID | None) -> bool:
+        """Tell whether tools of a run are in flight."""
+        return any(key[0] == root for _, key in [*self.tools.values()])
+
+    def wait_for_tools(self, root: UUID | None, seconds: float) -> None:
+        """Block until no tool of a run is in flight, at most so long."""
+        with self.settled:
+            self.settled.wait_for(lambda: not self.runs_tools(root), seconds)
+
+    def result_of(self, root: UUID | None, tool_call_id: str) -> ToolMessage | None:
+        """Return what a finished tool call returned, where its node lost it with its siblings."""
+        with self.lock:
+            for key, batch in reversed(self.batches.items()):
+                if key[0] == root and key[2] == tool_call_id:
+                    return batch.results.get(tool_call_id)
+        return None
+
+    def asked(self, root: UUID | None, place: str, calls: list[ToolCall]) -> None:
+        """Keep the tool calls of an answer until their node runs them."""
+        batch = Batch(calls)
+        with self.lock:
+            # The graph has gone on, so what it asked for before is answered.
+            for key in [key for key in self.batches if key[:2] == (root, place)]:
+                if self.batches[key].admitted:
+                    del self.batches[key]
+            for call in calls:
+                keep(self.batches, (root, place, call.id), batch)
+
+
+def keep(store: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Put a value under a key, and forget the oldest beyond what is kept."""
+    store[key] = value
+    store.move_to_end(key)
+    while len(store) > _KEPT:
+        store.popitem(last=False)
+
+
+def innermost(calls: Calls, *guards: Guard | None) -> Guard | None:
+    """Return the lowest of some guards of one tree."""
+    found: Guard | None = None
+    depth = -1
+    for guard in guards:
+        if guard is None or guard.attachment(Calls) is not calls:
+            continue
+        here = sum(1 for _ in chain(guard))
+        if here > depth:
+            found, depth = guard, here
+    return found
+
+
+def chain(guard: Guard | None) -> Sequence[Guard]:
+    """Return a guard and its ancestors."""
+    guards: list[Guard] = []
+    while guard is not None:
+        guards.append(guard)
+        guard = guard.parent
+    return guards

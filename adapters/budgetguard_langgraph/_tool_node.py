@@ -1,0 +1,109 @@
+"""Whether a refused tool call can be answered with an error result by the `ToolNode` around it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, Final
+
+from langchain_core.runnables.config import var_child_runnable_config
+
+_RUNNING: Final = frozenset(
+    {"_execute_tool_sync", "_execute_tool_async", "_run_one", "_arun_one", "run_one", "arun_one"}
+)
+_TOOL_RUN: Final = frozenset({"run", "arun"})
+_DEEPEST = 150
+
+
+class ToolCallRefused:
+    """The name under which a refused call shows up in a `ToolNode`; see `refusal`."""
+
+    message: str
+
+
+_REFUSALS: dict[type[Exception], type[Exception]] = {}
+
+
+def enclosing_tool_node() -> Any:
+    """Return the `ToolNode` that runs the tool whose start hook is running, or None.
+
+    It is on the stack, unless a sync tool of an async graph runs in a thread: then it is in the
+    task that LangGraph's configuration leads to.
+    """
+    frame = _frame(_RUNNING)
+    node = None if frame is None else frame.f_locals.get("self")
+    if _is_tool_node(node):
+        return node
+    return _tool_node_of_task()
+
+
+def tool_call_id_of_stack() -> str | None:
+    """Return the id of the tool call that starts; langchain-core tells it only since 1.1."""
+    frame = _frame(_TOOL_RUN, local="tool_call_id")
+    found = None if frame is None else frame.f_locals.get("tool_call_id")
+    return found if isinstance(found, str) else None
+
+
+def refusal(node: Any, message: str) -> Exception | None:
+    """Make the exception that this `ToolNode` turns into an error result, if it would.
+
+    Anything else that it would not handle fails the whole node, and its siblings with it.
+    """
+    base = getattr(sys.modules.get(_home(node)), "ToolInvocationError", None)
+    if base is None:
+        return None
+    refused = _REFUSALS.get(base)
+    if refused is None:
+        # Each module has its own error, and its node handles no other.
+        refused = _REFUSALS[base] = type("ToolCallRefused", (ToolCallRefused, base), {})
+    flag = getattr(node, "_handle_tool_errors", None)
+    if flag is None:
+        flag = getattr(node, "handle_tool_errors", None)
+    if not _handles(flag, refused):
+        return None
+    error = refused.__new__(refused)
+    error.args = (message,)
+    vars(error).update(
+        message=message, tool_name="", tool_kwargs={}, source=None, filtered_errors=[]
+    )
+    return error
+
+
+def _handles(flag: Any, refused: type[Exception]) -> bool:
+    if isinstance(flag, (bool, str)):
+        return bool(flag)
+    if isinstance(flag, (type, tuple)):
+        return issubclass(refused, flag)
+    # A handler of the user's own would answer with words of its own.
+    return getattr(flag, "__name__", "") == "_default_handle_tool_errors"
+
+
+def _frame(names: frozenset[str], local: str = "self") -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - LangGraph has no other way to tell
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return None
+        if frame.f_code.co_name in names and local in frame.f_code.co_varnames:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _tool_node_of_task() -> Any:
+    config = var_child_runnable_config.get()
+    call = (config or {}).get("configurable", {}).get("__pregel_call")
+    for reference in getattr(call, "args", ()):
+        process = getattr(reference() if callable(reference) else None, "proc", None)
+        for step in (process, *getattr(process, "steps", ())):
+            if _is_tool_node(step):
+                return step
+    return None
+
+
+def _is_tool_node(value: object) -> bool:
+    return any(kind.__name__ == "ToolNode" for kind in type(value).__mro__)
+
+
+def _home(node: Any) -> str:
+    (kind,) = [kind for kind in type(node).__mro__ if kind.__name__ == "ToolNode"][:1]
+    return kind.__module__
