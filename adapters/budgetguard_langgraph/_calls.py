@@ -51,10 +51,13 @@ class Calls:
         self.settled = threading.Condition(self.lock)
         self.models: dict[UUID, OpenModelCall] = {}
         self.tools: dict[UUID, tuple[Admit, Key]] = {}
+        self.roots: dict[UUID | None, UUID | None] = {}
+        """The top-level call above each chain and tool in flight."""
         self.batches: OrderedDict[Key, Batch] = OrderedDict()
         self.paused: OrderedDict[Key, Admit] = OrderedDict()
         self.failed: OrderedDict[Key, None] = OrderedDict()
         self.stops: OrderedDict[UUID, tuple[Trip, Sequence[BaseMessage]]] = OrderedDict()
+        self.ended_roots: OrderedDict[UUID | None, None] = OrderedDict()
         self.handlers: OrderedDict[str, Any] = OrderedDict()
         self.wrapped = 0
         """How many `bounded` runs are going on; they write the ending, not the callback."""
@@ -69,10 +72,19 @@ class Calls:
         with self.lock:
             self.wrapped -= 1
 
+    def ends(self, root: UUID | None) -> bool:
+        """Tell whether this is the first callback that sees the end of a run."""
+        with self.lock:
+            if root in self.ended_roots:
+                return False
+            keep(self.ended_roots, root, None)
+            return True
+
     def ended(self, run_id: UUID) -> tuple[Admit, Key] | None:
         """Take out a tool call that ended."""
         with self.settled:
             self.settled.notify_all()
+            self.roots.pop(run_id, None)
             return self.tools.pop(run_id, None)
 
     def runs_tools(self, root: UUID | None) -> bool:

@@ -100,7 +100,8 @@ class _Callback(BudgetCallback):
             serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
         )
         if self.root is None:
-            self.root = run_id
+            run = self.run_of(run_id)
+            self.root = None if run is None else run.root
 
 
 class Run:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any, Final
 
 from langchain_core.runnables.config import var_child_runnable_config
+
+from budgetguard_langgraph._stack import frame_of
 
 _RUNNING: Final = frozenset(
     {"_execute_tool_sync", "_execute_tool_async", "_run_one", "_arun_one", "run_one", "arun_one"}
 )
 _TOOL_RUN: Final = frozenset({"run", "arun"})
-_DEEPEST = 150
 
 
 class ToolCallRefused:
@@ -30,7 +30,7 @@ def enclosing_tool_node() -> Any:
     It is on the stack, unless a sync tool of an async graph runs in a thread: then it is in the
     task that LangGraph's configuration leads to.
     """
-    frame = _frame(_RUNNING)
+    frame = frame_of(_RUNNING, "self")
     node = None if frame is None else frame.f_locals.get("self")
     if _is_tool_node(node):
         return node
@@ -39,7 +39,7 @@ def enclosing_tool_node() -> Any:
 
 def tool_call_id_of_stack() -> str | None:
     """Return the id of the tool call that starts; langchain-core tells it only since 1.1."""
-    frame = _frame(_TOOL_RUN, local="tool_call_id")
+    frame = frame_of(_TOOL_RUN, "tool_call_id")
     found = None if frame is None else frame.f_locals.get("tool_call_id")
     return found if isinstance(found, str) else None
 
@@ -76,17 +76,6 @@ def _handles(flag: Any, refused: type[Exception]) -> bool:
         return issubclass(refused, flag)
     # A handler of the user's own would answer with words of its own.
     return getattr(flag, "__name__", "") == "_default_handle_tool_errors"
-
-
-def _frame(names: frozenset[str], local: str = "self") -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - LangGraph has no other way to tell
-    for _ in range(_DEEPEST):
-        if frame is None:
-            return None
-        if frame.f_code.co_name in names and local in frame.f_code.co_varnames:
-            return frame
-        frame = frame.f_back
-    return None
 
 
 def _tool_node_of_task() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -45,6 +44,7 @@ from budgetguard_langgraph._history import (
     synthetic_message,
 )
 from budgetguard_langgraph._outcomes import remember
+from budgetguard_langgraph._stack import close_pending_hooks
 from budgetguard_langgraph._tool_node import enclosing_tool_node, refusal, tool_call_id_of_stack
 from budgetguard_langgraph._usage import (
     answer_of,
@@ -63,9 +63,6 @@ SCOPE: Final = "budgetguard_scope"
 _SCOPES: weakref.WeakValueDictionary[str, Guard] = weakref.WeakValueDictionary()
 _CLIENT_ERRORS: Final = range(400, 500)
 _TIMEOUT: Final = 408
-
-# langchain-core leaves the coroutines of other handlers behind when an inline handler raises.
-warnings.filterwarnings("ignore", message=r"coroutine '.*ahandle_event.*' was never awaited")
 
 
 class _StopsAreNoErrors(logging.Filter):
@@ -163,21 +160,22 @@ class BudgetCallback(BaseCallbackHandler):
         **_: Any,
     ) -> None:
         """Note whose run a chain belongs to."""
-        run = self.run_of(parent_run_id)
+        run = self.run_of(parent_run_id) or self._surrounding()
         if run is None:
-            run = self._surrounding() or self._begin(run_id)
+            run = self._begin(run_id, parent_run_id)
         self._runs[run_id] = run
+        run.calls.roots[run_id] = run.root
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
-        run = self._runs.pop(run_id, None)
-        if run is not None and run.root == run_id:
+        run = self._chain_ended(run_id)
+        if run is not None:
             self._end(run, outputs, None)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has failed; a stop gets its outcome."""
-        run = self._runs.pop(run_id, None)
-        if run is not None and run.root == run_id:
+        run = self._chain_ended(run_id)
+        if run is not None:
             self._end(run, None, error)
 
     # Models
@@ -286,6 +284,7 @@ class BudgetCallback(BaseCallbackHandler):
         # Known below it, so that the calls of a sub-agent belong to the same run.
         self._runs[run_id] = run
         calls = run.calls
+        calls.roots[run_id] = run.root
         if run_id in calls.tools:
             return
         call = ToolCall(
@@ -313,6 +312,7 @@ class BudgetCallback(BaseCallbackHandler):
             self._save(guard)
             return
         self._runs.pop(run_id, None)
+        calls.roots.pop(run_id, None)
         refused = refusal(node or enclosing_tool_node(), decision.message)
         if isinstance(decision, Stop):
             stop = self._stopped(run, decision.trip)
@@ -368,11 +368,22 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Whose run it is
 
-    def _begin(self, root: UUID) -> Run:
+    def _begin(self, run_id: UUID, parent_run_id: UUID | None) -> Run:
         budget = self._budget
         guard = budget if isinstance(budget, Guard) else _fresh(budget)
         self._last = guard
-        return Run(guard, root)
+        roots = guard.attachment(Calls).roots
+        # Another callback of the tree may have seen more of the run than this one.
+        root = None if parent_run_id is None else roots.get(parent_run_id)
+        return Run(guard, root or roots.get(_surrounding_run_id()) or run_id)
+
+    def _chain_ended(self, run_id: UUID) -> Run | None:
+        """Forget a chain; return its run if it was the root."""
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return None
+        run.calls.roots.pop(run_id, None)
+        return run if run.root == run_id else None
 
     def _loose_run(self) -> Run:
         if self._loose is None:
@@ -382,10 +393,7 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _surrounding(self) -> Run | None:
         """Find the run around a call that was given its callbacks anew."""
-        if not self._runs:
-            return None
-        manager: Any = (var_child_runnable_config.get() or {}).get("callbacks")
-        return self._runs.get(getattr(manager, "parent_run_id", None))  # type: ignore[arg-type]
+        return self.run_of(_surrounding_run_id()) if self._runs else None
 
     def _run_below(self, parent_run_id: UUID | None) -> Run:
         return self.run_of(parent_run_id) or self._surrounding() or self._loose_run()
@@ -439,6 +447,7 @@ class BudgetCallback(BaseCallbackHandler):
         )
         if isinstance(decision, Stop):
             self._runs.pop(run_id, None)
+            close_pending_hooks()
             raise self._stopped(run, decision.trip, prompt)
         calls.models[run_id] = OpenModelCall(decision, prompt, parameters, run.root, place)
         self._save(guard)
@@ -470,7 +479,7 @@ class BudgetCallback(BaseCallbackHandler):
                 )
             for run_id in [id_ for id_, run_ in self._runs.items() if run_ is run]:
                 keep(self._orphans, run_id, self._runs.pop(run_id))
-        if not self._concludes or calls.wrapped:
+        if not self._concludes or calls.wrapped or not calls.ends(run.root):
             return
         trip, messages = stop_of(calls, run.root, run.guard)
         if error is not None and not isinstance(error, BudgetExceeded):
@@ -552,7 +561,7 @@ def stop_of(
     if root is None:
         return None, ()
     with calls.lock:
-        trip, messages = calls.stops.pop(root, (None, ()))
+        trip, messages = calls.stops.get(root, (None, ()))
     if trip is not None and trip.run_id in {one.run_id for one in chain(guard)}:
         return trip, messages
     return None, messages
@@ -561,6 +570,11 @@ def stop_of(
 def _fresh(budget: Budget) -> Guard:
     around = Guard.active()
     return Guard(budget) if around is None else around.child(budget)
+
+
+def _surrounding_run_id() -> UUID | None:
+    manager: Any = (var_child_runnable_config.get() or {}).get("callbacks")
+    return getattr(manager, "parent_run_id", None)
 
 
 def _is_capped(guard: Guard) -> bool:
