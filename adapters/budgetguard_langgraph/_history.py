@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
@@ -16,8 +16,6 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
-
-_CANCELLED = "cancelled"
 
 
 def messages_of(values: Any, key: str) -> list[BaseMessage]:
@@ -68,8 +66,11 @@ def synthetic_message(
     A conversation that ends with an answer already gets it as a part of that answer, because no
     provider takes two messages of the model in a row; it then has the id of the answer.
     """
-    text, metadata = synthetic_text(guard), synthetic_metadata(guard, trip)
     last = messages[-1] if messages else None
+    if last is not None and is_synthetic(last):
+        # A layer below this one has ended the run already.
+        return cast("AIMessage", last)
+    text, metadata = synthetic_text(guard), synthetic_metadata(guard, trip)
     if isinstance(last, AIMessage) and not last.tool_calls:
         content = last.content
         if isinstance(content, str):

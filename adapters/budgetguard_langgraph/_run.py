@@ -41,7 +41,7 @@ from budgetguard_langgraph._history import (
 )
 from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph.callback import SCOPE, BudgetCallback, guard_around, scope_of, stop_of
-from budgetguard_langgraph.interrupts import is_budget_interrupt
+from budgetguard_langgraph.interrupts import BudgetInterrupt, is_budget_interrupt
 
 NODE: Final = "budgetguard"
 """The name under which the closing messages show up in `updates` and `messages` streams."""
@@ -301,13 +301,19 @@ class Run:
 
     # After
 
-    def trip(self, error: Exception | None) -> Trip | None:
+    def trip(self, error: Exception | None, cancelled: Trip | None = None) -> Trip | None:
         """Return why the run was stopped, or None when it ended by itself.
+
+        Args:
+            error: What ended the graph, if anything.
+            cancelled: Why what hung was cancelled, if it was.
 
         Raises:
             BudgetExceeded: What ended is an envelope above this graph.
         """
         seen, self._prompt = stop_of(self.calls, self.callback.root, self.guard)
+        if cancelled is not None:
+            error = BudgetInterrupt(cancelled)
         if isinstance(error, BudgetExceeded):
             above = {one.run_id for one in chain(self.outer)}
             if self.nested and error.trip.run_id in above:
@@ -329,13 +335,14 @@ class Run:
 
     def wait(self, trip: Trip) -> None:
         """Let tools that are in flight finish, where nothing says that they hang."""
-        if trip.reason not in (StopReason.MAX_SECONDS, StopReason.ABORTED):
+        if self.has_to_wait(trip):
             self.calls.wait_for_tools(self.callback.root, self.terms.grace)
 
     def has_to_wait(self, trip: Trip) -> bool:
         """Tell whether `wait` would block."""
-        hangs = trip.reason in (StopReason.MAX_SECONDS, StopReason.ABORTED)
-        return not hangs and self.calls.runs_tools(self.callback.root)
+        if self.nested or trip.reason in (StopReason.MAX_SECONDS, StopReason.ABORTED):
+            return False
+        return self.calls.runs_tools(self.callback.root)
 
     def close(self, trip: Trip, state: StateSnapshot | None) -> list[list[StateUpdate]] | None:
         """Close the conversation, and return what has to be written to the thread, if anything."""

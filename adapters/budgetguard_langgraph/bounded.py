@@ -77,7 +77,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         finally:
             run.calls.leave()
             await parts.aclose()
-        trip = watch.trip or run.trip(error)
+        trip = run.trip(error, watch.trip)
         if trip is None:
             await asyncio.to_thread(run.conclude, None)
             return

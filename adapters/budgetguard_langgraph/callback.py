@@ -6,13 +6,15 @@ import logging
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from contextvars import ContextVar
+from typing import Any, Final, Literal, cast
 from uuid import UUID, uuid4
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage, messages_to_dict
 from langchain_core.outputs import LLMResult
 from langchain_core.runnables.config import var_child_runnable_config
+from langchain_core.tracers.context import register_configure_hook
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 
 from budgetguard_core import (
@@ -63,6 +65,14 @@ SCOPE: Final = "budgetguard_scope"
 _SCOPES: weakref.WeakValueDictionary[str, Guard] = weakref.WeakValueDictionary()
 _CLIENT_ERRORS: Final = range(400, 500)
 _TIMEOUT: Final = 408
+
+
+ATTACHED: ContextVar["BudgetCallback | None"] = ContextVar("budgetguard_attached", default=None)
+"""The callback that a middleware attaches to what it wraps."""
+register_configure_hook(
+    cast("ContextVar[BaseCallbackHandler | None]", ATTACHED),
+    inheritable=True,
+)
 
 
 class _StopsAreNoErrors(logging.Filter):
@@ -396,7 +406,15 @@ class BudgetCallback(BaseCallbackHandler):
         return self.run_of(_surrounding_run_id()) if self._runs else None
 
     def _run_below(self, parent_run_id: UUID | None) -> Run:
-        return self.run_of(parent_run_id) or self._surrounding() or self._loose_run()
+        known = self.run_of(parent_run_id) or self._surrounding()
+        if known is not None:
+            return known
+        if isinstance(self._budget, Guard):
+            roots = self._budget.attachment(Calls).roots
+            root = roots.get(parent_run_id) or roots.get(_surrounding_run_id())
+            if root is not None:
+                return Run(self._budget, root)
+        return self._loose_run()
 
     def run_of(self, run_id: UUID | None) -> Run | None:
         """Return the run that a chain, a call of a model or of a tool belongs to, if it is known."""
@@ -412,9 +430,11 @@ class BudgetCallback(BaseCallbackHandler):
         scope = (metadata or {}).get(SCOPE)
         scoped = None if scope is None else _SCOPES.get(scope)
         active = Guard.active()
-        if scoped is None and (active is None or active is run.guard):
+        attached = ATTACHED.get()
+        inner = None if attached is None else attached.guard
+        if scoped is None and inner is None and (active is None or active is run.guard):
             return run.guard
-        return innermost(run.calls, run.guard, scoped, active) or run.guard
+        return innermost(run.calls, run.guard, scoped, active, inner) or run.guard
 
     # The work of the hooks
 
@@ -507,6 +527,17 @@ class BudgetCallback(BaseCallbackHandler):
             resume=None if trip is None else "resume(graph, config, budget), with a checkpointer",
         )
 
+    def release(self, namespace: str) -> None:
+        """Charge the model calls below a node that was cancelled; they report nothing."""
+        calls = self.guard.attachment(Calls)
+        with calls.lock:
+            for run_id, call in list(calls.models.items()):
+                if str(call.place[1]).startswith(namespace):
+                    del calls.models[run_id]
+                    call.ticket.guard.settle_model_call(
+                        call.ticket, _usage_of_failure(call, None), error="cancelled"
+                    )
+
     def _save(self, guard: Guard) -> None:
         if self._saves and self._store is not None:
             try:
@@ -570,6 +601,11 @@ def stop_of(
 def _fresh(budget: Budget) -> Guard:
     around = Guard.active()
     return Guard(budget) if around is None else around.child(budget)
+
+
+def root_around(guard: Guard) -> UUID | None:
+    """Return the top-level call around this code, where a callback of the guard has seen it."""
+    return guard.attachment(Calls).roots.get(_surrounding_run_id())
 
 
 def _surrounding_run_id() -> UUID | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 import warnings
@@ -352,6 +353,11 @@ class CallbackDriver(LangGraphDriver):
             return {"messages": before[:-1]}
         return {"messages": [*before, HumanMessage(scenario.user_input)]}
 
+    async def ainvoke(self, scenario, graph, config):
+        # Where it cannot end a hung call, it is not to take the suite's whole patience.
+        async with asyncio.timeout(3):
+            return await super().ainvoke(scenario, graph, config)
+
     def attach(self, scenario, graph, config):
         if scenario.guard is None:
             return graph, {}
@@ -454,4 +460,55 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
     )
 
 
-DRIVERS = (CallbackDriver(), BoundedDriver(), BoundedReactDriver())
+class MiddlewareDriver(LangGraphDriver):
+    """The middleware of `create_agent`; sub-agents in its tools have none of their own."""
+
+    name = "BudgetMiddleware"
+    subagents = frozenset({"tool"})
+    checkpointed = False
+    deviations = {
+        (1, "streamed"): "the steps that begin and end the middleware's run are in the stream",
+    }
+
+    def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
+        from budgetguard_langgraph import BudgetMiddleware
+
+        inner = []
+        if top and scenario.guard is not None:
+            budget = None if "active" in scenario.shared else scenario.guard
+            inner = [BudgetMiddleware(budget, on_trip=scenario.on_trip, store=scenario.store)]
+        return create_agent_graph(scenario, script, tools, top=top, inner=inner)
+
+    def worker(self, scenario, agent):
+        from budgetguard_langgraph import BudgetMiddleware
+
+        tools = self.tools(scenario, agent.tools)
+        inner = [] if agent.budget is None else [BudgetMiddleware(agent.budget)]
+        return create_agent_graph(scenario, agent.script, tools, inner=inner)
+
+    def given(self, scenario):
+        before = list(scenario.after.session) if scenario.after is not None else []
+        if scenario.user_input is None:
+            return {"messages": before[:-1]}
+        return {"messages": [*before, HumanMessage(scenario.user_input)]}
+
+    def run(self, scenario):
+        if not isinstance(scenario.guard, Guard) or scenario.store is not None:
+            return super().run(scenario)
+        # The agent may be one that several guards share: it takes the guard that is active.
+        scenario.shared["active"] = True
+        with scenario.guard.activate():
+            return super().run(scenario)
+
+    def attach(self, scenario, graph, config):
+        if scenario.twice:
+            return graph, {"callbacks": [BudgetCallback(scenario.guard)]}
+        return graph, {}
+
+    def report(self, scenario, graph, config, result, chunks, error):
+        ran = super().report(scenario, graph, config, result, chunks, error)
+        ran.session = (result or {}).get("messages", [])
+        return ran
+
+
+DRIVERS = (CallbackDriver(), BoundedDriver(), BoundedReactDriver(), MiddlewareDriver())
