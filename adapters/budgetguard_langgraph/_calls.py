@@ -57,7 +57,7 @@ class Calls:
         self.paused: OrderedDict[Key, Admit] = OrderedDict()
         self.failed: OrderedDict[Key, None] = OrderedDict()
         self.stops: OrderedDict[UUID, tuple[Trip, Sequence[BaseMessage]]] = OrderedDict()
-        self.ended_roots: OrderedDict[UUID | None, None] = OrderedDict()
+        self.ended_roots: OrderedDict[Key, None] = OrderedDict()
         self.handlers: OrderedDict[str, Any] = OrderedDict()
         self.wrapped = 0
         """How many `bounded` runs are going on; they write the ending, not the callback."""
@@ -72,7 +72,7 @@ class Calls:
         with self.lock:
             self.wrapped -= 1
 
-    def ends(self, root: UUID | None) -> bool:
+    def ends(self, root: Key) -> bool:
         """Tell whether this is the first callback that sees the end of a run."""
         with self.lock:
             if root in self.ended_roots:

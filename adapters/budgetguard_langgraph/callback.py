@@ -499,7 +499,7 @@ class BudgetCallback(BaseCallbackHandler):
                 )
             for run_id in [id_ for id_, run_ in self._runs.items() if run_ is run]:
                 keep(self._orphans, run_id, self._runs.pop(run_id))
-        if not self._concludes or calls.wrapped or not calls.ends(run.root):
+        if not self._concludes or calls.wrapped or not calls.ends((run.root, run.guard.run_id)):
             return
         trip, messages = stop_of(calls, run.root, run.guard)
         if error is not None and not isinstance(error, BudgetExceeded):

@@ -152,7 +152,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             with self._lock:
                 self._guards.pop(guard.run_id, None)
         calls, root = guard.attachment(Calls), root_around(guard)
-        if calls.wrapped or not (root is None or calls.ends(root)):
+        if calls.wrapped or not (root is None or calls.ends((root, guard.run_id))):
             return self._told(trip)
         outcome = end_run(
             guard,
