@@ -87,7 +87,7 @@ WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _E = TypeVar("_E", bound=EventBase)
 _A = TypeVar("_A")
-_ACTIVE: ContextVar["Guard | None"] = ContextVar("budgetguard_active", default=None)
+_ACTIVE: ContextVar[Guard | None] = ContextVar("budgetguard_active", default=None)
 _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)

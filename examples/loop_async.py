@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from budgetguard_core import Budget, Outcome
 from budgetguard_loop import bounded, run_bounded_async, run_bounded_stream
 
-
 Message: TypeAlias = dict[str, Any]
 
 

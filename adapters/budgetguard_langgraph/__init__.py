@@ -39,7 +39,7 @@ del _ambient
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415 - langchain is optional
+    from importlib import import_module
 
     module, framework = _LAZY[name]
     try:

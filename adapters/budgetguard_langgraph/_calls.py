@@ -1,4 +1,4 @@
-"""What all callbacks on one tree of guards share, so that a call that two of them see counts once."""
+"""What all callbacks on a tree of guards share, so that a call which two see counts once."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def results_for(
     ]
 
 
-def synthetic_message(
-    messages: Sequence[BaseMessage], guard: Guard, trip: Trip
-) -> AIMessage:
+def synthetic_message(messages: Sequence[BaseMessage], guard: Guard, trip: Trip) -> AIMessage:
     """Make the message that ends a stopped run.
 
     A conversation that ends with an answer already gets it as a part of that answer, because no

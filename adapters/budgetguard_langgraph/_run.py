@@ -11,7 +11,6 @@ from uuid import UUID
 import langgraph.errors
 from langchain_core.callbacks import BaseCallbackManager
 from langchain_core.messages import BaseMessage, messages_to_dict
-from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import var_child_runnable_config
 from langgraph.constants import END
 from langgraph.errors import GraphRecursionError
@@ -112,11 +111,11 @@ class Run:
     ) -> None:
         self.graph = graph
         self.terms = terms
-        self.given = given
-        around = {
-            **((var_child_runnable_config.get() or {}).get("configurable") or {}),
-            **(graph.config or {}).get("configurable", {}),
-            **((config or {}).get("configurable") or {}),
+        self.given: Any = given
+        around: dict[str, Any] = {
+            name: value
+            for found in (var_child_runnable_config.get(), graph.config, config)
+            for name, value in _configurable(found).items()
         }
         self.nested = _TASK in around
         self.checkpointed = (
@@ -155,7 +154,8 @@ class Run:
             AdapterError: A budget stop is to be answered like a person's approval.
         """
         stops = [i for i in _interrupts(state) if is_budget_interrupt(i)]
-        if isinstance(self.given, Command) and self.given.resume is not None and stops:
+        answer = getattr(self.given, "resume", None)
+        if answer is not None and stops:
             raise AdapterError(
                 "Command(resume=...) must answer a question, got a thread that a budget stopped. "
                 "Go on with resume(graph, config, budget)."
@@ -165,7 +165,7 @@ class Run:
         self.calls = self.guard.attachment(Calls)
         self.callback = _Callback(self.guard, self.terms)
         self._attach()
-        if state is None or self.given is None or isinstance(self.given, Command):
+        if state is None or self._goes_on():
             return None
         messages = messages_of(state.values, self.terms.messages_key)
         if not state.next or not unanswered(messages) or len(stops) < len(_interrupts(state)):
@@ -176,7 +176,7 @@ class Run:
         budget = self.terms.budget
         if isinstance(budget, Guard):
             return budget
-        goes_on = self.given is None or isinstance(self.given, Command)
+        goes_on = self._goes_on()
         if self.checkpointed:
             waiting = self.terms.paused.pop(self._thread_id(), None)
             # A person's answer does not begin the run anew.
@@ -187,6 +187,9 @@ class Run:
             if restored is not None:
                 return restored
         return Guard(budget) if self.outer is None else self.outer.child(budget)
+
+    def _goes_on(self) -> bool:
+        return self.given is None or isinstance(self.given, Command)
 
     def _restored(
         self, state: StateSnapshot, store: CheckpointStore, budget: Budget | None
@@ -297,7 +300,8 @@ class Run:
             left = {k: v for k, v in cast("dict[str, Any]", payload).items() if k != _INTERRUPT}
             asked = tuple(one for one in told if not is_budget_interrupt(one))
             payload = {**left, _INTERRUPT: asked} if asked else left
-        return payload, tuple(i for i in interrupts if not is_budget_interrupt(i)), True
+        kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
+        return cast("Any", payload), kept, True
 
     # After
 
@@ -346,7 +350,7 @@ class Run:
 
     def close(self, trip: Trip, state: StateSnapshot | None) -> list[list[StateUpdate]] | None:
         """Close the conversation, and return what has to be written to the thread, if anything."""
-        values = self.latest if state is None or not state.values else state.values
+        values: Any = self.latest if state is None or not state.values else state.values
         key = self.terms.messages_key
         known = key in self.graph.channels or (isinstance(values, dict) and key in values)
         messages = messages_of(values, key) if known else []
@@ -355,7 +359,7 @@ class Run:
         last = synthetic_message([*messages, *results], self.guard, trip)
         self._closing = [*results, last]
         self.messages = merged(messages, self._closing)
-        self.values = values
+        self.values: Any = values
         if values is None or isinstance(values, dict):
             ended: dict[str, Any] = {**(values or {}), "stop_reason": str(trip.reason)}
             if known:
@@ -363,7 +367,8 @@ class Run:
             self.values = ended
         if state is None or key not in self.graph.channels:
             return None
-        sent = any(task.path and task.path[0] == _PUSH for task in state.tasks)
+        tasks: Any = state.tasks
+        sent = any(task.path and task.path[0] == _PUSH for task in tasks)
         if state.next and sent and not unanswered(messages):
             # Tasks with an input of their own cannot be scheduled again: they stay as they are.
             return None
@@ -382,9 +387,8 @@ class Run:
         if trip is None:
             self.messages = messages_of(self.latest, key)
             self.values = self.latest
-            if self._paused:
-                if self.checkpointed and self.guard is not self.terms.budget:
-                    keep(self.terms.paused, self._thread_id(), self.guard)
+            if self._paused and self.checkpointed and self.guard is not self.terms.budget:
+                keep(self.terms.paused, self._thread_id(), self.guard)
         outcome = end_run(
             self.guard,
             trip=trip,
@@ -413,6 +417,11 @@ class Run:
             yield self._chunk("updates", {NODE: {key: self._closing, "stop_reason": reason}})
         if "values" in self._modes:
             yield self._chunk("values", self.values)
+
+
+def _configurable(config: Any) -> dict[str, Any]:
+    found: Any = None if config is None else config.get("configurable")
+    return found or {}
 
 
 def _interrupts(state: StateSnapshot | None) -> list[Any]:

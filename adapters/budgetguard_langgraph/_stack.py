@@ -12,7 +12,7 @@ _HOOKS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 
 def frame_of(names: frozenset[str], local: str) -> FrameType | None:
     """Return the innermost frame of a function with one of these names and such a variable."""
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - there is no public way
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no public way
     for _ in range(_DEEPEST):
         if frame is None:
             return None

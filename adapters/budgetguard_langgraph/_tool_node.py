@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from langchain_core.runnables.config import var_child_runnable_config
 
@@ -61,12 +61,11 @@ def refusal(node: Any, message: str) -> Exception | None:
         flag = getattr(node, "handle_tool_errors", None)
     if not _handles(flag, refused):
         return None
-    error = refused.__new__(refused)
+    error: Any = refused.__new__(refused)
     error.args = (message,)
-    vars(error).update(
-        message=message, tool_name="", tool_kwargs={}, source=None, filtered_errors=[]
-    )
-    return error
+    error.message = message
+    error.tool_name, error.tool_kwargs, error.source, error.filtered_errors = "", {}, None, []
+    return cast("Exception", error)
 
 
 def _handles(flag: Any, refused: type[Exception]) -> bool:

@@ -65,9 +65,11 @@ def usage_of(response: LLMResult) -> tuple[TokenUsage | None, Decimal | None]:
     if message is None and is_mapping(response.llm_output):
         reported = response.llm_output.get("token_usage")
         if is_mapping(reported):
-            return _reported(
-                _count(reported, "prompt_tokens"), _count(reported, "completion_tokens")
-            ), None
+            given, answered = (
+                _count(reported, "prompt_tokens"),
+                _count(reported, "completion_tokens"),
+            )
+            return _unless_empty(TokenUsage(given, answered)), None
     return None, None
 
 
@@ -76,19 +78,22 @@ def _usage(usage: Mapping[str, Any]) -> TokenUsage | None:
     outputs = _details(usage, "output_token_details")
     read = _sum(inputs, _CACHE_READ)
     write = _sum(inputs, _CACHE_WRITE)
-    return _reported(
-        # A part above its whole is a provider's slip; the larger figure is charged.
-        max(_count(usage, "input_tokens"), read + write),
-        max(_count(usage, "output_tokens"), _sum(outputs, _REASONING)),
-        read,
-        write,
-        _count(inputs, "ephemeral_1h_input_tokens"),
-        _sum(outputs, _REASONING),
+    reasoning = _sum(outputs, _REASONING)
+    return _unless_empty(
+        TokenUsage(
+            # A part above its whole is a provider's slip; the larger figure is charged.
+            max(_count(usage, "input_tokens"), read + write),
+            max(_count(usage, "output_tokens"), reasoning),
+            cache_read_tokens=read,
+            cache_write_tokens=write,
+            cache_write_1h_tokens=_count(inputs, "ephemeral_1h_input_tokens"),
+            reasoning_tokens=reasoning,
+        )
     )
 
 
-def _reported(given: int, answered: int, *parts: int) -> TokenUsage | None:
-    return TokenUsage(given, answered, *parts) if given or answered else None
+def _unless_empty(usage: TokenUsage) -> TokenUsage | None:
+    return usage if usage.input_tokens or usage.output_tokens else None
 
 
 def _details(usage: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from budgetguard_core import Guard, Trip
@@ -42,7 +42,7 @@ class Watch:
             self._timer.cancel()
 
     @asynccontextmanager
-    async def pull(self) -> AsyncIterator[None]:
+    async def pull(self) -> AsyncGenerator[None]:
         """Raise `TimeoutError`, with `trip` set, when the run has to end while the block awaits."""
         when = None if self.trip is None else asyncio.get_running_loop().time()
         async with asyncio.timeout_at(when) as scope:

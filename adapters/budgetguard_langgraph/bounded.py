@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal, TypeVar, cast
 
-from langgraph.pregel import Pregel
+from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError, Budget, CheckpointStore, Guard
 from budgetguard_langgraph._run import STOPS, Run, Terms
@@ -20,7 +20,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
     _budgetguard: Terms
 
-    def stream(self, input: Any, config: Any = None, **options: Any) -> Any:  # type: ignore[override] # noqa: A002 # pyright: ignore[reportIncompatibleMethodOverride]
+    def stream(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Stream as the graph does; a stopped run ends with the closed state."""
         run = Run(self, self._budgetguard, input, config, options)
         state = self.get_state(run.thread) if run.checkpointed else None
@@ -30,7 +30,8 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         error: Exception | None = None
         run.calls.enter()
         try:
-            for chunk in super().stream(input, run.config, **run.options):
+            parts: Any = cast("Any", super()).stream(input, run.config, **run.options)
+            for chunk in parts:
                 yield from run.seen(chunk)
         except STOPS as stop:
             error = stop
@@ -47,7 +48,9 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         for chunk in run.last_chunks(trip, run.conclude(trip)):
             yield chunk
 
-    async def astream(self, input: Any, config: Any = None, **options: Any) -> Any:  # type: ignore[override] # noqa: A002 # pyright: ignore[reportIncompatibleMethodOverride]
+    async def astream(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: Any, config: Any = None, **options: Any
+    ) -> Any:
         """Stream as the graph does; deadline and abort also end what hangs."""
         run = Run(self, self._budgetguard, input, config, options)
         state = await self.aget_state(run.thread) if run.checkpointed else None
@@ -56,7 +59,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             await self.abulk_update_state(run.thread, opened)
         error: Exception | None = None
         run.calls.enter()
-        parts: Any = super().astream(input, run.config, **run.options)
+        parts: Any = cast("Any", super()).astream(input, run.config, **run.options)
         watch = Watch(run.guard)
         try:
             async with watch:
@@ -132,26 +135,29 @@ def bounded(
             f"bounded takes a compiled graph, got {type(graph).__name__}. "
             "Compile it first, or pass BudgetCallback in the config."
         )
-    return _bind(plain(graph), Terms(budget, on_trip, store, messages_key, grace))
+    return cast("_G", _bind(plain(graph), Terms(budget, on_trip, store, messages_key, grace)))
 
 
 def plain(graph: Any) -> Any:
     """Return a bounded graph as it was before, and any other as it is."""
     if not isinstance(graph, BoundedGraph):
         return graph
-    kind = type(graph).__mro__[2]
-    found = object.__new__(kind)
-    vars(found).update({k: v for k, v in vars(graph).items() if k != "_budgetguard"})
-    return found
+    kind = type(cast("object", graph)).__mro__[2]
+    return _made(kind, {k: v for k, v in vars(graph).items() if k != "_budgetguard"})
 
 
 def terms_of(graph: Any) -> Terms | None:
     """Return how a graph is bounded, or None for a plain one."""
-    return vars(graph).get("_budgetguard")
+    return cast("Terms | None", getattr(graph, "_budgetguard", None))
 
 
 def _bind(graph: Any, terms: Terms) -> Any:
-    kind = type(f"Bounded{type(graph).__name__}", (BoundedGraph, type(graph)), {})
-    found = object.__new__(kind)
-    vars(found).update(vars(graph), _budgetguard=terms)
+    plain_kind = cast("type[Any]", type(graph))
+    kind = type(f"Bounded{plain_kind.__name__}", (BoundedGraph, plain_kind), {})
+    return _made(kind, {**vars(graph), "_budgetguard": terms})
+
+
+def _made(kind: type[Any], attributes: dict[str, Any]) -> Any:
+    found: Any = object.__new__(kind)
+    found.__dict__.update(attributes)
     return found

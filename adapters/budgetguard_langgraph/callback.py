@@ -67,7 +67,7 @@ _CLIENT_ERRORS: Final = range(400, 500)
 _TIMEOUT: Final = 408
 
 
-ATTACHED: ContextVar["BudgetCallback | None"] = ContextVar("budgetguard_attached", default=None)
+ATTACHED: ContextVar[BudgetCallback | None] = ContextVar("budgetguard_attached", default=None)
 """The callback that a middleware attaches to what it wraps."""
 register_configure_hook(
     cast("ContextVar[BaseCallbackHandler | None]", ATTACHED),
@@ -216,13 +216,15 @@ class BudgetCallback(BaseCallbackHandler):
         """Admit a call of a text model, or stop the run."""
         self._start_model_call(run_id, parent_run_id, metadata, facts, prompts)
 
-    def on_llm_new_token(self, token: str, *, run_id: UUID, **_: Any) -> None:
+    def on_llm_new_token(
+        self, token: str | list[str | dict[str, Any]], *, run_id: UUID, **_: Any
+    ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
         run = self.run_of(run_id)
         call = None if run is None else run.calls.models.get(run_id)
         if run is None or call is None:
             return
-        call.streamed += len(token)
+        call.streamed += len(token) if isinstance(token, str) else len(str(token))
         guard: Guard = call.ticket.guard
         if guard.cancellation.cancelled or guard.time_left() == 0:
             trip = guard.check()
@@ -417,7 +419,7 @@ class BudgetCallback(BaseCallbackHandler):
         return self._loose_run()
 
     def run_of(self, run_id: UUID | None) -> Run | None:
-        """Return the run that a chain, a call of a model or of a tool belongs to, if it is known."""
+        """Return the run that a chain, a model call or a tool call belongs to, if known."""
         if run_id is None:
             return None
         return self._runs.get(run_id) or self._orphans.get(run_id)
@@ -513,9 +515,7 @@ class BudgetCallback(BaseCallbackHandler):
     def _conclude(self, run: Run, trip: Trip | None, messages: Sequence[BaseMessage]) -> Outcome:
         closed = list(messages)
         if trip is not None:
-            closed += results_for(
-                closed, run.guard, lambda id_: run.calls.result_of(run.root, id_)
-            )
+            closed += results_for(closed, run.guard, lambda id_: run.calls.result_of(run.root, id_))
             closed = merged(closed, [synthetic_message(closed, run.guard, trip)])
         return end_run(
             run.guard,
@@ -542,7 +542,7 @@ class BudgetCallback(BaseCallbackHandler):
         if self._saves and self._store is not None:
             try:
                 self._store.save(chain(guard)[-1].snapshot())
-            except Exception as error:  # noqa: BLE001 - a full disk must not end the run
+            except Exception as error:
                 guard.report(f"checkpoint: {type(error).__name__}: {error}")
 
 
@@ -574,7 +574,7 @@ def guard_around(config: Mapping[str, Any] | None) -> Guard | None:
         if not found:
             continue
         manager: Any = found.get("callbacks")
-        handlers: Any = manager if isinstance(manager, list) else getattr(manager, "handlers", [])
+        handlers = cast("list[Any]", getattr(manager, "handlers", manager or []))
         for handler in handlers:
             if isinstance(handler, BudgetCallback):
                 run = handler.run_of(getattr(manager, "parent_run_id", None))

@@ -1,4 +1,4 @@
-"""The exceptions that stop a graph, each of a type that LangGraph's layers neither retry nor eat."""
+"""The exceptions that stop a graph, of types that no layer of LangGraph retries or swallows."""
 
 from __future__ import annotations
 

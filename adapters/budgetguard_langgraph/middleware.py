@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal, NotRequired
 
@@ -61,7 +61,10 @@ from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
 
 # Since langchain 1.1; before, the synthetic answer alone ends the agent.
 _EXTENDED: Final[Any] = getattr(types, "ExtendedModelResponse", None)
-_OUTPUT_BOUNDS: Final = {"google_genai": "max_output_tokens", "google_vertexai": "max_output_tokens"}
+_OUTPUT_BOUNDS: Final = {
+    "google_genai": "max_output_tokens",
+    "google_vertexai": "max_output_tokens",
+}
 _TIMEOUTS: Final = frozenset({"openai", "azure", "azure_openai", "anthropic"})
 _CHECKPOINTER: Final = "__pregel_checkpointer"
 
@@ -182,9 +185,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             except BudgetExceeded as stop:
                 return self._ending(request, guard, outer, stop)
 
-    async def awrap_model_call(
-        self, request: Any, handler: Callable[[Any], Awaitable[Any]]
-    ) -> Any:
+    async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         """Admit the call as it goes out; deadline and abort cancel it."""
         guard, outer = self._guard(request.state), guard_around(None)
         with self._attached(guard) as callback:
@@ -254,7 +255,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         }
 
     @contextmanager
-    def _attached(self, guard: Guard) -> Iterator[BudgetCallback]:
+    def _attached(self, guard: Guard) -> Generator[BudgetCallback]:
         calls = guard.attachment(Calls)
         key = f"middleware {guard.run_id}"
         with calls.lock:
@@ -295,9 +296,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         update["budgetguard"] = self._mark(guard, snapshot=True)
         return _EXTENDED(model_response=_response(response), command=Command(update=update))
 
-    def _ending(
-        self, request: Any, guard: Guard, outer: Guard | None, stop: BudgetExceeded
-    ) -> Any:
+    def _ending(self, request: Any, guard: Guard, outer: Guard | None, stop: BudgetExceeded) -> Any:
         messages: list[BaseMessage] = list(request.messages)
         if _is_above(guard, outer, stop.trip) or is_synthetic(messages[-1] if messages else None):
             # The second: something goes on after the end; the graph is stopped where it is.
@@ -349,9 +348,7 @@ def _interrupted(
     if _is_above(guard, outer, stop.trip):
         raise stop
     call = request.tool_call
-    return ToolMessage(
-        OUTCOME_UNKNOWN, tool_call_id=call["id"], name=call["name"], status="error"
-    )
+    return ToolMessage(OUTCOME_UNKNOWN, tool_call_id=call["id"], name=call["name"], status="error")
 
 
 def _response(response: Any) -> Any:
@@ -394,5 +391,5 @@ def _tokens_left(messages: Sequence[AnyMessage], guard: Guard) -> list[int]:
 def _provider(model: Any) -> str:
     try:
         return str(model._get_ls_params().get("ls_provider"))  # noqa: SLF001 - told to tracers only
-    except Exception:  # noqa: BLE001 - a model of the user's own may not tell
+    except Exception:
         return ""

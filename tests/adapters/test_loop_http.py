@@ -123,7 +123,7 @@ def test_the_closed_history_is_taken_by_the_client_again(server):
         run_bounded(step, Budget(max_iterations=1), messages="On", resume=first, tools=tools)
     sent = server.log[-1][0].get_json()["messages"]
     assert [m["role"] for m in sent] == [
-        *"user assistant tool assistant tool assistant user".split()
+        *["user", "assistant", "tool", "assistant", "tool", "assistant", "user"]
     ]
     assert set(sent[-2]) == {"role", "content"}
 

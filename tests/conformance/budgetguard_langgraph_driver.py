@@ -7,7 +7,7 @@ import json
 import uuid
 import warnings
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
@@ -20,7 +20,7 @@ from langgraph.prebuilt import ToolNode, create_react_agent, tools_condition
 from langgraph.types import RetryPolicy
 from pydantic import BaseModel
 
-from budgetguard_core import Budget, BudgetExceeded, Guard
+from budgetguard_core import BudgetExceeded, Guard
 from budgetguard_core.testing import (
     MODEL,
     Driver,
@@ -281,7 +281,7 @@ def swallow(call):
     for _ in range(2):
         try:
             return call()
-        except Exception:  # noqa: S112 - the user's own carelessness
+        except Exception:
             continue
     return AIMessage(FAILED)
 
@@ -290,7 +290,7 @@ async def aswallow(call):
     for _ in range(2):
         try:
             return await call()
-        except Exception:  # noqa: S112
+        except Exception:
             continue
     return AIMessage(FAILED)
 
@@ -334,7 +334,7 @@ class CallbackDriver(LangGraphDriver):
 
     name = "BudgetCallback"
     checkpointed = False
-    deviations = {
+    deviations: ClassVar = {
         (6, "async"): "a callback cannot cancel a call that hangs; `bounded` does",
         (6, "streamed"): "a callback cannot cancel a call that hangs; `bounded` does",
         (7, "async"): "a callback cannot cancel a call that hangs; `bounded` does",
@@ -466,7 +466,7 @@ class MiddlewareDriver(LangGraphDriver):
     name = "BudgetMiddleware"
     subagents = frozenset({"tool"})
     checkpointed = False
-    deviations = {
+    deviations: ClassVar = {
         (1, "streamed"): "the steps that begin and end the middleware's run are in the stream",
     }
 
