@@ -360,8 +360,9 @@ def _watched(
 
 def _dollars(amounts: Amounts) -> str:
     # Nothing priced is not the same as nothing spent.
-    unknown = amounts.unpriced_calls and amounts.unpriced_calls == amounts.model_calls
-    return "unknown" if unknown else f"${amounts.cost_usd:,.2f}"
+    if amounts.unpriced_calls and amounts.unpriced_calls == amounts.model_calls:
+        return "unknown"
+    return ("at least " if amounts.unpriced_calls else "") + f"${amounts.cost_usd:,.2f}"
 
 
 def _calls(saved: int, recorded: int) -> str:

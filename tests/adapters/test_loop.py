@@ -124,6 +124,51 @@ def test_a_call_without_a_body_is_no_tool_call_and_still_seen_as_a_loop():
     assert outcome.usage.tool_calls == 0
 
 
+def test_a_batch_ends_with_the_run_that_one_of_its_tools_aborts():
+    guard = Guard(Budget())
+    started = []
+    tools = {"a": guard.abort, "b": lambda: started.append("b")}
+    outcome = run_bounded(scripted(asks("a", "b")), guard, messages="Go", tools=tools)
+    assert (outcome.stop_reason, started) == (StopReason.ABORTED, [])
+    assert results(outcome) == ["null", NOT_EXECUTED]
+
+
+def test_a_step_that_is_refused_by_its_own_layer_ends_the_run():
+    guard = Guard(Budget(max_model_calls=2))
+
+    @guarded(guard, kind="model")
+    def ask(messages):
+        return says("Not good enough.")
+
+    def step(messages):
+        while True:
+            ask(messages)
+
+    outcome = run_bounded(step, guard, messages="Go", retries=3)
+    assert outcome.stop_reason is StopReason.MAX_MODEL_CALLS
+    assert outcome.usage.model_calls == 2
+
+
+def test_an_interrupt_from_the_keyboard_is_saved_and_goes_on():
+    store = MemoryStore()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    step = scripted(asks("a"))
+    with pytest.raises(KeyboardInterrupt):
+        run_bounded(
+            step,
+            Guard(Budget(), run_id="run"),
+            messages="Go",
+            tools={"a": interrupted},
+            store=store,
+        )
+    saved = store.load("run")
+    assert saved is not None
+    assert tool_texts(saved.messages) == [OUTCOME_UNKNOWN]
+
+
 def test_two_calls_with_one_id_both_get_a_result():
     step = scripted(asks(("a", "{}", "same"), ("b", "{}", "same")), says("Done."))
     tools = {"a": lambda: "from a", "b": lambda: "from b"}
@@ -361,6 +406,8 @@ def test_a_process_killed_between_any_two_saves_loses_nothing():
     run_bounded(step, Guard(Budget(), run_id="run"), messages="Go", tools=tools, store=store)
     whole = list(work)
     assert whole == ["model", "a", "b", "model", "c", "model"]
+    # Every result is safe before anything else starts.
+    assert {len(tool_texts(snapshot.messages)) for snapshot, _ in store.kept} == {0, 1, 2, 3}
     ends = [done for _, done in store.kept[1:]] + [whole]
     for (snapshot, _), started in zip(store.kept, ends, strict=True):
         # Killed just before the next save: everything in `started` may have happened.
@@ -754,7 +801,8 @@ async def test_leaving_a_stream_closes_the_providers_and_saves_the_run():
             break
     assert closed == [1]
     assert guard.open_calls() == ()
-    assert stream.outcome is None
+    with pytest.raises(AdapterError, match="has an outcome when it was read to its end"):
+        assert stream.outcome
     saved = store.load("run")
     assert saved is not None
     assert saved.counters["failed_calls"] == 1
@@ -819,7 +867,8 @@ def test_a_block_that_fails_is_saved_and_fails():
     saved = store.load("run")
     assert saved is not None
     assert len(tool_texts(saved.messages)) == 2
-    assert block.outcome is None
+    with pytest.raises(AdapterError, match="has an outcome when it has ended"):
+        assert block.outcome
     assert [r.status for r in guard.tool_calls] == ["failed", "interrupted"]
 
 
@@ -884,6 +933,34 @@ async def test_a_block_is_cut_on_the_event_loop_and_foreign_cancellation_is_left
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_cancellation_from_outside_wins_over_the_blocks_own():
+    guard = Guard(Budget())
+
+    async def inside():
+        with bounded(guard) as run, run.model_call():
+            await asyncio.get_running_loop().create_future()
+
+    task = asyncio.create_task(inside())
+    await asyncio.sleep(0)
+    guard.abort()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_messages_of_the_sdk_may_be_appended_as_they_are():
+    messages = [Dumped(role="user", content="Go", name=None)]
+    with bounded(Budget(max_iterations=1), messages=messages) as run:
+        for _ in range(2):
+            with run.model_call() as call:
+                assert all(type(message) is dict for message in call.messages)
+            messages.append(Dumped(**asks("a", "b")["choices"][0]["message"]))
+            run.tool_calls(messages[-1].tool_calls)
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    with pytest.raises(ConfigurationError, match="messages must be mappings"):
+        run_bounded(scripted(says("x")), Budget(), messages=[7])
 
 
 # `guarded`

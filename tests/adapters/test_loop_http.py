@@ -220,7 +220,7 @@ def test_a_hand_written_loop(server):
                 )
                 call.settle(response, model=response.model)
             reply = response.choices[0].message
-            messages.append(reply.model_dump(exclude_none=True))
+            messages.append(reply)
             for wanted in run.tool_calls(reply.tool_calls):
                 text = wanted.refusal or f"result {len(messages)}"
                 wanted.settle(text)

@@ -97,6 +97,10 @@ def in_all(*arguments, code=0):
     return records(*arguments, code=code)[-1]
 
 
+def in_words(text):
+    return " ".join(text.split())
+
+
 def stopped(*arguments):
     return [record for record in records(*arguments) if record["type"] == "stopped_run"]
 
@@ -207,7 +211,7 @@ def test_a_successful_run_that_would_be_cut_is_named(write):
     path = write(trajectory(turns(3), run_id="the one"), trajectory([], run_id="the other"))
     shown = replay(path, "--max-iterations", "2").stdout
     assert "successful runs cut 1 of 2" in shown
-    assert "line 1, run the one: max_iterations=2 reached: 2 used" in " ".join(shown.split())
+    assert "line 1, run the one: max_iterations=2 reached: 2 used" in in_words(shown)
     assert "the other" not in shown
 
 
@@ -262,6 +266,10 @@ def test_an_unknown_price_is_said_and_never_counted_as_nothing(write):
     assert "dollars saved       unknown of unknown" in shown
     assert "price unknown       3 of 8 calls" in shown
     assert "$" not in shown
+    priced = write(trajectory(turns(8, cost=0.25)), name="priced.jsonl")
+    both = in_words(replay(path, priced).stdout)
+    assert "dollars saved at least $0.75 of at least $2.00 price unknown 3 of 8 calls" in both
+    assert "8 model calls have neither a recorded cost nor a known price" in both
 
 
 def test_a_dollar_cap_refuses_an_unknown_price_unless_the_user_says_otherwise(write):
@@ -285,7 +293,7 @@ def test_missing_usage_is_estimated_from_the_texts_and_said(write):
     # 40 characters of the user, then 12 + 9 + 13 of the call and 300 of its result each turn.
     expected = sum((40 + n * 334) // 3 + 1 + 34 // 3 + 1 for n in range(8))
     assert run["recorded"]["tokens"] == expected
-    shown = " ".join(replay(path).stdout.split())
+    shown = in_words(replay(path).stdout)
     assert "usage estimated 3 of 8 calls" in shown
     assert "8 of 8 model calls have no recorded usage" in shown
     found = in_all(path, "--max-total-tokens", "500")

@@ -376,6 +376,15 @@ def test_a_trip_stays(guard, clock):
     assert again.snapshot() == guard.snapshot()
 
 
+def test_what_is_held_but_has_not_stopped_the_run_yet_stays(clock):
+    guard = Guard(Budget(tool_quotas={"web": 1}), clock=clock)
+    for _ in range(2):
+        guard.admit_tool_call(ToolCall(name="web", kind="hosted"))
+    again = Guard.restore(guard.snapshot(), clock=clock)
+    assert again.trip is None
+    assert str(again.admit_model_call().trip.reason) == "tool_quota"
+
+
 def test_an_observed_trip_stays(clock):
     guard = Guard(Budget(max_iterations=1), mode="observe", clock=clock, run_id="r")
     guard.admit_model_call()
@@ -429,12 +438,18 @@ def test_numbers_go_on_so_that_no_call_has_two(guard, clock):
 
 
 def test_conditions_are_code_and_must_be_given_again(clock):
-    guard = Guard(Budget(stop_when=[lambda guard: None]), clock=clock)
-    with pytest.raises(CheckpointError, match="a run with stop conditions needs its budget again"):
-        Guard.restore(guard.snapshot())
-    assert (
-        Guard.restore(guard.snapshot(), Budget(stop_when=[lambda guard: "x"])).check() is not None
-    )
+    guard = Guard(Budget(max_iterations=9, stop_when=[lambda guard: None]), clock=clock)
+    guard.admit_model_call()
+    snapshot = guard.snapshot()
+    with pytest.raises(CheckpointError, match="a run with stop conditions needs them again"):
+        Guard.restore(snapshot)
+    again = Guard.restore(snapshot, stop_when=[lambda guard: "enough"], clock=clock)
+    assert again.snapshot() == snapshot
+    assert again.check().detail == "enough"
+    fresh = Guard.restore(snapshot, Budget(stop_when=[lambda guard: "x"]), clock=clock)
+    assert (fresh.usage.iterations, fresh.check().detail) == (0, "x")
+    with pytest.raises(ConfigurationError, match="stop_when must not be given beside a budget"):
+        Guard.restore(snapshot, Budget(), stop_when=[bool])
 
 
 def test_the_caller_is_told_of_its_own_mistakes(guard):
