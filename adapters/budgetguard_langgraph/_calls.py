@@ -32,6 +32,15 @@ class OpenModelCall:
 
 
 @dataclass(slots=True)
+class OpenToolCall:
+    """A tool call in flight."""
+
+    ticket: Admit
+    key: Key
+    pause: Key
+
+
+@dataclass(slots=True)
 class Batch:
     """The tool calls of one answer of a model, in the order in which it wrote them."""
 
@@ -50,7 +59,7 @@ class Calls:
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)
         self.models: dict[UUID, OpenModelCall] = {}
-        self.tools: dict[UUID, tuple[Admit, Key]] = {}
+        self.tools: dict[UUID, OpenToolCall] = {}
         self.roots: dict[UUID | None, UUID | None] = {}
         """The top-level call above each chain and tool in flight."""
         self.batches: OrderedDict[Key, Batch] = OrderedDict()
@@ -80,7 +89,7 @@ class Calls:
             keep(self.ended_roots, root, None)
             return True
 
-    def ended(self, run_id: UUID) -> tuple[Admit, Key] | None:
+    def ended(self, run_id: UUID) -> OpenToolCall | None:
         """Take out a tool call that ended."""
         with self.settled:
             self.settled.notify_all()
@@ -89,7 +98,7 @@ class Calls:
 
     def runs_tools(self, root: UUID | None) -> bool:
         """Tell whether tools of a run are in flight."""
-        return any(key[0] == root for _, key in [*self.tools.values()])
+        return any(call.key[0] == root for call in [*self.tools.values()])
 
     def wait_for_tools(self, root: UUID | None, seconds: float) -> None:
         """Block until no tool of a run is in flight, at most so long."""

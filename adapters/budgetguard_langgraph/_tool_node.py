@@ -49,6 +49,8 @@ def refusal(node: Any, message: str) -> Exception | None:
 
     Anything else that it would not handle fails the whole node, and its siblings with it.
     """
+    if node is None:
+        return None
     base = getattr(sys.modules.get(_home(node)), "ToolInvocationError", None)
     if base is None:
         return None

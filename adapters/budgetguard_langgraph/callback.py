@@ -37,7 +37,16 @@ from budgetguard_core import (
     Violation,
     end_run,
 )
-from budgetguard_langgraph._calls import Batch, Calls, Key, OpenModelCall, chain, innermost, keep
+from budgetguard_langgraph._calls import (
+    Batch,
+    Calls,
+    Key,
+    OpenModelCall,
+    OpenToolCall,
+    chain,
+    innermost,
+    keep,
+)
 from budgetguard_langgraph._history import (
     final_text,
     merged,
@@ -308,9 +317,9 @@ class BudgetCallback(BaseCallbackHandler):
         key = (run.root, _graph_of((run.root, _namespace(metadata))), call.id)
         node: Any = None
         with calls.lock:
-            paused = None if call.id is None else calls.paused.pop(key, None)
+            paused = None if call.id is None else calls.paused.pop(_pause(metadata, key), None)
             if paused is not None:
-                calls.tools[run_id] = (paused, key)
+                calls.tools[run_id] = OpenToolCall(paused, key, _pause(metadata, key))
                 return
             batch = calls.batches.get(key)
             if batch is not None and not batch.admitted:
@@ -319,7 +328,7 @@ class BudgetCallback(BaseCallbackHandler):
             known = None if batch is None or call.id is None else batch.decisions.get(call.id)
             decision = known.popleft() if known else guard.admit_tool_call(call)
             if isinstance(decision, Admit):
-                calls.tools[run_id] = (decision, key)
+                calls.tools[run_id] = OpenToolCall(decision, key, _pause(metadata, key))
         if isinstance(decision, Admit):
             self._save(guard)
             return
@@ -339,7 +348,7 @@ class BudgetCallback(BaseCallbackHandler):
         found = None if run is None else run.calls.ended(run_id)
         if run is None or found is None:
             return
-        ticket, key = found
+        ticket, key = found.ticket, found.key
         guard: Guard = ticket.guard
         message = output if isinstance(output, ToolMessage) else None
         if message is None:
@@ -363,14 +372,14 @@ class BudgetCallback(BaseCallbackHandler):
         found = None if run is None else run.calls.ended(run_id)
         if run is None or found is None:
             return
-        ticket, key = found
+        ticket = found.ticket
         guard: Guard = ticket.guard
         if isinstance(error, BudgetExceeded):
             return
         if isinstance(error, GraphInterrupt) and ticket.call.id is not None:
             # Its body runs again with the answer, and is the same call.
             with run.calls.lock:
-                keep(run.calls.paused, key, ticket)
+                keep(run.calls.paused, found.pause, ticket)
             return
         if isinstance(error, GraphBubbleUp):
             guard.settle_tool_call(ticket, "handed over")
@@ -623,6 +632,11 @@ def _is_capped(guard: Guard) -> bool:
 def _namespace(metadata: Mapping[str, Any] | None) -> str:
     namespace = (metadata or {}).get("langgraph_checkpoint_ns") or ""
     return str(namespace)
+
+
+def _pause(metadata: Mapping[str, Any] | None, key: Key) -> Key:
+    """Return what a tool call is known by when its graph is called again with an answer."""
+    return ((metadata or {}).get("thread_id"), *key[1:])
 
 
 def _graph_of(place: Key) -> str:
