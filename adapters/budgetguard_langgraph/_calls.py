@@ -14,6 +14,7 @@ from langchain_core.messages import BaseMessage, ToolMessage
 from budgetguard_core import Admit, Guard, ToolCall, ToolDecision, Trip
 
 _KEPT = 512
+_PLACES_KEPT = 128
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -62,7 +63,9 @@ class Calls:
         self.tools: dict[UUID, OpenToolCall] = {}
         self.roots: dict[UUID | None, UUID | None] = {}
         """The top-level call above each chain and tool in flight."""
-        self.batches: OrderedDict[Key, Batch] = OrderedDict()
+        self.batches: dict[Key, Batch] = {}
+        self.places: OrderedDict[Key, list[Key]] = OrderedDict()
+        """The keys of the batches that each graph waits for or has run last."""
         self.paused: OrderedDict[Key, Admit] = OrderedDict()
         self.failed: OrderedDict[Key, None] = OrderedDict()
         self.stops: OrderedDict[UUID, tuple[Trip, Sequence[BaseMessage]]] = OrderedDict()
@@ -108,7 +111,7 @@ class Calls:
     def result_of(self, root: UUID | None, tool_call_id: str) -> ToolMessage | None:
         """Return what a finished tool call returned, where its node lost it with its siblings."""
         with self.lock:
-            for key, batch in reversed(self.batches.items()):
+            for key, batch in self.batches.items():
                 if key[0] == root and key[2] == tool_call_id:
                     return batch.results.get(tool_call_id)
         return None
@@ -118,11 +121,18 @@ class Calls:
         batch = Batch(calls)
         with self.lock:
             # The graph has gone on, so what it asked for before is answered.
-            for key in [key for key in self.batches if key[:2] == (root, place)]:
-                if self.batches[key].admitted:
+            before = self.places.pop((root, place), ())
+            waiting = [key for key in before if not self.batches[key].admitted]
+            for key in before:
+                if key not in waiting:
                     del self.batches[key]
-            for call in calls:
-                keep(self.batches, (root, place, call.id), batch)
+            keys = dict.fromkeys((root, place, call.id) for call in calls)
+            for key in keys:
+                self.batches[key] = batch
+            self.places[root, place] = [*dict.fromkeys([*waiting, *keys])]
+            while len(self.places) > _PLACES_KEPT:
+                for key in self.places.popitem(last=False)[1]:
+                    del self.batches[key]
 
 
 def keep(store: OrderedDict[Any, Any], key: Any, value: Any) -> None:

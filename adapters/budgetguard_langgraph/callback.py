@@ -260,10 +260,7 @@ class BudgetCallback(BaseCallbackHandler):
                 estimated=True,
             )
         guard: Guard = call.ticket.guard
-        try:
-            guard.settle_model_call(call.ticket, usage, model=model_of(response), cost_usd=cost)
-        except ConfigurationError as error:
-            guard.report(f"usage: {error}")
+        guard.settle_model_call(call.ticket, usage, model=model_of(response), cost_usd=cost)
         answer = answer_of(response)
         if isinstance(answer, AIMessage) and answer.tool_calls:
             calls = [
@@ -443,7 +440,7 @@ class BudgetCallback(BaseCallbackHandler):
         active = Guard.active()
         attached = ATTACHED.get()
         inner = None if attached is None else attached.guard
-        if scoped is None and inner is None and (active is None or active is run.guard):
+        if scoped is None and active in (None, run.guard) and inner in (None, run.guard):
             return run.guard
         return innermost(run.calls, run.guard, scoped, active, inner) or run.guard
 

@@ -130,7 +130,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         steps: Sequence[Any],
     ) -> dict[str, Any]:
         trip = None if stopped is None else stopped.trip
-        ended = result
+        ended = {**given, **result}
         if trip is not None:
             ended = {
                 **given,

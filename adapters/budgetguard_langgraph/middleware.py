@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal, NotRequired
+from weakref import WeakKeyDictionary
 
 import langchain.agents.middleware.types as types
 from langchain.agents.middleware.types import (
@@ -66,6 +67,7 @@ _OUTPUT_BOUNDS: Final = {
     "google_vertexai": "max_output_tokens",
 }
 _TIMEOUTS: Final = frozenset({"openai", "azure", "azure_openai", "anthropic"})
+_PROVIDERS: Final[WeakKeyDictionary[type, str]] = WeakKeyDictionary()
 _CHECKPOINTER: Final = "__pregel_checkpointer"
 
 
@@ -389,7 +391,12 @@ def _tokens_left(messages: Sequence[AnyMessage], guard: Guard) -> list[int]:
 
 
 def _provider(model: Any) -> str:
-    try:
-        return str(model._get_ls_params().get("ls_provider"))  # noqa: SLF001 - told to tracers only
-    except Exception:
-        return ""
+    kind = type(model)
+    known = _PROVIDERS.get(kind)
+    if known is None:
+        try:
+            known = str(model._get_ls_params().get("ls_provider"))  # noqa: SLF001 - for tracers
+        except Exception:
+            known = ""
+        _PROVIDERS[kind] = known
+    return known

@@ -13,7 +13,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelCallLimitMiddleware
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
@@ -347,7 +347,10 @@ def test_the_built_in_limit_does_not_count_sub_agents_and_ours_does():
         return agent(script, [delegate], **options)
 
     limit = ModelCallLimitMiddleware(run_limit=2, exit_behavior="end")
-    script, below = sticky("delegate"), Script(lambda n: says("a") if n % 5 == 4 else calls("search"))
+    script, below = (
+        sticky("delegate"),
+        Script(lambda n: says("a") if n % 5 == 4 else calls("search")),
+    )
     team(script, below, middleware=[limit]).invoke(user("Go."))
     assert (script.calls, below.calls) == (2, 10)
     for layers in (

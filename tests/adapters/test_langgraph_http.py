@@ -245,9 +245,7 @@ def test_each_attempt_after_a_429_is_a_call_but_no_iteration(server, provider):
     server.faults = [too_many(), too_many()]
     guard = Guard(Budget(max_iterations=2))
     retry = ModelRetryMiddleware(max_retries=3, initial_delay=0.001, jitter=False)
-    agent = create_agent(
-        chat(provider, server), TOOLS, middleware=[retry, BudgetMiddleware(guard)]
-    )
+    agent = create_agent(chat(provider, server), TOOLS, middleware=[retry, BudgetMiddleware(guard)])
     result = agent.invoke(user("Go."))
     assert result["stop_reason"] == "max_iterations"
     assert server.requests == guard.usage.model_calls == 4
