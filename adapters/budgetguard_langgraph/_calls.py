@@ -11,7 +11,7 @@ from uuid import UUID
 
 from langchain_core.messages import BaseMessage, ToolMessage
 
-from budgetguard_core import Admit, Guard, ToolCall, ToolDecision, Trip
+from budgetguard_core import Admit, Budget, Guard, ToolCall, ToolDecision, Trip
 
 _KEPT = 512
 _PLACES_KEPT = 128
@@ -71,13 +71,23 @@ class Calls:
         self.stops: OrderedDict[UUID, tuple[Trip, Sequence[BaseMessage]]] = OrderedDict()
         self.ended_roots: OrderedDict[Key, None] = OrderedDict()
         self.handlers: OrderedDict[str, Any] = OrderedDict()
+        self.active: dict[UUID, Guard] = {}
+        """The guard of each top-level call that callbacks have seen begin."""
         self.wrapped = 0
         """How many `bounded` runs are going on; they write the ending, not the callback."""
 
-    def enter(self) -> None:
-        """Say that a `bounded` run begins."""
+    def enter(self) -> bool:
+        """Say that a `bounded` run begins; tell whether there was one already."""
         with self.lock:
             self.wrapped += 1
+            return self.wrapped > 1
+
+    def take(self, root: UUID, guard: Guard) -> Guard:
+        """Return the guard that a top-level call counts with: the one given, or a part of it."""
+        with self.lock:
+            if root not in self.active:
+                self.active[root] = part_of(guard) if self.active else guard
+            return self.active[root]
 
     def leave(self) -> None:
         """Say that a `bounded` run is over."""
@@ -133,6 +143,15 @@ class Calls:
             while len(self.places) > _PLACES_KEPT:
                 for key in self.places.popitem(last=False)[1]:
                     del self.batches[key]
+
+
+def part_of(guard: Guard) -> Guard:
+    """Return the guard of a run on a guard that another run is on already.
+
+    It spends the same budget, but what two runs ask for at the same time is no repetition.
+    """
+    budget = guard.budget
+    return guard.child(Budget(loop_detection=budget.loop_detection, warn_at=budget.warn_at))
 
 
 def keep(store: OrderedDict[Any, Any], key: Any, value: Any) -> None:

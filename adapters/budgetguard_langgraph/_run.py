@@ -29,7 +29,7 @@ from budgetguard_core import (
     Violation,
     end_run,
 )
-from budgetguard_langgraph._calls import Calls, chain, keep
+from budgetguard_langgraph._calls import Calls, chain, keep, part_of
 from budgetguard_langgraph._history import (
     final_text,
     merged,
@@ -161,8 +161,13 @@ class Run:
                 "Go on with resume(graph, config, budget)."
             )
         self.guard = self._guard(state, stopped=bool(stops))
-        self._before = self.guard.trip
         self.calls = self.guard.attachment(Calls)
+        shared = self.calls.enter()
+        if self.guard is self.terms.budget and self.outer is None:
+            if shared:
+                self.guard = part_of(self.guard)
+            elif not self._goes_on():
+                self.guard.user_turn()
         self.callback = _Callback(self.guard, self.terms)
         self._attach()
         if state is None or self._goes_on():
@@ -335,7 +340,7 @@ class Run:
         if seen is not None:
             return seen
         # A node may have swallowed the stop, in a run that nobody else shares.
-        return self.guard.trip if self.guard is not self.terms.budget else None
+        return self.guard.trip if isinstance(self.terms.budget, Budget) else None
 
     def wait(self, trip: Trip) -> None:
         """Let tools that are in flight finish, where nothing says that they hang."""
@@ -387,7 +392,7 @@ class Run:
         if trip is None:
             self.messages = messages_of(self.latest, key)
             self.values = self.latest
-            if self._paused and self.checkpointed and self.guard is not self.terms.budget:
+            if self._paused and self.checkpointed and isinstance(self.terms.budget, Budget):
                 keep(self.terms.paused, self._thread_id(), self.guard)
         outcome = end_run(
             self.guard,

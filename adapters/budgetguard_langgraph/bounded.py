@@ -25,11 +25,10 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         run = Run(self, self._budgetguard, input, config, options)
         state = self.get_state(run.thread) if run.checkpointed else None
         opened = run.begin(state)
-        if opened is not None:
-            self.bulk_update_state(run.thread, opened)
         error: Exception | None = None
-        run.calls.enter()
         try:
+            if opened is not None:
+                self.bulk_update_state(run.thread, opened)
             parts: Any = cast("Any", super()).stream(input, run.config, **run.options)
             for chunk in parts:
                 yield from run.seen(chunk)
@@ -55,13 +54,12 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         run = Run(self, self._budgetguard, input, config, options)
         state = await self.aget_state(run.thread) if run.checkpointed else None
         opened = run.begin(state)
-        if opened is not None:
-            await self.abulk_update_state(run.thread, opened)
         error: Exception | None = None
-        run.calls.enter()
         parts: Any = cast("Any", super()).astream(input, run.config, **run.options)
         watch = Watch(run.guard)
         try:
+            if opened is not None:
+                await self.abulk_update_state(run.thread, opened)
             async with watch:
                 while True:
                     try:

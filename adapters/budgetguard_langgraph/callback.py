@@ -16,6 +16,7 @@ from langchain_core.outputs import LLMResult
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
+from langgraph.types import Command
 
 from budgetguard_core import (
     Admit,
@@ -181,7 +182,7 @@ class BudgetCallback(BaseCallbackHandler):
         """Note whose run a chain belongs to."""
         run = self.run_of(parent_run_id) or self._surrounding()
         if run is None:
-            run = self._begin(run_id, parent_run_id)
+            run = self._begin(run_id, parent_run_id, inputs)
         self._runs[run_id] = run
         run.calls.roots[run_id] = run.root
 
@@ -386,14 +387,20 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Whose run it is
 
-    def _begin(self, run_id: UUID, parent_run_id: UUID | None) -> Run:
+    def _begin(self, run_id: UUID, parent_run_id: UUID | None, given: Any) -> Run:
         budget = self._budget
         guard = budget if isinstance(budget, Guard) else _fresh(budget)
-        self._last = guard
-        roots = guard.attachment(Calls).roots
+        calls = guard.attachment(Calls)
         # Another callback of the tree may have seen more of the run than this one.
-        root = None if parent_run_id is None else roots.get(parent_run_id)
-        return Run(guard, root or roots.get(_surrounding_run_id()) or run_id)
+        root = None if parent_run_id is None else calls.roots.get(parent_run_id)
+        root = root or calls.roots.get(_surrounding_run_id())
+        if root is None and self._concludes:
+            mine = calls.take(run_id, guard)
+            if mine is guard and not (given is None or isinstance(given, Command)):
+                guard.user_turn()
+            guard = mine
+        self._last = guard
+        return Run(guard, root or run_id)
 
     def _chain_ended(self, run_id: UUID) -> Run | None:
         """Forget a chain; return its run if it was the root."""
@@ -505,6 +512,8 @@ class BudgetCallback(BaseCallbackHandler):
                 call.ticket.guard.settle_model_call(
                     call.ticket, _usage_of_failure(call, error), error="cancelled"
                 )
+            if run.root is not None:
+                calls.active.pop(run.root, None)
             for run_id in [id_ for id_, run_ in self._runs.items() if run_ is run]:
                 keep(self._orphans, run_id, self._runs.pop(run_id))
         if not self._concludes or calls.wrapped or not calls.ends((run.root, run.guard.run_id)):

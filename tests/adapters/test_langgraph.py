@@ -627,3 +627,19 @@ def test_an_abort_during_a_sync_stream_ends_it():
     assert guard.outcome.stop_reason is StopReason.ABORTED
     assert parts[-1]["budgetguard"]["stop_reason"] == "aborted"
     assert script.calls == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+async def test_healthy_runs_at_the_same_time_on_one_guard_are_no_loop(way):
+    script = Script(lambda n: calls(Call("search", "same")) if n < 10 else says("Done."))
+    guard = Guard(Budget(max_iterations=100))
+    graph = agent(script, [read_nothing])
+    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
+    together = bounded(graph, guard) if way == "bounded" else graph
+    results = await asyncio.gather(*(together.ainvoke(user("Go."), config) for _ in range(10)))
+    assert {result["messages"][-1].content for result in results} == {"Done."}
+    answers = [m.content for r in results for m in r["messages"] if isinstance(m, ToolMessage)]
+    assert answers == ["nothing"] * 10
+    assert guard.usage.model_calls == 20
+    assert all(outcome(result).status == "completed" for result in results)

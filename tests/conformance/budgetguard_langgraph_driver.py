@@ -256,7 +256,9 @@ class LangGraphDriver(Driver):
         if self.checkpointed and scenario.guard is not None:
             native = graph.get_state(config).values.get("messages", [])
         guard = scenario.guard
-        ended = guard.outcome if isinstance(guard, Guard) else outcome(result)
+        ended = outcome(result)
+        if ended is None and isinstance(guard, Guard):
+            ended = guard.outcome
         if isinstance(error, BudgetExceeded):
             ended = error.outcome
         if error is not None and not isinstance(error, BudgetExceeded):
