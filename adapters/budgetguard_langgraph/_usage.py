@@ -19,6 +19,39 @@ _OUTPUT_BOUNDS = (
     "max_output_tokens",
     "max_tokens_to_sample",
 )
+# Elsewhere langchain-core makes the provider's name up from the name of the model's class.
+_PROVIDERS = frozenset(
+    [
+        "amazon_bedrock",
+        "anthropic",
+        "azure",
+        "azure_openai",
+        "bedrock",
+        "bedrock_converse",
+        "cerebras",
+        "cohere",
+        "deepseek",
+        "fireworks",
+        "google_genai",
+        "google_vertexai",
+        "groq",
+        "huggingface",
+        "llamacpp",
+        "mistral",
+        "mistralai",
+        "moonshot",
+        "novita",
+        "nvidia",
+        "ollama",
+        "openai",
+        "openrouter",
+        "perplexity",
+        "together",
+        "togetherai",
+        "vllm",
+        "xai",
+    ]
+)
 _CACHE_READ = re.compile(r"(?:^|_)cache_read$")
 _CACHE_WRITE = re.compile(r"(?:^|_)cache_creation$|^ephemeral_\w+_input_tokens$")
 _REASONING = re.compile(r"(?:^|_)reasoning$")
@@ -133,7 +166,7 @@ def request_of(
     bound = next((bound for bound in bounds if type(bound) is int and bound > 0), None)
     return (
         model if isinstance(model, str) else None,
-        provider if isinstance(provider, str) else None,
+        provider if provider in _PROVIDERS else None,
         bound,
     )
 

@@ -96,7 +96,9 @@ def test_a_text_model_reports_beside_its_answer():
 def test_the_model_s_name_comes_from_wherever_it_is_told():
     assert model_of(answered(None)) is None
     assert model_of(answered(None, llm_output={"model_name": "a"})) == "a"
-    assert request_of({"ls_model_name": "b", "ls_provider": "p"}, None) == ("b", "p", None)
+    told = {"ls_model_name": "b", "ls_provider": "openai"}
+    assert request_of(told, None) == ("b", "openai", None)
+    assert request_of({**told, "ls_provider": "mychat"}, None) == ("b", None, None)
     assert request_of(None, {"model": "c", "max_completion_tokens": 9}) == ("c", None, 9)
     assert request_of({"ls_max_tokens": 5}, {"max_tokens": 9}) == (None, None, 5)
 

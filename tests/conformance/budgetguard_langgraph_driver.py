@@ -251,10 +251,22 @@ class LangGraphDriver(Driver):
             return result, chunks, error
         return result, chunks, None
 
+    def next_turn(self, graph, config):
+        """What another turn on the thread begins with; its own two messages left out."""
+        guard = Guard()
+        guard.abort()
+        return bounded(graph, guard).invoke(user("And now?"), config)["messages"][:-2]
+
     def report(self, scenario, graph, config, result, chunks, error):
         native = (result or {}).get("messages", [])
+        failed = error is not None and not isinstance(error, BudgetExceeded)
         if self.checkpointed and scenario.guard is not None:
             native = graph.get_state(config).values.get("messages", [])
+            if failed:
+                native = self.next_turn(graph, config)
+        elif failed:
+            # The graph raised and gave back nothing: the caller has what it had before.
+            native = []
         guard = scenario.guard
         ended = outcome(result)
         if ended is None and isinstance(guard, Guard):
