@@ -12,6 +12,7 @@ from budgetguard_langgraph._stack import frame_of
 _RUNNING: Final = frozenset(
     {"_execute_tool_sync", "_execute_tool_async", "_run_one", "_arun_one", "run_one", "arun_one"}
 )
+_NODES: Final = frozenset({"ToolNode", "_ToolNode"})
 _TOOL_RUN: Final = frozenset({"run", "arun"})
 
 
@@ -51,9 +52,8 @@ def refusal(node: Any, message: str) -> Exception | None:
     """
     if node is None:
         return None
-    base = getattr(sys.modules.get(_home(node)), "ToolInvocationError", None)
-    if base is None:
-        return None
+    # LangGraph has it since 1.0.2; before, a node handles every exception or none.
+    base = getattr(sys.modules.get(_home(node)), "ToolInvocationError", Exception)
     refused = _REFUSALS.get(base)
     if refused is None:
         # Each module has its own error, and its node handles no other.
@@ -91,9 +91,9 @@ def _tool_node_of_task() -> Any:
 
 
 def _is_tool_node(value: object) -> bool:
-    return any(kind.__name__ == "ToolNode" for kind in type(value).__mro__)
+    return any(kind.__name__ in _NODES for kind in type(value).__mro__)
 
 
 def _home(node: Any) -> str:
-    (kind,) = [kind for kind in type(node).__mro__ if kind.__name__ == "ToolNode"][:1]
+    (kind,) = [kind for kind in type(node).__mro__ if kind.__name__ in _NODES][:1]
     return kind.__module__

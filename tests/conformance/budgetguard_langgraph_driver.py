@@ -33,6 +33,8 @@ from budgetguard_core.testing import (
 from budgetguard_langgraph import BudgetCallback, aresume, bounded, outcome, resume
 
 FAILED = "The model failed."
+# LangGraph's own limit was 25 super-steps up to 1.0; only `bounded` can raise it.
+HIGH = {"recursion_limit": 1000}
 
 
 class ScriptedChat(BaseChatModel):
@@ -380,7 +382,7 @@ class CallbackDriver(LangGraphDriver):
             for _ in range(2 if scenario.twice else 1)
         ]
         scenario.shared["callback"] = callbacks[0]
-        return graph, {"callbacks": callbacks}
+        return graph, {**HIGH, "callbacks": callbacks}
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
@@ -430,8 +432,27 @@ class BoundedReactDriver(BoundedDriver):
 
 def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False, inner=()):
     from langchain.agents import create_agent
-    from langchain.agents.middleware import AgentMiddleware, ModelRetryMiddleware
+    from langchain.agents.middleware import AgentMiddleware
     from langchain.agents.structured_output import ToolStrategy
+
+    class Retrying(AgentMiddleware):
+        """As `ModelRetryMiddleware`, which LangChain has since 1.1."""
+
+        def wrap_model_call(self, request, handler):
+            for _ in range(scenario.retries):
+                try:
+                    return handler(request)
+                except ProviderError:
+                    continue
+            return handler(request)
+
+        async def awrap_model_call(self, request, handler):
+            for _ in range(scenario.retries):
+                try:
+                    return await handler(request)
+                except ProviderError:
+                    continue
+            return await handler(request)
 
     class Swallowing(AgentMiddleware):
         def wrap_model_call(self, request, handler):
@@ -456,15 +477,7 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
     if scenario.swallowing and top:
         outer.append(Swallowing())
     if scenario.retries:
-        outer.append(
-            ModelRetryMiddleware(
-                max_retries=scenario.retries,
-                retry_on=(ProviderError,),
-                on_failure="error",
-                initial_delay=0.001,
-                jitter=False,
-            )
-        )
+        outer.append(Retrying())
     return create_agent(
         ScriptedChat(script=script),
         tools,
@@ -516,8 +529,8 @@ class MiddlewareDriver(LangGraphDriver):
 
     def attach(self, scenario, graph, config):
         if scenario.twice:
-            return graph, {"callbacks": [BudgetCallback(scenario.guard)]}
-        return graph, {}
+            return graph, {**HIGH, "callbacks": [BudgetCallback(scenario.guard)]}
+        return graph, HIGH
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)

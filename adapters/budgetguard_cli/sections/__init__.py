@@ -54,6 +54,6 @@ class Section:
 
 
 SECTIONS = (
-    Section("budgetguard_loop", "A plain Python loop"),
     Section("budgetguard_langgraph", "A LangGraph graph", "langgraph"),
+    Section("budgetguard_loop", "A plain Python loop"),
 )
