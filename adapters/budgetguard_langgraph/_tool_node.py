@@ -57,7 +57,8 @@ def refusal(node: Any, message: str) -> Exception | None:
     refused = _REFUSALS.get(base)
     if refused is None:
         # Each module has its own error, and its node handles no other.
-        refused = _REFUSALS[base] = type("ToolCallRefused", (ToolCallRefused, base), {})
+        kind = type("ToolCallRefused", (ToolCallRefused, base), {})
+        refused = _REFUSALS[base] = cast("type[Exception]", kind)
     flag = getattr(node, "_handle_tool_errors", None)
     if flag is None:
         flag = getattr(node, "handle_tool_errors", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from operator import is_
 from typing import Any, TypeGuard, cast
 
 from langchain_core.messages import BaseMessage
@@ -169,6 +170,32 @@ def request_of(
         provider if provider in _PROVIDERS else None,
         bound,
     )
+
+
+class PromptEstimator:
+    """Estimates the prompts of one conversation, each message once."""
+
+    __slots__ = ("_last", "_tools")
+
+    def __init__(self) -> None:
+        # One attribute each, so that calls at the same time never see halves of two prompts.
+        self._last: tuple[tuple[Any, ...], int] = ((), 0)
+        self._tools = (0, 0)
+
+    def estimate(self, prompt: Sequence[Any], parameters: Mapping[str, Any] | None) -> int:
+        """Estimate the tokens of a prompt that mostly repeats the one before."""
+        before, tokens = self._last
+        known = len(before)
+        if known > len(prompt) or not all(map(is_, before, prompt)):
+            known = tokens = 0
+        tokens += sum(_estimate(part) for part in prompt[known:])
+        self._last = (tuple(prompt), tokens)
+        tools: Any = (parameters or {}).get("tools") or ()
+        count, tool_tokens = self._tools
+        if len(tools) != count:
+            tool_tokens = estimate_tokens(repr(tools))
+            self._tools = (len(tools), tool_tokens)
+        return tokens + tool_tokens
 
 
 def estimate_prompt(

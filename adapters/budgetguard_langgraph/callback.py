@@ -59,6 +59,7 @@ from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._stack import close_pending_hooks
 from budgetguard_langgraph._tool_node import enclosing_tool_node, refusal, tool_call_id_of_stack
 from budgetguard_langgraph._usage import (
+    PromptEstimator,
     answer_of,
     estimate_prompt,
     is_mapping,
@@ -102,12 +103,24 @@ logging.getLogger("langchain_core.callbacks.manager").addFilter(_StopsAreNoError
 class Run:
     """A top-level call that a callback sees, with everything below it."""
 
-    __slots__ = ("calls", "guard", "root")
+    __slots__ = ("calls", "guard", "prompts", "root")
 
     def __init__(self, guard: Guard, root: UUID | None) -> None:
         self.guard = guard
         self.calls = guard.attachment(Calls)
         self.root = root
+        self.prompts: OrderedDict[Any, PromptEstimator] = OrderedDict()
+
+    def estimate(
+        self, place: Key, prompt: Sequence[Any], parameters: Mapping[str, Any] | None
+    ) -> int:
+        """Estimate the tokens of a prompt, as a part of its graph's conversation."""
+        conversation = _graph_of(place)
+        known = self.prompts.get(conversation)
+        if known is None:
+            known = PromptEstimator()
+            keep(self.prompts, conversation, known)
+        return known.estimate(prompt, parameters)
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -476,7 +489,7 @@ class BudgetCallback(BaseCallbackHandler):
                 model=model,
                 provider=provider,
                 retry=place in calls.failed,
-                input_tokens=estimate_prompt(prompt, parameters) if _is_capped(guard) else 0,
+                input_tokens=run.estimate(place, prompt, parameters) if _is_capped(guard) else 0,
                 max_output_tokens=bound,
             )
         )

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, Literal, NotRequired
+from typing import Annotated, Any, Final, Literal, NotRequired, cast
 from weakref import WeakKeyDictionary
 
 import langchain.agents.middleware.types as types
@@ -391,7 +391,7 @@ def _tokens_left(messages: Sequence[AnyMessage], guard: Guard) -> list[int]:
 
 
 def _provider(model: Any) -> str:
-    kind = type(model)
+    kind = cast("type[object]", type(model))
     known = _PROVIDERS.get(kind)
     if known is None:
         try:

@@ -13,7 +13,13 @@ from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 from budgetguard_core import Budget, Guard, TokenUsage
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback
-from budgetguard_langgraph._usage import estimate_prompt, model_of, request_of, usage_of
+from budgetguard_langgraph._usage import (
+    PromptEstimator,
+    estimate_prompt,
+    model_of,
+    request_of,
+    usage_of,
+)
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 
 
@@ -148,3 +154,17 @@ def test_a_call_that_the_provider_turned_away_used_nothing(status, free):
     assert guard.usage.failed_calls == 1
     assert (guard.usage.total_tokens == 0) == free
     assert guard.usage.reserved_tokens == 0
+
+
+def test_a_conversation_is_estimated_message_by_message():
+    estimator = PromptEstimator()
+    messages = [HumanMessage("word " * n) for n in (60, 30, 90)]
+    tools = {"tools": [{"name": "f"}]}
+    for n in (1, 2, 3):
+        assert estimator.estimate(messages[:n], None) == estimate_prompt(messages[:n], None)
+    assert estimator.estimate(messages[1:], tools) == estimate_prompt(messages[1:], tools)
+    growing = messages[:1]
+    for one in messages[1:]:
+        estimator.estimate(growing, tools)
+        growing.append(one)
+        assert estimator.estimate(growing, tools) == estimate_prompt(growing, tools)

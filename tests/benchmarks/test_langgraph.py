@@ -19,7 +19,9 @@ pytestmark = pytest.mark.benchmark
 
 TURNS = 20
 ROUNDS = 60
-BUDGET = Budget(max_iterations=10**6, max_tool_calls=10**6, max_seconds=10**6)
+BUDGET = Budget(
+    max_iterations=10**6, max_tool_calls=10**6, max_seconds=10**6, max_total_tokens=10**12
+)
 
 
 @tool
