@@ -571,7 +571,7 @@ class BudgetCallback(BaseCallbackHandler):
             try:
                 self._store.save(chain(guard)[-1].snapshot())
             except Exception as error:
-                guard.report(f"checkpoint: {type(error).__name__}: {error}")
+                guard.report("checkpoint", error)
 
 
 def check_arguments(budget: object, on_trip: str) -> None:

@@ -67,7 +67,9 @@ def run_bounded(
             message, a text or a `ModelReply`. It is also given `max_output_tokens` and `seconds`,
             the bounds of this call, where it has keywords of these names. Turn off the retries of
             your client: they cannot be counted. Use `retries`.
-        budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference.
+        budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference. A run that begins
+            while another is on the same guard is a child of it: the same caps, exact together,
+            with a run id, a checkpoint and a loop memory of its own.
         messages: The conversation to begin with, or the user's text. With `resume`: what the user
             says now; leave it out to go on where the run stopped.
         tools: The functions that the model may call, by name. They get the arguments as keywords;
@@ -83,7 +85,8 @@ def run_bounded(
         resume: An earlier run to go on with: its id in `store`, its `Snapshot` or its `Outcome`.
             No completed tool call runs again; one that was in flight when the process was killed
             is reported to the model as of unknown outcome. Under a fresh `Budget` the caps count
-            from zero; without one (not from an `Outcome`) everything is as it was. For sinks and
+            from zero; without one (not from an `Outcome`, nor for a part of another run that goes
+            on alone) everything is as it was. For sinks and
             handlers pass `Guard.restore(snapshot, ...)` as the budget and the snapshot here.
 
     Raises:

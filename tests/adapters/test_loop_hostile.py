@@ -12,6 +12,7 @@ from budgetguard_core import (
     OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
+    ConfigurationError,
     Guard,
     LoopDetection,
     MemoryStore,
@@ -21,6 +22,7 @@ from budgetguard_core import (
 from budgetguard_loop import (
     bounded,
     current_call,
+    guarded,
     run_bounded,
     run_bounded_async,
     run_bounded_stream,
@@ -259,6 +261,19 @@ def test_runs_one_after_another_on_a_guard_forget_at_the_user_turn():
     assert guard.usage.iterations == 16
 
 
+def test_a_function_guarded_by_a_guard_is_charged_to_the_sub_agent_that_calls_it():
+    guard = Guard(Budget(max_tool_calls=10))
+    search = guarded(guard)(lambda query: f"found {query}")
+    child = guard.child(Budget(max_tool_calls=2))
+    with bounded(child) as run:
+        for number in range(5):
+            search(number)
+    assert run.outcome.stop_reason is StopReason.MAX_TOOL_CALLS
+    assert guard.tool_counts == child.tool_counts == {"<lambda>": 2}
+    assert search("once more") == "found once more"
+    assert guard.usage.tool_calls == 3
+
+
 def test_concurrent_runs_on_one_guard_have_checkpoints_of_their_own():
     store = MemoryStore()
     guard = Guard(Budget())
@@ -280,3 +295,20 @@ def test_concurrent_runs_on_one_guard_have_checkpoints_of_their_own():
     for outcome in ended:
         saved = store.load(outcome.run_id)
         assert saved.messages[-1]["content"] == outcome.final
+
+
+def test_a_run_that_spent_anothers_budget_does_not_go_on_without_one():
+    store = MemoryStore()
+    guard = Guard(Budget(max_iterations=3))
+
+    def killed(messages):
+        raise KeyboardInterrupt
+
+    with bounded(guard), pytest.raises(KeyboardInterrupt):
+        run_bounded(killed, guard, messages="Go", store=store)
+    (run_id,) = store._texts
+    assert run_id != guard.run_id
+    with pytest.raises(ConfigurationError, match="needs a budget to go on alone, got None"):
+        run_bounded(once(), store=store, resume=run_id)
+    outcome = run_bounded(once(), Budget(max_iterations=1), store=store, resume=run_id)
+    assert outcome.final == "Done."
