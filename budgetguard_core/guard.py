@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, Literal, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
@@ -85,6 +87,8 @@ WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _E = TypeVar("_E", bound=EventBase)
+_A = TypeVar("_A")
+_ACTIVE: ContextVar[Guard | None] = ContextVar("budgetguard_active", default=None)
 _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)
@@ -757,6 +761,35 @@ class Guard:
         child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning)
         child._announce()
         return child
+
+    @contextmanager
+    def activate(self) -> Iterator[Self]:
+        """Make this the guard of the code in the block, wherever its configuration is out of reach.
+
+        Adapters with an ambient hook find it: in this thread or task, in tasks that are started
+        here, and in threads that get a copy of the context.
+        """
+        token = _ACTIVE.set(self)
+        try:
+            yield self
+        finally:
+            _ACTIVE.reset(token)
+
+    @staticmethod
+    def active() -> Guard | None:
+        """Return the guard of the innermost `activate` block around this code, or None."""
+        return _ACTIVE.get()
+
+    def attachment(self, kind: type[_A]) -> _A:
+        """Return what an adapter keeps with this tree of guards, made on first use.
+
+        Two layers of an adapter that see the same call find each other here.
+        """
+        with self._tree.lock:
+            found = self._tree.attachments.get(kind)
+            if found is None:
+                found = self._tree.attachments[kind] = kind()
+        return cast("_A", found)
 
     def __copy__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
@@ -20,6 +21,7 @@ class Tree:
     """What a guard shares with its sub-agents: one lock, one numbering, one log."""
 
     __slots__ = (
+        "attachments",
         "call_id",
         "clock",
         "delivering",
@@ -57,6 +59,7 @@ class Tree:
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
         self.open: dict[int, Admit] = {}
+        self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
 

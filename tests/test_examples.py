@@ -11,6 +11,11 @@ import layout
 
 EXAMPLES = sorted((layout.ROOT / "examples").glob("*.py"))
 SHOWN = {
+    "langgraph_agent": [
+        "max_iterations: This run was stopped before it finished. So far 2 tool calls",
+        "completed: The report has four pages.",
+        "3 model calls, 0.00",
+    ],
     "loop_sync": [
         "terminated: max_iterations=2 reached",
         "completed: The report has four pages.",

@@ -53,4 +53,7 @@ class Section:
         return cast("Runaway", module.run)
 
 
-SECTIONS = (Section("budgetguard_loop", "A plain Python loop"),)
+SECTIONS = (
+    Section("budgetguard_langgraph", "A LangGraph graph", "langgraph"),
+    Section("budgetguard_loop", "A plain Python loop"),
+)

@@ -1,0 +1,48 @@
+"""The exceptions that stop a graph, of types that no layer of LangGraph retries or swallows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.runnables.config import var_child_runnable_config
+from langgraph.errors import GraphBubbleUp, GraphInterrupt
+from langgraph.types import Interrupt
+
+from budgetguard_core import BudgetExceeded, Outcome, Trip
+
+TYPE = "budget_exceeded"
+"""The `type` in the value of an interrupt that a budget made."""
+
+
+class BudgetInterrupt(BudgetExceeded, GraphInterrupt):
+    """Ends a graph at its next step. The graph itself returns, with its last state.
+
+    Where no graph is around it (a bare model, a chain, an `AgentExecutor`) it is raised.
+    """
+
+    def __init__(self, trip: Trip, outcome: Outcome | None = None) -> None:
+        BudgetExceeded.__init__(self, trip, outcome)
+        config = var_child_runnable_config.get() or {}
+        namespace = config.get("configurable", {}).get("checkpoint_ns", "")
+        value = {
+            "type": TYPE,
+            "stop_reason": str(trip.reason),
+            "detail": trip.detail,
+            "run_id": trip.run_id,
+        }
+        # LangGraph keeps what is in `args`; an id of its own keeps an answer that is meant for
+        # another interrupt away from it.
+        self.args = ((Interrupt.from_ns(value, namespace),),)
+
+    def __str__(self) -> str:
+        return f"{self.trip.reason}: {self.trip.detail}"
+
+
+class BudgetStop(BudgetExceeded, GraphBubbleUp):
+    """Ends a graph by passing through all of its layers up to the caller (`on_trip="raise"`)."""
+
+
+def is_budget_interrupt(interrupt: Any) -> bool:
+    """Tell whether an interrupt of a graph was made by a budget, not for a person to answer."""
+    value = getattr(interrupt, "value", None)
+    return isinstance(value, dict) and value.get("type") == TYPE  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -1,0 +1,170 @@
+"""Usage out of the records of the provider packages, and estimates where there is none."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.language_models import FakeListLLM
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.outputs import ChatGeneration, Generation, LLMResult
+
+from budgetguard_core import Budget, Guard, TokenUsage
+from budgetguard_core.testing import ProviderError, Reply, Script, says
+from budgetguard_langgraph import BudgetCallback
+from budgetguard_langgraph._usage import (
+    PromptEstimator,
+    estimate_prompt,
+    model_of,
+    request_of,
+    usage_of,
+)
+from conformance.budgetguard_langgraph_driver import ScriptedChat
+
+
+def answered(metadata, **facts):
+    message = AIMessage("x")
+    # Provider packages fill it with what their API gives, checked by nobody.
+    object.__setattr__(message, "usage_metadata", metadata)
+    return LLMResult(generations=[[ChatGeneration(message=message)]], **facts)
+
+
+def tokens(given, out, inputs=None, outputs=None):
+    return {
+        "input_tokens": given,
+        "output_tokens": out,
+        "total_tokens": given + out,
+        "input_token_details": inputs or {},
+        "output_token_details": outputs or {},
+    }
+
+
+CASES = {
+    "plain": (tokens(100, 20), TokenUsage(100, 20)),
+    "reasoning is a part of the output": (
+        tokens(100, 50, outputs={"reasoning": 40}),
+        TokenUsage(100, 50, reasoning_tokens=40),
+    ),
+    "Anthropic, one lifetime": (
+        tokens(970, 20, {"cache_read": 800, "cache_creation": 70}),
+        TokenUsage(970, 20, cache_read_tokens=800, cache_write_tokens=70),
+    ),
+    "Anthropic, both lifetimes": (
+        tokens(
+            970,
+            20,
+            {
+                "cache_read": 800,
+                "cache_creation": 0,
+                "ephemeral_5m_input_tokens": 40,
+                "ephemeral_1h_input_tokens": 30,
+            },
+        ),
+        TokenUsage(970, 20, cache_read_tokens=800, cache_write_tokens=70, cache_write_1h_tokens=30),
+    ),
+    "OpenAI, flex tier": (
+        tokens(100, 50, {"flex_cache_read": 60, "flex": 40}, {"flex_reasoning": 10, "flex": 40}),
+        TokenUsage(100, 50, cache_read_tokens=60, reasoning_tokens=10),
+    ),
+    "OpenAI, priority tier": (
+        tokens(100, 50, {"priority_cache_read": 60, "priority": 40}),
+        TokenUsage(100, 50, cache_read_tokens=60),
+    ),
+    "a part above its whole": (
+        tokens(0, 20, {"cache_read": 800}),
+        TokenUsage(800, 20, cache_read_tokens=800),
+    ),
+    "all zero": (tokens(0, 0), None),
+    "nothing": (None, None),
+    "nonsense": ({"input_tokens": "7", "output_tokens": -3, "input_token_details": None}, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_records_of_providers(name):
+    reported, expected = CASES[name]
+    assert usage_of(answered(reported)) == (expected, None)
+
+
+def test_an_answer_of_the_local_cache_is_free():
+    metadata = {**tokens(100, 20), "total_cost": 0}
+    assert usage_of(answered(metadata)) == (TokenUsage(), Decimal(0))
+
+
+def test_a_text_model_reports_beside_its_answer():
+    reported = {"token_usage": {"prompt_tokens": 7, "completion_tokens": 3}, "model_name": "m"}
+    result = LLMResult(generations=[[Generation(text="x")]], llm_output=reported)
+    assert usage_of(result) == (TokenUsage(7, 3), None)
+    assert model_of(result) == "m"
+
+
+def test_the_model_s_name_comes_from_wherever_it_is_told():
+    assert model_of(answered(None)) is None
+    assert model_of(answered(None, llm_output={"model_name": "a"})) == "a"
+    told = {"ls_model_name": "b", "ls_provider": "openai"}
+    assert request_of(told, None) == ("b", "openai", None)
+    assert request_of({**told, "ls_provider": "mychat"}, None) == ("b", None, None)
+    assert request_of(None, {"model": "c", "max_completion_tokens": 9}) == ("c", None, 9)
+    assert request_of({"ls_max_tokens": 5}, {"max_tokens": 9}) == (None, None, 5)
+
+
+def test_estimates_count_text_blocks_images_tool_calls_and_tools():
+    text = "word " * 60
+    plain = estimate_prompt([HumanMessage(text)], None)
+    assert plain == 101
+    blocks = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
+    assert estimate_prompt([HumanMessage(blocks)], None) == plain + 1600
+    asked = AIMessage("", tool_calls=[{"name": "f", "args": {"a": text}, "id": "1"}])
+    assert estimate_prompt([asked], None) > 100
+    assert estimate_prompt([], {"tools": [{"name": "f", "description": text}]}) > 100
+
+
+def called(model, guard, text="Go."):
+    return model.invoke(text, {"callbacks": [BudgetCallback(guard)]})
+
+
+def test_a_hit_of_langchain_s_cache_is_an_iteration_and_costs_nothing():
+    model = ScriptedChat(script=Script([says("x")]), cache=InMemoryCache())
+    guard = Guard(Budget(max_iterations=5))
+    called(model, guard)
+    called(model, guard)
+    assert model.script.calls == 1
+    assert guard.usage.model_calls == guard.usage.iterations == 2
+    assert guard.usage.total_tokens == 120
+
+
+def test_a_text_model_is_estimated_and_stopped():
+    model = FakeListLLM(responses=["a long answer"])
+    guard = Guard(Budget(max_model_calls=1))
+    called(model, guard)
+    assert guard.usage.estimated_calls == 1
+    assert guard.usage.total_tokens > 0
+    with pytest.raises(Exception, match="max_model_calls"):
+        called(model, guard)
+
+
+@pytest.mark.parametrize(("status", "free"), [(429, True), (408, False), (500, False)])
+def test_a_call_that_the_provider_turned_away_used_nothing(status, free):
+    error = ProviderError("no")
+    error.status_code = status
+    guard = Guard(Budget(max_total_tokens=10_000))
+    with pytest.raises(ProviderError):
+        called(ScriptedChat(script=Script([Reply(error=error)])), guard, "word " * 60)
+    assert guard.usage.failed_calls == 1
+    assert (guard.usage.total_tokens == 0) == free
+    assert guard.usage.reserved_tokens == 0
+
+
+def test_a_conversation_is_estimated_message_by_message():
+    estimator = PromptEstimator()
+    messages = [HumanMessage("word " * n) for n in (60, 30, 90)]
+    tools = {"tools": [{"name": "f"}]}
+    for n in (1, 2, 3):
+        assert estimator.estimate(messages[:n], None) == estimate_prompt(messages[:n], None)
+    assert estimator.estimate(messages[1:], tools) == estimate_prompt(messages[1:], tools)
+    growing = messages[:1]
+    for one in messages[1:]:
+        estimator.estimate(growing, tools)
+        growing.append(one)
+        assert estimator.estimate(growing, tools) == estimate_prompt(growing, tools)
