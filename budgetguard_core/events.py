@@ -151,6 +151,13 @@ class ToolCallSettled(EventBase):
     """The type of the error that ended it."""
 
 
+class ToolCallWithdrawn(EventBase):
+    """An admitted tool call did not start after all, and is not counted any more."""
+
+    event: Literal["tool_call_withdrawn"] = "tool_call_withdrawn"
+    call_id: int
+
+
 class UserTurned(EventBase):
     """The user spoke: what was seen before no longer counts as repetition."""
 
@@ -267,6 +274,7 @@ Event: TypeAlias = Annotated[
     | ModelCallSettled
     | ToolCallsRequested
     | ToolCallSettled
+    | ToolCallWithdrawn
     | UserTurned
     | NudgeTaken
     | IterationsRestarted

@@ -50,6 +50,7 @@ from budgetguard_core.events import (
     ToolCallRequested,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallWithdrawn,
     TripObserved,
     Tripped,
     UserTurned,
@@ -635,6 +636,30 @@ class Guard:
             tree.lock.release()
         if tree.outbox:
             tree.deliver()
+        return True
+
+    def withdraw_tool_call(self, ticket: Admit) -> bool:
+        """Take back a tool call that was admitted but whose body did not start.
+
+        For a call that waits for a person's approval, or that ended with its batch: it is not
+        counted any more, and its record says `refused`. It is still seen as a repetition.
+
+        Returns:
+            False when the call was settled or withdrawn before.
+        """
+        guard: Guard = ticket.guard
+        tree = guard._tree
+        call: ToolCall = ticket.call
+        with tree.lock:
+            if tree.open.pop(ticket.call_id, None) is not ticket:
+                return False
+            if call.kind == "function":
+                guard._uncount_tool_call(call.name)
+            guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
+            guard._observe(call, _REFUSED)
+            if tree.sinks:
+                guard._record(ToolCallWithdrawn, tree.now(), call_id=ticket.call_id)
+        tree.deliver()
         return True
 
     def check(self) -> Trip | None:
@@ -1276,6 +1301,17 @@ class Guard:
                 counts[name] += 1
             elif len(counts) < _NAMES_KEPT:
                 counts[name] = 1
+
+    def _uncount_tool_call(self, name: str) -> None:
+        for guard in self._chain:
+            guard._counters.tool_calls -= 1
+            for quota in guard._caps.quotas_of(name):
+                quota.used -= 1
+            left = guard._tool_counts.get(name, 0) - 1
+            if left > 0:
+                guard._tool_counts[name] = left
+            else:
+                guard._tool_counts.pop(name, None)
 
     def _observe(self, call: ToolCall, result: str) -> None:
         detector = self._detector

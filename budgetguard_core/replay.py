@@ -26,6 +26,7 @@ from budgetguard_core.events import (
     TimeStarted,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallWithdrawn,
     UserTurned,
 )
 from budgetguard_core.guard import Guard
@@ -187,6 +188,10 @@ class Replay:
                 guard.settle_tool_call(
                     ticket, error=event.error, result_fingerprint=event.fingerprint
                 )
+        elif isinstance(event, ToolCallWithdrawn):
+            ticket = self._tickets.pop(event.call_id, None)
+            if ticket is not None:
+                guard.withdraw_tool_call(ticket)
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
         elif isinstance(event, Aborted):
