@@ -77,6 +77,7 @@ class ModelCallAdmitted(EventBase):
     input_tokens: int
     max_output_tokens: int | None
     """The completion bound of the request."""
+    output_is_fixed: bool = False
     seconds: float | None
     """The time limit of the request."""
     cost_usd: str | None
@@ -95,6 +96,7 @@ class ModelCallRefused(EventBase):
     retry: bool
     input_tokens: int
     max_output_tokens: int | None
+    output_is_fixed: bool = False
     seconds: float | None
     cost_usd: str | None
     reason: str

@@ -446,7 +446,7 @@ class Guard:
             now = tree.now()
             far = not unpriced and self._is_far_from_caps(now, tokens, cost)
             if not far and (unpriced or not self._model_call_fits(now, call.retry, tokens, cost)):
-                if bound is not None:
+                if bound is not None and not call.output_is_fixed:
                     bound = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = _projected_cost(call, rates, bound)
@@ -1479,6 +1479,7 @@ def _facts(call: ModelCall) -> dict[str, Any]:
         "retry": call.retry,
         "input_tokens": call.input_tokens,
         "max_output_tokens": call.max_output_tokens,
+        "output_is_fixed": call.output_is_fixed,
         "seconds": call.seconds,
         "cost_usd": None if call.cost_usd is None else str(call.cost_usd),
     }

@@ -154,6 +154,7 @@ class Replay:
                     retry=event.retry,
                     input_tokens=event.input_tokens,
                     max_output_tokens=event.max_output_tokens,
+                    output_is_fixed=event.output_is_fixed,
                     seconds=event.seconds,
                     cost_usd=_dollars(event.cost_usd, event),
                 )
