@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
@@ -22,6 +21,8 @@ DIMENSIONS = (
 )
 """The caps of a run, by field name, in the order in which they are shown."""
 
+_MOST_SECONDS = 10**12
+
 
 def _whole(value: object) -> object:
     if value is None:
@@ -40,8 +41,11 @@ def _seconds(value: object) -> object:
         raise ValueError(
             f"must be a number of seconds > 0, got {_show(value)}. Use None for no cap."
         )
-    if not (math.isfinite(value) and value > 0):  # type: ignore[arg-type]
-        raise ValueError(f"must be finite and > 0, got {value}. Use None for no cap.")
+    # Far above any run, and far below what nanoseconds overflow.
+    if not 0 < value <= _MOST_SECONDS:  # type: ignore[operator]
+        raise ValueError(
+            f"must be > 0 and <= {_MOST_SECONDS}, got {_show(value)}. Use None for no cap."
+        )
     return float(value)  # type: ignore[arg-type]
 
 
@@ -86,7 +90,9 @@ class Budget(BaseModel):
         ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
+    )
 
     max_iterations: Whole = None
     """Turns of the loop: model calls that are not retries. Exactly this many start."""
@@ -120,7 +126,7 @@ class Budget(BaseModel):
     """Conditions of the user's own, asked before each step."""
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     """What `max_cost_usd` does with a model of unknown price: stop the run, or count it as free."""
-    loop_detection: LoopDetection | None = LoopDetection()
+    loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
     """How repetition and oscillation are found; None turns it off."""
 
     def __init__(self, **caps: Any) -> None:
@@ -131,10 +137,13 @@ class Budget(BaseModel):
 
     @field_validator("tool_quotas", mode="before")
     @classmethod
-    def _check_quotas(cls, value: object) -> object:
+    def _check_quotas(cls, value: Any) -> dict[str, int]:
         if not isinstance(value, Mapping):
-            raise ValueError(f"must map tool names to whole numbers, got {_show(value)}.")
-        for pattern, quota in value.items():
+            raise ValueError(  # noqa: TRY004 - pydantic turns only these into its report
+                f"must map tool names to whole numbers, got {_show(value)}."
+            )
+        quotas: dict[Any, Any] = dict(value)
+        for pattern, quota in quotas.items():
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"must have tool names as keys, got {_show(pattern)}.")
             if type(quota) is not int or quota < 1:
@@ -142,7 +151,7 @@ class Budget(BaseModel):
                     f"must be whole numbers >= 1, got {_show(quota)} for {pattern!r}. "
                     "Leave the tool out for no quota."
                 )
-        return dict(value)
+        return quotas
 
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""

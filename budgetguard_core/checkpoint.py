@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from budgetguard_core.decision import Admit, ModelCall, ToolCall, ToolKind
 from budgetguard_core.errors import CheckpointError
@@ -26,15 +27,42 @@ FORMAT_VERSION = 1
 _BUSY_MILLISECONDS = 30_000
 
 
+def dump(record: BaseModel) -> str:
+    """Return a record as one JSON object.
+
+    A model may write half of a surrogate pair, which UTF-8 cannot hold, into a name or a message:
+    it becomes a question mark, so that it costs neither a checkpoint nor a line of a log.
+
+    Raises:
+        ValueError: The record holds what JSON cannot.
+    """
+    try:
+        return record.model_dump_json()
+    except PydanticSerializationError:
+        return type(record).model_validate(_encodable(record.model_dump())).model_dump_json()
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        fields: dict[Any, Any] = value
+        return {_encodable(key): _encodable(item) for key, item in fields.items()}
+    if isinstance(value, list | tuple):
+        items: list[Any] | tuple[Any, ...] = value
+        return [_encodable(item) for item in items]
+    return value
+
+
 class OpenCall(BaseModel):
     """A call that was in flight when the snapshot was taken: it may have taken effect."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     kind: Literal["model", "tool"]
-    call_id: int
-    reserved_tokens: int = 0
-    reserved_cost: int = 0
+    call_id: NonNegativeInt
+    reserved_tokens: NonNegativeInt = 0
+    reserved_cost: NonNegativeInt = 0
     model: str | None = None
     provider: str | None = None
     input_tokens: int = 0
@@ -96,7 +124,9 @@ class OpenCall(BaseModel):
 class Snapshot(BaseModel):
     """Everything that a guard knows, and the conversation that it was given, as plain data."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", ser_json_inf_nan="strings"
+    )
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -104,11 +134,11 @@ class Snapshot(BaseModel):
     mode: str
     budget: dict[str, Any]
     stop_conditions: int
-    counters: dict[str, int]
-    quotas: dict[str, int]
-    tool_counts: dict[str, int]
+    counters: dict[str, NonNegativeInt]
+    quotas: dict[str, NonNegativeInt]
+    tool_counts: dict[str, NonNegativeInt]
     records: tuple[tuple[str | None, str, str], ...]
-    elapsed_ns: int | None
+    elapsed_ns: NonNegativeInt | None
     trip: Trip | None
     observed: Trip | None
     aborted: str | None
@@ -118,8 +148,8 @@ class Snapshot(BaseModel):
     detector: dict[str, Any] | None
     open_calls: tuple[OpenCall, ...]
     earlier: Usage
-    seq: int
-    call_id: int
+    seq: NonNegativeInt
+    call_id: NonNegativeInt
     price_book: str
     messages: tuple[Any, ...] = ()
 
@@ -140,7 +170,7 @@ class Snapshot(BaseModel):
             CheckpointError: The conversation holds what JSON cannot.
         """
         try:
-            return self.model_dump_json()
+            return dump(self)
         except ValueError as error:
             raise CheckpointError(
                 f"messages must be what JSON can hold, got {error}. "
@@ -172,6 +202,8 @@ class Snapshot(BaseModel):
 
 
 class _Version(BaseModel):
+    model_config = ConfigDict(defer_build=True)
+
     format_version: int
 
 
@@ -268,7 +300,7 @@ class SqliteStore:
                 self._connection = None
 
     @contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
+    def _connected(self) -> Generator[sqlite3.Connection]:
         with self._lock:
             try:
                 # A connection must not cross a fork: each process opens its own.

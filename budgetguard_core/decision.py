@@ -120,7 +120,8 @@ class Admit:
     @property
     def idempotency_key(self) -> str:
         """A key for the provider of a mutating tool: the same for the same call after a resume."""
-        name = f"{self.guard.run_id}\0{self.call.id or self.call_id}"
+        # repr, so that the id "5" is not the number 5, and nothing in an id can fail to encode.
+        name = ascii((self.guard.run_id, self.call.id or self.call_id))
         return blake2b(name.encode(), digest_size=16).hexdigest()
 
 

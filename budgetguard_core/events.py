@@ -10,11 +10,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from budgetguard_core.checkpoint import dump
 from budgetguard_core.decision import ToolKind
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.stop import Trip, Violation
@@ -26,7 +28,9 @@ FORMAT_VERSION = 1
 class EventBase(BaseModel):
     """What every event has."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", ser_json_inf_nan="strings"
+    )
 
     seq: int
     """The event's number in its tree of guards, from 1, without gaps."""
@@ -122,7 +126,7 @@ class ModelCallSettled(EventBase):
 class ToolCallRequested(BaseModel):
     """One call of a batch, with the answer it got."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     call_id: int | None
     """The number of the admitted call; None when it was refused."""
@@ -198,6 +202,12 @@ class StopHeld(EventBase):
 
     event: Literal["stop_held"] = "stop_held"
     violation: Violation
+
+
+class Checked(EventBase):
+    """The run was asked whether it has to end, and it had to."""
+
+    event: Literal["checked"] = "checked"
 
 
 class GuardReset(EventBase):
@@ -283,6 +293,7 @@ Event: TypeAlias = Annotated[
     | BudgetExtended
     | Aborted
     | StopHeld
+    | Checked
     | GuardReset
     | LimitNearlyReached
     | ContextWindowNearlyFull
@@ -294,7 +305,13 @@ Event: TypeAlias = Annotated[
     Field(discriminator="event"),
 ]
 
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+@cache
+def _adapter() -> TypeAdapter[Event]:
+    # Not at import: most runs never read a log, and two dozen schemas take their time.
+    return TypeAdapter(Event)
+
+
 _WARNINGS = (LimitNearlyReached, ContextWindowNearlyFull, Tripped, TripObserved, Aborted)
 
 
@@ -333,11 +350,17 @@ class JsonLinesSink:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file: IO[bytes] = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file: IO[bytes] = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by close()
+        # A killed process may have left half a line, which must not swallow the next one.
+        size = self._file.seek(0, os.SEEK_END)
+        if size:
+            self._file.seek(size - 1)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
-        self._file.write(event.model_dump_json().encode() + b"\n")
+        self._file.write(dump(event).encode() + b"\n")
 
     def flush(self) -> None:
         """Have the disk write what was appended (fsync)."""
@@ -358,7 +381,7 @@ class LoggingSink:
         """Log one event; its fields are JSON, so no name in it can forge a line."""
         level = logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s %s", event.event, event.model_dump_json())
+            self._logger.log(level, "%s %s", event.event, dump(event))
 
     def flush(self) -> None:
         """Flush the logger's own handlers."""
@@ -369,30 +392,49 @@ class LoggingSink:
 def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
     """Read a trajectory log line by line.
 
-    A last line without its end, as a killed process leaves it, is left out.
+    Half a line, as a killed process leaves it, is left out: at the end of the log, and before
+    the event with which a run starts or goes on.
 
     Raises:
         CheckpointError: A line is damaged, or of a newer format: line number and reason.
     """
-    pending: str | bytes | None = None
+    damaged: CheckpointError | None = None
+    ended = True
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if not line.endswith(b"\n" if isinstance(line, bytes) else "\n"):
-            pending = line
+        if damaged is not None and not ended:
+            raise damaged
+        ended = line[-1:] in ("\n", b"\n")
         try:
-            event = _ADAPTER.validate_json(line)
+            event = _adapter().validate_json(line)
         except ValidationError as error:
-            if pending is not None:
-                return
-            raise CheckpointError(f"line {number}: {_reason(line, error)}") from None
+            if damaged is not None:
+                raise damaged from None
+            damaged = CheckpointError(f"line {number}: {_reason(line, error)}")
+            if _is_json(line):
+                raise damaged from None
+            continue
+        if damaged is not None and not isinstance(event, RunStarted | RunRestored):
+            raise damaged
+        damaged = None
         yield event
+    if damaged is not None and ended:
+        raise damaged
+
+
+def _is_json(line: str | bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _reason(line: str | bytes, error: ValidationError) -> str:
     try:
         version = json.loads(line).get("format_version", FORMAT_VERSION)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "not a JSON object. Restore the file from its source, or cut the line."
     if version != FORMAT_VERSION:
         return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."

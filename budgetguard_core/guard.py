@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from budgetguard_core.budget import DIMENSIONS, Budget
 from budgetguard_core.cancellation import CancellationToken
@@ -30,6 +30,7 @@ from budgetguard_core.errors import AdapterError, CheckpointError, Configuration
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    Checked,
     ContextWindowNearlyFull,
     Event,
     EventBase,
@@ -60,8 +61,8 @@ from budgetguard_core.limits import (
     Caps,
     Marks,
     Quota,
+    Tool,
     due_warnings,
-    far_from_caps,
     in_order,
     model_call_fits,
     model_call_violations,
@@ -72,7 +73,7 @@ from budgetguard_core.limits import (
 from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates, from_usd, to_usd
-from budgetguard_core.stop import StopCondition, StopReason, Trip, Violation, as_condition
+from budgetguard_core.stop import StopReason, Trip, Violation, as_condition
 from budgetguard_core.usage import Counters, TokenUsage, Usage, check_token_usage
 
 _LOG = logging.getLogger("budgetguard")
@@ -88,11 +89,11 @@ _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
-_UNMETERED = Violation(
-    reason=StopReason.UNMETERED_USAGE,
-    detail="a model call reported no usage and had no estimate; nothing can be charged for it",
-)
-_ANSWERS: dict[type, str] = {Admit: "admit", Refuse: "refuse", Stop: "stop"}
+_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
+    Admit: "admit",
+    Refuse: "refuse",
+    Stop: "stop",
+}
 
 
 class Mode(StrEnum):
@@ -112,9 +113,10 @@ class _Tree:
     __slots__ = (
         "call_id",
         "clock",
+        "delivering",
         "delivery",
         "errors",
-        "failed_sinks",
+        "failed",
         "lock",
         "log_arguments",
         "now",
@@ -135,11 +137,12 @@ class _Tree:
         self.lock = threading.Lock()
         # Re-entrant, because a listener may abort or extend the guard that it listens to.
         self.delivery = threading.RLock()
+        self.delivering = False
         self.clock = clock
         self.now = clock.monotonic_ns
         self.price_book = price_book
         self.sinks = tuple(sinks)
-        self.failed_sinks: set[int] = set()
+        self.failed: set[str] = set()
         self.log_arguments = log_arguments
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
@@ -150,21 +153,28 @@ class _Tree:
     def deliver(self) -> None:
         """Hand the waiting events to the sinks, in order, outside the lock."""
         with self.delivery:
-            while self.outbox:
-                event = self.outbox.popleft()
-                for sink in self.sinks:
-                    try:
-                        sink.emit(event)
-                    except Exception as error:  # noqa: BLE001 - a sink never changes a run
-                        self.report(sink, error)
+            if self.delivering:
+                # A listener acted on its guard: the loop that called it goes on with the event,
+                # or the sinks after it would see this event before the one it listened to.
+                return
+            self.delivering = True
+            try:
+                while self.outbox:
+                    event = self.outbox.popleft()
+                    for sink in self.sinks:
+                        try:
+                            sink.emit(event)
+                        except Exception as error:
+                            self.report(f"sink {type(sink).__name__}", error)
+            finally:
+                self.delivering = False
 
-    def report(self, sink: Sink, error: Exception) -> None:
-        """Keep what a sink raised for the outcome, and log it the first time."""
-        name = type(sink).__name__
-        self.errors.append(f"sink {name}: {type(error).__name__}: {error}")
-        if id(sink) not in self.failed_sinks:
-            self.failed_sinks.add(id(sink))
-            _LOG.warning("sink %s failed: %s", name, type(error).__name__)
+    def report(self, what: str, error: Exception) -> None:
+        """Keep what failed for the outcome, and log it the first time, without its text."""
+        self.errors.append(f"{what}: {type(error).__name__}: {error}")
+        if what not in self.failed:
+            self.failed.add(what)
+            _LOG.warning("%s failed: %s", what, type(error).__name__)
 
 
 class Guard:
@@ -191,6 +201,7 @@ class Guard:
     __slots__ = (
         "__weakref__",
         "_aborted",
+        "_binding",
         "_caps",
         "_chain",
         "_conditional",
@@ -208,7 +219,7 @@ class Guard:
         "_output_bound",
         "_records",
         "_started_ns",
-        "_tool_counts",
+        "_tools",
         "_tree",
         "_trip",
         "_warn_at",
@@ -262,7 +273,9 @@ class Guard:
         self.run_id = run_id or uuid.uuid4().hex
         self.parent = parent
         self.outcome: Outcome | None = None
-        self.cancellation = CancellationToken(None if parent is None else parent.cancellation)
+        self.cancellation: CancellationToken = CancellationToken(
+            None if parent is None else parent.cancellation
+        )
         self._tree = tree
         self._on_warning = on_warning
         above = () if parent is None else parent._chain
@@ -273,7 +286,7 @@ class Guard:
         """Put every counter to its beginning."""
         self._counters = Counters()
         self._earlier = Usage()
-        self._tool_counts: dict[str, int] = {}
+        self._tools: dict[str, Tool] = {}
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
         self._started_ns: int | None = None
         self._trip: Trip | None = None
@@ -284,17 +297,21 @@ class Guard:
         self._warned: dict[str, None] = {}
         self._window_warned = False
         self._warn_at = self.budget.warn_at
-        detection = self.budget.loop_detection
+        detection = None if self.mode is Mode.OFF else self.budget.loop_detection
         self._detector = None if detection is None else LoopDetector(detection)
         self._conditions = tuple(as_condition(one) for one in self.budget.stop_when)
         self._compile()
         # Asked on every step and never changed by `extend`, so worked out once.
         self._needs_price = any(guard._caps.refuses_unpriced for guard in self._chain)
         self._conditional = any(guard._conditions for guard in self._chain)
+        # An advisory envelope must not cut what the enforced ones allow.
+        self._binding = (
+            tuple(guard for guard in self._chain if guard.mode is Mode.ENFORCE) or self._chain
+        )
         self._output_bound = min(
             (
                 guard.budget.max_output_tokens_per_call
-                for guard in self._chain
+                for guard in self._binding
                 if guard.budget.max_output_tokens_per_call is not None
             ),
             default=None,
@@ -302,10 +319,17 @@ class Guard:
         self._enforced = any(guard.mode is Mode.ENFORCE for guard in self._chain)
 
     def _compile(self, quotas_used: Mapping[str, int] | None = None) -> None:
-        self._caps = Caps(self.budget)
+        caps = Caps(self.budget)
+        # In OBSERVE the caps are gone after the trip; the warnings are not.
+        self._set_caps(caps if self._observed is None else Caps(Budget()))
         for quota in self._caps.quotas:
             quota.used = (quotas_used or {}).get(quota.pattern, 0)
-        self._marks = Marks(self._caps, self._warned)
+        self._marks = Marks(caps, self._warned)
+
+    def _set_caps(self, caps: Caps) -> None:
+        self._caps = caps
+        for name, tool in self._tools.items():
+            tool.quotas = caps.quotas_of(name)
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -353,7 +377,7 @@ class Guard:
     def tool_counts(self) -> dict[str, int]:
         """How many bodies of each tool were started (the first 1,024 names)."""
         with self._tree.lock:
-            return dict(self._tool_counts)
+            return self._tools_started()
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
@@ -428,7 +452,7 @@ class Guard:
         if call is None:
             call = ModelCall()
         if not self._chain:
-            return Admit(self, call, 0)
+            return Admit(self, call, 0, call.max_output_tokens)
         tree = self._tree
         # Before the lock: the first price of a process is looked up in a large table.
         rates = None if call.model is None else tree.price_book.rates_for(call.model, call.provider)
@@ -509,19 +533,25 @@ class Guard:
         if model is not None and model != ticket.call.model:
             # The provider's name may be a deployment's that no price is known for.
             rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
+        cost: int | None = None
         if cost_usd is not None:
-            cost: int | None = from_usd(cost_usd)
-        elif usage is None:
-            cost = None if rates is None and ticket.call.cost_usd is None else ticket.reserved_cost
-        else:
-            cost = None if rates is None else rates.cost(usage)
+            try:
+                cost = _amount(cost_usd)
+            except ConfigurationError as wrong:
+                cost_usd, problem = None, problem or wrong
+        if cost_usd is None:
+            if usage is not None and rates is not None:
+                cost = rates.cost(usage)
+            else:
+                unknown = rates is None and ticket.call.cost_usd is None
+                cost = None if unknown else ticket.reserved_cost
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None):
+            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None):
                 warnings = guard._warn(now)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
@@ -623,7 +653,11 @@ class Guard:
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            guard._observe(call, print_)
+            detector = guard._detector
+            if detector is not None:
+                detector.observe(call.name, call.fingerprint or "", print_)
+                if detector.tripped:
+                    guard._halt = True
             if tree.sinks:
                 guard._record(
                     ToolCallSettled,
@@ -656,7 +690,11 @@ class Guard:
             if call.kind == "function":
                 guard._uncount_tool_call(call.name)
             guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-            guard._observe(call, _REFUSED)
+            detector = guard._detector
+            if detector is not None:
+                detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                if detector.tripped:
+                    guard._halt = True
             if tree.sinks:
                 guard._record(ToolCallWithdrawn, tree.now(), call_id=ticket.call_id)
         tree.deliver()
@@ -673,7 +711,11 @@ class Guard:
             self._ask_conditions()
         with self._tree.lock:
             now = self._now()
-            trip = None if self._tool_calls_fit(now) else self._stop(now)
+            before = [(guard._trip, guard._observed) for guard in self._chain]
+            trip = self._stop(now)
+            changed = before != [(guard._trip, guard._observed) for guard in self._chain]
+            if changed and self._tree.sinks:
+                self._record(Checked, now)
         self._tree.deliver()
         return trip
 
@@ -693,14 +735,14 @@ class Guard:
         """Take the corrective message that is due, to deliver it in a tool's result.
 
         An adapter that can add a message before the model call gets it as `Nudge` and needs
-        this not.
+        this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
             message = None if self._detector is None else self._detector.nudge()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
-        return message
+        return message if self.mode is Mode.ENFORCE else None
 
     def abort(self, detail: str = "aborted from outside") -> None:
         """End the run from any thread: at its next admission, at once where work is async.
@@ -708,15 +750,15 @@ class Guard:
         Sub-agents end with it. A second abort, or one of a stopped run, changes nothing.
         """
         with self._tree.lock:
-            fresh = self._aborted is None and self._trip is None
-            if fresh:
+            going_on = self._trip is None
+            if going_on and self._aborted is None and self._observed is None:
                 self._aborted = detail
                 self._halt = True
                 if self._tree.sinks:
                     self._record(Aborted, self._now(), detail=detail)
-        if fresh:
+        if going_on:
             for error in self.cancellation.cancel():
-                self._tree.errors.append(f"on_cancel: {type(error).__name__}: {error}")
+                self._tree.report("on_cancel", error)
         self._tree.deliver()
 
     def hold(self, violation: Violation) -> None:
@@ -773,6 +815,8 @@ class Guard:
                     f"{flying} in flight. Settle them first, or make a new Guard."
                 )
             self._begin()
+            self._tree.errors.clear()
+            self.outcome = None
             self.cancellation = CancellationToken()
             if self._tree.sinks:
                 self._record(GuardReset, self._now())
@@ -808,12 +852,20 @@ class Guard:
         for sink in self._tree.sinks:
             try:
                 sink.flush()
-            except Exception as error:  # noqa: BLE001 - a sink never changes a run
-                self._tree.report(sink, error)
+            except Exception as error:
+                self._tree.report(f"sink {type(sink).__name__}", error)
 
-    def report(self, error: str) -> None:
-        """Add a failure that changed nothing to `errors` and so to the outcome."""
-        self._tree.errors.append(error)
+    def report(self, what: str, error: Exception | None = None) -> None:
+        """Add a failure that changed nothing to `errors`, and so to the outcome and the log.
+
+        Args:
+            what: What failed, in a word; the whole sentence where there is no exception.
+            error: What it raised. Its text is in `errors`, only its type in the log.
+        """
+        if error is None:
+            self._tree.errors.append(what)
+        else:
+            self._tree.report(what, error)
 
     def conclude(self, outcome: Outcome) -> None:
         """Keep the outcome of a run that ended, as `outcome`, and record its end."""
@@ -843,7 +895,7 @@ class Guard:
                 stop_conditions=len(self.budget.stop_when),
                 counters=self._counters.to_dict(),
                 quotas=self._quotas_used(),
-                tool_counts=dict(self._tool_counts),
+                tool_counts=self._tools_started(),
                 records=tuple(self._records),
                 elapsed_ns=None if self._started_ns is None else now - self._started_ns,
                 trip=self._trip,
@@ -892,18 +944,18 @@ class Guard:
                 "a run with stop conditions needs its budget again, got none: conditions are code "
                 "and not in a snapshot. Pass budget= with stop_when=."
             )
-        guard = cls(
-            budget or Budget.from_json(snapshot.budget),
-            mode=snapshot.mode,
-            run_id=snapshot.run_id,
-            on_warning=on_warning,
-            price_book=price_book,
-            clock=clock,
-            log_arguments=log_arguments,
-        )
         try:
+            guard = cls(
+                budget or Budget.from_json(snapshot.budget),
+                mode=snapshot.mode,
+                run_id=snapshot.run_id,
+                on_warning=on_warning,
+                price_book=price_book,
+                clock=clock,
+                log_arguments=log_arguments,
+            )
             guard._take_over(snapshot, fresh=budget is not None)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "
                 "Start the run anew."
@@ -916,6 +968,8 @@ class Guard:
         tree = self._tree
         tree.seq = snapshot.seq
         tree.call_id = snapshot.call_id
+        if snapshot.counters.keys() != set(Counters.__slots__):
+            raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
         for call in snapshot.open_calls:
             ticket = call.ticket(self, tree.price_book)
@@ -929,7 +983,8 @@ class Guard:
             return
         self._counters = Counters(**snapshot.counters)
         self._compile(snapshot.quotas)
-        self._tool_counts.update(snapshot.tool_counts)
+        for name, started in snapshot.tool_counts.items():
+            self._tool(name).started = started
         if snapshot.elapsed_ns is not None:
             self._started_ns = self._now() - snapshot.elapsed_ns
         self._trip = snapshot.trip
@@ -971,9 +1026,11 @@ class Guard:
         Raises:
             CheckpointError: The log does not begin with its run's start, or does not fit together.
         """
-        from budgetguard_core.replay import replay  # noqa: PLC0415 - replay is built on Guard
+        from budgetguard_core.replay import replay
 
-        return replay(events, budget=budget, price_book=price_book, clock=clock)
+        guard, seq = replay(events, budget=budget, price_book=price_book, clock=clock)
+        guard._tree.seq = seq
+        return guard
 
     # Under the lock
 
@@ -987,11 +1044,19 @@ class Guard:
         return 0 if self._started_ns is None else now - self._started_ns
 
     def _is_far_from_caps(self, now: int, tokens: int, cost: int) -> bool:
+        """Tell whether one more model call leaves every dimension below its mark."""
         for guard in self._chain:
             if guard._started_ns is None:
                 guard._started_ns = now
-            if guard._halt or not far_from_caps(
-                guard._counters, guard._marks, now - guard._started_ns, tokens, cost
+            counters, marks = guard._counters, guard._marks
+            if (
+                guard._halt
+                or counters.iterations + 1 >= marks.iterations
+                or counters.model_calls + 1 >= marks.model_calls
+                or now - guard._started_ns >= marks.nanoseconds
+                or counters.tokens + counters.reserved_tokens + tokens >= marks.tokens
+                or counters.cost + counters.reserved_cost + cost >= marks.cost
+                or counters.tool_calls >= marks.tool_calls
             ):
                 return False
         return True
@@ -1018,17 +1083,17 @@ class Guard:
 
     def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
         """Cut the completion bound to what is left of tokens and dollars; at least 1."""
-        for guard in self._chain:
+        for guard in self._binding:
             counters, caps = guard._counters, guard._caps
             if caps.tokens != INFINITY:
                 left = caps.tokens - counters.tokens - counters.reserved_tokens
                 bound = min(bound, int(left) - call.input_tokens)
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
                 room = int(caps.cost) - counters.cost - counters.reserved_cost
-                room -= rates.input_cost(call.input_tokens)
+                room = max(room - rates.input_cost(call.input_tokens), 0)
                 full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
-                    bound = max(room, 0) * bound // full
+                    bound = room * bound // full
         return max(bound, 1)
 
     def _stop_model_call(
@@ -1102,7 +1167,7 @@ class Guard:
     def _observe_trip(self, trip: Trip, now: int) -> None:
         """Record the trip once, and go on without caps: nothing is refused in OBSERVE."""
         self._observed = trip
-        self._caps = Caps(Budget())
+        self._set_caps(Caps(Budget()))
         self._conditions = ()
         self._held = []
         self._aborted = None
@@ -1139,7 +1204,7 @@ class Guard:
         detector = self._detector
         message = detector.nudge() if detector is not None and detector.due else None
         # A message would change the run, and OBSERVE only looks on.
-        kind = Admit if message is None or self.mode is Mode.OBSERVE else Nudge
+        kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
         ticket = kind(
             self,
             call,
@@ -1171,7 +1236,12 @@ class Guard:
         return ticket
 
     def _charge(
-        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, failed: bool
+        self,
+        ticket: Admit,
+        usage: TokenUsage | None,
+        cost: int | None,
+        failed: bool,
+        priced: bool,
     ) -> bool:
         """Replace the reservation by what was used; True when a mark was reached."""
         near = False
@@ -1206,8 +1276,9 @@ class Guard:
                 counters.unpriced_calls += 1
                 if guard._caps.refuses_unpriced and not failed:
                     guard._hold(_unpriced(ticket.call.model))
-            if unmetered and (guard._caps.tokens != INFINITY or guard._caps.cost != INFINITY):
-                guard._hold(_UNMETERED)
+            caps = guard._caps
+            if unmetered and (caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)):
+                guard._hold(_unmetered())
             if counters.tokens >= guard._marks.tokens:
                 near = True
         return near
@@ -1215,12 +1286,6 @@ class Guard:
     def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
         kind = call.kind
         if kind == "function":
-            if trip is None and not self._has_place(call.name):
-                refusal = self._quota_refusal(call.name)
-                if refusal is not None:
-                    self._observe(call, _REFUSED)
-                    return self._refused(call, refusal)
-                trip = self._stop_tool_calls(now)
             if trip is not None:
                 return self._refused(call, Stop(trip))
             detector = self._detector
@@ -1228,11 +1293,21 @@ class Guard:
                 # No model call came in between that could have brought the correction.
                 message = detector.nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
-                    refusal = Refuse(StopReason.NO_PROGRESS, message, message)
+                    return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
+            if not self._take_place(call.name):
+                refusal = self._quota_refusal(call.name)
+                if refusal is not None:
+                    if detector is not None:
+                        # Asking again and again for what is refused brings nothing new either.
+                        detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                        self._halt = self._is_halted()
                     return self._refused(call, refusal)
-            self._count_tool_call(call.name)
+                trip = self._stop_tool_calls(now)
+                if trip is not None:
+                    return self._refused(call, Stop(trip))
+                self._count_tool_call(call.name)
         elif kind == "hosted":
-            self._count_tool_call(call.name)
+            self._count_tool_call(call.name, hosted=True)
         elif kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         tree = self._tree
@@ -1246,20 +1321,20 @@ class Guard:
         self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
         return decision
 
-    def _has_place(self, name: str) -> bool:
+    def _take_place(self, name: str) -> bool:
+        """Count the call if every guard of the chain has a place for it."""
         for guard in self._chain:
-            caps = guard._caps
-            if guard._counters.tool_calls >= caps.tool_calls:
+            if guard._counters.tool_calls >= guard._caps.tool_calls:
                 return False
-            if caps.quotas:
-                for quota in caps.quotas_of(name):
-                    if quota.used >= quota.limit:
-                        return False
+            for quota in (guard._tools.get(name) or guard._tool(name)).quotas:
+                if quota.used >= quota.limit:
+                    return False
+        self._count_tool_call(name)
         return True
 
     def _quota_refusal(self, name: str) -> Refuse | None:
         for guard in self._chain:
-            for quota in guard._caps.quotas_of(name):
+            for quota in guard._tool(name).quotas:
                 if quota.used >= quota.limit and guard.mode is Mode.ENFORCE:
                     return Refuse(
                         StopReason.TOOL_QUOTA,
@@ -1287,38 +1362,36 @@ class Guard:
             ],
         )
 
-    def _count_tool_call(self, name: str) -> None:
+    def _count_tool_call(self, name: str, hosted: bool = False) -> None:
         for guard in self._chain:
             guard._counters.tool_calls += 1
-            caps = guard._caps
-            if caps.quotas:
-                for quota in caps.quotas_of(name):
-                    quota.used += 1
-                    if quota.used > quota.limit:
-                        guard._hold(_quota_passed(quota))
-            counts = guard._tool_counts
-            if name in counts:
-                counts[name] += 1
-            elif len(counts) < _NAMES_KEPT:
-                counts[name] = 1
+            tool = guard._tools.get(name) or guard._tool(name)
+            tool.started += 1
+            for quota in tool.quotas:
+                quota.used += 1
+                # Any other call past its quota is refused, and in OBSERVE would have been.
+                if hosted and quota.used > quota.limit:
+                    guard._hold(_quota_passed(quota))
 
     def _uncount_tool_call(self, name: str) -> None:
         for guard in self._chain:
             guard._counters.tool_calls -= 1
-            for quota in guard._caps.quotas_of(name):
+            tool = guard._tool(name)
+            tool.started -= 1
+            for quota in tool.quotas:
                 quota.used -= 1
-            left = guard._tool_counts.get(name, 0) - 1
-            if left > 0:
-                guard._tool_counts[name] = left
-            else:
-                guard._tool_counts.pop(name, None)
 
-    def _observe(self, call: ToolCall, result: str) -> None:
-        detector = self._detector
-        if detector is not None:
-            detector.observe(call.name, call.fingerprint or "", result)
-            if detector.tripped:
-                self._halt = True
+    def _tool(self, name: str) -> Tool:
+        tool = self._tools.get(name)
+        if tool is None:
+            tool = Tool(self._caps.quotas_of(name))
+            # Names come from the model: what is kept must not grow with what it invents.
+            if len(self._tools) < _NAMES_KEPT:
+                self._tools[name] = tool
+        return tool
+
+    def _tools_started(self) -> dict[str, int]:
+        return {name: tool.started for name, tool in self._tools.items() if tool.started}
 
     def _warn(self, now: int) -> Sequence[_Warning]:
         warnings: list[_Warning] = []
@@ -1436,11 +1509,10 @@ class Guard:
             for condition in guard._conditions:
                 try:
                     reason = condition(guard)
-                except Exception as error:  # noqa: BLE001 - reported, never breaks the run
-                    self._tree.errors.append(f"stop_when: {type(error).__name__}: {error}")
-                    continue
-                if reason is not None and guard._trip is None:
-                    guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
+                    if reason is not None and guard._trip is None:
+                        guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
+                except Exception as error:
+                    self._tree.report("stop_when", error)
 
     def _finish(self, warnings: Sequence[_Warning]) -> None:
         if self._tree.outbox:
@@ -1449,8 +1521,8 @@ class Guard:
             if guard._on_warning is not None:
                 try:
                     guard._on_warning(guard, event)
-                except Exception as error:  # noqa: BLE001 - reported, never breaks the run
-                    self._tree.errors.append(f"on_warning: {type(error).__name__}: {error}")
+                except Exception as error:
+                    self._tree.report("on_warning", error)
 
 
 def _as_sink(sink: Sink | Callable[[Event], object]) -> Sink:
@@ -1485,9 +1557,17 @@ def _facts(call: ModelCall) -> dict[str, Any]:
     }
 
 
+def _amount(cost_usd: Decimal) -> int:
+    if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and cost_usd >= 0):
+        raise ConfigurationError(
+            f"cost_usd must be a Decimal >= 0, got {cost_usd!r}. Use None where it is not known."
+        )
+    return from_usd(cost_usd)
+
+
 def _projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
     if call.cost_usd is not None:
-        return from_usd(call.cost_usd)
+        return _amount(call.cost_usd)
     if rates is None or not (call.input_tokens or bound):
         return 0
     return rates.projected_cost(call.input_tokens, bound or 0)
@@ -1506,6 +1586,13 @@ def _unpriced(model: str | None) -> Violation:
     return Violation(
         reason=StopReason.UNPRICED_MODEL,
         detail=f"no price is known for model {model!r} and max_cost_usd is set",
+    )
+
+
+def _unmetered() -> Violation:
+    return Violation(
+        reason=StopReason.UNMETERED_USAGE,
+        detail="a model call reported no usage and had no estimate; it cannot be charged",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
+from decimal import Decimal
 from fnmatch import fnmatchcase
 
 from budgetguard_core.budget import Budget
@@ -13,8 +14,6 @@ from budgetguard_core.usage import Counters
 
 INFINITY = math.inf
 """The cap of a dimension without a cap."""
-
-_MATCHES_KEPT = 1024
 
 
 class Quota:
@@ -28,12 +27,21 @@ class Quota:
         self.used = 0
 
 
+class Tool:
+    """What a guard knows of one tool: its quotas, and how many of its bodies were started."""
+
+    __slots__ = ("quotas", "started")
+
+    def __init__(self, quotas: tuple[Quota, ...]) -> None:
+        self.quotas = quotas
+        self.started = 0
+
+
 class Caps:
     """A budget compiled for comparison: whole numbers, infinity where there is no cap."""
 
     __slots__ = (
         "_classes",
-        "_matches",
         "budget",
         "cost",
         "iterations",
@@ -60,23 +68,17 @@ class Caps:
         self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
         self.quotas = tuple(Quota(pattern, cap) for pattern, cap in budget.tool_quotas.items())
         self._classes = dict(budget.tool_classes)
-        self._matches: dict[str, tuple[Quota, ...]] = {}
 
     def quotas_of(self, name: str) -> tuple[Quota, ...]:
         """Return the quotas that a tool has to pass."""
-        matches = self._matches.get(name)
-        if matches is None:
-            names = (name, f"{self.class_of(name)}/{name}")
-            matches = tuple(
-                quota
-                for quota in self.quotas
-                if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
-            )
-            # Names come from the model: the memo must not grow with what it invents.
-            if len(self._matches) >= _MATCHES_KEPT:
-                self._matches.clear()
-            self._matches[name] = matches
-        return matches
+        if not self.quotas:
+            return ()
+        names = (name, f"{self.class_of(name)}/{name}")
+        return tuple(
+            quota
+            for quota in self.quotas
+            if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
+        )
 
     def class_of(self, name: str) -> str:
         """Return the tool's class, or an empty string."""
@@ -106,20 +108,6 @@ class Marks:
         self.tokens = mark("max_total_tokens", caps.tokens)
         self.nanoseconds = mark("max_seconds", caps.nanoseconds)
         self.cost = mark("max_cost_usd", caps.cost)
-
-
-def far_from_caps(
-    counters: Counters, marks: Marks, elapsed_ns: int, tokens: int, cost: int
-) -> bool:
-    """Tell whether one more model call leaves every dimension below its mark."""
-    return (
-        counters.iterations + 1 < marks.iterations
-        and counters.model_calls + 1 < marks.model_calls
-        and elapsed_ns < marks.nanoseconds
-        and counters.tokens + counters.reserved_tokens + tokens < marks.tokens
-        and counters.cost + counters.reserved_cost + cost < marks.cost
-        and counters.tool_calls < marks.tool_calls
-    )
 
 
 def due_warnings(
@@ -175,8 +163,8 @@ def model_call_violations(
         StopReason.MAX_COST_USD not in held
         and counters.cost + counters.reserved_cost + cost > caps.cost
     ):
-        projected = to_usd(counters.reserved_cost + cost)
-        found.append(_projected(StopReason.MAX_COST_USD, counters, caps, elapsed_ns, projected))
+        dollars = to_usd(counters.reserved_cost + cost)
+        found.append(_projected(StopReason.MAX_COST_USD, counters, caps, elapsed_ns, dollars))
     if (
         StopReason.MAX_TOTAL_TOKENS not in held
         and counters.tokens + counters.reserved_tokens + tokens > caps.tokens
@@ -237,7 +225,7 @@ def _projected(
     )
 
 
-def _used(reason: StopReason, counters: Counters, elapsed_ns: int) -> object:
+def _used(reason: StopReason, counters: Counters, elapsed_ns: int) -> float | Decimal:
     if reason is StopReason.MAX_SECONDS:
         return elapsed_ns / 1_000_000_000
     if reason is StopReason.MAX_COST_USD:

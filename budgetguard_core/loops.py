@@ -33,6 +33,7 @@ _EXACT_FLOATS = 2**53
 _LONGEST_NUMBER = 32
 _BIGGEST_WHOLE = 10**_LONGEST_NUMBER
 _SMALLEST_WHOLE = -_BIGGEST_WHOLE
+_FLAT_PARTS = 64
 _LONGEST_NAME = 64
 _LONGEST_CYCLE = 4
 
@@ -89,10 +90,12 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
 
 def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Digest the arguments of a call: 16 hexadecimal digits of BLAKE2b over `canonical`."""
-    if type(value) is dict and ignore.isdisjoint(value):
-        # What nearly every call has: the same text as below, without the detour.
-        text = ascii(_mapping(value, 0, [_MOST_PARTS]))
-    else:
+    text = None
+    if type(value) is dict:
+        arguments: dict[Any, Any] = value
+        if len(arguments) <= _FLAT_PARTS and ignore.isdisjoint(arguments):
+            text = _flat(arguments)
+    if text is None:
         text = canonical(value, ignore=ignore)
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -145,6 +148,30 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
         return _type_only(value)
 
 
+def _flat(value: dict[Any, Any]) -> str | None:
+    """Write what `canonical` would, in half the time, for the arguments of nearly every call.
+
+    None when a key is no string, or a value is neither a string nor a whole number.
+    """
+    parts: list[str] = []
+    try:
+        keys = sorted(value)
+    except TypeError:
+        return None
+    for key in keys:
+        item = value[key]
+        if type(item) is str:
+            item = item.strip()
+            if item[:1] in _CODED:
+                item = _string(item)
+        elif type(item) is not int or not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+            return None
+        if type(key) is not str:
+            return None
+        parts.append(f"{key!a}: {item!a}")
+    return f"{{{', '.join(parts)}}}"
+
+
 def _mapping(value: dict[Any, Any], depth: int, left: list[int]) -> Any:
     if len(value) > left[0]:
         left[0] = 0
@@ -159,9 +186,7 @@ def _mapping(value: dict[Any, Any], depth: int, left: list[int]) -> Any:
         item = value[key]
         kind = _kind_of(item)
         if kind is str:
-            item = item.strip()
-            if item[:1] in _CODED:
-                item = _WORDS[item] if item in _WORDS else _number(item)
+            item = _string(item)
         elif kind is not int or not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
             item = _plain(item, depth + 1, left)
         if type(key) is not str:
@@ -314,7 +339,7 @@ class LoopDetection(BaseModel):
         ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     nudge_after: Annotated[int, BeforeValidator(_count)] = 2
     """Stale calls in a row after which the model is corrected, before its next call."""

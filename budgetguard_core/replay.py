@@ -9,10 +9,11 @@ from budgetguard_core.budget import Budget
 from budgetguard_core.checkpoint import Snapshot
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import Admit, ModelCall, ToolCall
-from budgetguard_core.errors import CheckpointError
+from budgetguard_core.errors import BudgetGuardError, CheckpointError
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    Checked,
     Event,
     GuardReset,
     IterationsRestarted,
@@ -83,7 +84,7 @@ class Replay:
         self._prices = price_book
         self._clock = _RecordedClock(clock or SystemClock())
         self._guards: dict[str, Guard] = {}
-        self._tickets: dict[int, Admit] = {}
+        self._tickets: dict[tuple[str, int], Admit] = {}
 
     def apply(self, event: Event) -> None:
         """Tell the next event.
@@ -93,6 +94,16 @@ class Replay:
                 run can have.
         """
         self._clock.show(event.at_ns)
+        try:
+            self._apply(event)
+        except CheckpointError:
+            raise
+        except (BudgetGuardError, ArithmeticError, ValueError) as error:
+            raise CheckpointError(
+                f"event {event.seq} does not fit: {error} Restore the log from its source."
+            ) from None
+
+    def _apply(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
         elif isinstance(event, RunRestored):
@@ -141,9 +152,11 @@ class Replay:
             price_book=self._prices,
             clock=self._clock,
         )
-        self.root = guard
-        self._guards = {event.run_id: guard}
-        self._tickets = {ticket.call_id: ticket for ticket in guard.open_calls()}
+        if self.root is None or self.root.run_id == event.run_id:
+            self.root = guard
+        self._guards[event.run_id] = guard
+        for ticket in guard.open_calls():
+            self._tickets[event.run_id, ticket.call_id] = ticket
 
     def _tell(self, guard: Guard, event: Event) -> None:
         if isinstance(event, ModelCallAdmitted | ModelCallRefused):
@@ -160,9 +173,9 @@ class Replay:
                 )
             )
             if isinstance(event, ModelCallAdmitted) and isinstance(decision, Admit):
-                self._tickets[event.call_id] = decision
+                self._tickets[event.run_id, event.call_id] = decision
         elif isinstance(event, ModelCallSettled):
-            ticket = self._tickets.pop(event.call_id, None)
+            ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
                 guard.settle_model_call(
                     ticket,
@@ -182,9 +195,9 @@ class Replay:
             )
             for call, answer in zip(event.calls, decisions, strict=True):
                 if call.call_id is not None and isinstance(answer, Admit):
-                    self._tickets[call.call_id] = answer
+                    self._tickets[event.run_id, call.call_id] = answer
         elif isinstance(event, ToolCallSettled):
-            ticket = self._tickets.pop(event.call_id, None)
+            ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
                 guard.settle_tool_call(
                     ticket, error=event.error, result_fingerprint=event.fingerprint
@@ -207,6 +220,8 @@ class Replay:
             guard.start()
         elif isinstance(event, IterationsRestarted):
             guard.restart_iterations()
+        elif isinstance(event, Checked):
+            guard.check()
         elif isinstance(event, GuardReset):
             guard.reset()
 
@@ -236,15 +251,43 @@ def _dollars(text: str | None, event: Event) -> Decimal | None:
     return amount
 
 
+class _Numbers:
+    """Refuses a log that has lost an event: it would be counted wrong without a word."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, str] = {}
+        self._last: dict[str, int] = {}
+
+    def check(self, event: Event) -> None:
+        parent = event.parent_run_id if isinstance(event, RunStarted) else None
+        root = self._roots.get(parent or event.run_id)
+        begins = isinstance(event, RunStarted) and parent not in self._roots
+        if root is None or begins or isinstance(event, RunRestored):
+            root = event.run_id
+        elif event.seq != self._last[root] + 1:
+            raise CheckpointError(
+                f"event {event.seq}: event {self._last[root] + 1} of run {root!r} is missing. "
+                "Restore the log from its source."
+            )
+        self._roots[event.run_id] = root
+        self._last[root] = event.seq
+
+    def last(self, run_id: str) -> int:
+        return self._last[self._roots[run_id]]
+
+
 def replay(
     events: Iterable[Event],
     *,
     budget: Budget | None = None,
     price_book: PriceBook | None = None,
     clock: Clock | None = None,
-) -> Guard:
-    """Do what `Guard.replay` says."""
+) -> tuple[Guard, int]:
+    """Do what `Guard.replay` says; return the number of the last event with the guard."""
     run = Replay(budget, price_book=price_book, clock=clock)
+    numbers = _Numbers()
     for event in events:
+        numbers.check(event)
         run.apply(event)
-    return run.end()
+    guard = run.end()
+    return guard, numbers.last(guard.run_id)

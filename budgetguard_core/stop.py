@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
+from budgetguard_core.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from budgetguard_core.guard import Guard
 
@@ -46,7 +48,7 @@ PRECEDENCE: dict[StopReason, int] = {reason: place for place, reason in enumerat
 class Violation(BaseModel):
     """One limit that holds against the next step."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     reason: StopReason
     """The limit's stop reason."""
@@ -61,7 +63,7 @@ class Violation(BaseModel):
 class Trip(BaseModel):
     """The first stop of a run. It is sticky: every later admission answers with it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     reason: StopReason
     """The first of `violations` in the order of `StopReason`."""
@@ -126,31 +128,35 @@ class _Callable(StopCondition):
 
     def __call__(self, guard: Guard) -> str | None:
         answer = self._function(guard)
-        if answer is True:
-            return getattr(self._function, "__name__", "the condition holds")
-        return answer or None
+        if not answer:
+            return None
+        if isinstance(answer, str):
+            return answer
+        return getattr(self._function, "__name__", "the condition holds")
 
 
-class tool_called(StopCondition):  # noqa: N801 - reads as a predicate
+class tool_called(StopCondition):
     """Hold once a tool was started whose name matches `pattern` (as in a shell: `submit_*`)."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
 
     def __call__(self, guard: Guard) -> str | None:
+        """Return which tool was called, or None."""
         for name in guard.tool_counts:
             if fnmatchcase(name, self._pattern):
                 return f"tool {self._pattern!r} was called"
         return None
 
 
-class after_iterations(StopCondition):  # noqa: N801 - reads as a predicate
+class after_iterations(StopCondition):
     """Hold once `count` iterations have started. For composing; `max_iterations` is the cap."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
     def __call__(self, guard: Guard) -> str | None:
+        """Return how many iterations have started, or None."""
         if guard.usage.iterations < self._count:
             return None
         return f"{self._count} iterations have started"
@@ -158,4 +164,11 @@ class after_iterations(StopCondition):  # noqa: N801 - reads as a predicate
 
 def as_condition(condition: Condition) -> StopCondition:
     """Turn a plain callable into a `StopCondition`; leave a condition as it is."""
-    return condition if isinstance(condition, StopCondition) else _Callable(condition)
+    if isinstance(condition, StopCondition):
+        return condition
+    if not callable(condition):
+        raise ConfigurationError(
+            f"a stop condition must be callable, got {condition!r}. "
+            "Pass a function that takes the guard and returns a reason or None."
+        )
+    return _Callable(condition)
