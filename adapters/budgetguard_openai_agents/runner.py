@@ -402,7 +402,7 @@ async def _ended(
     if trip is None:
         raise error
     meter.end_batch(error)
-    return trip, cast("AgentsException", error).run_data
+    return trip, error.run_data if isinstance(error, AgentsException) else None
 
 
 def _trip_of(meter: Meter, error: BaseException) -> Trip | None:
