@@ -4,8 +4,6 @@ The events that change a guard carry all that the guard was told, so that `Guard
 it again. Argument values are not among it unless the user asked for them; their hash is.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
