@@ -203,7 +203,7 @@ class Replay:
                     ticket, error=event.error, result_fingerprint=event.fingerprint
                 )
         elif isinstance(event, ToolCallWithdrawn):
-            ticket = self._tickets.pop(event.call_id, None)
+            ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
                 guard.withdraw_tool_call(ticket)
         elif isinstance(event, StopHeld):
