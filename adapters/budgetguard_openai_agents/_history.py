@@ -112,7 +112,8 @@ def requested_calls(
     known = set(known)
     found: list[Requested] = []
     for item in response.output:
-        kind, type_ = "function", part(item, "type")
+        kind: ToolKind = "function"
+        type_ = part(item, "type")
         if type_ in _HOSTED:
             name = _HOSTED[type_] or part(item, "name")
             call_id, kind = part(item, "id"), "hosted"
@@ -126,25 +127,20 @@ def requested_calls(
         else:
             continue
         known.add(call_id)
-        call = ToolCall(
-            name=str(name), arguments=_arguments(item), id=call_id, kind=cast("ToolKind", kind)
-        )
+        call = ToolCall(name=str(name), arguments=_arguments(item), id=call_id, kind=kind)
         found.append(Requested(item, call))
     return found
 
 
 def handoff_names(agent: Agent[Any]) -> set[str]:
     """Return the names under which an agent's handoffs look like tools to the model."""
-    handoffs = cast("list[Agent[Any] | Handoff[Any, Any]]", agent.handoffs)
     return {
         one.tool_name if isinstance(one, Handoff) else Handoff.default_tool_name(one)
-        for one in handoffs
+        for one in agent.handoffs
     }
 
 
-def synthetic_message(
-    agent: Agent[Any], text: str, metadata: dict[str, Any]
-) -> SyntheticMessage:
+def synthetic_message(agent: Agent[Any], text: str, metadata: dict[str, Any]) -> SyntheticMessage:
     """Make the last message of a run that was stopped."""
     message = ResponseOutputMessage(
         id=FAKE_RESPONSES_ID,
@@ -181,9 +177,7 @@ def closing_items(
     return missing
 
 
-def _turn_items(
-    turn: Turn, asked: set[Any], answered: set[Any], *, kept: bool
-) -> list[RunItem]:
+def _turn_items(turn: Turn, asked: set[Any], answered: set[Any], *, kept: bool) -> list[RunItem]:
     by_id = {id(one.raw): one for one in turn.requested}
     calls: list[RunItem] = []
     results: list[RunItem] = []
@@ -266,7 +260,7 @@ def _function_output(raw: Any, result: object) -> Any:
 
 
 def _can_answer(raw: Any) -> bool:
-    return part(raw, "type") != "computer_call"
+    return bool(part(raw, "type") != "computer_call")
 
 
 def _is_call(item: RunItem) -> bool:

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import agents.run
-from agents import Agent, ModelSettings, RunConfig
+from agents import Agent, ModelRetrySettings, ModelSettings, RunConfig
 
 # From 0.24 on the runner closes the model provider that it made for a run without a
 # configuration; it still knows one of a mapping as its own.
@@ -62,27 +62,27 @@ class BoundedSettings(ModelSettings):
         return getattr(self._run.agent.model_settings, name, None) if own is None else own
 
     @property
-    def max_tokens(self) -> int | None:  # type: ignore[override] # pyright: ignore
+    def max_tokens(self) -> int | None:  # type: ignore[override]
         """Completion tokens of the next call."""
         return self._run.output_bound(self._given("max_tokens"))
 
     @property
-    def timeout(self) -> float | None:  # pyright: ignore
+    def timeout(self) -> float | None:  # type: ignore[override]
         """Seconds of the next call: its own limit, or the time left."""
-        own, left = self._given("timeout"), self._run.seconds_left()
+        own: float | None = self._given("timeout")
+        left = self._run.seconds_left()
         if left is None or own is None:
             return own if left is None else left
         return min(own, left)
 
     @property
-    def retry(self) -> Any:  # pyright: ignore
+    def retry(self) -> ModelRetrySettings | None:  # type: ignore[override]
         """The user's retries, each of them admitted before it is made."""
-        base, own = self.base.retry, self._run.agent.model_settings.retry
-        policy = (base and base.policy) or (own and own.policy)
-        if policy is None:
-            return base
-        given = base or own
-        return replace(given, policy=_admitted(policy, self._run)) if given else None
+        for given in (self.base.retry, self._run.agent.model_settings.retry):
+            if given is not None and given.policy is not None:
+                merged = self.base.retry or given
+                return replace(merged, policy=_admitted(given.policy, self._run))
+        return self.base.retry
 
 
 def bounded_config(

@@ -74,7 +74,11 @@ class ScriptedModel(Model):
         self.script = script
 
     async def _next(self, system_instructions, input, tools):
-        shown = [system_instructions, input, [[t.name, getattr(t, "description", "")] for t in tools]]
+        shown = [
+            system_instructions,
+            input,
+            [[t.name, getattr(t, "description", "")] for t in tools],
+        ]
         reply = self.script.next(json.dumps(shown, default=str))
         if reply.hang:
             await hang()
@@ -300,16 +304,18 @@ class OpenAIAgentsDriver(Driver):
     def input_of(self, scenario: Scenario) -> Any:
         if self.with_session or scenario.after is None:
             return [] if scenario.user_input is None else scenario.user_input
-        new = [] if scenario.user_input is None else [{"role": "user", "content": scenario.user_input}]
+        new = (
+            []
+            if scenario.user_input is None
+            else [{"role": "user", "content": scenario.user_input}]
+        )
         return [*scenario.after.session, *new]
 
     def hooks_of(self, scenario: Scenario) -> RunHooks[Any] | None:
         inner = SwallowingHooks() if scenario.swallowing else None
         if scenario.guard is None:
             return inner
-        hooks = BudgetHooks(
-            scenario.guard, inner, on_trip=scenario.on_trip, store=scenario.store
-        )
+        hooks = BudgetHooks(scenario.guard, inner, on_trip=scenario.on_trip, store=scenario.store)
         return BudgetHooks(scenario.guard, hooks) if scenario.twice else hooks
 
     def options_of(self, scenario: Scenario, session: Any) -> dict[str, Any]:
