@@ -37,7 +37,7 @@ _RESUME = (
 def partial_result(
     meter: Meter,
     trip: Trip,
-    data: RunErrorDetails | None,
+    data: RunErrorDetails | RunResult | None,
     given: Any,
     options: dict[str, Any],
 ) -> tuple[RunResult, list[RunItem]]:
@@ -73,8 +73,9 @@ def partial_result(
         final_output=_text_of(message),
         input_guardrail_results=data.input_guardrail_results,
         output_guardrail_results=data.output_guardrail_results,
-        tool_input_guardrail_results=data.tool_input_guardrail_results,
-        tool_output_guardrail_results=data.tool_output_guardrail_results,
+        # Older versions do not report these of a run that failed.
+        tool_input_guardrail_results=getattr(data, "tool_input_guardrail_results", []),
+        tool_output_guardrail_results=getattr(data, "tool_output_guardrail_results", []),
         context_wrapper=data.context_wrapper,
         _last_agent=data.last_agent,
         max_turns=options.get("max_turns"),
@@ -106,21 +107,6 @@ def last_message(meter: Meter, trip: Trip, agent: Any, items: list[RunItem]) -> 
         said = ItemHelpers.text_message_outputs(items)
         text = f"{said}\n\n{text}" if said else text
     return synthetic_message(agent, text, synthetic_metadata(meter.guard, trip))
-
-
-def data_of(result: RunResult) -> RunErrorDetails:
-    """Return what the SDK would have said of a result, had its run been stopped."""
-    return RunErrorDetails(
-        input=result.input,
-        new_items=result.new_items,
-        raw_responses=result.raw_responses,
-        last_agent=result.last_agent,
-        context_wrapper=result.context_wrapper,
-        input_guardrail_results=result.input_guardrail_results,
-        output_guardrail_results=result.output_guardrail_results,
-        tool_input_guardrail_results=result.tool_input_guardrail_results,
-        tool_output_guardrail_results=result.tool_output_guardrail_results,
-    )
 
 
 def hide_gates(result: RunResult | RunResultStreaming) -> None:

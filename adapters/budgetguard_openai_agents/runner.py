@@ -9,6 +9,7 @@ from typing import Any, cast
 from agents import (
     Agent,
     RunConfig,
+    RunErrorDetails,
     RunHooks,
     Runner,
     RunResult,
@@ -28,7 +29,6 @@ from budgetguard_openai_agents import _internals
 from budgetguard_openai_agents._ending import (
     OUTCOME,
     conclude,
-    data_of,
     hide_gates,
     partial_result,
     store_in_session,
@@ -145,7 +145,8 @@ class BudgetRunner(AgentRunner):
             work = asyncio.create_task(self._previous.run(starting_agent, input, **options))
         finally:
             ACTIVE.reset(active)
-        trip, data = await meter.ended(work)
+        known: RunErrorDetails | RunResult | None
+        trip, known = await meter.ended(work)
         if trip is None:
             result = work.result()
             hide_gates(result)
@@ -153,8 +154,8 @@ class BudgetRunner(AgentRunner):
                 await conclude(meter, None, result)
                 return result
             # The agent ended with a tool's result, and it was that of a refused call.
-            trip, data = meter.stopping, data_of(result)
-        result, closing = partial_result(meter, trip, data, input, options)
+            trip, known = meter.stopping, result
+        result, closing = partial_result(meter, trip, known, input, options)
         await store_in_session(meter, options.get("session"), closing)
         await conclude(meter, trip, result)
         return result
