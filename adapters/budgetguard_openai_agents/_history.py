@@ -163,7 +163,7 @@ def closing_items(
         responses: The responses that the SDK kept.
     """
     asked = {_call_id(item) for item in items if _is_call(item)}
-    answered = {_call_id(item) for item in items if not _is_call(item)}
+    answered = {_call_id(item) for item in items if item.type.endswith("_output_item")}
     missing: list[RunItem] = []
     for turn in turns:
         kept = any(response is turn.response for response in responses)

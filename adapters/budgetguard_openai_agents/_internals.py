@@ -17,6 +17,15 @@ def take_over_turns(streamed: Any) -> None:
     streamed._max_turns_handled = True
 
 
+def ran_out_of_turns(streamed: Any) -> bool:
+    """Tell whether a streamed run ended because of `max_turns`; it says so nowhere else."""
+    return (
+        streamed.max_turns is not None
+        and streamed.current_turn > streamed.max_turns
+        and streamed.final_output is None
+    )
+
+
 def is_cancelled(streamed: Any) -> bool:
     """Tell whether the consumer cancelled a streamed run."""
     return getattr(streamed, "_cancel_mode", "none") != "none"

@@ -281,6 +281,9 @@ class Meter(RunHooks[Any]):
             reason=StopReason(reason),
             detail=f"{names} cannot be refused by itself, so the whole batch was not executed",
         )
+        return self._trip(violation)
+
+    def _trip(self, violation: Violation) -> Trip:
         return Trip(reason=violation.reason, violations=(violation,), run_id=self.guard.run_id)
 
     def _refuse(self, agent: Agent[Any], refused: list[Requested]) -> bool:
@@ -397,6 +400,10 @@ class Meter(RunHooks[Any]):
         self._end_batch()
         return None, None
 
+    def framework_limit(self, detail: str) -> Trip:
+        """Return the trip of a run that the SDK's own cap ended; it is not the guard's."""
+        return self._trip(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail))
+
     async def _supervise(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cancel it at the deadline and when the run is aborted."""
         grace = _GRACE if self.guard.parent is None else _GRACE_BELOW
@@ -404,6 +411,9 @@ class Meter(RunHooks[Any]):
         woken: asyncio.Future[None] = loop.create_future()
         forget = self.guard.cancellation.on_cancel(lambda: _wake(loop, woken))
         try:
+            if self.guard.check() is not None:
+                # Its first step is refused anyway, and the SDK keeps the user's words before it.
+                await asyncio.wait({work}, timeout=_PATIENCE)
             while not work.done():
                 left = self.guard.time_left()
                 await asyncio.wait(
@@ -450,8 +460,7 @@ class Meter(RunHooks[Any]):
         if isinstance(error, RunStopped):
             return error.trip if error.trip is self.stopping else None
         if isinstance(error, MaxTurnsExceeded):
-            violation = Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=str(error))
-            return Trip(reason=violation.reason, violations=(violation,), run_id=self.guard.run_id)
+            return self.framework_limit(str(error))
         if isinstance(error, Exception) and self._no_retry is error:
             return self.stopping
         # ModelTimeoutError, which older versions of the SDK do not have.

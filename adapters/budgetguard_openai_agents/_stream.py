@@ -48,6 +48,8 @@ class StreamEnding:
         meter, result = self._meter, self._result
         trip, _ = await meter.ended(self._work)
         hide_gates(result)
+        if trip is None and _internals.ran_out_of_turns(result):
+            trip = meter.framework_limit(f"Max turns ({result.max_turns}) exceeded")
         if trip is None and (
             meter.stopping is None or result.interruptions or _internals.is_cancelled(result)
         ):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -59,6 +60,19 @@ from budgetguard_openai_agents._history import SyntheticMessage
 set_tracing_disabled(True)
 
 CURRENT: ContextVar[Scenario] = ContextVar("scenario")
+
+
+@contextmanager
+def own_loop() -> Iterator[None]:
+    """Close the loop that `run_sync` works in; the SDK leaves it to the thread."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
 
 class Answer(BaseModel):
@@ -327,7 +341,8 @@ class OpenAIAgentsDriver(Driver):
     def run_sync(self, scenario: Scenario, agent: Agent[Any]) -> Ran:
         session = self.session_of(scenario)
         try:
-            result = self.start_sync(scenario, agent, session)
+            with own_loop():
+                result = self.start_sync(scenario, agent, session)
         except Exception as error:
             return asyncio.run(self.ran(scenario, agent, None, session, error))
         return asyncio.run(self.ran(scenario, agent, result, session))
