@@ -1,4 +1,4 @@
-"""How runs of the OpenAI Agents SDK end: results, sessions, states, approvals, the SDK's own cap."""
+"""How runs of the OpenAI Agents SDK end: results, sessions, states, approvals, max_turns."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ from agents.memory import SQLiteSession
 from agents.run import AgentRunner, get_default_agent_runner, set_default_agent_runner
 from pydantic import BaseModel
 
-from adapters.openai_agents_runs import (
-    MODES,
-    agent_of,
-    calls,
-    go,
-    kinds,
-    says,
-    script_of,
-    tool,
-    unpaired,
-)
 from budgetguard_core import (
     NOT_EXECUTED,
     AdapterError,
@@ -48,6 +37,17 @@ from budgetguard_openai_agents import (
     outcome,
 )
 from conformance.budgetguard_openai_agents_driver import own_loop
+from openai_agents_runs import (
+    MODES,
+    agent_of,
+    calls,
+    go,
+    kinds,
+    says,
+    script_of,
+    tool,
+    unpaired,
+)
 
 pytestmark = pytest.mark.anyio
 modes = pytest.mark.parametrize("mode", MODES)
@@ -285,7 +285,7 @@ async def test_a_runner_that_was_set_before_is_wrapped_and_not_replaced():
     seen = []
 
     class Own(AgentRunner):
-        async def run(self, starting_agent, input, **options):
+        async def run(self, starting_agent, input, **options):  # noqa: A002
             seen.append("run")
             return await super().run(starting_agent, input, **options)
 

@@ -277,9 +277,7 @@ class RunBounded(Driver):
         tools = functions(scenario, scenario.tools, self._agent(scenario))
         if scenario.twice or scenario.swallowing:
             step = guarded(scenario.guard, kind="model")(step)
-            tools = {
-                name: guarded(scenario.guard, name=name)(tool) for name, tool in tools.items()
-            }
+            tools = {name: guarded(scenario.guard, name=name)(tool) for name, tool in tools.items()}
         if scenario.swallowing:
             step = swallowing(step, scenario.mode)
             mode = "sync" if scenario.mode == "sync" else "async"

@@ -112,7 +112,20 @@ class ScriptedModel(Model):
                     content=[text],
                 )
             )
-        calls = [(call.id, call.name, json.dumps(call.arguments)) for call in reply.tool_calls]
+        # An agent as a tool calls its argument `input`.
+        agents = {
+            tool.name
+            for tool in tools
+            if "input" in getattr(tool, "params_json_schema", {}).get("properties", {})
+        }
+        calls = [
+            (
+                call.id,
+                call.name,
+                json.dumps({"input": call.value} if call.name in agents else call.arguments),
+            )
+            for call in reply.tool_calls
+        ]
         if reply.handoff is not None:
             calls.append((f"handoff_{id(reply)}", f"transfer_to_{reply.handoff}", "{}"))
         for call_id, name, arguments in calls:

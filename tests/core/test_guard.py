@@ -609,9 +609,7 @@ def test_a_handler_may_extend(make):
 
 
 def test_a_handler_may_end_the_run(make):
-    guard = make(
-        Budget(max_iterations=10), on_warning=lambda guard, event: guard.abort("too dear")
-    )
+    guard = make(Budget(max_iterations=10), on_warning=lambda guard, event: guard.abort("too dear"))
     decisions = [spend(guard) for _ in range(9)]
     assert [type(decision) for decision in decisions] == [Admit] * 8 + [Stop]
     assert decisions[-1].trip.detail == "too dear"
@@ -876,9 +874,7 @@ def test_reset_needs_a_guard_at_rest(make):
     ],
     ids=range(8),
 )
-def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(
-    clock, make, budget
-):
+def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(clock, make, budget):
     trips = {}
     for mode in Mode:
         guard = make(budget, mode=mode, clock=ManualClock())
@@ -950,9 +946,7 @@ def test_observe_goes_on_warning(make):
 
 def test_an_advisory_child_is_bound_by_its_parent_alone(make):
     guard = make(Budget(max_iterations=3, max_output_tokens_per_call=100, max_total_tokens=10_000))
-    child = guard.child(
-        Budget(max_iterations=1, max_output_tokens_per_call=5), mode="observe"
-    )
+    child = guard.child(Budget(max_iterations=1, max_output_tokens_per_call=5), mode="observe")
     decisions = [child.admit_model_call() for _ in range(4)]
     assert [type(decision) for decision in decisions] == [Admit] * 3 + [Stop]
     assert {decision.max_output_tokens for decision in decisions[:3]} == {100}
