@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -97,19 +97,9 @@ def part(item: object, name: str) -> Any:
     return getattr(item, name, None)
 
 
-def requested_calls(
-    agent: Agent[Any], response: ModelResponse, known: Iterable[str] = ()
-) -> list[Requested]:
-    """List the tool calls of a response, in the order in which the model wrote them.
-
-    Args:
-        agent: The agent that asked.
-        response: What the model answered.
-        known: Ids of calls that were made before: the SDK runs no call twice, so these are looked
-            at for repetition alone.
-    """
+def requested_calls(agent: Agent[Any], response: ModelResponse) -> list[Requested]:
+    """List the tool calls of a response, in the order in which the model wrote them."""
     handoffs = handoff_names(agent)
-    known = set(known)
     found: list[Requested] = []
     for item in response.output:
         kind: ToolKind = "function"
@@ -122,11 +112,8 @@ def requested_calls(
             call_id = part(item, "call_id")
             if type_ == "function_call" and name in handoffs:
                 kind = "handoff"
-            elif call_id in known:
-                kind = "output"
         else:
             continue
-        known.add(call_id)
         call = ToolCall(name=str(name), arguments=_arguments(item), id=call_id, kind=kind)
         found.append(Requested(item, call))
     return found

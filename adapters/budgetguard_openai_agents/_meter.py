@@ -103,7 +103,6 @@ class Meter(RunHooks[Any]):
         self._retries = 0
         self._no_retry: BaseException | None = None
         self._requested: list[Requested] = []
-        self._called: set[str] = set()
         self._refused: dict[str, str] = {}
         self._gate = _RefusedCalls(guardrail_function=self._answer, name="budgetguard")
         self._gated: list[FunctionTool] = []
@@ -151,7 +150,7 @@ class Meter(RunHooks[Any]):
         """Settle the model call, and admit the tool calls that it asks for."""
         self.context = context
         self._settle_response(response)
-        turn = Turn(agent, response, requested_calls(agent, response, self._called))
+        turn = Turn(agent, response, requested_calls(agent, response))
         self.turns.append(turn)
         await self._inner.on_llm_end(context, agent, response)
         if turn.requested:
@@ -254,7 +253,6 @@ class Meter(RunHooks[Any]):
 
     def _admit_batch(self, agent: Agent[Any], requested: list[Requested]) -> None:
         self._requested = requested
-        self._called.update(one.call.id for one in requested if one.call.id is not None)
         decisions = self.guard.admit_tool_calls([one.call for one in requested])
         for one, decision in zip(requested, decisions, strict=True):
             if isinstance(decision, Admit):
@@ -354,11 +352,10 @@ class Meter(RunHooks[Any]):
                 continue
             if requested.call.kind == "hosted":
                 continue
-            if requested.call.kind == "output":
-                self.guard.settle_tool_call(requested.ticket, "repeated")
-            elif requested.started:
+            if requested.started:
                 self.guard.settle_tool_call(requested.ticket, error=error or "no result")
             else:
+                # It waits for approval, or the SDK knew its id and ran nothing.
                 self.guard.withdraw_tool_call(requested.ticket)
         self._requested = []
         self._open_gates()

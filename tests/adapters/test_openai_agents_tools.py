@@ -150,7 +150,7 @@ async def test_a_repeated_call_id_is_a_loop_and_no_tool_call(mode):
         # Newer versions of the SDK refuse such a response by themselves.
         assert "call_id" in str(ran[0])
     assert script_of(agent).calls <= 8
-    assert guard.usage.tool_calls == len(bodies) == 1
+    assert guard.usage.tool_calls == len(bodies) >= 1
     assert guard.open_calls() == ()
 
 
