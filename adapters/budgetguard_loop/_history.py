@@ -63,16 +63,32 @@ class RequestedCall:
         if not isinstance(value, Mapping):
             msg = "the arguments are not a JSON object"
             raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that a model writes
-        return {str(name): item for name, item in cast("Mapping[Any, Any]", value).items()}
+        return dict(cast("Mapping[str, Any]", value))
 
 
-def opening(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
+def opening(messages: str | Iterable[Any]) -> list[Message]:
     """Copy what a caller begins with; a text is the user's."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}] if messages else []
-    return [
-        message if isinstance(message, SyntheticMessage) else dict(message) for message in messages
-    ]
+    return [as_message(message) for message in messages]
+
+
+def as_message(message: Any) -> Message:
+    """Return a message as plain data: a copy of a mapping, or what an object of an SDK dumps.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(message, SyntheticMessage):
+        return message
+    if isinstance(message, Mapping):
+        return dict(cast("Mapping[str, Any]", message))
+    if hasattr(message, "model_dump"):
+        return cast("Message", message.model_dump(mode="json", exclude_none=True))
+    raise ConfigurationError(
+        "messages must be mappings in the format of chat completions, got "
+        f"{type(message).__name__}. Pass dictionaries, or the SDK's messages."
+    )
 
 
 def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
@@ -83,7 +99,7 @@ def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
 
 
 def read_call(call: Any, place: int = 0) -> RequestedCall:
-    """Read one tool call: OpenAI's (function or custom, chat or Responses), or Anthropic's block."""
+    """Read one tool call of OpenAI's (chat completions, Responses) or Anthropic's."""
     function = part(call, "function") or part(call, "custom") or call
     arguments = next(
         (
@@ -162,7 +178,7 @@ def message_text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    parts = cast("Sequence[Any]", content) if isinstance(content, list) else ()
     return "".join(str(part(item, "text") or "") for item in parts)
 
 
@@ -189,15 +205,7 @@ def from_plain(history: Iterable[Any]) -> list[Message]:
     """Read the history of a checkpoint or of an outcome."""
     messages: list[Message] = []
     for message in history:
-        if not isinstance(message, Mapping):
-            raise ConfigurationError(
-                "messages must be mappings in the format of chat completions, got "
-                f"{type(message).__name__}. Resume from a run of this adapter."
-            )
-        if isinstance(message, SyntheticMessage):
-            messages.append(message)
-            continue
-        plain = dict(cast("Mapping[str, Any]", message))
+        plain = as_message(message)
         metadata = plain.pop(_SYNTHETIC, None)
         messages.append(
             plain if metadata is None else SyntheticMessage(message_text(plain), metadata)

@@ -39,7 +39,7 @@ ToolFunction: TypeAlias = Callable[..., Any]
 
 @dataclass(slots=True)
 class CallModel:
-    """Call the model. Answer with a `ModelReply`, or with a `Cut`; what the step raises is thrown."""
+    """Call the model. Answer with a `ModelReply` or a `Cut`; what the step raises is thrown."""
 
     ticket: Admit
     messages: list[Message]
@@ -83,8 +83,12 @@ class NextTool:
     """Answer with the `ToolEnd` of a job, or with a `Cut` when the rest will not end."""
 
 
+@dataclass(frozen=True, slots=True)
 class Save:
     """Save the run, blocking."""
+
+    flush: bool = False
+    """Have the sinks make safe what they took, too: the run ends with an exception."""
 
 
 class Finish:
@@ -147,20 +151,21 @@ class Run:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
                     final = history.message_text(self.messages[-1])
-                    return (yield Finish(None, final))
+                    outcome: Outcome = yield Finish(None, final)
+                    return outcome
                 yield from self._call_model()
         except _Tripped as stop:
             self._settle_history(NOT_EXECUTED)
             end = history.end_message(self.guard, stop.trip, stop.partial)
             self.messages.append(end)
-            return (yield Finish(stop.trip, end["content"], stop.next_step))
+            outcome = yield Finish(stop.trip, end["content"], stop.next_step)
+            return outcome
         except BaseException:
             self._settle_history(OUTCOME_UNKNOWN)
-            yield Save()
-            self.guard.flush()
+            yield Save(flush=True)
             raise
 
-    def save(self) -> None:
+    def save(self, command: Save = Save()) -> None:
         """Save a snapshot of this run and of those that it is a part of; blocking."""
         if self.store is not None:
             # Under a lock, so that no older snapshot overwrites a newer one.
@@ -171,6 +176,8 @@ class Run:
                     self.guard.report(f"checkpoint: {type(error).__name__}: {error}")
         if self._above is not None and self._above.save is not None:
             self._above.save()
+        if command.flush:
+            self.guard.flush()
 
     @property
     def is_saved(self) -> bool:

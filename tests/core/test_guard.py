@@ -16,8 +16,8 @@ from budgetguard_core import (
     Guard,
     LoopDetection,
     MemoryStore,
-    ModelCall,
     Mode,
+    ModelCall,
     Nudge,
     Price,
     PriceBook,
@@ -56,7 +56,10 @@ def make(clock):
     return make
 
 
-def spend(guard, usage=TokenUsage(1, 1), *, cost_usd=None, **call):
+ONE_EACH = TokenUsage(1, 1)
+
+
+def spend(guard, usage=ONE_EACH, *, cost_usd=None, **call):
     decision = guard.admit_model_call(ModelCall(**call))
     if isinstance(decision, Admit):
         guard.settle_model_call(decision, usage, cost_usd=cost_usd)
@@ -806,7 +809,7 @@ def test_a_stopped_run_is_not_extended(make):
     guard = make(Budget(max_iterations=1))
     spend(guard)
     spend(guard)
-    with pytest.raises(AdapterError, match="got a run stopped by max_iterations. Resume it"):
+    with pytest.raises(AdapterError, match=r"got a run stopped by max_iterations\. Resume it"):
         guard.extend(max_iterations=2)
 
 
@@ -849,7 +852,7 @@ def test_reset_needs_a_guard_at_rest(make):
     guard = make()
     child = guard.child()
     ticket = child.admit_model_call()
-    with pytest.raises(AdapterError, match="got 1 in flight. Settle them first"):
+    with pytest.raises(AdapterError, match=r"got 1 in flight\. Settle them first"):
         guard.reset()
     child.settle_model_call(ticket, TokenUsage())
     with pytest.raises(AdapterError, match="without a parent"):
@@ -901,11 +904,12 @@ def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(cl
 
 
 def test_a_passed_quota_is_no_trip_and_hides_none(make):
-    guard = make(Budget(max_iterations=2, tool_quotas={"a": 1}), mode="observe")
-    for number in range(4):
+    guard = make(Budget(max_iterations=3, tool_quotas={"a": 1}), mode="observe")
+    for number in range(5):
         assert isinstance(spend(guard), Admit)
         assert isinstance(use(guard, "a", arguments=number), Admit)
-    assert guard.observed_trip.reason is StopReason.MAX_ITERATIONS
+    (violation,) = guard.observed_trip.violations
+    assert violation.reason is StopReason.MAX_ITERATIONS
 
 
 def test_the_observed_trip_is_the_first_and_the_only_one(make):
@@ -934,6 +938,9 @@ def test_observe_corrects_nobody(make):
         assert type(spend(guard)) is Admit
         assert type(use(guard, "read")) is Admit
     assert guard.observed_trip.reason is StopReason.NO_PROGRESS
+    tools_alone = make(mode="observe")
+    assert [type(use(tools_alone, "read")) for _ in range(10)] == [Admit] * 10
+    assert tools_alone.observed_trip.reason is StopReason.NO_PROGRESS
 
 
 def test_observe_goes_on_warning(make):
@@ -1041,6 +1048,16 @@ def test_child_and_ancestor_at_once_are_both_named(make):
     assert [str(v.reason) for v in guard.trip.violations] == ["max_iterations"]
 
 
+def test_the_trip_is_whose_limit_comes_first(make):
+    guard = make(Budget(max_total_tokens=2))
+    child = guard.child(Budget(max_iterations=1), run_id="c")
+    spend(child)
+    stop = spend(child)
+    assert reasons(stop) == ["max_iterations", "max_total_tokens"]
+    assert stop.trip.run_id == "c"
+    assert guard.trip.run_id == "r"
+
+
 def test_a_child_gets_at_most_what_is_left(make):
     guard = make(Budget(max_total_tokens=100, max_output_tokens_per_call=50))
     spend(guard, TokenUsage(30, 40))
@@ -1083,7 +1100,7 @@ def test_what_is_in_flight_belongs_to_its_guard(make):
 
 
 def test_a_budget_must_be_one(make):
-    with pytest.raises(ConfigurationError, match="budget must be a Budget, got dict. Build one"):
+    with pytest.raises(ConfigurationError, match=r"budget must be a Budget, got dict\. Build one"):
         make({"max_iterations": 3})
     with pytest.raises(ConfigurationError, match="a sink must take events, got int"):
         make(sinks=[5])
