@@ -67,7 +67,9 @@ def run_bounded(
             message, a text or a `ModelReply`. It is also given `max_output_tokens` and `seconds`,
             the bounds of this call, where it has keywords of these names. Turn off the retries of
             your client: they cannot be counted. Use `retries`.
-        budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference.
+        budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference. A run that begins
+            while another is on the same guard is a child of it: the same caps, exact together,
+            with a run id, a checkpoint and a loop memory of its own.
         messages: The conversation to begin with, or the user's text. With `resume`: what the user
             says now; leave it out to go on where the run stopped.
         tools: The functions that the model may call, by name. They get the arguments as keywords;
@@ -414,6 +416,9 @@ class _Flight:
         self._loop = asyncio.get_running_loop()
         self.waiting: set[asyncio.Task[Any]] = set()
         self.over: asyncio.Future[None] = self._loop.create_future()
+        self._ended: deque[asyncio.Task[Any]] = deque()
+        self._cancelled: deque[asyncio.Task[Any]] = deque()
+        self._news = asyncio.Event()
         self._patience: asyncio.TimerHandle | None = None
         self._watch = Watch(guard, self._cut)
 
@@ -427,20 +432,19 @@ class _Flight:
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
         self.waiting.add(task)
+        task.add_done_callback(self._landed)
         return task
 
     async def next(self) -> asyncio.Task[Any] | None:
         """Wait for the next that ends; None when none is left, or none ends even after a cut."""
-        if not self.waiting:
-            return None
-        done, _ = await asyncio.wait(
-            {*self.waiting, self.over}, return_when=asyncio.FIRST_COMPLETED
-        )
-        ended = [task for task in self.waiting if task in done]
-        if not ended:
-            return None
+        while self.waiting and not (self._ended or self._cancelled or self.over.done()):
+            self._news.clear()
+            await self._news.wait()
         # Work that has brought something comes before work that was cancelled.
-        task = min(ended, key=lambda task: task.cancelled())
+        landed = self._ended or self._cancelled
+        if not landed:
+            return None
+        task = landed.popleft()
         self.waiting.discard(task)
         return task
 
@@ -468,9 +472,14 @@ class _Flight:
             task.cancel()
         self._patience = self._loop.call_later(GRACE, self._give_up)
 
+    def _landed(self, task: asyncio.Task[Any]) -> None:
+        (self._cancelled if task.cancelled() else self._ended).append(task)
+        self._news.set()
+
     def _give_up(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
+            self._news.set()
 
 
 class _Reader:
