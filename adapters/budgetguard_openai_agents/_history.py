@@ -21,7 +21,6 @@ from agents import (
     ToolCallOutputItem,
     TResponseInputItem,
 )
-from agents.models.fake_id import FAKE_RESPONSES_ID
 from openai.types.responses import (
     ResponseFunctionToolCall,
     ResponseOutputMessage,
@@ -55,6 +54,10 @@ class SyntheticMessage(MessageOutputItem):
 
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     """`synthetic`, `stop_reason` and `run_id`. They stay here: no provider accepts them."""
+
+    def to_input_item(self) -> TResponseInputItem:
+        """Return the message in the short form, without an id that no provider has given."""
+        return {"role": "assistant", "content": ItemHelpers.text_message_output(self)}
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ def handoff_names(agent: Agent[Any]) -> set[str]:
 def synthetic_message(agent: Agent[Any], text: str, metadata: dict[str, Any]) -> SyntheticMessage:
     """Make the last message of a run that was stopped."""
     message = ResponseOutputMessage(
-        id=FAKE_RESPONSES_ID,
+        id=f"msg_{metadata['run_id']}",
         type="message",
         role="assistant",
         status="completed",

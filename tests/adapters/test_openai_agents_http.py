@@ -205,7 +205,7 @@ async def test_a_sticky_model(provider, client, api, mode):
     assert "budget" not in sent
     if api == "responses":
         assert not unpaired(provider.requests[-1]["input"])
-        assert "__fake_id__" not in sent
+        assert [i.get("id") for i in provider.requests[-1]["input"] if i.get("role")] == [None] * 3
 
 
 @apis

@@ -387,7 +387,7 @@ async def test_the_session_holds_the_whole_ending_once(mode):
         "function_call",
         "function_call_output",
         "function_call_output",
-        "message",
+        "assistant",
     ]
     assert items[8]["output"] == NOT_EXECUTED
 
