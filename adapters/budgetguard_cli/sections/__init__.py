@@ -53,4 +53,7 @@ class Section:
         return cast("Runaway", module.run)
 
 
-SECTIONS = (Section("budgetguard_loop", "A plain Python loop"),)
+SECTIONS = (
+    Section("budgetguard_loop", "A plain Python loop"),
+    Section("budgetguard_openai_agents", "OpenAI Agents SDK", "agents"),
+)
