@@ -43,6 +43,8 @@ class ModelCall:
     """Projected prompt tokens, reserved until the call is settled; 0 when they are not known."""
     max_output_tokens: int | None = None
     """The completion bound that the request carries already, if any."""
+    output_is_fixed: bool = False
+    """True where the bound cannot be lowered any more: the call fits with it, or it is refused."""
     seconds: float | None = None
     """The call's own time limit; the answer carries the lesser of it and the time left."""
     cost_usd: Decimal | None = None

@@ -79,6 +79,7 @@ class ModelCallAdmitted(EventBase):
     input_tokens: int
     max_output_tokens: int | None
     """The completion bound of the request."""
+    output_is_fixed: bool = False
     seconds: float | None
     """The time limit of the request."""
     cost_usd: str | None
@@ -97,6 +98,7 @@ class ModelCallRefused(EventBase):
     retry: bool
     input_tokens: int
     max_output_tokens: int | None
+    output_is_fixed: bool = False
     seconds: float | None
     cost_usd: str | None
     reason: str
@@ -151,6 +153,13 @@ class ToolCallSettled(EventBase):
     """The fingerprint of the result, or of the error's text."""
     error: str | None
     """The type of the error that ended it."""
+
+
+class ToolCallWithdrawn(EventBase):
+    """An admitted tool call did not start after all, and is not counted any more."""
+
+    event: Literal["tool_call_withdrawn"] = "tool_call_withdrawn"
+    call_id: int
 
 
 class UserTurned(EventBase):
@@ -275,6 +284,7 @@ Event: TypeAlias = Annotated[
     | ModelCallSettled
     | ToolCallsRequested
     | ToolCallSettled
+    | ToolCallWithdrawn
     | UserTurned
     | NudgeTaken
     | IterationsRestarted

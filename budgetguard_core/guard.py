@@ -51,6 +51,7 @@ from budgetguard_core.events import (
     ToolCallRequested,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallWithdrawn,
     TripObserved,
     Tripped,
     UserTurned,
@@ -412,7 +413,7 @@ class Guard:
             now = tree.now()
             far = not unpriced and self._is_far_from_caps(now, tokens, cost)
             if not far and (unpriced or not self._model_call_fits(now, call.retry, tokens, cost)):
-                if bound is not None:
+                if bound is not None and not call.output_is_fixed:
                     bound = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = _projected_cost(call, rates, bound)
@@ -617,6 +618,34 @@ class Guard:
             tree.lock.release()
         if warnings or tree.outbox:
             guard._finish(warnings)
+        return True
+
+    def withdraw_tool_call(self, ticket: Admit) -> bool:
+        """Take back a tool call that was admitted but whose body did not start.
+
+        For a call that waits for a person's approval, or that ended with its batch: it is not
+        counted any more, and its record says `refused`. It is still seen as a repetition.
+
+        Returns:
+            False when the call was settled or withdrawn before.
+        """
+        guard: Guard = ticket.guard
+        tree = guard._tree
+        call: ToolCall = ticket.call
+        with tree.lock:
+            if tree.open.pop(ticket.call_id, None) is not ticket:
+                return False
+            if call.kind == "function":
+                guard._uncount_tool_call(call.name)
+            guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
+            detector = guard._detector
+            if detector is not None:
+                detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                if detector.tripped:
+                    guard._halt = True
+            if tree.sinks:
+                guard._record(ToolCallWithdrawn, tree.now(), call_id=ticket.call_id)
+        tree.deliver()
         return True
 
     def check(self) -> Trip | None:
@@ -1360,6 +1389,14 @@ class Guard:
                 if hosted and quota.used > quota.limit:
                     guard._hold(quota_passed(quota))
 
+    def _uncount_tool_call(self, name: str) -> None:
+        for guard in self._chain:
+            guard._counters.tool_calls -= 1
+            tool = guard._tool(name)
+            tool.started -= 1
+            for quota in tool.quotas:
+                quota.used -= 1
+
     def _tool(self, name: str) -> Tool:
         tool = self._tools.get(name)
         if tool is None:
@@ -1519,6 +1556,7 @@ def _facts(call: ModelCall) -> dict[str, Any]:
         "retry": call.retry,
         "input_tokens": call.input_tokens,
         "max_output_tokens": call.max_output_tokens,
+        "output_is_fixed": call.output_is_fixed,
         "seconds": call.seconds,
         "cost_usd": None if call.cost_usd is None else str(call.cost_usd),
     }

@@ -27,6 +27,7 @@ from budgetguard_core.events import (
     TimeStarted,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallWithdrawn,
     UserTurned,
 )
 from budgetguard_core.guard import Guard
@@ -166,6 +167,7 @@ class Replay:
                     retry=event.retry,
                     input_tokens=event.input_tokens,
                     max_output_tokens=event.max_output_tokens,
+                    output_is_fixed=event.output_is_fixed,
                     seconds=event.seconds,
                     cost_usd=_dollars(event.cost_usd, event),
                 )
@@ -200,6 +202,10 @@ class Replay:
                 guard.settle_tool_call(
                     ticket, error=event.error, result_fingerprint=event.fingerprint
                 )
+        elif isinstance(event, ToolCallWithdrawn):
+            ticket = self._tickets.pop((event.run_id, event.call_id), None)
+            if ticket is not None:
+                guard.withdraw_tool_call(ticket)
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
         elif isinstance(event, Aborted):

@@ -21,6 +21,12 @@ SHOWN = {
         "completed: The report has four pages.",
         "5 model calls in all",
     ],
+    "openai_agents": [
+        "terminated: max_iterations=5 reached: 5 used",
+        "This run was stopped before it finished.",
+        "completed: Paris, I believe.",
+        "max_model_calls: 8 model calls in all",
+    ],
     "loop_async": [
         "the sub-agent: terminated, max_iterations",
         "completed: Take a coat. (5 model calls)",

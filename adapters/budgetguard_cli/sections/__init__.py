@@ -56,4 +56,5 @@ class Section:
 SECTIONS = (
     Section("budgetguard_langgraph", "A LangGraph graph", "langgraph"),
     Section("budgetguard_loop", "A plain Python loop"),
+    Section("budgetguard_openai_agents", "OpenAI Agents SDK", "agents"),
 )

@@ -1,0 +1,84 @@
+"""Fifty runs at the same time: on one guard, and with a guard each on one agent object."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from agents.memory import SQLiteSession
+
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_openai_agents import BudgetHooks, bounded_run, bounded_run_sync, outcome
+from conformance.budgetguard_openai_agents_driver import own_loop
+from openai_agents_runs import MODES, agent_of, calls, go, script_of, tool, unpaired
+
+RUNS = 50
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.mark.anyio
+@modes
+async def test_50_runs_on_one_guard_are_exact_together(mode):
+    bodies: list[str] = []
+    agent = agent_of(calls("search", "search"), tools=[tool("search", bodies)])
+    guard = Guard(Budget(max_model_calls=130, max_tool_calls=170))
+    results = await asyncio.gather(
+        *(go(mode, agent, hooks=BudgetHooks(guard)) for _ in range(RUNS))
+    )
+    assert script_of(agent).calls == guard.usage.model_calls <= 130
+    assert len(bodies) == guard.usage.tool_calls == 170
+    assert guard.usage.total_tokens == 120 * guard.usage.model_calls
+    assert guard.open_calls() == ()
+    for result in results:
+        assert outcome(result).status == "terminated"
+        assert not unpaired(result.to_input_list())
+
+
+@pytest.mark.anyio
+@modes
+async def test_50_runs_with_a_guard_each_on_one_agent_do_not_mix(mode):
+    bodies: list[str] = []
+    search = tool("search", bodies)
+    agent = agent_of(calls("search", "search", "search"), tools=[search])
+    guards = [Guard(Budget(max_tool_calls=1 + n % 7)) for n in range(RUNS)]
+    sessions = [SQLiteSession(f"s{n}") for n in range(RUNS)]
+    results = await asyncio.gather(
+        *(
+            go(mode, agent, session=session, hooks=BudgetHooks(guard))
+            for guard, session in zip(guards, sessions, strict=True)
+        )
+    )
+    for n, (guard, result) in enumerate(zip(guards, results, strict=True)):
+        assert guard.usage.tool_calls == 1 + n % 7
+        assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+        assert not unpaired(result.to_input_list())
+        assert not unpaired(await sessions[n].get_items())
+        assert result.tool_input_guardrail_results == []
+    assert len(bodies) == sum(1 + n % 7 for n in range(RUNS))
+    assert not search.tool_input_guardrails
+
+
+@pytest.mark.anyio
+async def test_runs_started_with_one_hooks_object_do_not_share_anything():
+    agent = agent_of(calls("search"), tools=[tool("search", [])])
+    hooks = BudgetHooks(Budget(max_iterations=3))
+    results = await asyncio.gather(
+        *(bounded_run(agent, "Go.", budget=hooks.budget, hooks=hooks) for _ in range(RUNS))
+    )
+    assert script_of(agent).calls == 3 * RUNS
+    assert len({outcome(result).run_id for result in results}) == RUNS
+
+
+def test_threads_with_a_loop_each_share_a_guard():
+    agent = agent_of(calls("search"), tools=[tool("search", [])])
+    guard = Guard(Budget(max_model_calls=40))
+
+    def run(_: int) -> str:
+        with own_loop():
+            return outcome(bounded_run_sync(agent, "Go.", budget=guard)).stop_reason
+
+    with ThreadPoolExecutor(8) as pool:
+        reasons = set(pool.map(run, range(16)))
+    assert reasons == {StopReason.MAX_MODEL_CALLS}
+    assert script_of(agent).calls == guard.usage.model_calls == 40

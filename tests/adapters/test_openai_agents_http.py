@@ -1,0 +1,394 @@
+"""The SDK with the official client over real HTTP on loopback: chat completions and Responses.
+
+The server's log is an independent count of model calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    ModelRetrySettings,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+)
+from agents.memory import SQLiteSession
+from openai import AsyncOpenAI
+from werkzeug import Response
+
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
+from openai_agents_runs import MODES, go, tool, unpaired
+
+pytestmark = pytest.mark.anyio
+modes = pytest.mark.parametrize("mode", MODES)
+apis = pytest.mark.parametrize("api", ["chat", "responses"])
+MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
+NAME = "gpt-4o"
+
+
+class Provider:
+    """Answers both interfaces, plain and streamed, with the tool calls that it was told to."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.calls: list[tuple[str, str]] = [("search", "{}")]
+        self.ids: list[str] | None = None
+        self.usage = True
+        self.faults: list[Any] = []
+        self.texts: dict[int, str] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        server.expect_request("/v1/chat/completions").respond_with_handler(self._chat)
+        server.expect_request("/v1/responses").respond_with_handler(self._responses)
+
+    @property
+    def requests(self) -> list[Any]:
+        return [request.get_json() for request, _ in self.server.log]
+
+    def _next(self) -> tuple[int, Any]:
+        with self._lock:
+            return next(self._numbers), self.faults.pop(0) if self.faults else None
+
+    def _asked(self, number: int) -> list[tuple[str, str, str]]:
+        if number in self.texts:
+            return []
+        ids = self.ids or [f"call_{number}_{place}" for place in range(len(self.calls))]
+        return [(id_, *call) for id_, call in zip(ids, self.calls, strict=True)]
+
+    def _chat(self, request: Any) -> Response:
+        number, fault = self._next()
+        if fault is not None:
+            return fault
+        tool_calls = [
+            {"id": i, "type": "function", "function": {"name": n, "arguments": a}, "index": place}
+            for place, (i, n, a) in enumerate(self._asked(number))
+        ]
+        message = {"role": "assistant", "content": self.texts.get(number)}
+        if tool_calls:
+            message["tool_calls"] = tool_calls
+        head = {"id": f"c{number}", "created": 0, "model": NAME}
+        usage = {
+            "prompt_tokens": 200,
+            "completion_tokens": 30,
+            "total_tokens": 230,
+            "prompt_tokens_details": {"cached_tokens": 150},
+        }
+        if not request.get_json().get("stream"):
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            body = {**head, "object": "chat.completion", "choices": [choice]}
+            return answer(body | ({"usage": usage} if self.usage else {}))
+        head["object"] = "chat.completion.chunk"
+        chunks: list[Any] = [{"choices": [{"index": 0, "delta": message}]}]
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if self.usage and request.get_json().get("stream_options", {}).get("include_usage"):
+            chunks.append({"choices": [], "usage": usage})
+        return stream([*({**head, **chunk} for chunk in chunks), "[DONE]"])
+
+    def _responses(self, request: Any) -> Response:
+        number, fault = self._next()
+        if fault is not None:
+            return fault
+        output: list[Any] = [
+            {
+                "type": "function_call",
+                "id": f"fc_{number}_{place}",
+                "call_id": id_,
+                "name": name,
+                "arguments": arguments,
+                "status": "completed",
+            }
+            for place, (id_, name, arguments) in enumerate(self._asked(number))
+        ]
+        if number in self.texts:
+            text = {"type": "output_text", "text": self.texts[number], "annotations": []}
+            output.append(
+                {
+                    "type": "message",
+                    "id": f"msg_{number}",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [text],
+                }
+            )
+        body = {
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": 0,
+            "model": NAME,
+            "status": "completed",
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": {
+                "input_tokens": 200,
+                "output_tokens": 30,
+                "total_tokens": 230,
+                "input_tokens_details": {"cached_tokens": 150, "cache_write_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": 10},
+            }
+            if self.usage
+            else None,
+        }
+        if not request.get_json().get("stream"):
+            return answer(body)
+        done = [
+            {"type": "response.output_item.done", "output_index": n, "item": item}
+            for n, item in enumerate(output)
+        ]
+        events = [*done, {"type": "response.completed", "response": body}]
+        return stream([{**event, "sequence_number": n} for n, event in enumerate(events)])
+
+
+def answer(body: Any, status: int = 200, **headers: str) -> Response:
+    return Response(json.dumps(body), status=status, mimetype="application/json", headers=headers)
+
+
+def stream(events: list[Any]) -> Response:
+    lines = (f"data: {e if isinstance(e, str) else json.dumps(e)}\n\n" for e in events)
+    return Response(lines, mimetype="text/event-stream")
+
+
+def too_many() -> Response:
+    error = {"message": "slow down", "type": "rate_limit_error", "code": None, "param": None}
+    return answer({"error": error}, 429, **{"Retry-After": "0"})
+
+
+@pytest.fixture
+def provider(httpserver):
+    return Provider(httpserver)
+
+
+@pytest.fixture
+async def client(httpserver):
+    # Retries inside the client are seen by nobody, so the SDK makes them here.
+    async with AsyncOpenAI(
+        base_url=httpserver.url_for("/v1"), api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+def agent_of(api: str, client: AsyncOpenAI, *tools: Any, **options: Any) -> Agent[Any]:
+    model = MODELS[api](NAME, client)
+    return Agent(name=options.pop("name", "main"), model=model, tools=list(tools), **options)
+
+
+@apis
+@modes
+async def test_a_sticky_model(provider, client, api, mode):
+    provider.calls = [("search", "{}")] * 2
+    settings = ModelSettings(include_usage=True)
+    agent = agent_of(api, client, tool("search", []), model_settings=settings)
+    session = SQLiteSession("s")
+    guard = Guard(Budget(max_iterations=4, max_output_tokens_per_call=300, max_cost_usd=1))
+    result = await go(mode, agent, session=session, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert len(provider.server.log) == guard.usage.model_calls == 4
+    assert guard.usage.total_tokens == 4 * 230
+    assert guard.usage.cache_read_tokens == 4 * 150
+    assert guard.usage.cost_usd > 0
+    assert {r.get("max_tokens", r.get("max_output_tokens")) for r in provider.requests} == {300}
+    # What the client sends next, the provider has to take: no open call, no unknown field.
+    provider.texts = dict.fromkeys(range(4, 9), "Here you are.")
+    again = await go(mode, agent, "Go on.", session=session, hooks=BudgetHooks(Budget()))
+    assert again.final_output == "Here you are."
+    sent = json.dumps(provider.requests[-1])
+    assert "synthetic" not in sent
+    assert "budget" not in sent
+    if api == "responses":
+        assert not unpaired(provider.requests[-1]["input"])
+        assert [i.get("id") for i in provider.requests[-1]["input"] if i.get("role")] == [None] * 3
+
+
+@apis
+@modes
+async def test_parallel_calls_past_the_cap(provider, client, api, mode):
+    provider.calls = [("search", "{}")] * 5
+    bodies: list[str] = []
+    agent = agent_of(api, client, tool("search", bodies))
+    guard = Guard(Budget(max_tool_calls=7))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert len(bodies) == 7
+    assert len(provider.server.log) == guard.usage.model_calls == 2
+    assert not unpaired(result.to_input_list())
+
+
+@apis
+@modes
+async def test_ping_pong_handoffs(provider, client, api, mode):
+    left = agent_of(api, client, name="left")
+    right = agent_of(api, client, name="right", handoffs=[left])
+    left.handoffs = [right]
+    provider.calls = [("transfer_to_right", "{}")]
+    asked = provider._asked
+
+    def in_turn(number: int) -> Any:
+        provider.calls = [(("transfer_to_right", "transfer_to_left")[number % 2], "{}")]
+        return asked(number)
+
+    provider._asked = in_turn
+    guard = Guard(Budget(max_iterations=40))
+    result = await go(mode, left, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.OSCILLATION
+    assert len(provider.server.log) == guard.usage.model_calls <= 12
+
+
+@apis
+@modes
+async def test_a_repeated_tool_call_id(provider, client, api, mode):
+    provider.ids = ["call_1"]
+    bodies: list[str] = []
+    agent = agent_of(api, client, tool("search", bodies, result="nothing"))
+    guard = Guard(Budget(max_iterations=30))
+    ran = await asyncio.gather(go(mode, agent, hooks=BudgetHooks(guard)), return_exceptions=True)
+    assert len(provider.server.log) == guard.usage.model_calls <= 10
+    assert guard.open_calls() == ()
+    assert guard.usage.tool_calls == len(bodies)
+    if not isinstance(ran[0], BaseException):
+        assert outcome(ran[0]).status == "terminated"
+
+
+@apis
+@modes
+async def test_429s(provider, client, api, mode):
+    provider.faults = [too_many(), too_many(), too_many()]
+    retry = ModelRetrySettings(
+        max_retries=5, policy=lambda _: True, backoff={"initial_delay": 0.0, "jitter": False}
+    )
+    agent = agent_of(api, client, tool("search", []), model_settings=ModelSettings(retry=retry))
+    guard = Guard(Budget(max_iterations=2))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert len(provider.server.log) == guard.usage.model_calls == 5
+    assert guard.usage.iterations == 2
+    assert guard.usage.failed_calls == 3
+
+    provider.faults = [too_many() for _ in range(9)]
+    guard = Guard(Budget(max_model_calls=3))
+    provider.server.clear_log()
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.MAX_MODEL_CALLS
+    assert len(provider.server.log) == guard.usage.model_calls == 3
+
+
+@apis
+@modes
+async def test_a_provider_that_fails(provider, client, api, mode):
+    provider.faults = [too_many()]
+    guard = Guard(Budget(max_iterations=2))
+    with pytest.raises(Exception, match="slow down"):
+        await go(mode, agent_of(api, client), hooks=BudgetHooks(guard))
+    assert len(provider.server.log) == guard.usage.model_calls == 1
+    assert guard.usage.failed_calls == 1
+    assert guard.open_calls() == ()
+
+
+@apis
+@modes
+async def test_without_usage_tokens_are_estimated(provider, client, api, mode):
+    provider.usage = False
+    agent = agent_of(api, client, tool("search", []))
+    guard = Guard(Budget(max_iterations=3, max_total_tokens=10_000))
+    result = await go(mode, agent, "word " * 300, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert len(provider.server.log) == guard.usage.model_calls == 3
+    assert guard.usage.estimated_calls == 3
+    assert guard.usage.total_tokens > 1000
+
+
+async def test_an_incomplete_stream_is_charged_from_the_reservation(provider, client):
+    body = {
+        "id": "r",
+        "object": "response",
+        "created_at": 0,
+        "model": NAME,
+        "status": "incomplete",
+        "incomplete_details": {"reason": "max_output_tokens"},
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+    provider.faults = [
+        stream([{"type": "response.incomplete", "response": body, "sequence_number": 0}])
+    ]
+    agent = agent_of("responses", client, model_settings=ModelSettings(max_tokens=600))
+    guard = Guard(Budget(max_total_tokens=100_000))
+    with pytest.raises(Exception, match="incomplete"):
+        await go("run_streamed", agent, hooks=BudgetHooks(guard))
+    assert guard.usage.total_tokens >= 600
+    assert guard.open_calls() == ()
+
+
+@modes
+async def test_a_conversation_that_the_server_keeps_goes_on(provider, client, mode):
+    bodies: list[str] = []
+    agent = agent_of("responses", client, tool("search", bodies))
+    provider.calls = [("search", "{}")] * 2
+    result = await go(
+        mode,
+        agent,
+        conversation_id="conv_1",
+        hooks=BudgetHooks(Budget(max_tool_calls=3)),
+    )
+    assert bodies == ["search"] * 3
+    unsent = unsent_input(result)
+    assert [item["call_id"] for item in unsent] == ["call_1_0", "call_1_1"]
+    provider.texts = dict.fromkeys(range(2, 9), "Here you are.")
+    again = await go(
+        mode,
+        agent,
+        [*unsent, {"role": "user", "content": "Go on."}],
+        conversation_id="conv_1",
+        hooks=BudgetHooks(Budget()),
+    )
+    assert again.final_output == "Here you are."
+    sent = provider.requests[-1]["input"]
+    assert [item.get("type", "message") for item in sent] == [
+        "function_call_output",
+        "function_call_output",
+        "message",
+    ]
+
+
+@modes
+async def test_a_chain_of_responses_goes_on_from_its_state(provider, client, mode):
+    bodies: list[str] = []
+    agent = agent_of("responses", client, tool("search", bodies))
+    result = await go(
+        mode,
+        agent,
+        auto_previous_response_id=True,
+        hooks=BudgetHooks(Budget(max_iterations=2)),
+    )
+    assert outcome(result).status == "terminated"
+    assert result.last_response_id == "resp_1"
+    provider.texts = dict.fromkeys(range(2, 9), "Here you are.")
+    again = await go(
+        mode,
+        agent,
+        [*unsent_input(result), {"role": "user", "content": "Go on."}],
+        previous_response_id=result.last_response_id,
+        hooks=BudgetHooks(Budget()),
+    )
+    assert again.final_output == "Here you are."
+    assert provider.requests[-1]["previous_response_id"] == "resp_1"
+
+
+@apis
+async def test_50_concurrent_runs_on_one_guard(provider, client, api):
+    agent = agent_of(api, client, tool("search", []))
+    guard = Guard(Budget(max_model_calls=120))
+    results = await asyncio.gather(*(go("run", agent, hooks=BudgetHooks(guard)) for _ in range(50)))
+    assert len(provider.server.log) == guard.usage.model_calls == 120
+    assert guard.usage.total_tokens == 120 * 230
+    assert {outcome(one).stop_reason for one in results} == {StopReason.MAX_MODEL_CALLS}
+    assert all(not unpaired(one.to_input_list()) for one in results)

@@ -1,0 +1,530 @@
+"""Batches of tool calls, every kind of tool, nested agents, handoffs and loops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    CustomTool,
+    FunctionTool,
+    GuardrailFunctionOutput,
+    InputGuardrail,
+    Model,
+    ModelResponse,
+    Runner,
+    ShellTool,
+    Usage,
+    function_tool,
+    handoff,
+)
+from agents.mcp import MCPServer
+from agents.memory import SQLiteSession
+from mcp.types import CallToolResult, TextContent
+from mcp.types import Tool as McpTool
+from openai.types.responses import (
+    ResponseCustomToolCall,
+    ResponseFunctionToolCall,
+    ResponseFunctionWebSearch,
+    ResponseOutputMessage,
+    ResponseOutputText,
+)
+
+from budgetguard_core import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    Budget,
+    Guard,
+    LoopDetection,
+    StopReason,
+)
+from budgetguard_core.testing import Call, Reply
+from budgetguard_openai_agents import BudgetHooks, outcome
+from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool, unpaired
+
+pytestmark = pytest.mark.anyio
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class RawModel(Model):
+    """Answers with given output items, so that every kind of tool call can be asked for."""
+
+    model = "raw-model"
+
+    def __init__(self, *responses: list[Any]) -> None:
+        self.responses = responses
+        self.calls = 0
+        self.sent: list[Any] = []
+
+    async def get_response(self, system_instructions, input, *args, **kwargs):  # noqa: A002
+        output = self.responses[min(self.calls, len(self.responses) - 1)]
+        self.calls += 1
+        self.sent.append(list(input))
+        usage = Usage(requests=1, input_tokens=10, output_tokens=5, total_tokens=15)
+        return ModelResponse(output=output, usage=usage, response_id=None)
+
+    async def stream_response(self, *args, **kwargs):
+        raise NotImplementedError
+        yield
+
+
+def text_item(text: str) -> ResponseOutputMessage:
+    content = [ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])]
+    return ResponseOutputMessage(
+        id="msg", type="message", role="assistant", status="completed", content=content
+    )
+
+
+def results(result: Any) -> list[Any]:
+    items = result.to_input_list()
+    return [item["output"] for item in items if item.get("type") == "function_call_output"]
+
+
+# Batches
+
+
+@modes
+async def test_calls_that_fit_run_and_the_rest_get_an_error_result(mode):
+    bodies: list[str] = []
+    agent = agent_of(calls("a", "b", "c", "d", "e"), tools=[tool(n, bodies) for n in "abcde"])
+    guard = Guard(Budget(max_tool_calls=3))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert sorted(bodies) == ["a", "b", "c"]
+    assert script_of(agent).calls == 1
+    assert results(result)[3:] == [NOT_EXECUTED, NOT_EXECUTED]
+    assert [record.status for record in outcome(result).tool_calls].count("refused") == 2
+    assert guard.usage.tool_calls == 3
+    assert guard.open_calls() == ()
+
+
+@modes
+async def test_a_batch_after_the_tokens_are_used_up_does_not_start(mode):
+    bodies: list[str] = []
+    agent = agent_of(calls("a", "b"), tools=[tool("a", bodies), tool("b", bodies)])
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_total_tokens=110)))
+    assert bodies == []
+    assert outcome(result).stop_reason is StopReason.MAX_TOTAL_TOKENS
+    assert results(result) == [NOT_EXECUTED, NOT_EXECUTED]
+    assert len(result.raw_responses) == 1
+    assert result.context_wrapper.usage.total_tokens == 120
+
+
+@modes
+async def test_a_quota_leaves_the_other_tools_alone(mode):
+    bodies: list[str] = []
+    agent = agent_of(
+        calls("search", "search", "read"),
+        says("Enough."),
+        tools=[tool("search", bodies), tool("read", bodies)],
+    )
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(tool_quotas={"search": 1})))
+    assert sorted(bodies) == ["read", "search"]
+    assert result.final_output == "Enough."
+    assert results(result)[1] == NOT_AVAILABLE
+
+
+@modes
+async def test_64_parallel_calls(mode):
+    bodies: list[str] = []
+    agent = agent_of(calls(*["a"] * 64), tools=[tool("a", bodies)])
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_tool_calls=40)))
+    assert len(bodies) == 40
+    assert results(result).count(NOT_EXECUTED) == 24
+
+
+@modes
+async def test_a_repeated_call_id_is_a_loop_and_no_tool_call(mode):
+    bodies: list[str] = []
+    agent = agent_of(
+        calls(Call("search", "same", id="c1")),
+        tools=[tool("search", bodies, result="nothing")],
+    )
+    guard = Guard(Budget(max_iterations=30))
+    ran = await asyncio.gather(go(mode, agent, hooks=BudgetHooks(guard)), return_exceptions=True)
+    if not isinstance(ran[0], Exception):
+        assert outcome(ran[0]).stop_reason is StopReason.NO_PROGRESS
+    else:
+        # Newer versions of the SDK refuse such a response by themselves.
+        assert "call_id" in str(ran[0])
+    assert script_of(agent).calls <= 8
+    assert guard.usage.tool_calls == len(bodies) >= 1
+    assert guard.open_calls() == ()
+
+
+@modes
+async def test_an_unknown_tool_is_no_tool_call(mode):
+    guard = Guard(Budget(max_iterations=4))
+    agent = agent_of(calls("nosuch"), tools=[tool("a", [])])
+    with pytest.raises(Exception, match="nosuch"):
+        await go(mode, agent, hooks=BudgetHooks(guard))
+    assert guard.usage.tool_calls == 0
+    assert guard.open_calls() == ()
+
+
+async def test_arguments_that_are_not_json():
+    model = RawModel(
+        [
+            ResponseFunctionToolCall(
+                call_id="c1", name="a", arguments="{not json", type="function_call"
+            )
+        ],
+        [text_item("Done.")],
+    )
+    agent = Agent(name="main", model=model, tools=[tool("a", [])])
+    guard = Guard(Budget(max_iterations=4))
+    ran = await asyncio.gather(go("run", agent, hooks=BudgetHooks(guard)), return_exceptions=True)
+    # The SDK tells the model, or its user.
+    assert getattr(ran[0], "final_output", None) == "Done." or "JSON" in str(ran[0])
+    assert guard.usage.tool_calls == 1
+    assert guard.open_calls() == ()
+
+
+# Kinds of tools
+
+
+class OneToolServer(MCPServer):
+    """A real MCP server object of the SDK, without a process behind it."""
+
+    def __init__(self, bodies: list[str]) -> None:
+        super().__init__()
+        self.bodies = bodies
+
+    name = "local"
+
+    async def connect(self) -> None: ...
+
+    async def cleanup(self) -> None: ...
+
+    async def list_tools(self, run_context=None, agent=None):
+        return [McpTool(name="fetch", inputSchema={"type": "object", "properties": {}})]
+
+    async def call_tool(self, tool_name, arguments, meta=None):
+        self.bodies.append(tool_name)
+        return CallToolResult(content=[TextContent(type="text", text=f"page {len(self.bodies)}")])
+
+    async def list_prompts(self): ...
+
+    async def get_prompt(self, name, arguments=None): ...
+
+
+@modes
+async def test_mcp_tools_are_counted_and_a_batch_that_does_not_fit_is_refused_whole(mode):
+    bodies: list[str] = []
+    agent = agent_of(
+        calls("fetch"), calls("fetch", "fetch", "fetch"), mcp_servers=[OneToolServer(bodies)]
+    )
+    guard = Guard(Budget(max_tool_calls=3))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert bodies == ["fetch"]
+    assert guard.usage.tool_calls == 1
+    assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+    assert results(result)[1:] == [NOT_EXECUTED] * 3
+    assert not unpaired(result.to_input_list())
+
+
+@modes
+async def test_a_quota_on_an_mcp_tool_ends_the_run(mode):
+    bodies: list[str] = []
+    agent = agent_of(calls("fetch"), mcp_servers=[OneToolServer(bodies)])
+    guard = Guard(Budget(tool_quotas={"fetch": 2}, max_iterations=9))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert bodies == ["fetch", "fetch"]
+    assert outcome(result).stop_reason is StopReason.TOOL_QUOTA
+    assert outcome(result).status == "terminated"
+    assert "fetch" in outcome(result).detail
+    assert not unpaired(result.to_input_list())
+
+
+def custom_call(number: int) -> ResponseCustomToolCall:
+    return ResponseCustomToolCall(
+        call_id=f"c{number}", name="sql", input="select 1", type="custom_tool_call"
+    )
+
+
+async def test_custom_tools():
+    bodies: list[str] = []
+
+    async def run(context, given):
+        bodies.append(given)
+        return f"row {len(bodies)}"
+
+    model = RawModel([custom_call(1)], [custom_call(2), custom_call(3)])
+    sql = CustomTool(name="sql", description="Query.", on_invoke_tool=run)
+    agent = Agent(name="main", model=model, tools=[sql])
+    guard = Guard(Budget(max_tool_calls=2))
+    result = await go("run", agent, hooks=BudgetHooks(guard))
+    assert len(bodies) == 1
+    assert guard.usage.tool_calls == 1
+    assert not unpaired(result.to_input_list())
+    assert result.to_input_list()[-2]["type"] == "custom_tool_call_output"
+
+
+async def test_shell_calls_have_no_id_in_the_hooks_and_are_counted_all_the_same():
+    bodies: list[Any] = []
+
+    def execute(request):
+        bodies.append(request)
+        return f"ran {len(bodies)}"
+
+    def shell_call(number):
+        return {
+            "type": "shell_call",
+            "id": f"s{number}",
+            "call_id": f"c{number}",
+            "status": "completed",
+            "action": {"commands": [f"echo {number}"], "timeout_ms": 1000},
+        }
+
+    model = RawModel([shell_call(1), shell_call(2)], [shell_call(3), shell_call(4)])
+    agent = Agent(name="main", model=model, tools=[ShellTool(executor=execute)])
+    guard = Guard(Budget(max_tool_calls=3))
+    result = await go("run", agent, hooks=BudgetHooks(guard))
+    assert len(bodies) == 2
+    assert guard.usage.tool_calls == 2
+    assert guard.open_calls() == ()
+    assert not unpaired(result.to_input_list())
+    assert result.to_input_list()[-2]["type"] == "shell_call_output"
+
+
+def web_search(number: int) -> ResponseFunctionWebSearch:
+    return ResponseFunctionWebSearch.model_validate(
+        {
+            "id": f"ws_{number}",
+            "type": "web_search_call",
+            "status": "completed",
+            "action": {"type": "search", "query": f"q{number}", "queries": [f"q{number}"]},
+        }
+    )
+
+
+async def test_hosted_tools_are_counted_when_reported_and_stop_the_next_call():
+    model = RawModel(
+        [
+            web_search(1),
+            web_search(2),
+            web_search(3),
+            ResponseFunctionToolCall(call_id="c", name="a", arguments="{}", type="function_call"),
+        ]
+    )
+    bodies: list[str] = []
+    agent = Agent(name="main", model=model, tools=[tool("a", bodies)])
+    guard = Guard(Budget(max_tool_calls=2))
+    result = await go("run", agent, hooks=BudgetHooks(guard))
+    assert model.calls == 1
+    assert bodies == []
+    assert guard.usage.tool_calls == 3
+    assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+    assert guard.tool_counts == {"web_search": 3}
+
+
+async def test_a_final_answer_with_hosted_tools_over_the_cap_is_kept():
+    model = RawModel([web_search(1), web_search(2), text_item("Found.")])
+    agent = Agent(name="main", model=model)
+    result = await go("run", agent, hooks=BudgetHooks(Budget(max_tool_calls=1)))
+    assert result.final_output == "Found."
+    assert outcome(result).status == "completed"
+
+
+# Nested agents
+
+
+def worker(bodies: list[str], **options: Any) -> Agent[Any]:
+    return agent_of(calls("dig"), tools=[tool("dig", bodies)], name="worker", **options)
+
+
+@modes
+async def test_agents_as_tools_spend_the_same_budget(mode):
+    bodies: list[str] = []
+    below = worker(bodies)
+    agent = agent_of(
+        calls(Call("ask", "x")),
+        tools=[below.as_tool(tool_name="ask", tool_description="Ask.")],
+    )
+    guard = Guard(Budget(max_model_calls=5))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert script_of(agent).calls == 1
+    assert script_of(below).calls == 4
+    assert outcome(result).usage.model_calls == 5
+    assert outcome(result).stop_reason is StopReason.MAX_MODEL_CALLS
+    assert "This run was stopped before it finished" in results(result)[0]
+    assert "try again" not in str(results(result))
+    assert not unpaired(result.to_input_list())
+    assert guard.open_calls() == ()
+
+
+@modes
+async def test_a_sub_agents_default_of_ten_turns_does_not_cut_it(mode):
+    below = agent_of(*[calls("dig")] * 12, says("Gold."), tools=[tool("dig", [])], name="worker")
+    agent = agent_of(
+        calls(Call("ask", "x")),
+        says("Thanks."),
+        tools=[below.as_tool(tool_name="ask", tool_description="Ask.")],
+    )
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_model_calls=50)))
+    assert results(result) == ["Gold."]
+    assert result.final_output == "Thanks."
+
+
+@modes
+async def test_the_parent_gets_what_its_sub_agent_had_said_so_far(mode):
+    below = agent_of(
+        Reply(text="There is gold in the north.", tool_calls=(Call("dig"),)),
+        tools=[tool("dig", [])],
+        name="worker",
+    )
+    ask = below.as_tool(
+        tool_name="ask", tool_description="Ask.", hooks=BudgetHooks(Budget(max_iterations=1))
+    )
+    agent = agent_of(calls(Call("ask", "x")), says("Thanks."), tools=[ask])
+    guard = Guard(Budget(max_iterations=9))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert result.final_output == "Thanks."
+    assert "There is gold in the north." in results(result)[0]
+    assert guard.usage.model_calls == 3
+
+
+@modes
+async def test_parallel_sub_agents_never_overshoot(mode):
+    bodies: list[str] = []
+    below = [worker(bodies) for _ in range(4)]
+    agent = agent_of(
+        calls(*(f"ask{n}" for n in range(4))),
+        tools=[
+            one.as_tool(tool_name=f"ask{n}", tool_description="Ask.") for n, one in enumerate(below)
+        ],
+    )
+    guard = Guard(Budget(max_model_calls=11))
+    await go(mode, agent, hooks=BudgetHooks(guard))
+    assert script_of(agent).calls + sum(script_of(one).calls for one in below) == 11
+    assert guard.usage.model_calls == 11
+
+
+@modes
+async def test_model_calls_of_guardrails_spend_the_same_budget(mode):
+    judge = agent_of(says("fine"), name="judge")
+
+    async def check(context, agent, given):
+        await Runner.run(judge, "Is it fine?")
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=False)
+
+    agent = agent_of(says("Hello."), input_guardrails=[InputGuardrail(guardrail_function=check)])
+    guard = Guard(Budget(max_model_calls=5))
+    await go(mode, agent, hooks=BudgetHooks(guard))
+    assert script_of(judge).calls == 1
+    assert guard.usage.model_calls == 2
+
+
+@modes
+async def test_runs_started_in_the_thread_of_a_sync_tool_spend_the_same_budget(mode):
+    below = worker([])
+
+    def ask() -> str:
+        async def run():
+            return (await Runner.run(below, "x")).final_output
+
+        return asyncio.run(run())
+
+    agent = agent_of(calls("ask"), tools=[function_tool(ask)])
+    guard = Guard(Budget(max_model_calls=4))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert script_of(agent).calls + script_of(below).calls == 4
+    assert "This run was stopped" in results(result)[0]
+
+
+@modes
+async def test_a_guard_of_its_own_in_a_tool_is_not_the_runs(mode):
+    below, own = worker([]), Guard(Budget(max_iterations=2))
+
+    async def ask() -> str:
+        return str((await Runner.run(below, "x", hooks=BudgetHooks(own))).final_output)
+
+    agent = agent_of(calls("ask"), says("Done."), tools=[function_tool(ask)])
+    guard = Guard(Budget(max_model_calls=4))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert result.final_output == "Done."
+    assert (own.usage.model_calls, guard.usage.model_calls) == (2, 2)
+
+
+# Handoffs and loops
+
+
+@modes
+async def test_ping_pong_handoffs_are_a_loop(mode):
+    left = agent_of(Reply(handoff="right"), name="left")
+    right = agent_of(Reply(handoff="left"), name="right", handoffs=[left])
+    left.handoffs = [right]
+    guard = Guard(Budget(max_iterations=40))
+    result = await go(mode, left, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.OSCILLATION
+    assert script_of(left).calls + script_of(right).calls <= 12
+    assert guard.usage.tool_calls == 0
+    assert guard.open_calls() == ()
+    assert not unpaired(result.to_input_list())
+
+
+@modes
+async def test_a_nudge_reaches_the_model_and_not_the_session(mode):
+    session = SQLiteSession("s")
+    agent = agent_of(
+        calls(Call("search", "same")), tools=[tool("search", [], result="nothing found")]
+    )
+    result = await go(mode, agent, session=session, hooks=BudgetHooks(Budget(max_iterations=20)))
+    assert outcome(result).stop_reason is StopReason.NO_PROGRESS
+    told = [sent for sent in script_of(agent).sent if "try another approach" in sent]
+    assert len(told) == 1
+    assert "try another approach" not in json.dumps(await session.get_items())
+    assert "try another approach" not in json.dumps(result.to_input_list())
+
+
+@modes
+async def test_loop_detection_can_be_turned_off(mode):
+    agent = agent_of(
+        calls(Call("search", "same")), tools=[tool("search", [], result="nothing found")]
+    )
+    budget = Budget(max_iterations=20, loop_detection=None)
+    result = await go(mode, agent, hooks=BudgetHooks(budget))
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert LoopDetection().stop_after < 20
+
+
+@modes
+async def test_a_handoff_after_the_stop_does_not_lead_to_another_call(mode):
+    other = agent_of(says("Hello from the other."), name="other")
+    agent = agent_of(Reply(handoff="other"), handoffs=[other])
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1)))
+    assert script_of(other).calls == 0
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert not unpaired(result.to_input_list())
+
+
+@modes
+async def test_a_handoff_when_tokens_are_used_up_is_not_made(mode):
+    made: list[str] = []
+    other = agent_of(says("Hello."), name="other")
+    agent = agent_of(
+        Reply(handoff="other"), handoffs=[handoff(other, on_handoff=lambda _: made.append("x"))]
+    )
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_total_tokens=100)))
+    assert made == []
+    assert outcome(result).stop_reason is StopReason.MAX_TOTAL_TOKENS
+    assert not unpaired(result.to_input_list())
+    assert result.last_agent is agent
+
+
+@modes
+async def test_two_runs_of_one_agent_do_not_refuse_each_others_calls(mode):
+    bodies: list[str] = []
+    search = tool("search", bodies)
+    agent = agent_of(calls("search", "search"), tools=[search])
+    one, other = await asyncio.gather(
+        go(mode, agent, hooks=BudgetHooks(Budget(max_tool_calls=1))),
+        go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=3))),
+    )
+    assert outcome(one).usage.tool_calls == 1
+    assert outcome(other).usage.tool_calls == 6
+    assert len(bodies) == 7
+    assert isinstance(search, FunctionTool)
+    assert not search.tool_input_guardrails

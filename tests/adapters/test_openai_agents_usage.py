@@ -1,0 +1,256 @@
+"""Tokens, dollars and attempts: what the SDK reports, and what it does not."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from agents import Agent, ModelResponse, ModelRetrySettings, ModelSettings, RunConfig, Usage
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+
+from budgetguard_core import Budget, Guard, Price, PriceBook, StopReason, TokenUsage
+from budgetguard_core.testing import MODEL, ProviderError, Reply
+from budgetguard_openai_agents import BudgetHooks, outcome
+from budgetguard_openai_agents._usage import PromptSize, model_of, text_tokens, token_usage
+from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool
+
+pytestmark = pytest.mark.anyio
+modes = pytest.mark.parametrize("mode", MODES)
+PRICES = PriceBook({MODEL: Price(input=1000, output=2000)})
+
+
+def usage_of(inputs: int, outputs: int, **details: int) -> Usage:
+    usage = Usage(
+        requests=1, input_tokens=inputs, output_tokens=outputs, total_tokens=inputs + outputs
+    )
+    usage.input_tokens_details = InputTokensDetails.model_construct(
+        cached_tokens=details.get("cached", 0), cache_write_tokens=details.get("written", 0)
+    )
+    usage.output_tokens_details = OutputTokensDetails(reasoning_tokens=details.get("reasoning", 0))
+    return usage
+
+
+def test_every_bucket_is_read():
+    usage = token_usage(usage_of(100, 50, cached=40, written=20, reasoning=30))
+    assert usage == TokenUsage(
+        100, 50, cache_read_tokens=40, cache_write_tokens=20, reasoning_tokens=30
+    )
+
+
+def test_buckets_that_overlap_or_are_missing_make_no_call_free():
+    usage = token_usage(usage_of(100, 50, cached=90, written=90, reasoning=99))
+    assert usage == TokenUsage(
+        100, 50, cache_read_tokens=90, cache_write_tokens=10, reasoning_tokens=50
+    )
+    bare = usage_of(100, 50)
+    bare.input_tokens_details = None  # type: ignore[assignment]
+    assert token_usage(bare) == TokenUsage(100, 50)
+    assert token_usage(Usage(requests=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("gpt-4.1", ("gpt-4.1", None)),
+        ("openai/gpt-4.1", ("gpt-4.1", "openai")),
+        ("litellm/anthropic/claude-sonnet-4-5", ("claude-sonnet-4-5", "anthropic")),
+    ],
+)
+def test_the_model_is_found_by_its_name(model, expected):
+    assert model_of(Agent(name="a", model=model), RunConfig()) == expected
+    assert model_of(Agent(name="a"), RunConfig(model=model)) == expected
+
+
+def test_the_model_is_found_on_an_instance_and_by_default():
+    assert model_of(agent_of(says("Hi.")), None) == (MODEL, None)
+    assert model_of(Agent(name="a"), None)[0]
+
+
+def test_a_prompt_is_projected_from_the_last_measured_one():
+    size = PromptSize(server_side=False)
+    history = [{"role": "user", "content": "x" * 3000}]
+    first = size.project("Be brief.", history)
+    assert first >= 1000
+    size.measured(1, TokenUsage(700, 20))
+    assert size.project("Be brief.", history) == 700
+    history.append({"role": "user", "content": "y" * 300})
+    assert 800 <= size.project("Be brief.", history) <= 820
+    # A history that was cut is looked at anew.
+    assert size.project("Be brief.", []) < 10
+
+
+def test_a_prompt_that_the_server_completes():
+    size = PromptSize(server_side=True)
+    size.measured(1, TokenUsage(700, 20))
+    assert 720 <= size.project(None, [{"role": "user", "content": "more"}]) <= 740
+
+
+def test_pictures_are_not_counted_as_text():
+    picture = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 10**6}
+    assert text_tokens([{"role": "user", "content": [picture]}]) < 20
+
+
+@modes
+async def test_dollars_are_exact_and_by_model(mode):
+    agent = agent_of(calls("search"), says("Done."), tools=[tool("search", [])])
+    guard = Guard(Budget(max_cost_usd=Decimal("5")), price_book=PRICES)
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert outcome(result).usage.cost_usd == Decimal("0.28")
+    assert outcome(result).usage.unpriced_calls == 0
+
+
+@modes
+async def test_an_unpriced_model_is_not_called_under_a_dollar_cap(mode):
+    agent = agent_of(says("Hi."))
+    hooks = BudgetHooks(Budget(max_cost_usd=Decimal("5")), price_book=PriceBook())
+    result = await go(mode, agent, hooks=hooks)
+    assert outcome(result).stop_reason is StopReason.UNPRICED_MODEL
+    assert script_of(agent).calls == 0
+
+
+@modes
+async def test_missing_usage_is_estimated(mode):
+    agent = agent_of(Reply(text="word " * 300, usage=None))
+    result = await go(mode, agent, "Tell me. " * 100, hooks=BudgetHooks(Budget()))
+    usage = outcome(result).usage
+    assert usage.estimated_calls == 1
+    assert usage.input_tokens >= 250
+    assert usage.output_tokens >= 400
+
+
+@modes
+async def test_a_failed_call_is_charged_from_its_reservation(mode):
+    agent = agent_of(
+        Reply(error=ProviderError("overloaded")), model_settings=ModelSettings(max_tokens=500)
+    )
+    guard = Guard(Budget(max_total_tokens=100_000))
+    with pytest.raises(ProviderError):
+        await go(mode, agent, "Tell me. " * 100, hooks=BudgetHooks(guard))
+    assert guard.usage.failed_calls == 1
+    assert guard.usage.total_tokens >= 700
+    assert guard.usage.reserved_tokens == 0
+
+
+def retrying(**options: Any) -> ModelSettings:
+    return ModelSettings(
+        retry=ModelRetrySettings(
+            max_retries=3, policy=lambda _: True, backoff={"initial_delay": 0.0, "jitter": False}
+        ),
+        **options,
+    )
+
+
+@modes
+async def test_attempts_of_the_sdk_are_admitted_one_by_one(mode):
+    failure = Reply(error=ProviderError("overloaded"))
+    agent = agent_of(failure, failure, says("Hi."), model_settings=retrying())
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1)))
+    usage = outcome(result).usage
+    assert (usage.iterations, usage.model_calls, usage.failed_calls) == (1, 3, 2)
+    assert result.final_output == "Hi."
+
+
+@modes
+async def test_the_attempt_that_does_not_fit_is_not_made_and_ends_the_run(mode):
+    agent = agent_of(Reply(error=ProviderError("overloaded")), model_settings=retrying())
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_model_calls=2)))
+    assert script_of(agent).calls == 2
+    assert outcome(result).stop_reason is StopReason.MAX_MODEL_CALLS
+
+
+@modes
+async def test_retries_given_for_the_run_are_admitted_too(mode):
+    agent = agent_of(Reply(error=ProviderError("overloaded")))
+    result = await go(
+        mode,
+        agent,
+        run_config=RunConfig(model_settings=retrying()),
+        hooks=BudgetHooks(Budget(max_model_calls=2)),
+    )
+    assert script_of(agent).calls == 2
+    assert outcome(result).stop_reason is StopReason.MAX_MODEL_CALLS
+
+
+async def test_attempts_that_only_the_usage_tells_of_are_counted():
+    agent = agent_of(says("Hi."))
+    get = agent.model.get_response
+
+    async def get_after_three(*args: Any, **kwargs: Any) -> ModelResponse:
+        response = await get(*args, **kwargs)
+        response.usage.requests = 3
+        return response
+
+    agent.model.get_response = get_after_three
+    result = await go("run", agent, hooks=BudgetHooks(Budget(max_iterations=1)))
+    usage = outcome(result).usage
+    assert (usage.iterations, usage.model_calls) == (1, 3)
+    assert outcome(result).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "of_budget", "sent"),
+    [
+        (None, None, 200, 200),
+        (500, None, 200, 200),
+        (100, None, 200, 100),
+        (500, 50, 200, 50),
+        (500, None, None, 500),
+        (None, None, None, None),
+    ],
+)
+async def test_the_request_carries_the_bound_of_the_completion(own, of_run, of_budget, sent):
+    seen: list[Any] = []
+    agent = agent_of(says("Hi."), model_settings=ModelSettings(max_tokens=own))
+    get = agent.model.get_response
+
+    async def look(system_instructions: Any, given: Any, settings: Any, *args: Any, **kw: Any):
+        seen.append(settings.max_tokens)
+        return await get(system_instructions, given, settings, *args, **kw)
+
+    async def look_by_name(**kwargs: Any) -> Any:
+        return await look(
+            kwargs.pop("system_instructions"),
+            kwargs.pop("input"),
+            kwargs.pop("model_settings"),
+            kwargs.pop("tools"),
+            **kwargs,
+        )
+
+    agent.model.get_response = look_by_name
+    config = RunConfig(model_settings=ModelSettings(max_tokens=of_run))
+    budget = Budget(max_iterations=3, max_output_tokens_per_call=of_budget)
+    await go("run", agent, run_config=config, hooks=BudgetHooks(budget))
+    assert seen == [sent]
+
+
+@modes
+async def test_a_projection_that_does_not_fit_stops_before_the_call(mode):
+    agent = agent_of(says("Hi."), model_settings=ModelSettings(max_tokens=5000))
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_total_tokens=4000)))
+    assert script_of(agent).calls == 0
+    assert outcome(result).stop_reason is StopReason.MAX_TOTAL_TOKENS
+
+
+@modes
+async def test_a_sub_agent_is_bounded_by_its_own_and_by_the_parents_completion_bound(mode):
+    seen: list[int | None] = []
+    below = agent_of(says("Gold."), name="worker")
+
+    for name in ("get_response", "stream_response"):
+        original = getattr(below.model, name)
+
+        def look(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            settings = kwargs["model_settings"] if "model_settings" in kwargs else args[2]
+            seen.append(settings.max_tokens)
+            return original(*args, **kwargs)
+
+        setattr(below.model, name, look)
+    ask = below.as_tool(
+        tool_name="ask",
+        tool_description="Ask.",
+        hooks=BudgetHooks(Budget(max_output_tokens_per_call=50)),
+    )
+    agent = agent_of(calls("ask"), says("Thanks."), tools=[ask])
+    await go(mode, agent, hooks=BudgetHooks(Budget(max_output_tokens_per_call=80)))
+    assert seen == [50]

@@ -1,0 +1,33 @@
+"""A completion bound that the request carries already is not lowered: the call fits, or not."""
+
+from __future__ import annotations
+
+from budgetguard_core import Admit, Budget, Guard, ModelCall, Stop, StopReason
+from budgetguard_core.testing import ManualClock
+
+
+def test_a_fixed_bound_that_does_not_fit_is_refused():
+    guard = Guard(Budget(max_total_tokens=100))
+    decision = guard.admit_model_call(
+        ModelCall(input_tokens=60, max_output_tokens=50, output_is_fixed=True)
+    )
+    assert isinstance(decision, Stop)
+    assert decision.trip.reason is StopReason.MAX_TOTAL_TOKENS
+
+
+def test_a_bound_that_can_be_lowered_is_lowered():
+    guard = Guard(Budget(max_total_tokens=100))
+    decision = guard.admit_model_call(ModelCall(input_tokens=60, max_output_tokens=50))
+    assert isinstance(decision, Admit)
+    assert decision.max_output_tokens == 40
+
+
+def test_a_fixed_bound_that_fits_is_reserved_and_replayed():
+    events = []
+    guard = Guard(Budget(max_total_tokens=100), sinks=[events.append], clock=ManualClock())
+    call = ModelCall(input_tokens=60, max_output_tokens=40, output_is_fixed=True)
+    guard.settle_model_call(guard.admit_model_call(call))
+    guard.admit_model_call(call)
+    replayed = Guard.replay(events)
+    assert replayed.usage.total_tokens == guard.usage.total_tokens == 100
+    assert replayed.trip == guard.trip

@@ -1,0 +1,53 @@
+"""A tool call that was admitted and did not start gives its place back."""
+
+from __future__ import annotations
+
+import pytest
+
+from budgetguard_core import Admit, Budget, Guard, Refuse, Stop, ToolCall
+from budgetguard_core.testing import ManualClock
+
+
+def test_a_withdrawn_call_gives_back_its_place_everywhere():
+    parent = Guard(Budget(max_tool_calls=1, tool_quotas={"send": 1}))
+    child = parent.child()
+    ticket = child.admit_tool_call(ToolCall(name="send", id="a"))
+    assert isinstance(ticket, Admit)
+    assert child.withdraw_tool_call(ticket)
+    assert parent.usage.tool_calls == child.usage.tool_calls == 0
+    assert parent.tool_counts == child.tool_counts == {}
+    assert child.open_tool_calls() == ()
+    assert [(record.id, record.status) for record in child.tool_calls] == [("a", "refused")]
+    assert isinstance(child.admit_tool_call(ToolCall(name="send", id="a")), Admit)
+    assert isinstance(child.admit_tool_call(ToolCall(name="send", id="b")), Refuse | Stop)
+
+
+def test_it_is_taken_back_once_and_not_after_it_was_settled():
+    guard = Guard(Budget())
+    first, second = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="a")])
+    assert guard.withdraw_tool_call(first)
+    assert not guard.withdraw_tool_call(first)
+    assert guard.settle_tool_call(second, "done")
+    assert not guard.withdraw_tool_call(second)
+    assert guard.usage.tool_calls == 1
+    assert guard.tool_counts == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["handoff", "output"])
+def test_what_was_not_counted_is_not_given_back(kind):
+    guard = Guard(Budget())
+    ticket = guard.admit_tool_call(ToolCall(name="to_b", kind=kind))
+    assert guard.withdraw_tool_call(ticket)
+    assert guard.usage.tool_calls == 0
+
+
+def test_a_withdrawal_is_replayed():
+    events = []
+    guard = Guard(Budget(max_tool_calls=2), sinks=[events.append], clock=ManualClock())
+    first, second = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
+    guard.withdraw_tool_call(first)
+    guard.settle_tool_call(second, "done")
+    replayed = Guard.replay(events)
+    assert replayed.usage.tool_calls == 1
+    assert replayed.tool_counts == {"b": 1}
+    assert replayed.tool_calls == guard.tool_calls
