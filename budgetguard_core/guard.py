@@ -891,6 +891,7 @@ class Guard:
         snapshot: Snapshot,
         budget: Budget | None = None,
         *,
+        fresh: bool | None = None,
         sinks: Iterable[Sink | Callable[[Event], object]] = (),
         on_warning: WarningHandler | None = None,
         price_book: PriceBook | None = None,
@@ -902,6 +903,18 @@ class Guard:
         Without a budget the guard is what it was: same caps, same counters, same trip. Under a
         fresh budget the caps count from zero, nothing is tripped, and what was used before is kept
         in `earlier_usage`. Calls that were in flight keep their reservation in either case.
+
+        Args:
+            snapshot: What `snapshot` returned.
+            budget: The caps to go on under.
+            fresh: Whether the caps count from zero; True with a budget and False without, if left
+                out. `fresh=False` with a budget goes on counting under caps that do not come from
+                the snapshot, where others could have written into it.
+            sinks: As for a new guard.
+            on_warning: As for a new guard.
+            price_book: As for a new guard.
+            clock: As for a new guard.
+            log_arguments: As for a new guard.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, which are code and not in it,
@@ -922,7 +935,7 @@ class Guard:
                 clock=clock,
                 log_arguments=log_arguments,
             )
-            guard._take_over(snapshot, fresh=budget is not None)
+            guard._take_over(snapshot, fresh=budget is not None if fresh is None else fresh)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "

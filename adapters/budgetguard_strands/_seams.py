@@ -1,0 +1,113 @@
+"""Where Strands releases differ: hook order, the place around a run, the events of a stream."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Callable
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from strands import Agent
+from strands.hooks import HookRegistry
+
+from budgetguard_core import AdapterError
+
+Events: TypeAlias = AsyncGenerator[Any, None]
+Around: TypeAlias = Callable[[Agent, dict[str, Any], Events], Events]
+
+# Outside the range of Strands' own constants (-100 to 100), so that a user's hooks come between.
+FIRST = -1000.0
+LAST = 1000.0
+
+
+def _find(name: str, *modules: str) -> Any:
+    for module in modules:
+        try:
+            return getattr(import_module(module), name)
+        except (AttributeError, ImportError):
+            continue
+    return None
+
+
+AGENT_STREAM = _find(
+    "AgentStreamStage",
+    "strands.middleware",
+    "strands.middleware._agent_stream",
+    "strands._middleware.stages",
+    "strands._middleware",
+)
+INVOKE_MODEL = _find(
+    "InvokeModelStage", "strands.middleware", "strands._middleware.stages", "strands._middleware"
+)
+StopEvent = _find("EventLoopStopEvent", "strands.types._events", "strands.types.events")
+StreamEvent = _find("TypedEvent", "strands.types.events", "strands.types._events")
+TELLS_MODEL = INVOKE_MODEL is not None
+"""Whether `watch_models` can tell which model a call goes to; without, it is the agent's."""
+_ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
+
+
+def add_hook(agent: Agent, event: Any, callback: Callable[[Any], object], order: float) -> None:
+    """Register a callback at either end of its event's queue, in every release."""
+    if _ORDERED:
+        agent.hooks.add_callback(event, callback, order=order)  # type: ignore[arg-type]
+        return
+    # Releases without `order` call by place, and the hooks of an end in reverse.
+    agent.hooks.add_callback(event, callback)  # type: ignore[arg-type]
+    callbacks: list[Any] = agent.hooks._registered_callbacks[event]  # noqa: SLF001
+    ending = event.__name__.startswith("After")
+    if (order == LAST) is ending:
+        callbacks.insert(0, callbacks.pop())
+
+
+def wrap_runs(agent: Agent, around: Around) -> None:
+    """Let `around` see every event of every run of an agent, and end the run in its place.
+
+    Raises:
+        AdapterError: This release of Strands has no place for it.
+    """
+    if StopEvent is None or StreamEvent is None:
+        raise _unsupported("the event that ends a run")
+    if AGENT_STREAM is not None:
+        _add_middleware(
+            agent,
+            AGENT_STREAM,
+            lambda context, proceed: around(
+                context.agent, context.invocation_state, proceed(context)
+            ),
+        )
+        return
+    cycle: Callable[..., Events] | None = getattr(agent, "_execute_event_loop_cycle", None)
+    if cycle is None:
+        raise _unsupported("a place around a run")
+
+    def run(invocation_state: dict[str, Any], *args: Any, **kwargs: Any) -> Events:
+        return around(agent, invocation_state, cycle(invocation_state, *args, **kwargs))
+
+    # This agent's own loop only; the class stays as it is.
+    agent._execute_event_loop_cycle = run  # type: ignore[method-assign]  # noqa: SLF001
+
+
+def watch_models(agent: Agent, called: Callable[[Agent, Any], None]) -> None:
+    """Let `called` know which model each call really goes to, where the release can tell."""
+    if INVOKE_MODEL is None:
+        return
+
+    def note(context: Any, proceed: Callable[[Any], Events]) -> Events:
+        called(context.agent, getattr(context, "model", context.agent.model))
+        return proceed(context)
+
+    _add_middleware(agent, INVOKE_MODEL, note)
+
+
+def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:
+    add = getattr(agent, "add_middleware", None)
+    if add is None:
+        add = agent._middleware_registry.add_middleware  # noqa: SLF001
+    add(stage, handler)
+
+
+def _unsupported(missing: str) -> AdapterError:
+    return AdapterError(
+        f"this release of strands-agents must have {missing}, got none. The agent would run "
+        "without its budget. Use a release from 1.30 up to the newest that BudgetGuard names."
+    )
