@@ -137,7 +137,9 @@ class Budget(BaseModel):
     @classmethod
     def _check_quotas(cls, value: object) -> object:
         if not isinstance(value, Mapping):
-            raise ValueError(f"must map tool names to whole numbers, got {_show(value)}.")
+            raise ValueError(  # noqa: TRY004 - pydantic turns only these into its report
+                f"must map tool names to whole numbers, got {_show(value)}."
+            )
         for pattern, quota in value.items():
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"must have tool names as keys, got {_show(pattern)}.")

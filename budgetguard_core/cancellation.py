@@ -19,7 +19,7 @@ class CancellationToken:
         # Weak, so that a long run does not keep the tokens of all the sub-agents it has had.
         self._children: weakref.WeakSet[CancellationToken] = weakref.WeakSet()
         if parent is not None:
-            parent._adopt(self)
+            parent.adopt(self)
 
     @property
     def cancelled(self) -> bool:
@@ -55,13 +55,14 @@ class CancellationToken:
         for callback in callbacks:
             try:
                 callback()
-            except Exception as error:  # noqa: BLE001 - one listener must not stop the others
+            except Exception as error:
                 errors.append(error)
         for child in children:
             errors += child.cancel()
         return errors
 
-    def _adopt(self, child: CancellationToken) -> None:
+    def adopt(self, child: CancellationToken) -> None:
+        """Have `child` set whenever this token is."""
         with self._lock:
             self._children.add(child)
             cancelled = self._event.is_set()

@@ -13,8 +13,10 @@ from budgetguard_core.stop import StopReason, Trip
 
 
 def synthetic_text(guard: Guard) -> str:
-    """Return the text of the synthetic last message. It is neutral: a later turn shows it to the
-    model, so reason and figures are in its metadata and in the outcome only.
+    """Return the text of the synthetic last message.
+
+    It is neutral: a later turn shows it to the model, so reason and figures are in its metadata
+    and in the outcome only.
     """
     done = sum(record.status == "completed" for record in guard.tool_calls)
     calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
@@ -58,7 +60,7 @@ def end_run(
     if store is not None:
         try:
             store.save(guard.snapshot(messages if saved_messages is None else saved_messages))
-        except Exception as error:  # noqa: BLE001 - a full disk must not hide the partial result
+        except Exception as error:
             guard.report("checkpoint", error)
         else:
             guard.emit(CheckpointSaved)

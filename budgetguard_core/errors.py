@@ -20,7 +20,7 @@ class BudgetGuardError(Exception):
     """The root of every exception that BudgetGuard raises."""
 
 
-class BudgetExceeded(BudgetGuardError):  # noqa: N818 - the name users know from DESIGN and the contract
+class BudgetExceeded(BudgetGuardError):
     """A run was stopped and the caller asked for an exception instead of a partial result.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from budgetguard_core.budget import DIMENSIONS, Budget
 from budgetguard_core.cancellation import CancellationToken
@@ -72,7 +72,7 @@ from budgetguard_core.limits import (
 from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates, from_usd, to_usd
-from budgetguard_core.stop import StopCondition, StopReason, Trip, Violation, as_condition
+from budgetguard_core.stop import StopReason, Trip, Violation, as_condition
 from budgetguard_core.usage import Counters, TokenUsage, Usage, check_token_usage
 
 _LOG = logging.getLogger("budgetguard")
@@ -92,7 +92,11 @@ _UNMETERED = Violation(
     reason=StopReason.UNMETERED_USAGE,
     detail="a model call reported no usage and had no estimate; nothing can be charged for it",
 )
-_ANSWERS: dict[type, str] = {Admit: "admit", Refuse: "refuse", Stop: "stop"}
+_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
+    Admit: "admit",
+    Refuse: "refuse",
+    Stop: "stop",
+}
 
 
 class Mode(StrEnum):
@@ -163,7 +167,7 @@ class _Tree:
                     for sink in self.sinks:
                         try:
                             sink.emit(event)
-                        except Exception as error:  # noqa: BLE001 - a sink never changes a run
+                        except Exception as error:
                             self.report(f"sink {type(sink).__name__}", error)
             finally:
                 self.delivering = False
@@ -272,7 +276,9 @@ class Guard:
         self.run_id = run_id or uuid.uuid4().hex
         self.parent = parent
         self.outcome: Outcome | None = None
-        self.cancellation = CancellationToken(None if parent is None else parent.cancellation)
+        self.cancellation: CancellationToken = CancellationToken(
+            None if parent is None else parent.cancellation
+        )
         self._tree = tree
         self._on_warning = on_warning
         above = () if parent is None else parent._chain
@@ -820,7 +826,7 @@ class Guard:
         for sink in self._tree.sinks:
             try:
                 sink.flush()
-            except Exception as error:  # noqa: BLE001 - a sink never changes a run
+            except Exception as error:
                 self._tree.report(f"sink {type(sink).__name__}", error)
 
     def report(self, what: str, error: Exception | None = None) -> None:
@@ -1007,7 +1013,7 @@ class Guard:
         Raises:
             CheckpointError: The log does not begin with its run's start, or does not fit together.
         """
-        from budgetguard_core.replay import replay  # noqa: PLC0415 - replay is built on Guard
+        from budgetguard_core.replay import replay
 
         guard, seq = replay(events, budget=budget, price_book=price_book, clock=clock)
         guard._tree.seq = seq
@@ -1484,7 +1490,7 @@ class Guard:
                     reason = condition(guard)
                     if reason is not None and guard._trip is None:
                         guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
-                except Exception as error:  # noqa: BLE001 - reported, never breaks the run
+                except Exception as error:
                     self._tree.report("stop_when", error)
 
     def _finish(self, warnings: Sequence[_Warning]) -> None:
@@ -1494,7 +1500,7 @@ class Guard:
             if guard._on_warning is not None:
                 try:
                     guard._on_warning(guard, event)
-                except Exception as error:  # noqa: BLE001 - reported, never breaks the run
+                except Exception as error:
                     self._tree.report("on_warning", error)
 
 

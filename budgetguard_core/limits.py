@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
+from decimal import Decimal
 from fnmatch import fnmatchcase
 
 from budgetguard_core.budget import Budget
@@ -162,8 +163,8 @@ def model_call_violations(
         StopReason.MAX_COST_USD not in held
         and counters.cost + counters.reserved_cost + cost > caps.cost
     ):
-        projected = to_usd(counters.reserved_cost + cost)
-        found.append(_projected(StopReason.MAX_COST_USD, counters, caps, elapsed_ns, projected))
+        dollars = to_usd(counters.reserved_cost + cost)
+        found.append(_projected(StopReason.MAX_COST_USD, counters, caps, elapsed_ns, dollars))
     if (
         StopReason.MAX_TOTAL_TOKENS not in held
         and counters.tokens + counters.reserved_tokens + tokens > caps.tokens
@@ -224,7 +225,7 @@ def _projected(
     )
 
 
-def _used(reason: StopReason, counters: Counters, elapsed_ns: int) -> object:
+def _used(reason: StopReason, counters: Counters, elapsed_ns: int) -> float | Decimal:
     if reason is StopReason.MAX_SECONDS:
         return elapsed_ns / 1_000_000_000
     if reason is StopReason.MAX_COST_USD:

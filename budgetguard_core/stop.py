@@ -135,26 +135,28 @@ class _Callable(StopCondition):
         return getattr(self._function, "__name__", "the condition holds")
 
 
-class tool_called(StopCondition):  # noqa: N801 - reads as a predicate
+class tool_called(StopCondition):
     """Hold once a tool was started whose name matches `pattern` (as in a shell: `submit_*`)."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
 
     def __call__(self, guard: Guard) -> str | None:
+        """Return which tool was called, or None."""
         for name in guard.tool_counts:
             if fnmatchcase(name, self._pattern):
                 return f"tool {self._pattern!r} was called"
         return None
 
 
-class after_iterations(StopCondition):  # noqa: N801 - reads as a predicate
+class after_iterations(StopCondition):
     """Hold once `count` iterations have started. For composing; `max_iterations` is the cap."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
     def __call__(self, guard: Guard) -> str | None:
+        """Return how many iterations have started, or None."""
         if guard.usage.iterations < self._count:
             return None
         return f"{self._count} iterations have started"

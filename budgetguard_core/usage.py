@@ -50,7 +50,7 @@ def check_token_usage(usage: TokenUsage) -> None:
         whole = False
     if (
         whole
-        and 0 <= read
+        and read >= 0
         and 0 <= write_1h <= write
         and read + write <= inputs
         and 0 <= reasoning <= outputs

@@ -1,0 +1,231 @@
+"""The envelope: what it refuses, with which sentence, and that a copy is as strict."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from budgetguard_core import Budget, ConfigurationError, LoopDetection
+from budgetguard_core.budget import DIMENSIONS
+
+NAN, INF = float("nan"), float("inf")
+WHOLE = (
+    "max_iterations",
+    "max_model_calls",
+    "max_tool_calls",
+    "max_total_tokens",
+    "max_output_tokens_per_call",
+)
+FIELDS = ", ".join(Budget.model_fields)
+
+
+def refused(field, value):
+    with pytest.raises(ConfigurationError) as caught:
+        Budget(**{field: value})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("field", WHOLE)
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (0, "must be >= 1, got 0. Use None for no cap."),
+        (-1, "must be >= 1, got -1. Use None for no cap."),
+        (True, "must be a whole number >= 1, got True. Use None for no cap."),
+        (False, "must be a whole number >= 1, got False. Use None for no cap."),
+        ("5", "must be a whole number >= 1, got '5'. Use None for no cap."),
+        (2.5, "must be a whole number >= 1, got 2.5. Use None for no cap."),
+        (2.0, "must be a whole number >= 1, got 2.0. Use None for no cap."),
+        (NAN, "must be a whole number >= 1, got nan. Use None for no cap."),
+        (INF, "must be a whole number >= 1, got inf. Use None for no cap."),
+        (Decimal(3), "must be a whole number >= 1, got Decimal('3'). Use None for no cap."),
+    ],
+)
+def test_a_count_is_a_whole_number_from_1(field, value, sentence):
+    assert refused(field, value) == f"{field} {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (0, "must be > 0 and <= 1000000000000, got 0. Use None for no cap."),
+        (-0.5, "must be > 0 and <= 1000000000000, got -0.5. Use None for no cap."),
+        (NAN, "must be > 0 and <= 1000000000000, got nan. Use None for no cap."),
+        (INF, "must be > 0 and <= 1000000000000, got inf. Use None for no cap."),
+        (1e300, "must be > 0 and <= 1000000000000, got 1e+300. Use None for no cap."),
+        (True, "must be a number of seconds > 0, got True. Use None for no cap."),
+        ("5", "must be a number of seconds > 0, got '5'. Use None for no cap."),
+        (Decimal(5), "must be a number of seconds > 0, got Decimal('5'). Use None for no cap."),
+    ],
+)
+def test_seconds_are_finite_and_positive(value, sentence):
+    assert refused("max_seconds", value) == f"max_seconds {sentence}"
+
+
+def test_a_number_too_long_for_a_float_is_one_sentence_too():
+    sentence = refused("max_seconds", 10**400)
+    assert sentence.startswith("max_seconds must be > 0 and <= 1000000000000, got 1000")
+    assert len(sentence) < 200
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (0, "must be finite and > 0, got 0. Use None for no cap."),
+        (-1, "must be finite and > 0, got -1. Use None for no cap."),
+        (NAN, "must be finite and > 0, got nan. Use None for no cap."),
+        (INF, "must be finite and > 0, got inf. Use None for no cap."),
+        (Decimal("NaN"), "must be finite and > 0, got NaN. Use None for no cap."),
+        (Decimal("-Infinity"), "must be finite and > 0, got -Infinity. Use None for no cap."),
+        (
+            True,
+            "must be an amount of US dollars > 0 (Decimal, int or float), got True. "
+            "Use None for no cap.",
+        ),
+        (
+            "5",
+            "must be an amount of US dollars > 0 (Decimal, int or float), got '5'. "
+            "Use None for no cap.",
+        ),
+    ],
+)
+def test_dollars_are_finite_and_positive(value, sentence):
+    assert refused("max_cost_usd", value) == f"max_cost_usd {sentence}"
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.1, NAN, INF, True, "0.8", None])
+def test_warn_at_is_a_share(value):
+    assert refused("warn_at", value) == (
+        f"warn_at must be a share between 0 and 1, got {value!r}. Use 0.8 for 80 %."
+    )
+
+
+def test_an_unknown_field_is_answered_with_the_known_ones():
+    assert refused("max_itertions", 3) == (
+        f"max_itertions is not a field of Budget, got 3. Use one of: {FIELDS}."
+    )
+
+
+def test_every_problem_has_its_sentence():
+    with pytest.raises(ConfigurationError) as caught:
+        Budget(max_iterations=0, max_seconds="x")
+    assert str(caught.value).splitlines() == [
+        "max_iterations must be >= 1, got 0. Use None for no cap.",
+        "max_seconds must be a number of seconds > 0, got 'x'. Use None for no cap.",
+    ]
+
+
+def test_a_long_value_is_cut():
+    assert len(refused("max_iterations", "9" * 10_000)) < 200
+
+
+@pytest.mark.parametrize(
+    ("quotas", "sentence"),
+    [
+        (["a"], "must map tool names to whole numbers, got ['a']."),
+        ({"": 1}, "must have tool names as keys, got ''."),
+        ({5: 1}, "must have tool names as keys, got 5."),
+        (
+            {"a": 0},
+            "must be whole numbers >= 1, got 0 for 'a'. Leave the tool out for no quota.",
+        ),
+        (
+            {"a": True},
+            "must be whole numbers >= 1, got True for 'a'. Leave the tool out for no quota.",
+        ),
+        (
+            {"a": "5"},
+            "must be whole numbers >= 1, got '5' for 'a'. Leave the tool out for no quota.",
+        ),
+    ],
+)
+def test_quotas_map_names_to_counts(quotas, sentence):
+    assert refused("tool_quotas", quotas) == f"tool_quotas {sentence}"
+
+
+def test_what_pydantic_finds_names_the_field_and_the_value():
+    assert refused("tool_classes", {"a": 5}).startswith("tool_classes.a ")
+    assert refused("tool_classes", {"a": 5}).endswith(", got 5.")
+    assert refused("on_unpriced", "ignore").endswith(", got 'ignore'.")
+    assert refused("stop_when", [5]).startswith("stop_when.0 ")
+    assert "nudge_after" in refused("loop_detection", {"nudge_after": 0})
+
+
+def test_nothing_is_capped_unless_asked_for():
+    budget = Budget()
+    assert budget.caps() == {}
+    assert budget.uncapped() == DIMENSIONS
+    assert budget.loop_detection == LoopDetection()
+
+
+def test_the_caps_that_are_set_and_those_that_are_not():
+    budget = Budget(max_iterations=3, max_cost_usd=0.3)
+    assert budget.caps() == {"max_iterations": 3, "max_cost_usd": Decimal("0.3")}
+    assert budget.uncapped() == (
+        "max_model_calls",
+        "max_tool_calls",
+        "max_total_tokens",
+        "max_seconds",
+    )
+
+
+def test_a_float_means_the_dollars_it_shows():
+    assert Budget(max_cost_usd=0.1).max_cost_usd == Decimal("0.1")
+    assert Budget(max_cost_usd=2).max_cost_usd == Decimal(2)
+    assert type(Budget(max_seconds=2).max_seconds) is float
+
+
+def test_a_budget_cannot_be_changed():
+    budget = Budget(max_iterations=3)
+    with pytest.raises(ValueError, match="frozen"):
+        budget.max_iterations = 4
+
+
+def test_the_callers_quotas_are_copied():
+    quotas = {"a": 1}
+    budget = Budget(tool_quotas=quotas)
+    quotas["a"] = 100
+    assert budget.tool_quotas == {"a": 1}
+
+
+def test_a_copy_is_validated():
+    budget = Budget(max_iterations=3, tool_quotas={"a": 1}, stop_when=[bool])
+    copy = budget.model_copy(update={"max_iterations": 4})
+    assert (copy.max_iterations, copy.tool_quotas, copy.stop_when) == (4, {"a": 1}, (bool,))
+    assert budget.max_iterations == 3
+    assert budget.model_copy() == budget == budget.model_copy(deep=True)
+    with pytest.raises(ConfigurationError, match="max_iterations must be >= 1, got 0"):
+        budget.model_copy(update={"max_iterations": 0})
+    with pytest.raises(ConfigurationError, match="nonsense is not a field"):
+        budget.model_copy(update={"nonsense": 1})
+
+
+counts = st.none() | st.integers(1, 10**9)
+budgets = st.builds(
+    Budget,
+    max_iterations=counts,
+    max_model_calls=counts,
+    max_tool_calls=counts,
+    max_total_tokens=counts,
+    max_seconds=st.none() | st.floats(1e-9, 1e9),
+    max_cost_usd=st.none() | st.decimals(Decimal("0.000001"), 10**6, places=6),
+    tool_quotas=st.dictionaries(st.text(min_size=1), st.integers(1, 99), max_size=3),
+    tool_classes=st.dictionaries(st.text(), st.text(), max_size=3),
+    max_output_tokens_per_call=counts,
+    warn_at=st.floats(0.01, 0.99),
+    on_unpriced=st.sampled_from(["stop", "count_zero"]),
+    loop_detection=st.none() | st.just(LoopDetection(exempt=["poll_*"])),
+)
+
+
+@given(budgets)
+@settings(derandomize=True, max_examples=100, deadline=None, database=None)
+def test_plain_data_and_back(budget):
+    assert Budget.from_json(budget.to_json()) == budget
+
+
+def test_conditions_are_code_and_stay_out_of_the_data():
+    assert "stop_when" not in Budget(stop_when=[bool]).to_json()

@@ -1,0 +1,105 @@
+"""Requests and answers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from budgetguard_core import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Admit,
+    Budget,
+    Guard,
+    ModelCall,
+    Mode,
+    Nudge,
+    Refuse,
+    Stop,
+    StopReason,
+    ToolCall,
+    Trip,
+)
+from budgetguard_core.testing import ManualClock
+
+
+def ticket(run_id="r", **call):
+    return Guard(run_id=run_id, clock=ManualClock()).admit_tool_call(ToolCall(name="a", **call))
+
+
+def test_requests_take_keywords_only():
+    assert all(field.kw_only for kind in (ModelCall, ToolCall) for field in fields(kind))
+    with pytest.raises(TypeError):
+        ToolCall("a")
+
+
+def test_answers_cannot_be_changed():
+    refuse = Refuse(StopReason.TOOL_QUOTA, "detail")
+    stop = Stop(Trip(reason="aborted", violations=(), run_id="r"))
+    for answer in (refuse, stop):
+        with pytest.raises(AttributeError):
+            answer.message = "x"
+    assert refuse.message == NOT_AVAILABLE
+    assert stop.message == NOT_EXECUTED
+    assert issubclass(Nudge, Admit)
+
+
+@pytest.mark.parametrize("text", [NOT_AVAILABLE, NOT_EXECUTED, OUTCOME_UNKNOWN])
+def test_what_the_model_sees_does_not_speak_of_the_budget(text):
+    words = text.lower()
+    assert not any(word in words for word in ("budget", "cap", "limit", "quota", "cost", "token"))
+    assert not any(letter.isdigit() for letter in words)
+
+
+def test_the_idempotency_key_is_the_calls_own():
+    assert ticket(id="x").idempotency_key == ticket(id="x").idempotency_key
+    keys = {
+        ticket(id="x").idempotency_key,
+        ticket(id="y").idempotency_key,
+        ticket(id="x", run_id="other").idempotency_key,
+        ticket(id="1").idempotency_key,
+        ticket().idempotency_key,
+        ticket(run_id="r\0", id="x").idempotency_key,
+        ticket(id="\0x").idempotency_key,
+    }
+    assert len(keys) == 7
+    assert all(len(key) == 32 for key in keys)
+
+
+def test_a_key_can_be_made_of_any_id():
+    assert len(ticket(id="\ud800").idempotency_key) == 32
+
+
+def test_calls_without_an_id_are_told_apart_by_their_number():
+    guard = Guard(clock=ManualClock())
+    first, second = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="a")])
+    assert first.idempotency_key != second.idempotency_key
+
+
+def test_the_key_survives_a_restart():
+    guard = Guard(clock=ManualClock())
+    before = guard.admit_tool_call(ToolCall(name="send", id="c1")).idempotency_key
+    (after,) = Guard.restore(guard.snapshot(), Budget()).open_tool_calls()
+    assert after.idempotency_key == before
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("cap", "own", "answer"), [(None, None, None), (10, None, 10), (None, 3, 3), (10, 3, 3), (3, 10, 3)]
+)
+def test_seconds_are_the_lesser_of_the_own_limit_and_the_time_left(mode, cap, own, answer):
+    guard = Guard(Budget(max_seconds=cap), mode=mode, clock=ManualClock())
+    admitted = guard.admit_model_call(ModelCall(seconds=own))
+    assert admitted.seconds == (answer if mode is Mode.ENFORCE else own)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("cap", "own", "answer"), [(None, None, None), (10, None, 10), (None, 3, 3), (10, 3, 3), (3, 10, 3)]
+)
+def test_output_tokens_are_the_lesser_of_the_own_bound_and_the_caps(mode, cap, own, answer):
+    guard = Guard(Budget(max_output_tokens_per_call=cap), mode=mode, clock=ManualClock())
+    admitted = guard.admit_model_call(ModelCall(max_output_tokens=own))
+    assert admitted.max_output_tokens == (answer if mode is Mode.ENFORCE else own)

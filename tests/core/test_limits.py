@@ -1,0 +1,183 @@
+"""The built-in predicates: the fast answer is the long answer, at and around every cap."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from budgetguard_core import Budget, StopReason
+from budgetguard_core.limits import (
+    Caps,
+    Marks,
+    due_warnings,
+    in_order,
+    model_call_fits,
+    model_call_violations,
+    tool_call_violations,
+    tool_calls_fit,
+)
+from budgetguard_core.stop import PRECEDENCE
+from budgetguard_core.usage import Counters
+
+FEMTO = 10**15
+fixed = settings(derandomize=True, deadline=None, max_examples=300, database=None)
+near = st.integers(0, 6)
+cap = st.none() | st.integers(1, 5)
+capped = st.builds(
+    Budget,
+    max_iterations=cap,
+    max_model_calls=cap,
+    max_tool_calls=cap,
+    max_total_tokens=cap,
+    max_seconds=cap,
+    max_cost_usd=cap,
+)
+counted = st.builds(
+    lambda cost, reserved, **rest: Counters(
+        cost=cost * FEMTO, reserved_cost=reserved * FEMTO, **rest
+    ),
+    cost=near,
+    reserved=near,
+    iterations=near,
+    model_calls=near,
+    tool_calls=near,
+    tokens=near,
+    reserved_tokens=near,
+)
+elapsed = near.map(lambda seconds: seconds * 10**9)
+
+
+@given(capped, counted, elapsed, st.booleans(), near, near)
+@fixed
+def test_a_model_call_fits_exactly_when_nothing_holds_against_it(
+    budget, counters, ns, retry, tokens, dollars
+):
+    caps = Caps(budget)
+    found = model_call_violations(counters, caps, ns, retry, tokens, dollars * FEMTO)
+    assert model_call_fits(counters, caps, ns, retry, tokens, dollars * FEMTO) is not bool(found)
+    assert found == in_order(found)
+    assert len({violation.reason for violation in found}) == len(found)
+
+    def passed(used, cap, more=0):
+        return cap is not None and (used >= cap or used + more > cap)
+
+    expected = {
+        "max_iterations": not retry and passed(counters.iterations, budget.max_iterations),
+        "max_model_calls": passed(counters.model_calls, budget.max_model_calls),
+        "max_seconds": passed(ns / 10**9, budget.max_seconds),
+        "max_cost_usd": passed(
+            Decimal(counters.cost) / FEMTO,
+            budget.max_cost_usd,
+            Decimal(counters.reserved_cost) / FEMTO + dollars,
+        ),
+        "max_total_tokens": passed(
+            counters.tokens, budget.max_total_tokens, counters.reserved_tokens + tokens
+        ),
+        "max_tool_calls": budget.max_tool_calls is not None
+        and counters.tool_calls > budget.max_tool_calls,
+    }
+    assert {str(v.reason) for v in found} == {name for name, held in expected.items() if held}
+    for violation in found:
+        assert violation.limit == getattr(budget, violation.reason)
+        assert violation.detail.startswith(f"{violation.reason}={violation.limit} ")
+
+
+@given(capped, counted, elapsed)
+@fixed
+def test_a_tool_call_fits_exactly_when_nothing_holds_against_it(budget, counters, ns):
+    caps = Caps(budget)
+    found = tool_call_violations(counters, caps, ns)
+    assert tool_calls_fit(counters, caps, ns) is not bool(found)
+    reasons = {str(violation.reason) for violation in found}
+    assert reasons <= {"max_seconds", "max_cost_usd", "max_total_tokens"}
+
+
+@given(
+    capped,
+    counted,
+    elapsed,
+    st.sets(st.sampled_from([f"max_{name}" for name in ("iterations", "total_tokens", "seconds")])),
+)
+@fixed
+def test_below_every_mark_nothing_holds_and_no_warning_is_due(budget, counters, ns, warned):
+    caps = Caps(budget)
+    marks = Marks(caps, warned)
+    below = (
+        counters.iterations < marks.iterations
+        and counters.model_calls < marks.model_calls
+        and counters.tool_calls < marks.tool_calls
+        and counters.tokens < marks.tokens
+        and counters.cost < marks.cost
+        and ns < marks.nanoseconds
+    )
+    if below:
+        assert due_warnings(counters, caps, warned, ns) == []
+        assert tool_calls_fit(counters, caps, ns)
+        assert counters.iterations < caps.iterations
+        assert counters.model_calls < caps.model_calls
+
+
+def test_a_warning_is_due_from_its_share_on_and_only_once():
+    caps = Caps(Budget(max_iterations=10, max_cost_usd=1, max_seconds=10))
+    assert due_warnings(Counters(iterations=7, cost=FEMTO * 79 // 100), caps, (), 7 * 10**9) == []
+    due = due_warnings(Counters(iterations=8, cost=FEMTO * 80 // 100), caps, (), 8 * 10**9)
+    assert [(str(v.reason), v.limit, v.used) for v in due] == [
+        ("max_iterations", 10, 8),
+        ("max_seconds", 10.0, 8.0),
+        ("max_cost_usd", Decimal(1), Decimal("0.8")),
+    ]
+    counters = Counters(iterations=9)
+    assert due_warnings(counters, caps, {"max_iterations": None}, 0) == []
+
+
+@pytest.mark.parametrize("limit", [5, 10, 25, 100, 1000, 10**6])
+def test_eighty_per_cent_are_not_missed_by_rounding(limit):
+    assert Marks(Caps(Budget(max_iterations=limit)), ()).iterations == limit * 4 // 5
+
+
+def test_no_cap_is_infinity():
+    caps = Caps(Budget())
+    marks = Marks(caps, ())
+    for name in Marks.__slots__:
+        assert getattr(caps, name) == getattr(marks, name) == math.inf
+    assert caps.refuses_unpriced is False
+    assert Caps(Budget(max_cost_usd=1)).refuses_unpriced is True
+    assert Caps(Budget(max_cost_usd=1, on_unpriced="count_zero")).refuses_unpriced is False
+
+
+def test_seconds_and_dollars_become_whole_numbers():
+    caps = Caps(Budget(max_seconds=1.5, max_cost_usd=Decimal("0.30")))
+    assert (caps.nanoseconds, caps.cost) == (1_500_000_000, 3 * 10**14)
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns"),
+    [
+        ("search_web", {"search_*", "*", "search_web"}),
+        ("Search_Web", {"*"}),
+        ("delete_file", {"mutating/*", "*"}),
+        ("delete_all", {"mutating/*", "mutating/delete_all", "*"}),
+        ("mutating/x", {"mutating/*", "*"}),
+        ("", {"*"}),
+        ("../mutating/x", {"*"}),
+    ],
+)
+def test_quotas_are_found_by_name_pattern_and_class(name, patterns):
+    caps = Caps(
+        Budget(
+            tool_quotas=dict.fromkeys(
+                ["search_web", "search_*", "mutating/*", "mutating/delete_all", "*"], 1
+            ),
+            tool_classes={"delete_*": "mutating", "delete_all": "harmless"},
+        )
+    )
+    assert {quota.pattern for quota in caps.quotas_of(name)} == patterns
+    assert caps.quotas_of(name) == caps.quotas_of(name)  # the same quotas, not copies of them
+
+
+def test_every_reason_has_its_place():
+    assert set(PRECEDENCE) == set(StopReason)

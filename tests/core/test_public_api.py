@@ -1,0 +1,68 @@
+"""The names that users build on. Adding one is a decision; removing one is a break."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, is_dataclass
+
+import pydantic
+import pytest
+
+import budgetguard_core
+
+NAMES = """
+    AdapterError Admit Budget BudgetExceeded BudgetGuardError CancellationToken CheckpointError
+    CheckpointStore Clock ConfigurationError Event Guard JsonLinesSink LoggingSink LoopDetection
+    MemoryStore Mode ModelCall ModelDecision NOT_AVAILABLE NOT_EXECUTED Nudge OUTCOME_UNKNOWN
+    Outcome Price PriceBook Refuse Sink Snapshot SqliteStore Stop StopCondition StopReason
+    SystemClock TokenUsage ToolCall ToolCallRecord ToolDecision Trip Usage Violation
+    after_iterations end_run estimate_tokens fingerprint read_events synthetic_metadata
+    synthetic_text tool_called
+""".split()
+
+
+def test_the_names_are_pinned():
+    assert sorted(budgetguard_core.__all__) == NAMES
+    assert len(set(budgetguard_core.__all__)) == len(budgetguard_core.__all__)
+
+
+@pytest.mark.parametrize("name", ["ModelCall", "ToolCall"])
+def test_requests_are_keyword_only(name):
+    kind = getattr(budgetguard_core, name)
+    assert is_dataclass(kind)
+    assert all(field.kw_only for field in fields(kind))
+
+
+@pytest.mark.parametrize(
+    "name", ["Budget", "LoopDetection", "Outcome", "Snapshot", "Trip", "Usage", "Violation"]
+)
+def test_records_are_frozen_and_refuse_what_they_do_not_know(name):
+    kind = getattr(budgetguard_core, name)
+    assert issubclass(kind, pydantic.BaseModel)
+    assert kind.model_config["frozen"] is True
+    assert kind.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize(
+    ("function", "positional"),
+    [
+        (budgetguard_core.Guard, ["budget"]),
+        (budgetguard_core.Guard.child, ["self", "budget"]),
+        (budgetguard_core.Guard.restore, ["snapshot", "budget"]),
+        (budgetguard_core.Guard.replay, ["events"]),
+        (budgetguard_core.Guard.settle_model_call, ["self", "ticket", "usage"]),
+        (budgetguard_core.Guard.settle_tool_call, ["self", "ticket", "result"]),
+        (budgetguard_core.end_run, ["guard"]),
+    ],
+)
+def test_options_are_keyword_only(function, positional):
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    assert [one.name for one in parameters if one.kind in kinds] == positional
+
+
+def test_every_public_name_says_what_it_is():
+    for name in budgetguard_core.__all__:
+        thing = getattr(budgetguard_core, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), name

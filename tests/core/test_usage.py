@@ -1,0 +1,110 @@
+"""Tokens of one call, and the sums of a run."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from budgetguard_core import ConfigurationError, TokenUsage, Usage, estimate_tokens
+from budgetguard_core.usage import Counters, check_token_usage
+
+
+def test_no_bucket_is_counted_twice():
+    usage = TokenUsage(100, 50, cache_read_tokens=60, cache_write_tokens=40, reasoning_tokens=50)
+    assert usage.total_tokens == 150
+    check_token_usage(usage)
+    check_token_usage(TokenUsage(1, 1, 0, 1, 1, 1))
+    check_token_usage(TokenUsage())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "input_tokens",
+        "output_tokens",
+        "cache_read_tokens",
+        "cache_write_tokens",
+        "cache_write_1h_tokens",
+        "reasoning_tokens",
+    ],
+)
+@pytest.mark.parametrize("value", [-1, 1.0, "5", None, Decimal(1), float("nan")])
+def test_a_count_is_a_whole_number(field, value):
+    usage = TokenUsage(1000, 1000, 100, 100, 0, 0)._replace(**{field: value})
+    with pytest.raises(ConfigurationError) as caught:
+        check_token_usage(usage)
+    assert str(caught.value) == (
+        f"{field} must be a whole number >= 0, got {value!r}. "
+        "Pass usage=None when the provider reported nothing."
+    )
+
+
+@pytest.mark.parametrize(
+    ("usage", "sentence"),
+    [
+        (
+            TokenUsage(99, 0, cache_read_tokens=60, cache_write_tokens=40),
+            "input_tokens must include cache reads and writes, got input_tokens=99, "
+            "cache_read_tokens=60, cache_write_tokens=40. Add the cache buckets to input_tokens.",
+        ),
+        (
+            TokenUsage(99, 0, cache_write_tokens=40, cache_write_1h_tokens=41),
+            "cache_write_tokens must include cache_write_1h_tokens, got 40 < 41. "
+            "Add the one-hour writes.",
+        ),
+        (
+            TokenUsage(0, 9, reasoning_tokens=10),
+            "output_tokens must include reasoning_tokens, got 9 < 10. "
+            "Add reasoning to output_tokens.",
+        ),
+    ],
+)
+def test_no_part_is_above_its_whole(usage, sentence):
+    with pytest.raises(ConfigurationError) as caught:
+        check_token_usage(usage)
+    assert str(caught.value) == sentence
+
+
+small = st.integers(-2, 6)
+
+
+@given(st.builds(TokenUsage, small, small, small, small, small, small))
+def test_the_check_is_the_rule(usage):
+    inputs, outputs, read, write, hour, reasoning, _ = usage
+    sound = (
+        min(usage[:-1]) >= 0
+        and read + write <= inputs
+        and hour <= write
+        and reasoning <= outputs
+    )
+    if sound:
+        check_token_usage(usage)
+    else:
+        with pytest.raises(ConfigurationError):
+            check_token_usage(usage)
+
+
+@given(st.text())
+def test_an_estimate_is_never_zero_and_errs_upwards(text):
+    assert estimate_tokens(text) >= 1
+    assert estimate_tokens(text) >= len(text.encode()) / 3
+
+
+def test_half_a_surrogate_pair_can_be_estimated():
+    assert estimate_tokens("\ud800" * 30) >= 1
+
+
+def test_counters_begin_at_zero():
+    counters = Counters()
+    assert set(counters.to_dict().values()) == {0}
+    assert Counters(**counters.to_dict() | {"tokens": 7}).tokens == 7
+
+
+def test_two_legs_add_up():
+    leg = Usage(iterations=1, total_tokens=5, cost_usd=Decimal("0.1"), seconds=1.5)
+    assert leg + leg + leg == Usage(
+        iterations=3, total_tokens=15, cost_usd=Decimal("0.3"), seconds=4.5
+    )
