@@ -75,6 +75,23 @@ def partial_work(messages: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
+def drop_overtaken(messages: list[Any], *, goes_on: bool) -> None:
+    """Take out synthetic messages that an assistant's message follows, or will follow.
+
+    A run that goes on without new user input goes on where it stopped, and no provider takes two
+    assistant messages in a row. A session manager keeps what was appended, so they come back.
+
+    Args:
+        messages: The agent's history; changed in place.
+        goes_on: The next message will be the model's.
+    """
+    for place in range(len(messages) - 1, -1, -1):
+        if is_synthetic(messages[place]):
+            after = messages[place + 1]["role"] if place + 1 < len(messages) else None
+            if after == "assistant" or (after is None and goes_on):
+                del messages[place]
+
+
 async def append(agent: Any, message: Message) -> None:
     """Add a message as the agent does: kept by its session manager, seen by every hook."""
     messages = agent.messages

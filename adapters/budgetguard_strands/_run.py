@@ -21,6 +21,8 @@ class Run:
     guard: Guard
     invocation: int = 0
     """The number of Strands' invocation; a hook that resumes the agent stays in the same one."""
+    shared: bool = False
+    """The guard was given, and nothing of it is reset."""
     parent: Run | None = None
     projects: bool = False
     """Calls are admitted with an estimate of their prompt."""
@@ -34,6 +36,8 @@ class Run:
     watched: bool = False
     """The leg is inside the watchdog; context-overflow recovery comes by a second time."""
 
+    last_tokens: int = 0
+    """Tokens of the last model call."""
     cycle: int = -1
     overflowed: bool = False
     recovered: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -67,7 +67,7 @@ DEFAULT_MAX_ITERATIONS = 25
 """The cap of a provider that is given neither a budget nor a guard."""
 
 _LOG = logging.getLogger("budgetguard.strands")
-_STATE_KEY = "budgetguard"
+_KEY = "budgetguard"
 _RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
 
 _Target = TypeVar("_Target", Agent, MultiAgentBase)
@@ -96,6 +96,9 @@ class BudgetHookProvider:
     `provider.attach(agent)`, or a swarm or graph, whose nodes then spend one budget together.
     Agents that an agent uses as tools spend its budget by themselves; an agent made inside a tool
     does when it is given the same provider.
+
+    One agent can serve runs under different budgets: a `Budget` or `Guard` in
+    `invocation_state["budgetguard"]` takes the place of the provider's own for that invocation.
 
     A stopped run ends before its next model call: `AgentResult.stop_reason` is the reason
     (`"max_iterations"`), and the last message is a synthetic one, marked in its metadata and kept
@@ -134,11 +137,8 @@ class BudgetHookProvider:
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if budget is not None and not isinstance(budget, (Budget, Guard)):
-            raise ConfigurationError(
-                f"budget must be a Budget or a Guard, got {type(budget).__name__}. "
-                "Build one with Budget(max_iterations=25)."
-            )
+        if budget is None:
+            budget = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
         if on_trip not in ("return", "raise"):
             raise ConfigurationError(
                 f"on_trip must be 'return' or 'raise', got {on_trip!r}. "
@@ -152,10 +152,8 @@ class BudgetHookProvider:
                 "mode, sinks, on_warning, price_book and clock must be left out with a Guard, which "
                 "has its own, got both. Give them to Guard(...)."
             )
+        self._own = _checked(budget)
         self._guard = budget if isinstance(budget, Guard) else None
-        self._budget = (
-            budget if isinstance(budget, Budget) else Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
-        )
         self._on_trip = on_trip
         self._store = store
         self._mode = mode
@@ -251,20 +249,27 @@ class BudgetHookProvider:
 
     # The guard of a run
 
-    def _begin(self, target: Any) -> Run:
+    def _begin(self, target: Any, invocation_state: Mapping[str, Any] | None) -> Run:
         """Make the run of an invocation that begins: of a sub-agent, or at the top."""
         parent = self._orchestrated.get(target) or self._enclosing()
         before = self._runs.get(target)
+        own = self._own
         if parent is None:
-            guard = self._guard or self._fresh(target)
-            if guard is self._guard and before is not None and before.guard is guard:
-                guard.user_turn()
+            own = _checked((invocation_state or {}).get(_KEY, own))
+            guard = own if isinstance(own, Guard) else self._fresh(target, own)
         elif parent.provider is self:
             guard = parent.guard.child()
         else:
-            guard = self._guard or parent.guard.child(self._budget)
-        run = Run(provider=self, guard=guard, parent=parent, projects=_projects(guard))
+            guard = own if isinstance(own, Guard) else parent.guard.child(own)
+        run = Run(
+            provider=self,
+            guard=guard,
+            shared=guard is own,
+            parent=parent,
+            projects=_projects(guard),
+        )
         if before is not None and before.guard is guard:
+            guard.user_turn()
             # A call that was interrupted for a person's answer goes on under its first admission.
             run.tools = before.tools
         run.note_warnings(silently=True)
@@ -277,32 +282,33 @@ class BudgetHookProvider:
                 return run
         return runs[-1] if runs else None
 
-    def _fresh(self, target: Any) -> Guard:
-        kept = target.state.get(_STATE_KEY) if isinstance(target, Agent) else None
-        if not kept or not kept.get("unfinished"):
-            return Guard(
-                self._budget,
-                mode=self._mode,
-                sinks=self._sinks,
-                on_warning=self._on_warning,
-                price_book=self._price_book,
-                clock=self._clock,
-            )
-        try:
-            return self._continued(kept)
-        except (CheckpointError, TypeError, ValueError, KeyError) as error:
-            target.state.set(_STATE_KEY, {})
-            guard = self._fresh(target)
-            guard.report(f"agent.state[{_STATE_KEY!r}]: {type(error).__name__}: {error}")
-            return guard
+    def _fresh(self, target: Any, budget: Budget) -> Guard:
+        kept: Any = target.state.get(_KEY) if isinstance(target, Agent) else None
+        problem: Exception | None = None
+        if kept and kept.get("unfinished"):
+            try:
+                return self._continued(kept, budget)
+            except (CheckpointError, KeyError, TypeError, ValueError) as error:
+                problem = error
+        guard = Guard(
+            budget,
+            mode=self._mode,
+            sinks=self._sinks,
+            on_warning=self._on_warning,
+            price_book=self._price_book,
+            clock=self._clock,
+        )
+        if problem is not None:
+            guard.report(f"agent.state[{_KEY!r}]: {type(problem).__name__}: {problem}")
+        return guard
 
-    def _continued(self, kept: Any) -> Guard:
-        """Go on after an earlier run of the same session, under this provider's own budget."""
+    def _continued(self, kept: Mapping[str, Any], budget: Budget) -> Guard:
+        """Go on after a run of the same session that was stopped, or is at a checkpoint."""
         snapshot = Snapshot.model_validate(kept["snapshot"])
         return Guard.restore(
-            # What a tool could have written into the state never becomes a bound.
+            # What a tool could have written into the state must not become a bound.
             snapshot.model_copy(update={"mode": str(Mode(self._mode))}),
-            self._budget,
+            budget,
             fresh=kept["unfinished"] != "checkpoint",
             sinks=self._sinks,
             on_warning=self._on_warning,
@@ -320,11 +326,12 @@ class BudgetHookProvider:
             run.begin_leg()
         elif run is not None and run.invocation == number:
             run.begin_leg()
-            if self._guard is None and run.trip is None:
+            if not run.shared and run.trip is None:
                 run.guard.restart_iterations()
         else:
-            run = self._runs[agent] = self._begin(agent)
+            run = self._runs[agent] = self._begin(agent, event.invocation_state)
             self._outcomes.pop(agent, None)
+            _history.drop_overtaken(agent.messages, goes_on=not event.messages)
         run.invocation = number
         if agent not in self._watching:
             # Not before the first run, so that this comes inside of the user's own middleware.
@@ -429,7 +436,8 @@ class BudgetHookProvider:
         run.cycle, run.overflowed = cycle, False
         projected = 0
         if run.projects:
-            projected = getattr(event, "projected_input_tokens", None) or 0
+            # Without Strands' own estimate: the last prompt and its answer are in the next one.
+            projected = getattr(event, "projected_input_tokens", None) or run.last_tokens
         decision = run.guard.admit_model_call(
             ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
         )
@@ -447,7 +455,7 @@ class BudgetHookProvider:
         run = self._runs[event.agent]
         if isinstance(event.exception, ContextWindowOverflowException):
             run.overflowed = True
-            if self._guard is None and not run.recovered:
+            if not run.shared and not run.recovered:
                 # As the reference does; but once a leg, because a loop that overflows again and
                 # again would never end.
                 run.recovered = True
@@ -467,6 +475,8 @@ class BudgetHookProvider:
             usage = estimated_usage(agent.messages, "".join(run.written), run.call.call.input_tokens)
         elif usage is None and error is None:
             usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
+        if usage is not None:
+            run.last_tokens = usage.total_tokens
         other = None if run.model in (None, agent.model) else model_name(run.model)
         try:
             run.guard.settle_model_call(run.call, usage, error=error, model=other)
@@ -538,7 +548,7 @@ class BudgetHookProvider:
             run.dog.close()
         self._settle(run, agent, "the run was left")
         reason = None if event.result is None else event.result.stop_reason
-        if self._guard is None and str(reason).startswith("limit_"):
+        if str(reason).startswith("limit_"):
             run.guard.hold(
                 Violation(
                     reason=StopReason.FRAMEWORK_LIMIT,
@@ -549,7 +559,7 @@ class BudgetHookProvider:
         if run.parent is None:
             unfinished = "checkpoint" if reason == "checkpoint" else run.trip and "stopped"
             agent.state.set(
-                _STATE_KEY,
+                _KEY,
                 {"unfinished": unfinished, "snapshot": run.guard.snapshot().model_dump(mode="json")},
             )
 
@@ -598,7 +608,7 @@ class BudgetHookProvider:
                 resume=None if run.trip is None else _RESUME,
             )
 
-        if run.trip is None and not self._sinks and self._guard is None:
+        if run.trip is None and not self._sinks and not run.shared:
             return end()
         # A sink or a store may wait for the disk.
         return await asyncio.to_thread(end)
@@ -608,7 +618,7 @@ class BudgetHookProvider:
     def _before_orchestration(self, event: BeforeMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         self._install_orchestrator(source)
-        self._runs[source] = self._begin(source)
+        self._runs[source] = self._begin(source, event.invocation_state)
         self._outcomes.pop(source, None)
 
     def _before_node(self, event: BeforeNodeCallEvent) -> None:
@@ -658,6 +668,15 @@ def _kind(tool: Any, name: str, run: Run) -> Literal["function", "handoff", "out
     if name == "handoff_to_agent" and run.parent is not None and run.parent.tools:
         return "handoff"
     return "function"
+
+
+def _checked(budget: object) -> Budget | Guard:
+    if isinstance(budget, (Budget, Guard)):
+        return budget
+    raise ConfigurationError(
+        f"budget must be a Budget or a Guard, got {type(budget).__name__}. "
+        "Build one with Budget(max_iterations=25)."
+    )
 
 
 def _projects(guard: Guard) -> bool:
