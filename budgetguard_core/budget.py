@@ -135,12 +135,13 @@ class Budget(BaseModel):
 
     @field_validator("tool_quotas", mode="before")
     @classmethod
-    def _check_quotas(cls, value: object) -> object:
+    def _check_quotas(cls, value: Any) -> dict[str, int]:
         if not isinstance(value, Mapping):
             raise ValueError(  # noqa: TRY004 - pydantic turns only these into its report
                 f"must map tool names to whole numbers, got {_show(value)}."
             )
-        for pattern, quota in value.items():
+        quotas: dict[Any, Any] = dict(value)
+        for pattern, quota in quotas.items():
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"must have tool names as keys, got {_show(pattern)}.")
             if type(quota) is not int or quota < 1:
@@ -148,7 +149,7 @@ class Budget(BaseModel):
                     f"must be whole numbers >= 1, got {_show(quota)} for {pattern!r}. "
                     "Leave the tool out for no quota."
                 )
-        return dict(value)
+        return quotas
 
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""

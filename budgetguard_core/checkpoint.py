@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -46,9 +46,11 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
+        fields: dict[Any, Any] = value
+        return {_encodable(key): _encodable(item) for key, item in fields.items()}
     if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value]
+        items: list[Any] | tuple[Any, ...] = value
+        return [_encodable(item) for item in items]
     return value
 
 
@@ -294,7 +296,7 @@ class SqliteStore:
                 self._connection = None
 
     @contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
+    def _connected(self) -> Generator[sqlite3.Connection]:
         with self._lock:
             try:
                 # A connection must not cross a fork: each process opens its own.

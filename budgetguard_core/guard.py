@@ -536,9 +536,10 @@ class Guard:
         if model is not None and model != ticket.call.model:
             # The provider's name may be a deployment's that no price is known for.
             rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
+        cost: int | None = None
         if cost_usd is not None:
             try:
-                cost: int | None = _amount(cost_usd)
+                cost = _amount(cost_usd)
             except ConfigurationError as wrong:
                 cost_usd, problem = None, problem or wrong
         if cost_usd is None:

@@ -1,0 +1,303 @@
+"""Recorded runs under a candidate budget: what it would have stopped, and what that saves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from budgetguard_cli.lines import Line, Problem
+from budgetguard_cli.trajectories import Trajectory
+from budgetguard_core import Budget, BudgetGuardError, Event, ModelCall, PriceBook, Trip, Usage
+from budgetguard_core.events import (
+    GuardReset,
+    ModelCallRefused,
+    RunEnded,
+    RunRestored,
+    RunStarted,
+    ToolCallsRequested,
+)
+from budgetguard_core.replay import Replay
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+# One line is one document; its only line is not the file's.
+_PLACE_IN_JSON = re.compile(r"at line \d+ column (\d+)")
+_OPEN_RUNS = 1024
+_UNBOUNDED = Budget(loop_detection=None)
+# What a forged or damaged record can raise on its way through the engine.
+_DAMAGE = (BudgetGuardError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """What a run did, or did not have to do."""
+
+    model_calls: int = 0
+    tool_calls: int = 0
+    tokens: int = 0
+    """Prompt plus completion."""
+    cost_usd: Decimal = Decimal(0)
+    """US dollars of the calls whose cost was recorded or whose model has a known price."""
+    estimated_calls: int = 0
+    """Model calls without recorded usage: their tokens and dollars are estimates."""
+    unpriced_calls: int = 0
+    """Model calls of unknown price: they are not in `cost_usd`."""
+
+    @classmethod
+    def of(cls, usage: Usage) -> Self:
+        """Take what is compared out of a guard's usage."""
+        return cls(
+            model_calls=usage.model_calls,
+            tool_calls=usage.tool_calls,
+            tokens=usage.total_tokens,
+            cost_usd=usage.cost_usd,
+            estimated_calls=usage.estimated_calls,
+            unpriced_calls=usage.unpriced_calls,
+        )
+
+    def __add__(self, other: Amounts) -> Amounts:
+        return Amounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in _FIELDS})
+
+    def __sub__(self, other: Amounts) -> Amounts:
+        return Amounts(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in _FIELDS})
+
+    def at_least(self, other: Amounts) -> Amounts:
+        """Take the greater of each field."""
+        return Amounts(
+            **{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in _FIELDS}
+        )
+
+
+_FIELDS = fields(Amounts)
+_NOTHING = Amounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One recorded run, and what the candidate budget would have made of it."""
+
+    line: int
+    """Where the run was found: a trajectory's line, or the line of a log that starts it."""
+    run_id: str
+    succeeded: bool | None
+    """Whether the run ended well as recorded; None when the recording does not say."""
+    runaway: bool
+    """Whether the recording itself ended at a cap."""
+    timed: bool
+    """Whether the recording has times, so that `max_seconds` can be judged."""
+    trip: Trip | None
+    """Why the candidate would have stopped it."""
+    recorded: Amounts
+    saved: Amounts
+    unreported_calls: int
+    """Model calls that never reported back; what they used is in no figure."""
+
+
+def verdicts(
+    lines: Iterator[Line | Problem], budget: Budget, prices: PriceBook
+) -> Iterator[Verdict | Problem]:
+    """Judge every run of a file: trajectories, one a line, or BudgetGuard's own event log.
+
+    The first line that can be read tells which of the two it is.
+    """
+    for line in lines:
+        if isinstance(line, Problem):
+            yield line
+            continue
+        first = _first_object(line)
+        if isinstance(first, Problem):
+            yield first
+            continue
+        again = _put_back(line, lines)
+        if "event" in first:
+            yield from _Log(budget, prices).verdicts(again)
+        else:
+            yield from _trajectories(again, budget, prices)
+        return
+
+
+def _put_back(line: Line, lines: Iterator[Line | Problem]) -> Iterator[Line | Problem]:
+    yield line
+    yield from lines
+
+
+def _first_object(line: Line) -> dict[str, Any] | Problem:
+    try:
+        return _OBJECT.validate_json(line.data.strip())
+    except ValidationError as error:
+        return Problem(line.number, _reason(error))
+
+
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+
+def _reason(error: ValidationError) -> str:
+    """Say what is wrong with a line without repeating any of it."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])[:200]
+    message = _PLACE_IN_JSON.sub(r"at character \1", problem["msg"])
+    return f"{place}: {message}." if place else f"{message}."
+
+
+class _Run:
+    """One run, told to two guards: one that bounds nothing, and one under the candidate."""
+
+    def __init__(self, line: int, budget: Budget, prices: PriceBook) -> None:
+        self.line = line
+        self.members: list[str] = []
+        self.seq: int | None = None
+        self.damaged = False
+        self.ended: RunEnded | None = None
+        self._candidate = Replay(budget, price_book=prices)
+        self._recorded = Replay(_UNBOUNDED, price_book=prices)
+        self._before = _NOTHING
+
+    def tell(self, event: Event) -> None:
+        self._candidate.apply(event)
+        if isinstance(event, ModelCallRefused):
+            return  # no call was made
+        if isinstance(event, ToolCallsRequested):
+            started = tuple(call for call in event.calls if call.call_id is not None)
+            event = event.model_copy(update={"calls": started})
+        self._recorded.apply(event)
+        if isinstance(event, RunRestored):
+            # The leg before this one has been judged by itself.
+            self._before = Amounts.of(self._recorded.end().usage)
+        elif isinstance(event, GuardReset):
+            self._before = _NOTHING
+
+    def verdict(self, *, succeeded: bool | None, runaway: bool, timed: bool) -> Verdict:
+        candidate, recorded = self._candidate.end(), self._recorded.end()
+        saved = _NOTHING
+        if candidate.trip is not None:
+            # A candidate that allows more than the recorded budget goes on where the log ends.
+            saved = (Amounts.of(recorded.usage) - Amounts.of(candidate.usage)).at_least(_NOTHING)
+        return Verdict(
+            line=self.line,
+            run_id=recorded.run_id,
+            succeeded=succeeded,
+            runaway=runaway,
+            timed=timed,
+            trip=candidate.trip,
+            recorded=Amounts.of(recorded.usage) - self._before,
+            saved=saved,
+            unreported_calls=sum(isinstance(t.call, ModelCall) for t in recorded.open_calls()),
+        )
+
+
+def _trajectories(
+    lines: Iterator[Line | Problem], budget: Budget, prices: PriceBook
+) -> Iterator[Verdict | Problem]:
+    for line in lines:
+        if isinstance(line, Problem):
+            yield line
+            continue
+        try:
+            trajectory = Trajectory.model_validate_json(line.data.strip())
+            run = _Run(line.number, budget, prices)
+            for event in trajectory.events(budget, prices):
+                run.tell(event)
+            yield run.verdict(succeeded=trajectory.success, runaway=trajectory.runaway, timed=False)
+        except ValidationError as error:
+            yield Problem(line.number, _reason(error))
+        except _DAMAGE as error:
+            yield Problem(line.number, str(error))
+
+
+class _Log:
+    """Event logs: several runs in one file, one after the other or interleaved."""
+
+    def __init__(self, budget: Budget, prices: PriceBook) -> None:
+        self._budget = budget
+        self._prices = prices
+        # Every run by its own id, sub-agents by the same object; the least recent first.
+        self._runs: dict[str, _Run] = {}
+        self._roots: dict[str, _Run] = {}
+
+    def verdicts(self, lines: Iterator[Line | Problem]) -> Iterator[Verdict | Problem]:
+        for line in lines:
+            if isinstance(line, Problem):
+                yield line
+                continue
+            try:
+                event = _EVENT.validate_json(line.data.strip())
+            except ValidationError as error:
+                # A killed process leaves its last line without an end.
+                if not line.last:
+                    yield Problem(line.number, _reason(error))
+                continue
+            yield from self._take(line.number, event)
+        while self._roots:
+            yield from self._close(next(iter(self._roots)))
+
+    def _take(self, line: int, event: Event) -> Iterator[Verdict | Problem]:
+        run_id = event.run_id
+        if isinstance(event, RunRestored | RunStarted):
+            parent = event.parent_run_id if isinstance(event, RunStarted) else None
+            if parent is not None and parent in self._runs:
+                self._runs[run_id] = self._runs[parent]
+                self._runs[parent].members.append(run_id)
+            else:
+                if run_id in self._runs:
+                    yield from self._close(self._runs[run_id].members[0])
+                if len(self._roots) >= _OPEN_RUNS:
+                    yield from self._close(next(iter(self._roots)))
+                run = self._runs[run_id] = _Run(line, self._budget, self._prices)
+                run.members.append(run_id)
+                event = _enforced(event)
+        elif run_id not in self._runs:
+            yield Problem(line, "the run of this event has no start in this file.")
+            return
+        run = self._runs[run_id]
+        root = run.members[0]
+        self._roots[root] = self._roots.pop(root, run)
+        if run.damaged:
+            return
+        if run.seq is not None and event.seq != run.seq + 1:
+            run.damaged = True
+            yield Problem(
+                line,
+                f"event {run.seq + 1} of the run must be next, got event {event.seq}; "
+                "the run is left out.",
+            )
+            return
+        run.seq = event.seq
+        if isinstance(event, GuardReset) and run_id == root:
+            yield self._verdict(run)
+            run.ended = None
+        elif isinstance(event, RunEnded) and run_id == root:
+            run.ended = event
+        try:
+            run.tell(event)
+        except _DAMAGE as error:
+            run.damaged = True
+            reason = _reason(error) if isinstance(error, ValidationError) else str(error)
+            yield Problem(line, f"{reason} The run is left out.")
+
+    def _close(self, root: str) -> Iterator[Verdict]:
+        run = self._roots.pop(root)
+        for member in run.members:
+            if self._runs.get(member) is run:
+                del self._runs[member]
+        if not run.damaged:
+            yield self._verdict(run)
+
+    def _verdict(self, run: _Run) -> Verdict:
+        ended = run.ended
+        return run.verdict(
+            succeeded=None if ended is None else ended.status == "completed",
+            runaway=ended is not None and ended.status == "terminated",
+            timed=True,
+        )
+
+
+def _enforced(event: RunStarted | RunRestored) -> RunStarted | RunRestored:
+    """Judge a run that was only observed as one that is bounded."""
+    if isinstance(event, RunStarted):
+        return event.model_copy(update={"mode": "enforce"})
+    snapshot = {**event.snapshot, "mode": "enforce", "trip": None, "observed": None}
+    return event.model_copy(update={"snapshot": snapshot})
