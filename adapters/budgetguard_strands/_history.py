@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from strands.hooks import MessageAddedEvent
 
@@ -24,8 +24,10 @@ def results_for_open_calls(
         results: What the batch's finished calls returned, by id.
         started: The ids of calls that were started and did not finish.
     """
-    last = messages[-1] if messages else {}
-    uses = [block["toolUse"]["toolUseId"] for block in last.get("content", ()) if "toolUse" in block]
+    last: Message = messages[-1] if messages else {}
+    uses = [
+        block["toolUse"]["toolUseId"] for block in last.get("content", ()) if "toolUse" in block
+    ]
     if not uses:
         return None
     return {
@@ -53,7 +55,8 @@ def synthetic_message(partial: str, text: str, metadata: Mapping[str, Any]) -> M
 
 def is_synthetic(message: Mapping[str, Any]) -> bool:
     """Tell whether a message is the synthetic last one of a stopped run."""
-    return (message.get("metadata") or {}).get("synthetic") is True
+    metadata: Mapping[str, Any] | None = message.get("metadata")
+    return bool(metadata) and metadata.get("synthetic") is True
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -61,10 +64,15 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "\n".join(block["text"] for block in message.get("content", ()) if "text" in block)
 
 
-def with_text(result: Mapping[str, Any], *texts: str) -> dict[str, Any]:
+def with_text(result: Mapping[str, Any], *texts: str) -> Any:
     """Copy a tool result and add text blocks to it."""
     content = [*result.get("content", ()), *({"text": text} for text in texts if text)]
     return {**result, "content": content}
+
+
+def failed(result: Mapping[str, Any], partial: str) -> Any:
+    """Mark the result of a sub-agent that was stopped, and add what it had found so far."""
+    return {**with_text(result, partial), "status": "error"}
 
 
 def partial_work(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -99,4 +107,5 @@ async def append(agent: Any, message: Message) -> None:
         # Younger releases number every message, and the session managers keep the number.
         message["tracking_id"] = str(uuid.uuid4())
     messages.append(message)
-    await agent.hooks.invoke_callbacks_async(MessageAddedEvent(agent=agent, message=message))  # type: ignore[typeddict-item]
+    event = MessageAddedEvent(agent=agent, message=cast("Any", message))
+    await agent.hooks.invoke_callbacks_async(event)

@@ -46,14 +46,14 @@ TELLS_MODEL = INVOKE_MODEL is not None
 _ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
 
 
-def add_hook(agent: Agent, event: Any, callback: Callable[[Any], object], order: float) -> None:
+def add_hook(agent: Agent, event: Any, callback: Any, order: float) -> None:
     """Register a callback at either end of its event's queue, in every release."""
     if _ORDERED:
-        agent.hooks.add_callback(event, callback, order=order)  # type: ignore[arg-type]
+        agent.hooks.add_callback(event, callback, order=order)
         return
     # Releases without `order` call by place, and the hooks of an end in reverse.
-    agent.hooks.add_callback(event, callback)  # type: ignore[arg-type]
-    callbacks: list[Any] = agent.hooks._registered_callbacks[event]  # noqa: SLF001
+    agent.hooks.add_callback(event, callback)
+    callbacks: list[Any] = agent.hooks._registered_callbacks[event]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     ending = event.__name__.startswith("After")
     if (order == LAST) is ending:
         callbacks.insert(0, callbacks.pop())
@@ -102,7 +102,7 @@ def watch_models(agent: Agent, called: Callable[[Agent, Any], None]) -> None:
 def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:
     add = getattr(agent, "add_middleware", None)
     if add is None:
-        add = agent._middleware_registry.add_middleware  # noqa: SLF001
+        add = agent._middleware_registry.add_middleware  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     add(stage, handler)
 
 

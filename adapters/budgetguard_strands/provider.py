@@ -149,8 +149,8 @@ class BudgetHookProvider:
             self._sinks or on_warning or price_book or clock or mode is not Mode.ENFORCE
         ):
             raise ConfigurationError(
-                "mode, sinks, on_warning, price_book and clock must be left out with a Guard, which "
-                "has its own, got both. Give them to Guard(...)."
+                "mode, sinks, on_warning, price_book and clock must be left out with a Guard, "
+                "which has its own, got both. Give them to Guard(...)."
             )
         self._own = _checked(budget)
         self._guard = budget if isinstance(budget, Guard) else None
@@ -227,8 +227,11 @@ class BudgetHookProvider:
 
     def _install_orchestrator(self, orchestrator: Any) -> None:
         for node in orchestrator.nodes.values():
-            if isinstance(node.executor, (Agent, MultiAgentBase)):
-                self.attach(node.executor)
+            executor = node.executor
+            if isinstance(executor, Agent):
+                self._install(executor)
+            elif isinstance(executor, MultiAgentBase):
+                self._install_orchestrator(executor)
         if orchestrator in self._orchestrators:
             return
         self._orchestrators[orchestrator] = None
@@ -472,7 +475,9 @@ class BudgetHookProvider:
         usage = token_usage(run.usage)
         called = run.model is not None or not _seams.TELLS_MODEL
         if usage is None and (run.answering or (called and error is None)):
-            usage = estimated_usage(agent.messages, "".join(run.written), run.call.call.input_tokens)
+            usage = estimated_usage(
+                agent.messages, "".join(run.written), run.call.call.input_tokens
+            )
         elif usage is None and error is None:
             usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
         if usage is not None:
@@ -517,11 +522,12 @@ class BudgetHookProvider:
         run = self._runs[event.agent]
         use = event.tool_use["toolUseId"]
         child = getattr(event.selected_tool, "agent", None)
-        if isinstance(child, Agent) and child.messages and _history.is_synthetic(child.messages[-1]):
-            event.result = {
-                **_history.with_text(event.result, _history.partial_work(child.messages)),
-                "status": "error",
-            }
+        if (
+            isinstance(child, Agent)
+            and child.messages
+            and _history.is_synthetic(child.messages[-1])
+        ):
+            event.result = _history.failed(event.result, _history.partial_work(child.messages))
         ticket = run.tools.pop(use, None)
         if ticket is not None:
             failed = event.result["status"] == "error"
@@ -560,7 +566,10 @@ class BudgetHookProvider:
             unfinished = "checkpoint" if reason == "checkpoint" else run.trip and "stopped"
             agent.state.set(
                 _KEY,
-                {"unfinished": unfinished, "snapshot": run.guard.snapshot().model_dump(mode="json")},
+                {
+                    "unfinished": unfinished,
+                    "snapshot": run.guard.snapshot().model_dump(mode="json"),
+                },
             )
 
     async def _after_invocation(self, event: AfterInvocationEvent) -> None:

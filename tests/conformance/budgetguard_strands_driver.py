@@ -22,7 +22,7 @@ from strands.multiagent import GraphBuilder, Swarm
 from strands.types.content import Message as StrandsMessage
 from strands.types.exceptions import ModelThrottledException
 
-from budgetguard_core import Budget, BudgetExceeded, Guard
+from budgetguard_core import BudgetExceeded
 from budgetguard_core.testing import (
     MODEL,
     Driver,
@@ -32,7 +32,6 @@ from budgetguard_core.testing import (
     Reply,
     Scenario,
     Script,
-    arguments_value,
     hang,
     run_in_loop,
 )
@@ -202,9 +201,7 @@ class StrandsDriver(Driver):
     def provider(self, scenario: Scenario) -> BudgetHookProvider | None:
         if scenario.guard is None:
             return None
-        return BudgetHookProvider(
-            scenario.guard, on_trip=scenario.on_trip, store=scenario.store
-        )
+        return BudgetHookProvider(scenario.guard, on_trip=scenario.on_trip, store=scenario.store)
 
     def act(self, scenario: Scenario, runner: Any, **options: Any) -> tuple[Any, list[Any], Any]:
         """Call an agent or orchestrator: its result, the chunks, and the tasks left behind."""
@@ -253,6 +250,19 @@ class StrandsDriver(Driver):
             session=runner,
         )
 
+    def again(self, scenario: Scenario) -> Ran:
+        """Run the same agent under another budget."""
+        agent, provider = scenario.shared["agent"], scenario.shared["provider"]
+        # Strands refuses a second run while one is on the way, so its callers queue.
+        with scenario.shared["turn"]:
+            return self.ran(
+                scenario,
+                agent,
+                lambda: agent,
+                provider,
+                invocation_state={"budgetguard": scenario.guard},
+            )
+
 
 class Hooks(StrandsDriver):
     """`Agent(hooks=[BudgetHookProvider(budget)])`, with agents as tools."""
@@ -270,24 +280,9 @@ class Hooks(StrandsDriver):
         scenario.shared.update(agent=agent, provider=provider, turn=threading.Lock())
         return self.ran(scenario, agent, lambda: agent, provider)
 
-    def again(self, scenario: Scenario) -> Ran:
-        """Run the same agent under another budget."""
-        agent, provider = scenario.shared["agent"], scenario.shared["provider"]
-        # Strands refuses a second run while one is on the way, so its callers queue.
-        with scenario.shared["turn"]:
-            return self.ran(
-                scenario,
-                agent,
-                lambda: agent,
-                provider,
-                invocation_state={"budgetguard": scenario.guard},
-            )
-
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
         child = self.sub_agent(scenario, sub_agent, [])
-        child.hooks.add_callback(
-            BeforeInvocationEvent, lambda event: scenario.start(spec) and None
-        )
+        child.hooks.add_callback(BeforeInvocationEvent, lambda event: scenario.start(spec) and None)
         return child.as_tool(name=spec.name)
 
 
@@ -303,7 +298,7 @@ class Attached(StrandsDriver):
         provider = self.provider(scenario)
         self.current = provider
         agent = self.agent(scenario, [])
-        scenario.shared.update(agent=agent, turn=threading.Lock())
+        scenario.shared.update(agent=agent, provider=provider, turn=threading.Lock())
         runner: Any = agent
         last = agent
         if scenario.handoffs:
@@ -317,20 +312,13 @@ class Attached(StrandsDriver):
             builder.add_node(agent, "main")
             builder.add_edge("part", "main")
             builder.set_entry_point("part")
+            builder.set_max_node_executions(10)
             runner = builder.build()
         if provider is not None:
             provider.attach(runner)
             if scenario.twice:
                 self.provider(scenario).attach(runner)
         return self.ran(scenario, runner, lambda: last, provider)
-
-    def again(self, scenario: Scenario) -> Ran:
-        """Attach another guard for this run alone."""
-        agent = scenario.shared["agent"]
-        with scenario.shared["turn"]:
-            provider = BudgetHookProvider()
-            provider.attach(agent)
-            return self.ran(scenario, agent, lambda: agent, provider)
 
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
         driver = self
