@@ -90,7 +90,9 @@ class Budget(BaseModel):
         ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
+    )
 
     max_iterations: Whole = None
     """Turns of the loop: model calls that are not retries. Exactly this many start."""
@@ -124,7 +126,7 @@ class Budget(BaseModel):
     """Conditions of the user's own, asked before each step."""
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     """What `max_cost_usd` does with a model of unknown price: stop the run, or count it as free."""
-    loop_detection: LoopDetection | None = LoopDetection()
+    loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
     """How repetition and oscillation are found; None turns it off."""
 
     def __init__(self, **caps: Any) -> None:

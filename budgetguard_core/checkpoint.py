@@ -57,7 +57,7 @@ def _encodable(value: Any) -> Any:
 class OpenCall(BaseModel):
     """A call that was in flight when the snapshot was taken: it may have taken effect."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     kind: Literal["model", "tool"]
     call_id: NonNegativeInt
@@ -124,7 +124,9 @@ class OpenCall(BaseModel):
 class Snapshot(BaseModel):
     """Everything that a guard knows, and the conversation that it was given, as plain data."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", ser_json_inf_nan="strings"
+    )
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -200,6 +202,8 @@ class Snapshot(BaseModel):
 
 
 class _Version(BaseModel):
+    model_config = ConfigDict(defer_build=True)
+
     format_version: int
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -27,7 +28,9 @@ FORMAT_VERSION = 1
 class EventBase(BaseModel):
     """What every event has."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", ser_json_inf_nan="strings"
+    )
 
     seq: int
     """The event's number in its tree of guards, from 1, without gaps."""
@@ -121,7 +124,7 @@ class ModelCallSettled(EventBase):
 class ToolCallRequested(BaseModel):
     """One call of a batch, with the answer it got."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     call_id: int | None
     """The number of the admitted call; None when it was refused."""
@@ -292,7 +295,13 @@ Event: TypeAlias = Annotated[
     Field(discriminator="event"),
 ]
 
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+@cache
+def _adapter() -> TypeAdapter[Event]:
+    # Not at import: most runs never read a log, and two dozen schemas take their time.
+    return TypeAdapter(Event)
+
+
 _WARNINGS = (LimitNearlyReached, ContextWindowNearlyFull, Tripped, TripObserved, Aborted)
 
 
@@ -388,7 +397,7 @@ def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
             raise damaged
         ended = line[-1:] in ("\n", b"\n")
         try:
-            event = _ADAPTER.validate_json(line)
+            event = _adapter().validate_json(line)
         except ValidationError as error:
             if damaged is not None:
                 raise damaged from None

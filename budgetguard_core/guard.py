@@ -88,10 +88,6 @@ _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
-_UNMETERED = Violation(
-    reason=StopReason.UNMETERED_USAGE,
-    detail="a model call reported no usage and had no estimate; nothing can be charged for it",
-)
 _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
     Admit: "admit",
     Refuse: "refuse",
@@ -1266,7 +1262,7 @@ class Guard:
                     guard._hold(_unpriced(ticket.call.model))
             caps = guard._caps
             if unmetered and (caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)):
-                guard._hold(_UNMETERED)
+                guard._hold(_unmetered())
             if counters.tokens >= guard._marks.tokens:
                 near = True
         return near
@@ -1565,6 +1561,13 @@ def _unpriced(model: str | None) -> Violation:
     return Violation(
         reason=StopReason.UNPRICED_MODEL,
         detail=f"no price is known for model {model!r} and max_cost_usd is set",
+    )
+
+
+def _unmetered() -> Violation:
+    return Violation(
+        reason=StopReason.UNMETERED_USAGE,
+        detail="a model call reported no usage and had no estimate; it cannot be charged",
     )
 
 

@@ -339,7 +339,7 @@ class LoopDetection(BaseModel):
         ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     nudge_after: Annotated[int, BeforeValidator(_count)] = 2
     """Stale calls in a row after which the model is corrected, before its next call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from budgetguard_core.stop import StopReason, Violation
 from budgetguard_core.usage import Usage
@@ -13,7 +13,7 @@ from budgetguard_core.usage import Usage
 class ToolCallRecord(BaseModel):
     """What became of one tool call."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     id: str | None
     """The call's id in the framework's history."""
@@ -26,7 +26,9 @@ class ToolCallRecord(BaseModel):
 class Outcome(BaseModel):
     """The result of a run. A terminated run is a result, not an error to retry."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
+    )
 
     run_id: str
     """The run's id, as in its log and checkpoints."""
@@ -40,7 +42,7 @@ class Outcome(BaseModel):
     """Every limit that held, in order."""
     usage: Usage
     """What was used, sub-agents included."""
-    earlier_usage: Usage = Usage()
+    earlier_usage: Usage = Field(default_factory=Usage)
     """What earlier legs used, where the run was resumed under a fresh budget."""
     tool_calls: tuple[ToolCallRecord, ...] = ()
     """The last tool calls (256 at most) and every one that is still open, oldest first."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Context, Decimal, Inexact, InvalidOperation
 from functools import cached_property, lru_cache
-from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from budgetguard_core.clock import SystemClock
@@ -390,7 +389,9 @@ class PriceBook:
     @cached_property
     def version(self) -> str:
         """Where the prices are from: "genai-prices 0.2.3", and a digest of the overrides if any."""
-        source = f"genai-prices {installed_version('genai-prices')}"
+        from importlib.metadata import version  # costs more than all the rest of the import
+
+        source = f"genai-prices {version('genai-prices')}"
         if not self._overrides:
             return source
         written = json.dumps(

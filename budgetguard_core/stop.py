@@ -48,7 +48,7 @@ PRECEDENCE: dict[StopReason, int] = {reason: place for place, reason in enumerat
 class Violation(BaseModel):
     """One limit that holds against the next step."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     reason: StopReason
     """The limit's stop reason."""
@@ -63,7 +63,7 @@ class Violation(BaseModel):
 class Trip(BaseModel):
     """The first stop of a run. It is sticky: every later admission answers with it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     reason: StopReason
     """The first of `violations` in the order of `StopReason`."""

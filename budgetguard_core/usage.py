@@ -145,7 +145,7 @@ class Counters:
 class Usage(BaseModel):
     """What a run has used, all of its sub-agents included."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     iterations: int = 0
     """Turns of the loop: model calls that were not retries."""

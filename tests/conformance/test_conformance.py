@@ -21,7 +21,7 @@ def cases():
                         yield pytest.param(driver, mode, clause, id=f"{clause.number:02}-{name}")
 
 
-@pytest.mark.parametrize(("driver", "mode", "clause"), cases())
+@pytest.mark.parametrize(("driver", "mode", "clause"), list(cases()))
 def test_clause(driver, mode, clause):
     reason = driver.deviation(clause.number, mode)
     if reason is None:

@@ -1,0 +1,205 @@
+"""Histories in the format of OpenAI's chat completions: reading, closing and keeping them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from budgetguard_core import (
+    OUTCOME_UNKNOWN,
+    BudgetExceeded,
+    ConfigurationError,
+    Guard,
+    Outcome,
+    Trip,
+    estimate_tokens,
+    synthetic_metadata,
+    synthetic_text,
+)
+from budgetguard_loop._usage import part
+
+Message: TypeAlias = dict[str, Any]
+"""A message as the provider takes it."""
+
+UNFINISHED = "This sub-task was stopped before it finished."
+_SYNTHETIC = "budgetguard"
+
+
+class SyntheticMessage(dict[str, Any]):
+    """The assistant message that ends a stopped run; to a provider it is a message as any other.
+
+    Attributes:
+        metadata: `synthetic`, `stop_reason` and `run_id`. Not an item, because providers refuse
+            messages with keys that they do not know.
+    """
+
+    def __init__(self, text: str, metadata: Mapping[str, Any]) -> None:
+        super().__init__(role="assistant", content=text)
+        self.metadata = dict(metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedCall:
+    """A tool call as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: Any
+    """The arguments' JSON text, or what the SDK has parsed already."""
+
+    def parsed(self) -> dict[str, Any]:
+        """Return the arguments as keywords.
+
+        Raises:
+            ValueError: They are not a JSON object.
+        """
+        value: Any = self.arguments
+        if isinstance(value, str):
+            value = json.loads(value) if value.strip() else {}
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            msg = "the arguments are not a JSON object"
+            raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that a model writes
+        return {str(name): item for name, item in cast("Mapping[Any, Any]", value).items()}
+
+
+def opening(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Copy what a caller begins with; a text is the user's."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}] if messages else []
+    return [
+        message if isinstance(message, SyntheticMessage) else dict(message) for message in messages
+    ]
+
+
+def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
+    """List the tool calls that an assistant message asks for."""
+    if message.get("role") != "assistant":
+        return []
+    return [read_call(call, place) for place, call in enumerate(message.get("tool_calls") or ())]
+
+
+def read_call(call: Any, place: int = 0) -> RequestedCall:
+    """Read one tool call: OpenAI's (function or custom, chat or Responses), or Anthropic's block."""
+    function = part(call, "function") or part(call, "custom") or call
+    arguments = next(
+        (
+            part(function, name)
+            for name in ("arguments", "input")
+            if part(function, name) is not None
+        ),
+        None,
+    )
+    id_ = part(call, "call_id") or part(call, "id") or f"call_{place}"
+    return RequestedCall(str(id_), str(part(function, "name") or ""), arguments)
+
+
+def open_batch(history: Sequence[Message]) -> tuple[int, list[RequestedCall]]:
+    """Find the calls at the end of a history that have no result.
+
+    Returns:
+        How many results the last batch has, and the calls that lack one, in the model's order.
+    """
+    end = len(history)
+    while end and history[end - 1].get("role") == "tool":
+        end -= 1
+    if not end:
+        return 0, []
+    answered = [str(message.get("tool_call_id")) for message in history[end:]]
+    waiting: list[RequestedCall] = []
+    for call in requested_calls(history[end - 1]):
+        # By number and not as a set: a model may give two calls the same id.
+        if call.id in answered:
+            answered.remove(call.id)
+        else:
+            waiting.append(call)
+    return len(history) - end, waiting
+
+
+def tool_message(id_: str, text: str) -> Message:
+    """Make the result of a tool call."""
+    return {"role": "tool", "tool_call_id": id_, "content": text}
+
+
+def close(history: list[Message], text: str = OUTCOME_UNKNOWN) -> None:
+    """Give every tool call at the end of a history that has no result this one."""
+    _, waiting = open_batch(history)
+    history.extend(tool_message(call.id, text) for call in waiting)
+
+
+def end_message(guard: Guard, trip: Trip, partial: str = "") -> SyntheticMessage:
+    """Make the synthetic last message; what a cut stream had said so far comes first."""
+    text = synthetic_text(guard)
+    return SyntheticMessage(
+        f"{partial}\n\n{text}" if partial else text, synthetic_metadata(guard, trip)
+    )
+
+
+def result_text(result: Any) -> str:
+    """Write what a tool returned for the model."""
+    if isinstance(result, str):
+        return result
+    if isinstance(result, Outcome):
+        return str(result.final or UNFINISHED)
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def error_text(error: BaseException) -> str:
+    """Write what a tool raised for the model; a sub-run's trip without reason and figures."""
+    if isinstance(error, BudgetExceeded):
+        return UNFINISHED if error.outcome is None else result_text(error.outcome)
+    return f"Error: {type(error).__name__}: {error}"
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    return "".join(str(part(item, "text") or "") for item in parts)
+
+
+def message_tokens(message: Mapping[str, Any]) -> int:
+    """Estimate the tokens of a message in a prompt."""
+    return sum(
+        estimate_tokens(value if isinstance(value, str) else json.dumps(value, default=str))
+        for value in message.values()
+        if value
+    )
+
+
+def to_plain(history: Iterable[Message]) -> list[Message]:
+    """Write a history as plain data for a checkpoint; the marker of its end is kept."""
+    return [
+        {**message, _SYNTHETIC: message.metadata}
+        if isinstance(message, SyntheticMessage)
+        else message
+        for message in history
+    ]
+
+
+def from_plain(history: Iterable[Any]) -> list[Message]:
+    """Read the history of a checkpoint or of an outcome."""
+    messages: list[Message] = []
+    for message in history:
+        if not isinstance(message, Mapping):
+            raise ConfigurationError(
+                "messages must be mappings in the format of chat completions, got "
+                f"{type(message).__name__}. Resume from a run of this adapter."
+            )
+        if isinstance(message, SyntheticMessage):
+            messages.append(message)
+            continue
+        plain = dict(cast("Mapping[str, Any]", message))
+        metadata = plain.pop(_SYNTHETIC, None)
+        messages.append(
+            plain if metadata is None else SyntheticMessage(message_text(plain), metadata)
+        )
+    return messages

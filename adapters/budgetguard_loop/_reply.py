@@ -1,0 +1,147 @@
+"""Read what a step returns, or streams, as one assistant message with its usage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, cast
+
+from budgetguard_core import AdapterError, TokenUsage
+from budgetguard_loop._history import Message
+from budgetguard_loop._usage import extract_usage, merge_usage, part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReply:
+    """What one model call brought, for a step that does not return a response of OpenAI's."""
+
+    message: Mapping[str, Any]
+    """The assistant message in the format of chat completions: `content`, `tool_calls`."""
+    usage: TokenUsage | None = None
+    """What the provider reported; None: it is estimated from the text."""
+    model: str | None = None
+    """The model that was really called, if the provider says so."""
+    cost_usd: Decimal | None = None
+    """What the provider says it cost, used in place of the price book."""
+
+
+def read_reply(answer: Any) -> ModelReply:
+    """Read what a step returned.
+
+    Raises:
+        AdapterError: It is nothing that a step may return.
+    """
+    if isinstance(answer, ModelReply):
+        return ModelReply(
+            message=_assistant(answer.message),
+            usage=answer.usage,
+            model=answer.model,
+            cost_usd=answer.cost_usd,
+        )
+    if isinstance(answer, str):
+        return ModelReply(message={"role": "assistant", "content": answer})
+    choices = part(answer, "choices")
+    if choices:
+        model = part(answer, "model")
+        return ModelReply(
+            message=_assistant(part(choices[0], "message")),
+            usage=extract_usage(answer),
+            model=model if isinstance(model, str) else None,
+        )
+    if part(answer, "content") is not None or part(answer, "tool_calls"):
+        if part(answer, "type") == "message":
+            raise _unreadable(answer)
+        return ModelReply(message=_assistant(answer))
+    raise _unreadable(answer)
+
+
+class StreamedReply:
+    """Puts the chunks of one streamed reply together.
+
+    Attributes:
+        text: What the model has said so far.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._tool_calls: dict[int, dict[str, Any]] = {}
+        self._usage: TokenUsage | None = None
+        self._model: str | None = None
+        self._whole: ModelReply | None = None
+
+    def add(self, chunk: Any) -> None:
+        """Take in a chunk: a chunk of chat completions, a piece of text, or a whole reply.
+
+        Raises:
+            AdapterError: It is none of these.
+        """
+        if isinstance(chunk, str):
+            self.text += chunk
+            return
+        choices = part(chunk, "choices")
+        usage = extract_usage(chunk) if part(chunk, "usage") is not None else None
+        if choices is None or (choices and part(choices[0], "delta") is None):
+            self._whole = read_reply(chunk)
+            return
+        self._usage = merge_usage(self._usage, usage)
+        model = part(chunk, "model")
+        self._model = model if isinstance(model, str) and model else self._model
+        for choice in choices[:1]:
+            delta = part(choice, "delta")
+            self.text += part(delta, "content") or ""
+            for place, piece in enumerate(part(delta, "tool_calls") or ()):
+                self._add_call(place, piece)
+
+    def reply(self) -> ModelReply:
+        """Return the whole reply."""
+        if self._whole is not None:
+            return self._whole
+        message: Message = {"role": "assistant", "content": self.text}
+        if self._tool_calls:
+            message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
+            message["content"] = self.text or None
+        return ModelReply(message=message, usage=self._usage, model=self._model)
+
+    def _add_call(self, place: int, piece: Any) -> None:
+        index = part(piece, "index")
+        call = self._tool_calls.setdefault(
+            place if index is None else index,
+            {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
+        )
+        call["id"] = part(piece, "id") or call["id"]
+        function = part(piece, "function")
+        call["function"]["name"] += part(function, "name") or ""
+        call["function"]["arguments"] += part(function, "arguments") or ""
+
+
+def _assistant(message: Any) -> Message:
+    """Copy a message as plain data that can be sent back: nothing that is None or empty."""
+    if isinstance(message, Mapping):
+        plain = dict(cast("Mapping[str, Any]", message))
+    elif hasattr(message, "model_dump"):
+        plain = cast("dict[str, Any]", message.model_dump(mode="json", exclude_none=True))
+    else:
+        raise _unreadable(message)
+    plain = {
+        name: value for name, value in plain.items() if name == "content" or value not in (None, [])
+    }
+    plain["role"] = "assistant"
+    calls = plain.get("tool_calls")
+    if calls:
+        plain.setdefault("content", None)
+        plain["tool_calls"] = [_with_id(call, place) for place, call in enumerate(calls)]
+    return plain
+
+
+def _with_id(call: Any, place: int) -> Message:
+    plain = dict(call) if isinstance(call, Mapping) else call.model_dump(exclude_none=True)
+    plain["id"] = plain.get("id") or f"call_{place}"
+    return cast("Message", plain)
+
+
+def _unreadable(answer: object) -> AdapterError:
+    return AdapterError(
+        "a step must return a chat completion, an assistant message, a text or a ModelReply, got "
+        f"{type(answer).__name__}. Wrap what your SDK returns in a ModelReply."
+    )

@@ -1,0 +1,166 @@
+"""Where a run begins: anew, or where an earlier leg of it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from budgetguard_core import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Budget,
+    CheckpointError,
+    CheckpointStore,
+    ConfigurationError,
+    Guard,
+    Outcome,
+    Snapshot,
+)
+from budgetguard_core.pricing import from_usd
+from budgetguard_loop import _history as history
+from budgetguard_loop._ambient import current_guard, guard_for
+from budgetguard_loop._run import Run
+
+Resume: TypeAlias = "str | Snapshot | Outcome"
+"""The id of a run in the store, its snapshot, or its outcome."""
+
+
+def begin(
+    budget: Budget | Guard | None,
+    *,
+    messages: str | Iterable[Mapping[str, Any]],
+    tools: Mapping[str, Callable[..., Any]],
+    step: object = None,
+    model: str | None = None,
+    provider: str | None = None,
+    retries: int = 0,
+    store: CheckpointStore | None = None,
+    resume: Resume | None = None,
+) -> Run:
+    """Make the run that its first command is asked of; blocking when it loads a checkpoint.
+
+    Raises:
+        CheckpointError: There is no such run in the store, or its snapshot cannot be used.
+        ConfigurationError: The arguments do not fit together.
+    """
+    if type(retries) is not int or retries < 0:
+        raise ConfigurationError(
+            f"retries must be a whole number >= 0, got {retries!r}. Use 0 for one attempt."
+        )
+    given = history.opening(messages)
+    earlier = _earlier(resume, store)
+    if earlier is None:
+        guard = guard_for(budget)
+        run_messages = given
+        interrupted: frozenset[str] = frozenset()
+    else:
+        guard = _guard_of(earlier, budget, resume)
+        run_messages = history.from_plain(earlier.messages)
+        interrupted = frozenset(
+            call.id for call in earlier.open_calls if call.kind == "tool" and call.id is not None
+        )
+        if given:
+            _close(run_messages, interrupted)
+            run_messages += given
+            guard.user_turn()
+        elif run_messages and isinstance(run_messages[-1], history.SyntheticMessage):
+            run_messages.pop()
+    counted = earlier is not None and budget is None and not given
+    return Run(
+        guard=guard,
+        messages=run_messages,
+        tools=tools,
+        step=step,
+        model=model,
+        provider=provider,
+        retries=retries,
+        store=store,
+        interrupted=interrupted,
+        retry=counted and any(call.kind == "model" for call in earlier.open_calls)
+        if earlier
+        else False,
+    )
+
+
+def _close(messages: list[history.Message], interrupted: frozenset[str]) -> None:
+    _, waiting = history.open_batch(messages)
+    for call in waiting:
+        text = OUTCOME_UNKNOWN if call.id in interrupted else NOT_EXECUTED
+        messages.append(history.tool_message(call.id, text))
+
+
+def _earlier(resume: Resume | None, store: CheckpointStore | None) -> Snapshot | None:
+    if resume is None or isinstance(resume, Snapshot):
+        return resume
+    if isinstance(resume, Outcome):
+        return _snapshot_of(resume)
+    if store is None:
+        raise ConfigurationError(
+            f"resume={resume!r} names a run in a store, got store=None. Pass the store, or resume "
+            "from an Outcome or a Snapshot."
+        )
+    snapshot = store.load(resume)
+    if snapshot is None:
+        raise CheckpointError(
+            f"the store has no run {resume!r}. Check the id, or start the run anew."
+        )
+    return snapshot
+
+
+def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume | None) -> Guard:
+    if isinstance(budget, Guard):
+        return budget
+    if budget is None and isinstance(resume, Outcome):
+        raise ConfigurationError(
+            "resuming from an outcome needs a budget, got None. Pass a fresh Budget."
+        )
+    above = current_guard()
+    if above is not None:
+        # A part of another run spends that run's budget, also after a resume.
+        return above.child(budget or Budget.from_json(earlier.budget), run_id=earlier.run_id)
+    return Guard.restore(earlier, budget)
+
+
+def _snapshot_of(outcome: Outcome) -> Snapshot:
+    usage = outcome.usage
+    counted = usage.model_dump(
+        include={
+            "iterations",
+            "model_calls",
+            "tool_calls",
+            "input_tokens",
+            "output_tokens",
+            "cache_read_tokens",
+            "cache_write_tokens",
+            "cache_write_1h_tokens",
+            "reasoning_tokens",
+            "unpriced_calls",
+            "estimated_calls",
+            "failed_calls",
+        }
+    )
+    return Snapshot(
+        run_id=outcome.run_id,
+        parent_run_id=None,
+        mode="enforce",
+        budget={},
+        stop_conditions=0,
+        counters={**counted, "tokens": usage.total_tokens, "cost": from_usd(usage.cost_usd)},
+        quotas={},
+        tool_counts={},
+        records=tuple((call.id, call.name, call.status) for call in outcome.tool_calls),
+        elapsed_ns=round(usage.seconds * 1_000_000_000),
+        trip=None,
+        observed=None,
+        aborted=None,
+        held=(),
+        warned=(),
+        window_warned=False,
+        detector=None,
+        open_calls=(),
+        earlier=outcome.earlier_usage,
+        seq=0,
+        call_id=0,
+        price_book="",
+        messages=outcome.messages,
+    )

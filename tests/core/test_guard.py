@@ -1,0 +1,1120 @@
+"""The meter of one run, rule by rule of the contract."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from budgetguard_core import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    AdapterError,
+    Admit,
+    Budget,
+    ConfigurationError,
+    Guard,
+    LoopDetection,
+    MemoryStore,
+    ModelCall,
+    Mode,
+    Nudge,
+    Price,
+    PriceBook,
+    Refuse,
+    Stop,
+    StopReason,
+    SystemClock,
+    TokenUsage,
+    ToolCall,
+    Violation,
+    end_run,
+)
+from budgetguard_core.events import ContextWindowNearlyFull, LimitNearlyReached
+from budgetguard_core.testing import ManualClock
+
+DIME = Decimal("0.10")
+BOOK = PriceBook(
+    {
+        "m": Price(input=1, output=2, context_window=1000),
+        "free-output": Price(input=1, output=0),
+    }
+)
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def make(clock):
+    def make(budget=None, **options):
+        options = {"clock": clock, "price_book": BOOK, "run_id": "r"} | options
+        return Guard(budget, **options)
+
+    return make
+
+
+def spend(guard, usage=TokenUsage(1, 1), *, cost_usd=None, **call):
+    decision = guard.admit_model_call(ModelCall(**call))
+    if isinstance(decision, Admit):
+        guard.settle_model_call(decision, usage, cost_usd=cost_usd)
+    return decision
+
+
+def use(guard, name="tool", result="x", **call):
+    decision = guard.admit_tool_call(ToolCall(name=name, **call))
+    if isinstance(decision, Admit):
+        guard.settle_tool_call(decision, result)
+    return decision
+
+
+def reasons(decision):
+    return [str(violation.reason) for violation in decision.trip.violations]
+
+
+# --- iterations and model calls -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [1, 2, 25])
+@pytest.mark.parametrize("field", ["max_iterations", "max_model_calls"])
+def test_exactly_n_start(make, field, cap):
+    guard = make(Budget(**{field: cap}))
+    decisions = [spend(guard) for _ in range(cap + 3)]
+    assert [type(decision) for decision in decisions] == [Admit] * cap + [Stop] * 3
+    assert reasons(decisions[-1]) == [field]
+    assert guard.usage.iterations == guard.usage.model_calls == cap
+
+
+def test_a_retry_is_a_model_call_but_no_iteration(make):
+    guard = make(Budget(max_iterations=1))
+    ticket = guard.admit_model_call()
+    guard.settle_model_call(ticket, error=TimeoutError())
+    for _ in range(3):
+        spend(guard, TokenUsage(10, 0), retry=True)
+    usage = guard.usage
+    assert (usage.iterations, usage.model_calls, usage.failed_calls) == (1, 4, 1)
+    assert usage.total_tokens == 30
+    assert reasons(spend(guard)) == ["max_iterations"]
+    assert reasons(spend(guard, retry=True)) == ["max_iterations"]
+
+
+def test_retries_are_bounded_by_model_calls(make):
+    guard = make(Budget(max_model_calls=2))
+    assert [type(spend(guard, retry=True)) for _ in range(3)] == [Admit, Admit, Stop]
+
+
+def test_a_call_in_flight_counts(make):
+    guard = make(Budget(max_iterations=2))
+    assert isinstance(guard.admit_model_call(), Admit)
+    assert isinstance(guard.admit_model_call(), Admit)
+    assert isinstance(guard.admit_model_call(), Stop)
+
+
+def test_the_trip_is_sticky(make, clock):
+    guard = make(Budget(max_total_tokens=10, max_iterations=5))
+    spend(guard, TokenUsage(10, 0))
+    first = spend(guard)
+    clock.advance(1000)
+    guard.abort()
+    guard.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT))
+    for again in (spend(guard), spend(guard, retry=True), use(guard), guard.check()):
+        assert getattr(again, "trip", again) is first.trip is guard.trip
+    assert reasons(first) == ["max_total_tokens"]
+    assert first.message == NOT_EXECUTED
+
+
+# --- tokens and dollars ---------------------------------------------------------------------
+
+
+def test_three_dimes_fit_in_thirty_cents(make):
+    guard = make(Budget(max_cost_usd=0.3))
+    decisions = []
+    for _ in range(4):
+        decision = guard.admit_model_call(ModelCall(cost_usd=DIME))
+        decisions.append(type(decision))
+        if isinstance(decision, Admit):
+            guard.settle_model_call(decision, TokenUsage(1, 1), cost_usd=DIME)
+    assert decisions == [Admit, Admit, Admit, Stop]
+    assert guard.usage.cost_usd == Decimal("0.3")
+    assert guard.trip.detail == "max_cost_usd=0.3 reached: 0.3 used"
+
+
+def test_three_dimes_in_flight_fit_too_and_a_fourth_does_not(make):
+    guard = make(Budget(max_cost_usd=0.3))
+    decisions = [guard.admit_model_call(ModelCall(cost_usd=DIME)) for _ in range(4)]
+    assert [type(decision) for decision in decisions] == [Admit, Admit, Admit, Stop]
+    assert guard.usage.reserved_usd == Decimal("0.3")
+    assert guard.trip.detail == "max_cost_usd=0.3 would be passed: 0 used, 0.4 projected"
+
+
+def test_a_cent_more_does_not_fit(make):
+    guard = make(Budget(max_cost_usd=0.3))
+    guard.admit_model_call(ModelCall(cost_usd=Decimal("0.20")))
+    assert reasons(guard.admit_model_call(ModelCall(cost_usd=Decimal("0.11")))) == ["max_cost_usd"]
+
+
+def test_projected_tokens_fit_exactly_or_not_at_all(make):
+    guard = make(Budget(max_total_tokens=30))
+    tickets = [guard.admit_model_call(ModelCall(input_tokens=10)) for _ in range(3)]
+    assert guard.usage.reserved_tokens == 30
+    guard.settle_model_call(tickets[0], TokenUsage(4, 5))
+    assert guard.usage.reserved_tokens == 20
+    assert isinstance(guard.admit_model_call(ModelCall(input_tokens=1)), Admit)
+    stop = guard.admit_model_call(ModelCall(input_tokens=1))
+    assert stop.trip.detail == "max_total_tokens=30 would be passed: 9 used, 22 projected"
+
+
+def test_a_call_without_a_projection_may_pass_the_cap_and_is_billed(make):
+    guard = make(Budget(max_total_tokens=10))
+    spend(guard, TokenUsage(9, 0))
+    spend(guard, TokenUsage(50, 50))
+    assert guard.usage.total_tokens == 109
+    assert reasons(use(guard)) == ["max_total_tokens"]
+
+
+def test_a_reached_cap_stops_tools_too(make):
+    guard = make(Budget(max_cost_usd=0.1))
+    spend(guard, cost_usd=DIME, model="m")
+    decisions = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
+    assert [type(decision) for decision in decisions] == [Stop, Stop]
+    assert guard.usage.tool_calls == 0
+
+
+def test_what_never_reports_keeps_its_reservation(make):
+    guard = make(Budget(max_total_tokens=100))
+    guard.admit_model_call(ModelCall(input_tokens=60))
+    assert reasons(guard.admit_model_call(ModelCall(input_tokens=50))) == ["max_total_tokens"]
+
+
+def test_a_call_is_settled_once(make):
+    guard = make()
+    ticket = guard.admit_model_call()
+    assert guard.settle_model_call(ticket, TokenUsage(5, 5)) is True
+    assert guard.settle_model_call(ticket, TokenUsage(5, 5)) is False
+    tool = guard.admit_tool_call(ToolCall(name="a"))
+    assert guard.settle_tool_call(tool, "x") is True
+    assert guard.settle_tool_call(tool, "x") is False
+    assert guard.usage.total_tokens == 10
+    assert len(guard.tool_calls) == 1
+
+
+def test_all_buckets_arrive(make):
+    guard = make()
+    spend(guard, TokenUsage(100, 50, 30, 20, 10, 40), model="m")
+    usage = guard.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (100, 50, 150)
+    assert (usage.cache_read_tokens, usage.cache_write_tokens) == (30, 20)
+    assert (usage.cache_write_1h_tokens, usage.reasoning_tokens) == (10, 40)
+    assert usage.cost_usd > 0
+
+
+def test_the_price_book_bills(make):
+    guard = make()
+    spend(guard, TokenUsage(1_000_000, 500_000), model="m")
+    assert guard.usage.cost_usd == 2
+
+
+def test_the_providers_own_price_wins_and_its_free_hit_counts(make):
+    guard = make(Budget(max_iterations=2, max_cost_usd=1))
+    spend(guard, TokenUsage(1_000_000, 0), cost_usd=Decimal("0.25"), model="m")
+    spend(guard, TokenUsage(1_000_000, 0), cost_usd=Decimal(0), model="m")
+    assert guard.usage.cost_usd == Decimal("0.25")
+    assert guard.usage.unpriced_calls == 0
+    assert reasons(spend(guard, model="m")) == ["max_iterations"]
+
+
+def test_the_model_that_was_really_called_is_billed(make):
+    guard = make()
+    ticket = guard.admit_model_call(ModelCall(model="free-output"))
+    guard.settle_model_call(ticket, TokenUsage(0, 1_000_000), model="m")
+    assert guard.usage.cost_usd == 2
+    ticket = guard.admit_model_call(ModelCall(model="m"))
+    guard.settle_model_call(ticket, TokenUsage(0, 1_000_000), model="my-deployment")
+    assert guard.usage.cost_usd == 4
+
+
+@pytest.mark.parametrize("cost", [Decimal(-1), Decimal("NaN"), Decimal("Infinity"), 0.1, 1, True])
+def test_a_cost_that_makes_no_sense_moves_no_counter_backwards(make, cost):
+    guard = make(Budget(max_cost_usd=1))
+    with pytest.raises(ConfigurationError, match="cost_usd must be a Decimal >= 0, got"):
+        guard.admit_model_call(ModelCall(cost_usd=cost))
+    ticket = guard.admit_model_call(ModelCall(model="m", input_tokens=100_000))
+    with pytest.raises(ConfigurationError, match="cost_usd must be a Decimal >= 0, got"):
+        guard.settle_model_call(ticket, TokenUsage(200_000, 0), cost_usd=cost)
+    assert guard.usage.cost_usd == Decimal("0.2")
+    assert guard.usage.reserved_usd == 0
+    assert guard.usage.iterations == 1
+
+
+def test_figures_that_make_no_sense_are_charged_as_reserved(make):
+    guard = make(Budget(max_total_tokens=1000))
+    ticket = guard.admit_model_call(ModelCall(input_tokens=100, max_output_tokens=50))
+    with pytest.raises(ConfigurationError, match="output_tokens must be a whole number"):
+        guard.settle_model_call(ticket, TokenUsage(1, -5), cost_usd=Decimal(-1))
+    usage = guard.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.estimated_calls) == (100, 50, 1)
+    assert guard.settle_model_call(ticket) is False
+
+
+def test_output_tokens_are_clamped_to_what_is_left(make):
+    guard = make(Budget(max_total_tokens=1000, max_output_tokens_per_call=400))
+    spend(guard, TokenUsage(500, 300))
+    ticket = guard.admit_model_call(ModelCall(input_tokens=150))
+    assert (ticket.max_output_tokens, ticket.reserved_tokens) == (50, 200)
+    assert isinstance(guard.admit_model_call(ModelCall(retry=True)), Stop)
+
+
+def test_output_tokens_are_clamped_to_the_dollars_left(make):
+    guard = make(Budget(max_cost_usd=Decimal("0.001"), max_output_tokens_per_call=10_000))
+    ticket = guard.admit_model_call(ModelCall(model="m", input_tokens=200))
+    assert ticket.max_output_tokens == 400
+    assert guard.usage.reserved_usd == Decimal("0.001")
+
+
+def test_nothing_left_for_the_output_stops(make):
+    guard = make(Budget(max_total_tokens=100, max_output_tokens_per_call=400))
+    stop = guard.admit_model_call(ModelCall(input_tokens=100))
+    assert stop.trip.detail == "max_total_tokens=100 would be passed: 0 used, 101 projected"
+
+
+def test_clamping_copes_with_free_output_and_a_passed_cap(make):
+    guard = make(Budget(max_cost_usd=Decimal("0.000001"), max_output_tokens_per_call=10))
+    spend(guard, TokenUsage(100, 1), model="free-output")
+    assert reasons(guard.admit_model_call(ModelCall(model="free-output"))) == ["max_cost_usd"]
+
+
+# --- unknown prices, missing usage ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["never-heard-of", None])
+def test_an_unknown_price_stops_before_the_call(make, model):
+    guard = make(Budget(max_cost_usd=1))
+    stop = guard.admit_model_call(ModelCall(model=model))
+    assert reasons(stop) == ["unpriced_model"]
+    assert repr(model) in stop.trip.detail
+    assert guard.usage.model_calls == 0
+
+
+def test_an_unknown_price_is_free_only_where_asked_for(make):
+    guard = make(Budget(max_cost_usd=1, on_unpriced="count_zero"))
+    assert isinstance(spend(guard, model="never-heard-of"), Admit)
+    assert guard.usage.unpriced_calls == 1
+    assert isinstance(spend(make(Budget(max_iterations=1)), model="never-heard-of"), Admit)
+
+
+def test_a_projection_serves_in_place_of_a_price(make):
+    guard = make(Budget(max_cost_usd=1))
+    ticket = guard.admit_model_call(ModelCall(model="never-heard-of", cost_usd=DIME))
+    guard.settle_model_call(ticket, TokenUsage(1, 1))
+    assert guard.usage.cost_usd == DIME
+    assert guard.usage.unpriced_calls == 0
+    assert isinstance(guard.admit_model_call(ModelCall(cost_usd=DIME)), Admit)
+
+
+def test_a_child_under_a_dollar_cap_needs_prices_too(make):
+    child = make(Budget(max_cost_usd=1)).child()
+    assert reasons(child.admit_model_call(ModelCall(model="never-heard-of"))) == ["unpriced_model"]
+
+
+def test_an_unpriced_call_that_slipped_through_stops_the_next(make):
+    guard = make(Budget(max_iterations=9))
+    child = guard.child(Budget(max_cost_usd=1))
+    restored = Guard.restore(
+        guard_in_flight(child).snapshot(), price_book=PriceBook(), clock=ManualClock()
+    )
+    (ticket,) = restored.open_calls()
+    restored.settle_model_call(ticket, TokenUsage(5, 5))
+    assert reasons(restored.admit_model_call(ModelCall(cost_usd=DIME))) == ["unpriced_model"]
+
+
+def guard_in_flight(guard):
+    guard.admit_model_call(ModelCall(model="m"))
+    return guard
+
+
+def test_missing_usage_is_charged_as_reserved_and_marked(make):
+    guard = make(Budget(max_total_tokens=1000))
+    ticket = guard.admit_model_call(ModelCall(model="m", input_tokens=100, max_output_tokens=20))
+    guard.settle_model_call(ticket)
+    usage = guard.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.estimated_calls) == (100, 20, 1)
+    assert (usage.cost_usd, usage.reserved_usd) == (Decimal("0.00014"), 0)
+    assert guard.trip is None
+
+
+@pytest.mark.parametrize("caps", [{"max_total_tokens": 9}, {"max_cost_usd": 9}])
+def test_usage_that_is_missing_without_an_estimate_stops(make, caps):
+    guard = make(Budget(**caps))
+    guard.settle_model_call(guard.admit_model_call(ModelCall(model="m")))
+    assert reasons(guard.admit_model_call(ModelCall(model="m"))) == ["unmetered_usage"]
+
+
+def test_missing_usage_does_not_matter_where_it_is_not_needed(make):
+    guard = make(Budget(max_iterations=5))
+    guard.settle_model_call(guard.admit_model_call())
+    dollars = make(Budget(max_cost_usd=9))
+    dollars.settle_model_call(dollars.admit_model_call(ModelCall(model="m")), cost_usd=DIME)
+    failed = make(Budget(max_total_tokens=9))
+    failed.settle_model_call(failed.admit_model_call(), error="timeout")
+    for one in (guard, dollars, failed):
+        assert isinstance(one.admit_model_call(ModelCall(model="m")), Admit)
+    assert failed.usage.failed_calls == 1
+
+
+# --- tools ----------------------------------------------------------------------------------
+
+
+def test_a_batch_is_admitted_in_the_models_order(make):
+    guard = make(Budget(max_tool_calls=3))
+    use(guard)
+    decisions = guard.admit_tool_calls([ToolCall(name=name, id=name) for name in "abcd"])
+    assert [type(decision) for decision in decisions] == [Admit, Admit, Stop, Stop]
+    assert guard.usage.tool_calls == 3
+    assert [(record.id, record.status) for record in guard.tool_calls] == [
+        (None, "completed"),
+        ("c", "refused"),
+        ("d", "refused"),
+        ("a", "interrupted"),
+        ("b", "interrupted"),
+    ]
+    assert reasons(guard.admit_model_call()) == ["max_tool_calls"]
+
+
+def test_an_empty_batch_asks_for_nothing(make):
+    guard = make(Budget(max_tool_calls=1))
+    assert guard.admit_tool_calls([]) == []
+    assert guard.usage.tool_calls == 0
+
+
+def test_a_quota_refuses_its_tool_alone(make):
+    guard = make(Budget(tool_quotas={"search": 2}))
+    decisions = guard.admit_tool_calls(
+        [ToolCall(name=name) for name in ("search", "search", "search", "read")]
+    )
+    assert [type(decision) for decision in decisions] == [Admit, Admit, Refuse, Admit]
+    assert decisions[2].message == NOT_AVAILABLE
+    assert decisions[2].detail == "tool_quotas['search']=2 reached"
+    assert guard.usage.tool_calls == 3
+    assert guard.tool_counts == {"search": 2, "read": 1}
+    assert isinstance(guard.admit_model_call(), Admit)
+
+
+def test_every_quota_that_matches_counts(make):
+    guard = make(
+        Budget(
+            tool_quotas={"mutating/*": 2, "delete_*": 1, "*": 3},
+            tool_classes={"delete_*": "mutating", "write_*": "mutating"},
+        )
+    )
+    names = ["delete_a", "delete_b", "write_a", "write_b", "read", "read"]
+    decisions = [use(guard, name) for name in names]
+    assert [type(decision) for decision in decisions] == [
+        Admit,
+        Refuse,
+        Admit,
+        Refuse,
+        Admit,
+        Refuse,
+    ]
+    assert [d.detail for d in decisions if isinstance(d, Refuse)] == [
+        "tool_quotas['delete_*']=1 reached",
+        "tool_quotas['mutating/*']=2 reached",
+        "tool_quotas['*']=3 reached",
+    ]
+
+
+def test_a_refused_call_takes_no_place(make):
+    guard = make(Budget(max_tool_calls=2, tool_quotas={"a": 1}))
+    decisions = guard.admit_tool_calls([ToolCall(name=name) for name in "aaab"])
+    assert [type(decision) for decision in decisions] == [Admit, Refuse, Refuse, Admit]
+
+
+def test_asking_for_what_is_refused_again_and_again_is_a_loop(make):
+    guard = make(Budget(tool_quotas={"a": 1}))
+    use(guard, "a")
+    kinds = [type(use(guard, "a")) for _ in range(8)]
+    assert kinds == [Refuse] * 6 + [Stop] * 2
+    assert str(guard.trip.reason) == "no_progress"
+
+
+def test_hosted_tools_are_counted_and_stopped_at_the_next_model_call(make):
+    guard = make(Budget(max_tool_calls=1))
+    for _ in range(2):
+        assert isinstance(guard.admit_tool_call(ToolCall(name="web", kind="hosted")), Admit)
+    assert guard.usage.tool_calls == 2
+    assert guard.open_tool_calls() == ()
+    stop = guard.admit_model_call()
+    assert stop.trip.detail == "max_tool_calls=1 reached: 2 used"
+
+
+def test_hosted_tools_at_their_cap_are_within_it(make):
+    guard = make(Budget(max_tool_calls=1))
+    guard.admit_tool_call(ToolCall(name="web", kind="hosted"))
+    assert isinstance(guard.admit_model_call(), Admit)
+
+
+def test_hosted_tools_past_their_quota_stop_the_run(make):
+    guard = make(Budget(tool_quotas={"web": 1}))
+    for _ in range(2):
+        guard.admit_tool_call(ToolCall(name="web", kind="hosted"))
+    stop = guard.admit_model_call()
+    assert stop.trip.detail == "tool_quotas['web']=1 passed: 2 used"
+    assert stop.trip.reason is StopReason.TOOL_QUOTA
+
+
+@pytest.mark.parametrize("kind", ["handoff", "output"])
+def test_handoffs_and_output_are_no_tool_calls(make, kind):
+    guard = make(Budget(max_tool_calls=1, tool_quotas={"*": 1}))
+    for number in range(3):
+        assert isinstance(use(guard, "x", kind=kind, arguments={"n": number}), Admit)
+    assert guard.usage.tool_calls == 0
+    assert guard.tool_counts == {}
+    assert isinstance(use(guard), Admit)
+
+
+@pytest.mark.parametrize("kind", ["handoff", "output"])
+def test_handoffs_and_output_are_looked_at_for_loops(make, kind):
+    guard = make()
+    for _ in range(3):
+        use(guard, "x", kind=kind)
+    assert isinstance(guard.admit_model_call(), Nudge)
+
+
+def test_after_the_trip_output_and_hosted_still_pass_and_handoffs_do_not(make):
+    guard = make(Budget(max_iterations=1))
+    spend(guard)
+    spend(guard)
+    kinds = ["function", "handoff", "output", "hosted"]
+    decisions = guard.admit_tool_calls([ToolCall(name="x", kind=kind) for kind in kinds])
+    assert [type(decision) for decision in decisions] == [Stop, Stop, Admit, Admit]
+    assert guard.usage.tool_calls == 1
+
+
+def test_names_from_a_model_take_bounded_memory(make):
+    guard = make(Budget(tool_quotas={"b*": 1}))
+    for number in range(3000):
+        use(guard, f"a{number}" + "x" * 500, arguments={"n": number})
+    assert len(guard.tool_counts) == 1024
+    assert len(guard.tool_calls) == 256
+    assert {len(record.name) for record in guard.tool_calls} == {200}
+    assert guard.usage.tool_calls == 3000
+    assert isinstance(use(guard, "b1"), Admit)
+    assert isinstance(use(guard, "b1"), Refuse)
+    assert isinstance(use(guard, "b2"), Refuse)
+
+
+# --- time -----------------------------------------------------------------------------------
+
+
+def test_time_runs_from_the_first_admission(make, clock):
+    guard = make(Budget(max_seconds=10))
+    clock.advance(100)
+    assert guard.usage.seconds == 0
+    assert guard.time_left() == 10
+    assert guard.check() is None
+    clock.advance(100)
+    spend(guard)
+    clock.advance(9.5)
+    assert guard.time_left() == 0.5
+    assert isinstance(spend(guard), Admit)
+    clock.advance(0.5)
+    assert guard.time_left() == 0
+    assert guard.check().reason is StopReason.MAX_SECONDS
+    assert reasons(spend(guard)) == ["max_seconds"]
+    clock.advance(1)
+    assert guard.time_left() == 0
+
+
+def test_time_can_begin_earlier(make, clock):
+    guard = make(Budget(max_seconds=10))
+    guard.start()
+    clock.advance(4)
+    guard.start()
+    clock.advance(6)
+    assert reasons(use(guard)) == ["max_seconds"]
+
+
+def test_a_child_has_the_time_of_its_ancestors(make, clock):
+    guard = make(Budget(max_seconds=10))
+    child = guard.child(Budget(max_seconds=100))
+    assert guard.time_left() == 10
+    spend(child)
+    clock.advance(4)
+    assert child.time_left() == 6
+    assert child.admit_model_call(ModelCall(seconds=9)).seconds == 6
+    assert make().time_left() is None
+
+
+def test_the_machines_clock_serves_by_default():
+    guard = Guard(Budget(max_seconds=60))
+    assert isinstance(guard.clock, SystemClock)
+    spend(guard)
+    assert 0 <= guard.usage.seconds < 60
+    assert guard.clock.wall_ns() > 10**18
+
+
+# --- warnings -------------------------------------------------------------------------------
+
+
+def test_each_dimension_warns_once_at_80_per_cent(make, clock):
+    told = []
+    guard = make(
+        Budget(
+            max_iterations=10,
+            max_model_calls=20,
+            max_tool_calls=5,
+            max_total_tokens=100,
+            max_seconds=10,
+            max_cost_usd=1,
+        ),
+        on_warning=lambda guard, event: told.append((event.dimension, event.limit, event.used)),
+    )
+    for number in range(10):
+        spend(guard, TokenUsage(9, 0), cost_usd=DIME, model="m")
+        if number < 4:
+            use(guard, arguments=number)
+        clock.advance(1)
+    assert guard.warnings == tuple(name for name, _, _ in told)
+    assert sorted(told) == [
+        ("max_cost_usd", "1", "0.8"),
+        ("max_iterations", 10, 8),
+        ("max_seconds", 10.0, 8.0),
+        ("max_tool_calls", 5, 4),
+        ("max_total_tokens", 100, 81),
+    ]
+
+
+def test_the_share_can_be_chosen(make):
+    guard = make(Budget(max_iterations=10, warn_at=0.5))
+    for _ in range(4):
+        spend(guard)
+    assert guard.warnings == ()
+    spend(guard)
+    assert guard.warnings == ("max_iterations",)
+
+
+def test_a_handler_may_extend(make):
+    told = []
+
+    def extend(guard, event):
+        told.append(event)
+        guard.extend(max_iterations=20)
+
+    guard = make(Budget(max_iterations=10), on_warning=extend)
+    decisions = [type(spend(guard)) for _ in range(21)]
+    assert decisions == [Admit] * 20 + [Stop]
+    assert [type(event) for event in told] == [LimitNearlyReached]
+
+
+def test_a_handler_may_end_the_run(make):
+    guard = make(
+        Budget(max_iterations=10), on_warning=lambda guard, event: guard.abort("too dear")
+    )
+    decisions = [spend(guard) for _ in range(9)]
+    assert [type(decision) for decision in decisions] == [Admit] * 8 + [Stop]
+    assert decisions[-1].trip.detail == "too dear"
+
+
+def test_a_handler_that_raises_changes_nothing(make):
+    guard = make(Budget(max_iterations=10), on_warning=lambda guard, event: 1 / 0)
+    assert [type(spend(guard)) for _ in range(11)] == [Admit] * 10 + [Stop]
+    assert guard.errors == ("on_warning: ZeroDivisionError: division by zero",)
+
+
+def test_a_parents_handler_hears_of_the_childs_steps(make):
+    told = []
+    guard = make(Budget(max_iterations=5), on_warning=lambda one, event: told.append(one.run_id))
+    child = guard.child(Budget(max_iterations=100))
+    for _ in range(5):
+        spend(child)
+    assert told == ["r"]
+    assert child.warnings == ()
+
+
+def test_a_prompt_near_its_window_warns_again_after_pruning(make):
+    told = []
+    guard = make(on_warning=lambda guard, event: told.append(event))
+    for tokens in (100, 800, 900, 300, 850):
+        spend(guard, TokenUsage(tokens, 0), model="m")
+    assert [type(event) for event in told] == [ContextWindowNearlyFull] * 2
+    assert [event.input_tokens for event in told] == [800, 850]
+    assert (told[0].model, told[0].context_window) == ("m", 1000)
+    assert guard.warnings == ()
+
+
+def test_a_projected_prompt_warns_before_the_call(make):
+    told = []
+    guard = make(on_warning=lambda guard, event: told.append(event.input_tokens))
+    guard.admit_model_call(ModelCall(model="m", input_tokens=950))
+    assert told == [950]
+
+
+# --- loops ----------------------------------------------------------------------------------
+
+
+def test_an_identical_call_is_corrected_and_then_stopped(make):
+    guard = make()
+    nudges = []
+    for _ in range(10):
+        decision = spend(guard)
+        if isinstance(decision, Stop):
+            break
+        nudges.append(decision.message if isinstance(decision, Nudge) else None)
+        use(guard, "read", arguments={"path": "a"})
+    assert len(guard.tool_calls) == 5
+    assert [bool(nudge) for nudge in nudges] == [False, False, False, True, False]
+    assert "budget" not in nudges[3]
+    assert reasons(decision) == ["no_progress"]
+
+
+def test_a_changing_result_is_progress(make):
+    guard = make()
+    for number in range(20):
+        assert type(spend(guard)) is Admit
+        use(guard, "poll", result=number)
+
+
+def test_the_user_speaks_and_everything_is_new(make):
+    guard = make()
+    for _ in range(3):
+        for _ in range(3):
+            assert type(spend(guard)) is Admit
+            use(guard, "read")
+        guard.user_turn()
+
+
+def test_a_user_turn_lifts_a_loop_but_not_an_abort(make):
+    guard = make(Budget(loop_detection=LoopDetection(nudge_after=1, stop_after=2)))
+    for _ in range(2):
+        use(guard, "read")
+    assert guard.take_nudge() is not None
+    use(guard, "read")
+    guard.user_turn()
+    assert type(spend(guard)) is Admit
+    guard.abort()
+    guard.user_turn()
+    assert reasons(spend(guard)) == ["aborted"]
+
+
+def test_a_correction_can_travel_in_a_refused_tool_call(make):
+    guard = make()
+    decisions = [use(guard, "read") for _ in range(7)]
+    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Refuse, Admit, Admit, Stop]
+    assert "read" in decisions[3].message
+    assert decisions[3].reason is StopReason.NO_PROGRESS
+
+
+def test_a_nudge_can_be_taken_by_hand_once(make):
+    guard = make()
+    for _ in range(3):
+        use(guard, "read")
+    assert "read" in guard.take_nudge()
+    assert guard.take_nudge() is None
+    assert type(spend(guard)) is Admit
+    assert make(Budget(loop_detection=None)).take_nudge() is None
+
+
+def test_a_failing_call_is_known_by_its_error(make):
+    guard = make()
+    for _ in range(3):
+        ticket = guard.admit_tool_call(ToolCall(name="read"))
+        guard.settle_tool_call(ticket, error=OSError("gone"))
+    assert isinstance(guard.admit_model_call(), Nudge)
+    assert [record.status for record in guard.tool_calls] == ["failed"] * 3
+
+
+def test_without_detection_nothing_is_a_loop(make):
+    guard = make(Budget(loop_detection=None))
+    for _ in range(50):
+        assert type(spend(guard)) is Admit
+        assert type(use(guard, "read")) is Admit
+    guard.user_turn()
+
+
+def test_a_childs_loop_is_its_own_and_a_parents_does_not_end_the_child(make):
+    guard = make(Budget(loop_detection=LoopDetection(nudge_after=1, stop_after=2)))
+    child = guard.child()
+    for _ in range(2):
+        use(guard, "delegate")
+    guard.take_nudge()
+    use(guard, "delegate")
+    assert type(spend(child)) is Admit
+    assert reasons(spend(guard)) == ["no_progress"]
+    assert reasons(spend(child)) == ["no_progress"]
+
+
+# --- abort, hold, extend, reset -------------------------------------------------------------
+
+
+def test_an_abort_ends_the_run_at_its_next_step(make):
+    guard = make(Budget(max_iterations=1))
+    guard.abort("first")
+    guard.abort("second")
+    assert guard.trip is None
+    assert reasons(use(guard)) == ["aborted"]
+    assert guard.trip.detail == "first"
+
+
+def test_an_abort_of_a_stopped_run_changes_nothing(make):
+    guard = make(Budget(max_iterations=1))
+    spend(guard)
+    spend(guard)
+    guard.abort()
+    assert not guard.cancellation.cancelled
+    assert guard.trip.reason is StopReason.MAX_ITERATIONS
+
+
+def test_a_parents_abort_ends_everything_below(make):
+    guard = make()
+    grandchild = guard.child().child()
+    guard.abort()
+    assert grandchild.cancellation.cancelled
+    stop = grandchild.admit_model_call()
+    assert (reasons(stop), stop.trip.run_id) == (["aborted"], "r")
+
+
+def test_a_frameworks_own_limit_is_held(make):
+    guard = make()
+    held = Violation(reason=StopReason.FRAMEWORK_LIMIT, limit=25, used=25, detail="recursion")
+    guard.hold(held)
+    guard.hold(held)
+    assert guard.check().violations == (held,)
+
+
+def test_extend_raises_caps_of_the_run_only(make):
+    guard = make(Budget(max_iterations=2, tool_quotas={"a": 1}, max_output_tokens_per_call=5))
+    use(guard, "a")
+    guard.extend(max_iterations=3)
+    assert guard.budget.max_iterations == 3
+    assert isinstance(use(guard, "a"), Refuse)
+    for caps, sentence in [
+        ({"max_iterations": 3}, "max_iterations must be raised above 3, got 3. Extend only "),
+        ({"max_iterations": 2}, "max_iterations must be raised above 3, got 2."),
+        ({"max_iterations": None}, "max_iterations must be raised above 3, got None."),
+        ({"max_tool_calls": 5}, "max_tool_calls must be raised above None, got 5."),
+        ({"max_output_tokens_per_call": 9}, "max_output_tokens_per_call must be raised above 5"),
+        ({"max_iterations": "9"}, "max_iterations must be a whole number >= 1, got '9'."),
+        ({"nonsense": 1}, "nonsense is not a field of Budget"),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            guard.extend(**caps)
+        assert str(caught.value).startswith(sentence)
+    assert guard.budget.max_iterations == 3
+
+
+def test_a_stopped_run_is_not_extended(make):
+    guard = make(Budget(max_iterations=1))
+    spend(guard)
+    spend(guard)
+    with pytest.raises(AdapterError, match="got a run stopped by max_iterations. Resume it"):
+        guard.extend(max_iterations=2)
+
+
+def test_another_leg_begins_its_iterations_anew_and_nothing_else(make):
+    guard = make(Budget(max_iterations=2, max_model_calls=3))
+    spend(guard)
+    spend(guard)
+    guard.restart_iterations()
+    assert (guard.usage.iterations, guard.usage.model_calls) == (0, 2)
+    assert isinstance(spend(guard), Admit)
+    assert reasons(spend(guard)) == ["max_model_calls"]
+
+
+def test_reset_is_a_new_beginning(make, clock):
+    guard = make(
+        Budget(max_iterations=1, max_seconds=5, tool_quotas={"a": 1}),
+        sinks=[lambda event: 1 / 0],
+    )
+    spend(guard)
+    use(guard, "a")
+    clock.advance(9)
+    guard.abort()
+    end_run(guard, trip=spend(guard).trip)
+    token = guard.cancellation
+    guard.reset()
+    assert guard.trip is None
+    assert guard.outcome is None
+    assert guard.tool_calls == ()
+    assert guard.tool_counts == {}
+    assert guard.warnings == ()
+    assert guard.usage.model_dump() == make().usage.model_dump()
+    assert token.cancelled
+    assert not guard.cancellation.cancelled
+    assert len(guard.errors) == 1
+    assert [type(use(guard, "a")) for _ in range(2)] == [Admit, Refuse]
+    assert [type(spend(guard)) for _ in range(2)] == [Admit, Stop]
+
+
+def test_reset_needs_a_guard_at_rest(make):
+    guard = make()
+    child = guard.child()
+    ticket = child.admit_model_call()
+    with pytest.raises(AdapterError, match="got 1 in flight. Settle them first"):
+        guard.reset()
+    child.settle_model_call(ticket, TokenUsage())
+    with pytest.raises(AdapterError, match="without a parent"):
+        child.reset()
+    guard.reset()
+
+
+# --- modes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(max_iterations=3),
+        Budget(max_model_calls=3),
+        Budget(max_tool_calls=2),
+        Budget(max_total_tokens=25),
+        Budget(max_seconds=4),
+        Budget(max_cost_usd=0.25),
+        Budget(),
+        Budget(stop_when=[lambda guard: guard.usage.iterations >= 3 and "enough"]),
+    ],
+    ids=range(8),
+)
+def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(
+    clock, make, budget
+):
+    trips = {}
+    for mode in Mode:
+        guard = make(budget, mode=mode, clock=ManualClock())
+        for step in range(12):
+            refused = 0
+            ticket = guard.admit_model_call(ModelCall(cost_usd=DIME))
+            if isinstance(ticket, Stop):
+                refused += 1
+            else:
+                guard.settle_model_call(ticket, TokenUsage(5, 5), cost_usd=DIME)
+            # Budget() is there for the loop, which the others are not to run into.
+            arguments = None if budget == Budget() else step
+            refused += isinstance(use(guard, "same", arguments=arguments), Refuse | Stop)
+            guard.clock.advance(1)
+            trip = guard.trip if mode is Mode.ENFORCE else guard.observed_trip
+            if trip is not None and mode not in trips:
+                trips[mode] = (step, trip.reason)
+            if mode is not Mode.ENFORCE:
+                assert refused == 0
+                assert type(ticket) is Admit
+        assert (guard.trip is None) is (mode is not Mode.ENFORCE)
+    assert Mode.OFF not in trips
+    assert trips[Mode.OBSERVE] == trips[Mode.ENFORCE]
+
+
+def test_a_passed_quota_is_no_trip_and_hides_none(make):
+    guard = make(Budget(max_iterations=2, tool_quotas={"a": 1}), mode="observe")
+    for number in range(4):
+        assert isinstance(spend(guard), Admit)
+        assert isinstance(use(guard, "a", arguments=number), Admit)
+    assert guard.observed_trip.reason is StopReason.MAX_ITERATIONS
+
+
+def test_the_observed_trip_is_the_first_and_the_only_one(make):
+    events = []
+    guard = make(Budget(max_iterations=1), mode="observe", sinks=[events.append])
+    spend(guard)
+    spend(guard)
+    first = guard.observed_trip
+    guard.extend(max_iterations=2)
+    guard.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT))
+    guard.abort("later")
+    for _ in range(5):
+        assert isinstance(spend(guard), Admit)
+    assert guard.check() is None
+    assert guard.observed_trip is first
+    assert [event.event for event in events].count("trip_observed") == 1
+    assert guard.cancellation.cancelled
+
+
+def test_observe_corrects_nobody(make):
+    guard = make(mode="observe")
+    for _ in range(3):
+        use(guard, "read")
+    assert guard.take_nudge() is None
+    for _ in range(10):
+        assert type(spend(guard)) is Admit
+        assert type(use(guard, "read")) is Admit
+    assert guard.observed_trip.reason is StopReason.NO_PROGRESS
+
+
+def test_observe_goes_on_warning(make):
+    guard = make(Budget(max_iterations=1, max_tool_calls=10), mode="observe")
+    for number in range(10):
+        spend(guard)
+        use(guard, arguments=number)
+    assert guard.warnings == ("max_iterations", "max_tool_calls")
+
+
+def test_an_advisory_child_is_bound_by_its_parent_alone(make):
+    guard = make(Budget(max_iterations=3, max_output_tokens_per_call=100, max_total_tokens=10_000))
+    child = guard.child(
+        Budget(max_iterations=1, max_output_tokens_per_call=5), mode="observe"
+    )
+    decisions = [child.admit_model_call() for _ in range(4)]
+    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Stop]
+    assert {decision.max_output_tokens for decision in decisions[:3]} == {100}
+    assert child.observed_trip.reason is StopReason.MAX_ITERATIONS
+    assert decisions[-1].trip.run_id == "r"
+
+
+def test_an_advisory_parent_cuts_nothing_from_its_child(make):
+    guard = make(
+        Budget(max_output_tokens_per_call=5, max_total_tokens=50, max_seconds=1), mode="observe"
+    )
+    child = guard.child(Budget(max_output_tokens_per_call=100), mode="enforce")
+    ticket = child.admit_model_call()
+    assert (ticket.max_output_tokens, ticket.seconds) == (100, None)
+    assert guard.observed_trip is not None
+
+
+def test_off_does_nothing(make):
+    guard = make(Budget(max_iterations=1, max_tool_calls=1), mode="off")
+    for _ in range(3):
+        assert type(spend(guard)) is Admit
+        assert [type(d) for d in guard.admit_tool_calls([ToolCall(name="a")] * 2)] == [Admit] * 2
+    assert guard.check() is None
+    assert guard.usage.model_calls == 0
+    assert guard.warnings == ()
+    assert guard.time_left() is None
+    ticket = guard.admit_model_call()
+    assert guard.settle_model_call(ticket, TokenUsage(1, 1)) is False
+    assert guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="a"))) is False
+
+
+def test_a_child_that_is_off_still_spends_its_parents_budget(make):
+    guard = make(Budget(max_iterations=5))
+    child = guard.child(Budget(max_iterations=1), mode="off")
+    for _ in range(5):
+        assert type(spend(child)) is Admit
+        use(child, "same")
+    assert reasons(spend(child)) == ["max_iterations"]
+    assert child.usage.iterations == 0
+    assert guard.usage.iterations == 5
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigurationError, match="mode must be one of enforce, observe, off, got"):
+        Guard(mode="watch")
+
+
+# --- children -------------------------------------------------------------------------------
+
+
+def test_a_child_charges_the_whole_chain(make):
+    guard = make()
+    child = guard.child()
+    grandchild = child.child()
+    spend(grandchild, TokenUsage(5, 5), model="m")
+    use(grandchild, "a")
+    spend(child, TokenUsage(1, 1), model="m")
+    for one, tokens, tools in [(guard, 12, 1), (child, 12, 1), (grandchild, 10, 1)]:
+        assert (one.usage.total_tokens, one.usage.tool_calls) == (tokens, tools)
+    assert guard.usage.cost_usd == child.usage.cost_usd > grandchild.usage.cost_usd > 0
+    assert guard.tool_counts == {"a": 1}
+
+
+def test_a_childs_trip_is_its_own(make):
+    guard = make(Budget(max_iterations=10))
+    child = guard.child(Budget(max_iterations=1), run_id="c")
+    spend(child)
+    stop = spend(child)
+    assert stop.trip.run_id == "c"
+    assert guard.trip is None
+    assert isinstance(spend(guard), Admit)
+
+
+def test_an_ancestors_trip_ends_everything_below(make):
+    guard = make(Budget(max_iterations=1))
+    child = guard.child(Budget(max_iterations=10), run_id="c")
+    sibling = guard.child(run_id="s")
+    spend(child)
+    stop = spend(child)
+    assert stop.trip.run_id == "r"
+    assert guard.trip.run_id == "r"
+    assert spend(sibling).trip is guard.trip
+
+
+def test_child_and_ancestor_at_once_are_both_named(make):
+    guard = make(Budget(max_iterations=1))
+    child = guard.child(Budget(max_total_tokens=1), run_id="c")
+    spend(child)
+    stop = spend(child)
+    assert reasons(stop) == ["max_iterations", "max_total_tokens"]
+    assert stop.trip.run_id == "r"
+    assert [str(v.reason) for v in guard.trip.violations] == ["max_iterations"]
+
+
+def test_a_child_gets_at_most_what_is_left(make):
+    guard = make(Budget(max_total_tokens=100, max_output_tokens_per_call=50))
+    spend(guard, TokenUsage(30, 40))
+    child = guard.child(Budget(max_total_tokens=1000, max_output_tokens_per_call=80))
+    assert child.admit_model_call(ModelCall(input_tokens=5)).max_output_tokens == 25
+    tools = make(Budget(max_tool_calls=3, tool_quotas={"a": 1}))
+    child = tools.child(Budget(max_tool_calls=2, tool_quotas={"b": 1}))
+    names = ["a", "a", "b", "b", "c"]
+    assert [type(use(child, name)) for name in names] == [Admit, Refuse, Admit, Refuse, Stop]
+    assert [type(use(tools, name)) for name in ("a", "b", "c")] == [Refuse, Admit, Stop]
+
+
+def test_parallel_children_never_overshoot(make):
+    guard = make(Budget(max_total_tokens=100))
+    children = [guard.child() for _ in range(10)]
+    decisions = [child.admit_model_call(ModelCall(input_tokens=30)) for child in children]
+    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Stop] * 7
+
+
+def test_a_child_inherits_the_mode_and_has_its_own_name(make):
+    guard = make(mode="observe")
+    assert guard.child().mode is Mode.OBSERVE
+    assert guard.child(mode="enforce").mode is Mode.ENFORCE
+    assert guard.child().run_id != guard.child().run_id
+    assert guard.child().parent is guard
+
+
+def test_what_is_in_flight_belongs_to_its_guard(make):
+    guard = make()
+    child = guard.child()
+    mine = guard.admit_tool_call(ToolCall(name="a", id="1"))
+    model = guard.admit_model_call()
+    child.admit_tool_call(ToolCall(name="b"))
+    assert guard.open_tool_calls() == (mine,)
+    assert guard.open_calls() == (mine, model)
+    assert [record.status for record in guard.tool_calls] == ["interrupted"]
+
+
+# --- the rest -------------------------------------------------------------------------------
+
+
+def test_a_budget_must_be_one(make):
+    with pytest.raises(ConfigurationError, match="budget must be a Budget, got dict. Build one"):
+        make({"max_iterations": 3})
+    with pytest.raises(ConfigurationError, match="a sink must take events, got int"):
+        make(sinks=[5])
+
+
+def test_a_guard_has_a_name_of_its_own():
+    assert len(Guard().run_id) == 32
+    assert Guard().run_id != Guard().run_id
+
+
+def test_failures_of_an_adapter_can_be_reported(make):
+    guard = make()
+    guard.report("the view could not be drawn")
+    guard.report("view", OSError("gone"))
+    assert guard.errors == ("the view could not be drawn", "view: OSError: gone")
+
+
+def test_a_refusal_changes_nothing(make):
+    store = MemoryStore()
+    guard = make(Budget(max_iterations=1, tool_quotas={"a": 1}))
+    spend(guard)
+    use(guard, "a")
+    spend(guard)
+    before = guard.snapshot()
+    store.save(before)
+    spend(guard)
+    spend(guard, retry=True)
+    assert guard.snapshot() == store.load("r") == before
