@@ -13,6 +13,8 @@ from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN
 # Plain dictionaries: the keys differ between Strands releases, and `metadata` is younger than some.
 Message: TypeAlias = dict[str, Any]
 
+_NOTHING: dict[str, Any] = {}
+
 
 def results_for_open_calls(
     messages: Sequence[Any], results: Mapping[str, Any], started: Collection[str]
@@ -55,8 +57,8 @@ def synthetic_message(partial: str, text: str, metadata: Mapping[str, Any]) -> M
 
 def is_synthetic(message: Mapping[str, Any]) -> bool:
     """Tell whether a message is the synthetic last one of a stopped run."""
-    metadata: Mapping[str, Any] | None = message.get("metadata")
-    return bool(metadata) and metadata.get("synthetic") is True
+    metadata: Mapping[str, Any] = message.get("metadata") or _NOTHING
+    return metadata.get("synthetic") is True
 
 
 def text_of(message: Mapping[str, Any]) -> str:
