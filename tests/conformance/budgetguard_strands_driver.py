@@ -196,7 +196,17 @@ class StrandsDriver(Driver):
         return tool(name=spec.name, description=f"Does {spec.name}.")(run)
 
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
-        raise NotImplementedError
+        """An agent made inside a tool, which is given the provider."""
+        provider = scenario.shared.get("provider")
+
+        async def ask(value: str = "") -> str:
+            scenario.start(spec, value)
+            child = self.sub_agent(scenario, sub_agent, [])
+            if provider is not None and sub_agent.budget is None:
+                provider.attach(child)
+            return str(await child.invoke_async(value))
+
+        return tool(name=spec.name, description=f"Asks {sub_agent.name}.")(ask)
 
     def provider(self, scenario: Scenario) -> BudgetHookProvider | None:
         if scenario.guard is None:
@@ -276,11 +286,13 @@ class Hooks(StrandsDriver):
         hooks = [] if provider is None else [provider]
         if scenario.twice:
             hooks.append(self.provider(scenario))
-        agent = self.agent(scenario, hooks)
-        scenario.shared.update(agent=agent, provider=provider, turn=threading.Lock())
+        scenario.shared.update(provider=provider, turn=threading.Lock())
+        agent = scenario.shared["agent"] = self.agent(scenario, hooks)
         return self.ran(scenario, agent, lambda: agent, provider)
 
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
+        if not hasattr(Agent, "as_tool"):  # the oldest releases
+            return super().agent_tool(scenario, spec, sub_agent)
         child = self.sub_agent(scenario, sub_agent, [])
         child.hooks.add_callback(BeforeInvocationEvent, lambda event: scenario.start(spec) and None)
         return child.as_tool(name=spec.name)
@@ -296,9 +308,8 @@ class Attached(StrandsDriver):
         if "agent" in scenario.shared:
             return self.again(scenario)
         provider = self.provider(scenario)
-        self.current = provider
-        agent = self.agent(scenario, [])
-        scenario.shared.update(agent=agent, provider=provider, turn=threading.Lock())
+        scenario.shared.update(provider=provider, turn=threading.Lock())
+        agent = scenario.shared["agent"] = self.agent(scenario, [])
         runner: Any = agent
         last = agent
         if scenario.handoffs:
@@ -319,18 +330,6 @@ class Attached(StrandsDriver):
             if scenario.twice:
                 self.provider(scenario).attach(runner)
         return self.ran(scenario, runner, lambda: last, provider)
-
-    def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
-        driver = self
-
-        async def ask(value: str = "") -> str:
-            scenario.start(spec, value)
-            child = driver.sub_agent(scenario, sub_agent, [])
-            if driver.current is not None and sub_agent.budget is None:
-                driver.current.attach(child)
-            return str(await child.invoke_async(value))
-
-        return tool(name=spec.name, description=f"Asks {sub_agent.name}.")(ask)
 
 
 def history_of(messages: Any) -> list[Message]:
