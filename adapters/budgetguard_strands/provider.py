@@ -288,9 +288,10 @@ class BudgetHookProvider:
     def _fresh(self, target: Any, budget: Budget) -> Guard:
         kept: Any = target.state.get(_KEY) if isinstance(target, Agent) else None
         problem: Exception | None = None
-        if kept and kept.get("unfinished"):
+        if kept:
             try:
-                return self._continued(kept, budget)
+                if kept["unfinished"]:
+                    return self._continued(kept, budget)
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 problem = error
         guard = Guard(
