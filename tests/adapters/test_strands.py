@@ -471,9 +471,15 @@ def test_the_calls_that_fit_run_and_the_rest_get_error_results(executor, kind):
     )
     assert agent("Go.").stop_reason == "max_tool_calls"
     assert sorted(started) == ["a", "b"]
-    assert results(agent) == ["a is done", "b is done", NOT_EXECUTED, NOT_EXECUTED, NOT_EXECUTED]
-    statuses = [block["toolResult"]["status"] for block in agent.messages[-2]["content"]]
-    assert statuses == ["success", "success", "error", "error", "error"]
+    # Older releases put the results in the order in which they came.
+    found = {
+        block["toolResult"]["toolUseId"]: block["toolResult"]
+        for block in agent.messages[-2]["content"]
+    }
+    found = [found[block["toolUse"]["toolUseId"]] for block in agent.messages[-3]["content"]]
+    assert [result["status"] for result in found] == ["success"] * 2 + ["error"] * 3
+    texts = [result["content"][0]["text"] for result in found]
+    assert texts == ["a is done", "b is done", NOT_EXECUTED, NOT_EXECUTED, NOT_EXECUTED]
     assert is_valid(agent)
 
 
@@ -712,6 +718,8 @@ async def test_an_early_break_leaves_no_timer_and_no_listener():
         if "event" in chunk:
             break
     await stream.aclose()
+    for _ in range(20):
+        await asyncio.sleep(0)  # older releases leave the inner generators to the loop
     assert guard.open_calls() == ()
     assert not guard.cancellation._callbacks
     assert guard.usage.total_tokens > 0
@@ -877,8 +885,7 @@ only_with_agents_as_tools = pytest.mark.skipif(
 
 
 def worker(counter: Counter, *hooks: Any, script: Script | None = None, name: str = "worker"):
-    agent = made(script or sticky(), counter.tool, hooks=hooks, name=name, description=name)
-    return agent
+    return made(script or sticky(), counter.tool, hooks=hooks, name=name, description=name)
 
 
 @only_with_agents_as_tools
