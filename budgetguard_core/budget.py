@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
@@ -22,6 +22,8 @@ DIMENSIONS = (
 """The caps of a run, by field name, in the order in which they are shown."""
 
 _MOST_SECONDS = 10**12
+
+_DOLLAR_DIGITS = 15
 
 
 def _whole(value: object) -> object:
@@ -61,6 +63,12 @@ def _dollars(value: object) -> object:
     amount = value if isinstance(value, Decimal) else Decimal(repr(value))
     if not (amount.is_finite() and amount > 0):
         raise ValueError(f"must be finite and > 0, got {value}. Use None for no cap.")
+    # A huge exponent, either way, would take all memory as an exact integer.
+    if not -_DOLLAR_DIGITS <= amount.adjusted() < _DOLLAR_DIGITS:
+        raise ValueError(
+            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {_show(value)}. "
+            "Use None for no cap."
+        )
     return amount
 
 
@@ -142,7 +150,7 @@ class Budget(BaseModel):
             raise ValueError(  # noqa: TRY004 - pydantic turns only these into its report
                 f"must map tool names to whole numbers, got {_show(value)}."
             )
-        quotas: dict[Any, Any] = dict(value)
+        quotas = dict(cast("Mapping[Any, Any]", value))
         for pattern, quota in quotas.items():
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"must have tool names as keys, got {_show(pattern)}.")

@@ -1,7 +1,5 @@
 """Snapshots of a guard and its conversation, and the stores that keep them."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import threading
@@ -96,7 +94,7 @@ class OpenCall(BaseModel):
             fingerprint=call.fingerprint or "",
         )
 
-    def ticket(self, guard: Guard, prices: PriceBook) -> Admit:
+    def ticket(self, guard: "Guard", prices: PriceBook) -> Admit:
         """Make the ticket again, so that the call can still be settled."""
         call: ModelCall | ToolCall
         if self.kind == "model":

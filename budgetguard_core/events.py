@@ -4,15 +4,13 @@ The events that change a guard carry all that the guard was told, so that `Guard
 it again. Argument values are not among it unless the user asked for them; their hash is.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import IO, Annotated, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -341,24 +339,39 @@ class JsonLinesSink:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file: IO[bytes] = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by close()
-        # A killed process may have left half a line, which must not swallow the next one.
-        size = self._file.seek(0, os.SEEK_END)
-        if size:
-            self._file.seek(size - 1)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
+        # A killed process, or a full disk, leaves half a line that must not swallow the next one.
+        self._torn = self._ends_in_half_a_line()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
-        self._file.write(dump(event).encode() + b"\n")
+        line = dump(event).encode() + b"\n"
+        if self._torn:
+            line = b"\n" + line
+        self._torn = True
+        while line:
+            line = line[self._file.write(line) :]
+        self._torn = False
 
     def flush(self) -> None:
         """Have the disk write what was appended (fsync)."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; the sink cannot be used after it."""
+        """Close the file; the sink cannot be used after it. Leaving a `with` block does it too."""
         self._file.close()
+
+    def _ends_in_half_a_line(self) -> bool:
+        size = self._file.seek(0, os.SEEK_END)
+        if size == 0:
+            return False
+        self._file.seek(size - 1)
+        return self._file.read(1) != b"\n"
 
 
 class LoggingSink:
@@ -402,10 +415,10 @@ def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
             if damaged is not None:
                 raise damaged from None
             damaged = CheckpointError(f"line {number}: {_reason(line, error)}")
-            if _is_json(line):
+            if not _is_half(line):
                 raise damaged from None
             continue
-        if damaged is not None and not isinstance(event, RunStarted | RunRestored):
+        if damaged is not None and not _begins(event):
             raise damaged
         damaged = None
         yield event
@@ -413,12 +426,19 @@ def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
         raise damaged
 
 
-def _is_json(line: str | bytes) -> bool:
+def _is_half(line: str | bytes) -> bool:
+    if line[:1] not in ("{", b"{"):
+        return False
     try:
         json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return True
+    return False
+
+
+def _begins(event: Event) -> bool:
+    root = isinstance(event, RunStarted) and event.parent_run_id is None
+    return root or isinstance(event, RunRestored)
 
 
 def _reason(line: str | bytes, error: ValidationError) -> str:

@@ -1228,20 +1228,23 @@ class Guard:
         priced: bool,
     ) -> bool:
         """Replace the reservation by what was used; True when a mark was reached."""
-        near = False
+        near = unmetered = False
         reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
-        unmetered = usage is None and not failed and reserved_tokens == 0 and not reserved_cost
         if usage is None:
+            unmetered = not (failed or reserved_tokens or reserved_cost)
             given = ticket.call.input_tokens
             usage = TokenUsage(given, reserved_tokens - given, estimated=True)
         inputs, outputs, read, write, write_1h, reasoning, estimated = usage
         for guard in self._chain:
             counters = guard._counters
+            marks = guard._marks
             counters.reserved_tokens -= reserved_tokens
             counters.reserved_cost -= reserved_cost
-            counters.tokens += inputs + outputs
             counters.input_tokens += inputs
             counters.output_tokens += outputs
+            counters.tokens += inputs + outputs
+            if counters.tokens >= marks.tokens:
+                near = True
             if read or write:
                 counters.cache_read_tokens += read
                 counters.cache_write_tokens += write
@@ -1254,17 +1257,16 @@ class Guard:
                 counters.failed_calls += 1
             if cost is not None:
                 counters.cost += cost
-                if counters.cost >= guard._marks.cost:
+                if counters.cost >= marks.cost:
                     near = True
             else:
                 counters.unpriced_calls += 1
                 if guard._caps.refuses_unpriced and not failed:
                     guard._hold(_unpriced(ticket.call.model))
-            caps = guard._caps
-            if unmetered and (caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)):
-                guard._hold(_unmetered())
-            if counters.tokens >= guard._marks.tokens:
-                near = True
+            if unmetered:
+                caps = guard._caps
+                if caps.tokens != INFINITY or (caps.cost != INFINITY and not priced):
+                    guard._hold(_unmetered())
         return near
 
     def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:

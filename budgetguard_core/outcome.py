@@ -1,7 +1,5 @@
 """The one shape in which every run ends, completed or terminated."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """What one model call used, and what a run has used so far."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -182,7 +180,7 @@ class Usage(BaseModel):
     failed_calls: int = 0
     """Model calls that ended in an error; what they used is included above."""
 
-    def __add__(self, other: Usage) -> Usage:
+    def __add__(self, other: "Usage") -> "Usage":
         """Add two legs of a run, field by field."""
         return Usage(
             **{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields}

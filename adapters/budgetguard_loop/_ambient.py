@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -45,7 +46,7 @@ LAYER: ContextVar[Layer | None] = ContextVar("budgetguard_layer", default=None)
 
 
 @contextmanager
-def entered(layer: Layer) -> Iterator[None]:
+def entered(layer: Layer) -> Generator[None]:
     """Make a layer the current one."""
     token = LAYER.set(layer)
     try:
@@ -99,7 +100,7 @@ def settings_of(function: Callable[..., Any]) -> frozenset[str]:
     )
 
 
-def settings_for(ticket: Admit, names: frozenset[str]) -> dict[str, Any]:
+def settings_for(ticket: Admit, names: AbstractSet[str]) -> dict[str, Any]:
     """Return the settings of a call by name, those alone that are asked for."""
     every = {
         "max_output_tokens": ticket.max_output_tokens,
@@ -113,7 +114,8 @@ def seconds_of(ticket: Admit) -> float | None:
     """Return the time that a call may take; a tool has what is left of its run's."""
     if isinstance(ticket.call, ModelCall):
         return ticket.seconds
-    return ticket.guard.time_left()  # type: ignore[no-any-return]
+    guard: Guard = ticket.guard
+    return guard.time_left()
 
 
 class Watch:
@@ -131,12 +133,14 @@ class Watch:
         self._cut = cut
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
         self.trip: Trip | None = None
         self._forget = guard.cancellation.on_cancel(self._aborted)
         self._arm()
 
     def close(self) -> None:
         """Stop watching."""
+        self._closed = True
         self._forget()
         if self._timer is not None:
             self._timer.cancel()
@@ -150,7 +154,8 @@ class Watch:
             self._timer = self._loop.call_later(left, self._look)
 
     def _look(self) -> None:
-        if self.trip is not None:
+        # An abort may have been on its way from another thread when the work ended.
+        if self._closed or self.trip is not None:
             return
         if not self._guard.cancellation.cancelled and self._guard.time_left():
             self._arm()
@@ -161,7 +166,7 @@ class Watch:
 
 
 @contextmanager
-def cut_short(guard: Guard) -> Iterator[Watch | None]:
+def cut_short(guard: Guard) -> Generator[Watch | None]:
     """Cancel the current task's block when the run ends; None where no event loop runs.
 
     Leaving the block swallows that cancellation and no other, as `asyncio.timeout` does.

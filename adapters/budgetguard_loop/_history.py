@@ -63,7 +63,7 @@ class RequestedCall:
         if not isinstance(value, Mapping):
             msg = "the arguments are not a JSON object"
             raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that a model writes
-        return {str(name): item for name, item in cast("Mapping[Any, Any]", value).items()}
+        return dict(cast("Mapping[str, Any]", value))
 
 
 def opening(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
@@ -83,7 +83,7 @@ def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
 
 
 def read_call(call: Any, place: int = 0) -> RequestedCall:
-    """Read one tool call: OpenAI's (function or custom, chat or Responses), or Anthropic's block."""
+    """Read one tool call of OpenAI's (chat completions, Responses) or Anthropic's."""
     function = part(call, "function") or part(call, "custom") or call
     arguments = next(
         (
@@ -162,7 +162,7 @@ def message_text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    parts = cast("Sequence[Any]", content) if isinstance(content, list) else ()
     return "".join(str(part(item, "text") or "") for item in parts)
 
 

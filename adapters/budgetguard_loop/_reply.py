@@ -123,21 +123,24 @@ def _assistant(message: Any) -> Message:
         plain = cast("dict[str, Any]", message.model_dump(mode="json", exclude_none=True))
     else:
         raise _unreadable(message)
-    plain = {
+    kept: Message = {
         name: value for name, value in plain.items() if name == "content" or value not in (None, [])
     }
-    plain["role"] = "assistant"
-    calls = plain.get("tool_calls")
+    kept["role"] = "assistant"
+    calls: list[Any] = kept.get("tool_calls") or []
     if calls:
-        plain.setdefault("content", None)
-        plain["tool_calls"] = [_with_id(call, place) for place, call in enumerate(calls)]
-    return plain
+        kept.setdefault("content", None)
+        kept["tool_calls"] = [_with_id(call, place) for place, call in enumerate(calls)]
+    return kept
 
 
 def _with_id(call: Any, place: int) -> Message:
-    plain = dict(call) if isinstance(call, Mapping) else call.model_dump(exclude_none=True)
+    if isinstance(call, Mapping):
+        plain = dict(cast("Mapping[str, Any]", call))
+    else:
+        plain = cast("Message", call.model_dump(exclude_none=True))
     plain["id"] = plain.get("id") or f"call_{place}"
-    return cast("Message", plain)
+    return plain
 
 
 def _unreadable(answer: object) -> AdapterError:

@@ -17,6 +17,7 @@ from budgetguard_core import (
     Snapshot,
 )
 from budgetguard_core.pricing import from_usd
+from budgetguard_core.usage import Counters
 from budgetguard_loop import _history as history
 from budgetguard_loop._ambient import current_guard, guard_for
 from budgetguard_loop._run import Run
@@ -65,7 +66,13 @@ def begin(
             guard.user_turn()
         elif run_messages and isinstance(run_messages[-1], history.SyntheticMessage):
             run_messages.pop()
-    counted = earlier is not None and budget is None and not given
+    # The same turn under the same caps: the attempt that the process died in was counted.
+    again = (
+        earlier is not None
+        and budget is None
+        and not given
+        and any(call.kind == "model" for call in earlier.open_calls)
+    )
     return Run(
         guard=guard,
         messages=run_messages,
@@ -76,9 +83,7 @@ def begin(
         retries=retries,
         store=store,
         interrupted=interrupted,
-        retry=counted and any(call.kind == "model" for call in earlier.open_calls)
-        if earlier
-        else False,
+        retry=again,
     )
 
 
@@ -123,29 +128,20 @@ def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume |
 
 def _snapshot_of(outcome: Outcome) -> Snapshot:
     usage = outcome.usage
-    counted = usage.model_dump(
-        include={
-            "iterations",
-            "model_calls",
-            "tool_calls",
-            "input_tokens",
-            "output_tokens",
-            "cache_read_tokens",
-            "cache_write_tokens",
-            "cache_write_1h_tokens",
-            "reasoning_tokens",
-            "unpriced_calls",
-            "estimated_calls",
-            "failed_calls",
-        }
-    )
+    used = usage.model_dump() | {
+        "tokens": usage.total_tokens,
+        "cost": from_usd(usage.cost_usd),
+        "reserved_tokens": 0,
+        "reserved_cost": 0,
+    }
+    counters: dict[str, int] = {name: used[name] for name in Counters.__slots__}
     return Snapshot(
         run_id=outcome.run_id,
         parent_run_id=None,
         mode="enforce",
         budget={},
         stop_conditions=0,
-        counters={**counted, "tokens": usage.total_tokens, "cost": from_usd(usage.cost_usd)},
+        counters=counters,
         quotas={},
         tool_counts={},
         records=tuple((call.id, call.name, call.status) for call in outcome.tool_calls),

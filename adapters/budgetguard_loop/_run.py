@@ -39,7 +39,7 @@ ToolFunction: TypeAlias = Callable[..., Any]
 
 @dataclass(slots=True)
 class CallModel:
-    """Call the model. Answer with a `ModelReply`, or with a `Cut`; what the step raises is thrown."""
+    """Call the model. Answer with a `ModelReply` or a `Cut`; what the step raises is thrown."""
 
     ticket: Admit
     messages: list[Message]
@@ -147,13 +147,15 @@ class Run:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
                     final = history.message_text(self.messages[-1])
-                    return (yield Finish(None, final))
+                    outcome: Outcome = yield Finish(None, final)
+                    return outcome
                 yield from self._call_model()
         except _Tripped as stop:
             self._settle_history(NOT_EXECUTED)
             end = history.end_message(self.guard, stop.trip, stop.partial)
             self.messages.append(end)
-            return (yield Finish(stop.trip, end["content"], stop.next_step))
+            outcome = yield Finish(stop.trip, end["content"], stop.next_step)
+            return outcome
         except BaseException:
             self._settle_history(OUTCOME_UNKNOWN)
             yield Save()

@@ -51,7 +51,14 @@ def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUs
     """Join the figures of two chunks of one stream: each is a total so far, or a part's own."""
     if earlier is None or later is None:
         return later or earlier
-    return TokenUsage(*map(max, earlier[:-1], later[:-1]))
+    return TokenUsage(
+        input_tokens=max(earlier.input_tokens, later.input_tokens),
+        output_tokens=max(earlier.output_tokens, later.output_tokens),
+        cache_read_tokens=max(earlier.cache_read_tokens, later.cache_read_tokens),
+        cache_write_tokens=max(earlier.cache_write_tokens, later.cache_write_tokens),
+        cache_write_1h_tokens=max(earlier.cache_write_1h_tokens, later.cache_write_1h_tokens),
+        reasoning_tokens=max(earlier.reasoning_tokens, later.reasoning_tokens),
+    )
 
 
 def estimated(prompt_tokens: int, reply: str) -> TokenUsage:

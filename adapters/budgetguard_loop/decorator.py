@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from budgetguard_loop._usage import estimated, extract_usage, merge_usage, part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING = object()
+_MARK = "__budgetguard__"
 
 
 class ToolRefused(BudgetExceeded):
@@ -103,6 +104,7 @@ def guarded(
 
         wrapped = wrapper()
         functools.update_wrapper(wrapped, function)
+        setattr(wrapped, _MARK, True)
         gate.wrapper = wrapped
         return cast("_F", wrapped)
 
@@ -140,7 +142,7 @@ class _Gate:
         self._function = function
         self._budget = budget
         self._kind = kind
-        self._name = name or getattr(function, "__name__", type(function).__name__)
+        self._name = str(name or getattr(function, "__name__", type(function).__name__))
         self._model = model
         self._provider = provider
         self._usage = usage
@@ -214,7 +216,7 @@ class _Gate:
     # What they share
 
     @contextmanager
-    def _admitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[_Call]:
+    def _admitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[_Call]:
         call = self._admit(args, kwargs)
         try:
             yield call
@@ -232,11 +234,12 @@ class _Gate:
     def _admit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
         guard = self._guard()
         layer = LAYER.get()
+        wanted = self._settings - kwargs.keys()
         again = False
         if layer is not None and layer.ticket is not None and self._is_same(layer, guard):
             if not layer.seen:
                 layer.seen = True
-                settings = settings_for(layer.ticket, self._settings)
+                settings = settings_for(layer.ticket, wanted)
                 if "nudge" in settings:
                     settings["nudge"] = None
                 return _Call(layer.ticket, None, settings)
@@ -257,9 +260,9 @@ class _Gate:
             raise ToolRefused(trip, decision.message)
         save = None if layer is None else layer.save
         inner = Layer(guard, ticket=decision, function=self.wrapper, save=save)
-        # The body of this function is the call itself: nothing below it is the same call again.
-        inner.seen = self._kind == "tool"
-        return _Call(decision, inner, settings_for(decision, self._settings))
+        # A tool's body may call the tool again; only another layer around it is the same call.
+        inner.seen = self._kind == "tool" and not hasattr(self._function, _MARK)
+        return _Call(decision, inner, settings_for(decision, wanted))
 
     def _is_same(self, layer: Layer, guard: Guard) -> bool:
         ticket = cast("Admit", layer.ticket)
@@ -337,7 +340,7 @@ class _CutShort(Exception):
 
 
 @contextmanager
-def _inside(call: _Call) -> Iterator[None]:
+def _inside(call: _Call) -> Generator[None]:
     if call.layer is None:
         yield
     else:

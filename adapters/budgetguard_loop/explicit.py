@@ -245,12 +245,14 @@ class bounded:
         return error is not None
 
     def _close(self) -> None:
-        flying = {ticket.call.id for ticket in self.guard.open_tool_calls()}
-        _, waiting = history.open_batch(self.messages)
-        self.messages += [
-            history.tool_message(call.id, OUTCOME_UNKNOWN if call.id in flying else NOT_EXECUTED)
-            for call in waiting
-        ]
+        # A function that is guarded by itself knows its name and not the call's id.
+        flying = [t.call.id or t.call.name for t in self.guard.open_tool_calls()]
+        for call in history.open_batch(self.messages)[1]:
+            known = next((name for name in (call.id, call.name) if name in flying), None)
+            if known is not None:
+                flying.remove(known)
+            text = NOT_EXECUTED if known is None else OUTCOME_UNKNOWN
+            self.messages.append(history.tool_message(call.id, text))
 
     def _end(self, trip: Trip | None) -> None:
         if self._given is not None or self._resume is not None:

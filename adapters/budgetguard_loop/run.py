@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, cast
 
 from budgetguard_core import (
@@ -421,7 +421,7 @@ class _Flight:
         done, _ = await asyncio.wait(
             {*self.waiting, self.over}, return_when=asyncio.FIRST_COMPLETED
         )
-        ended = done & self.waiting
+        ended = [task for task in self.waiting if task in done]
         if not ended:
             return None
         # Work that has brought something comes before work that was cancelled.
@@ -525,7 +525,7 @@ async def _called(layer: Layer, function: Callable[..., Any], /, *args: Any, **k
 
 
 async def _awaited(value: Any) -> Any:
-    return await cast("Awaitable[Any]", value) if inspect.isawaitable(value) else value
+    return await value if inspect.isawaitable(value) else value
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

@@ -25,7 +25,7 @@ from budgetguard_core.events import (
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import Price, PriceBook
-from budgetguard_core.stop import StopReason
+from budgetguard_core.stop import StopReason, tool_called
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import (
     Clause,
@@ -112,7 +112,9 @@ def _shape(history: Sequence[Message]) -> list[tuple[str, str, list[str]]]:
 
 
 def _results(history: Sequence[Message]) -> list[str]:
-    return [message.text for message in history if message.role == "tool"]
+    """List the results of tool calls in the order in which the model asked."""
+    texts = {m.tool_call_id: m.text for m in history if m.role == "tool"}
+    return [texts[id_] for message in history for id_, _ in message.tool_calls]
 
 
 def _timed(driver: Driver, mode: Mode, script: Script, **facts: Any) -> tuple[Ran, float]:
@@ -417,7 +419,7 @@ def _closed(driver: Driver, mode: Mode) -> None:
         (Budget(max_tool_calls=1), StopReason.MAX_TOOL_CALLS),
         (Budget(max_total_tokens=1), StopReason.MAX_TOTAL_TOKENS),
         (Budget(max_iterations=1), StopReason.MAX_ITERATIONS),
-        (Budget(stop_when=(lambda guard: guard.usage.tool_calls >= 2,)), StopReason.STOP_CONDITION),
+        (Budget(stop_when=(tool_called("read"),)), StopReason.STOP_CONDITION),
     ):
         tools = [_search(), Tool("read", "text"), Tool("write", error=ValueError("read-only"))]
         script = Script([calls("search", "read"), calls("search", "read", "search")])
@@ -529,14 +531,10 @@ def _warnings(driver: Driver, mode: Mode) -> None:
 
 
 def _observe(driver: Driver, mode: Mode) -> None:
-    seen: list[int] = []
+    events: list[Event] = []
 
     def run(guard_mode: str) -> tuple[Ran, Script]:
-        def look(event: Event) -> None:
-            if isinstance(event, TripObserved):
-                seen.append(guard.usage.model_calls)
-
-        guard = Guard(Budget(max_iterations=2), mode=guard_mode, sinks=[look])
+        guard = Guard(Budget(max_iterations=2), mode=guard_mode, sinks=[events.append])
         script = Script([*[calls("search")] * 4, says("Done.")])
         ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()])
         return ran, script
@@ -545,7 +543,9 @@ def _observe(driver: Driver, mode: Mode) -> None:
     outcome = _completed(ran)
     _equal("model calls", script.calls, 5)
     _equal("observed", [v.reason for v in outcome.observed], [StopReason.MAX_ITERATIONS])
-    _equal("model calls when it would have tripped", seen, [2])
+    kinds = [type(event) for event in events]
+    admitted = kinds[: kinds.index(TripObserved)].count(ModelCallAdmitted)
+    _equal("model calls when it would have tripped", admitted, 2)
     ran, script = run("enforce")
     _stopped(ran, StopReason.MAX_ITERATIONS)
     _equal("model calls in ENFORCE", script.calls, 2)
@@ -692,16 +692,21 @@ def _streamed(driver: Driver, mode: Mode) -> None:
     _equal("estimated calls", outcome.usage.estimated_calls, 2)
 
 
+def _full(what: str) -> OSError:
+    return OSError(28, "No space left on device", what)
+
+
 class _Broken(MemoryStore):
     """A sink and a store on a full disk."""
 
-    def _fail(self, *_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def emit(self, event: Event) -> None:
+        raise _full(event.event)
 
-    emit = flush = _fail
+    def flush(self) -> None:
+        raise _full("flush")
 
     def save(self, snapshot: Snapshot) -> None:
-        self._fail(snapshot)
+        raise _full(snapshot.run_id)
 
 
 def _failures(driver: Driver, mode: Mode) -> None:
@@ -745,11 +750,9 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
         tool_quotas={"read": 1},
         max_output_tokens_per_call=4096,
     )
-    script = Script(
-        lambda n: calls("read", "search") if n < 9 else says("Done."),
-    )
+    script = Script(lambda n: calls("read", "look") if n < 4 else calls("search"))
     facts: dict[str, Any] = {
-        "tools": [Tool("read", "text"), Tool("search", "nothing")],
+        "tools": [Tool("read", "text"), Tool("look", "nothing"), _search()],
         "shared": shared,
         "store": MemoryStore(),
     }
@@ -764,7 +767,7 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
         user_input="Go on.",
         **facts,
     )
-    expect(script.calls >= 5, f"only {script.calls} prompts to look at")
+    expect(script.calls >= 6, f"only {script.calls} prompts to look at")
     for number, sent in enumerate(script.sent):
         found = _UNSPEAKABLE.search(sent)
         expect(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from budgetguard_core.testing.clauses import CLAUSES
-from budgetguard_core.testing.conformance import Driver
+from budgetguard_core.testing.conformance import Driver, Mode
 
 BEGIN = "<!-- capability table -->"
 END = "<!-- end of capability table -->"
@@ -28,7 +28,7 @@ def capability_table(drivers: Sequence[Driver]) -> str:
     for clause in CLAUSES:
         cells: list[str] = []
         for driver in drivers:
-            asked = [mode for mode in driver.modes if mode in clause.modes]
+            asked: list[Mode] = [mode for mode in driver.modes if mode in clause.modes]
             why = {mode: driver.deviation(clause.number, mode) for mode in asked}
             held = [mode for mode, reason in why.items() if reason is None]
             notes: list[str] = []

@@ -9,7 +9,7 @@ import asyncio
 import json
 from contextlib import aclosing
 
-from budgetguard_core import BudgetExceeded
+from budgetguard_core import BudgetExceeded, Guard
 from budgetguard_core.testing import (
     MODEL,
     MODES,
@@ -276,10 +276,9 @@ class RunBounded(Driver):
         step = Model(scenario.script).step(scenario.mode)
         tools = functions(scenario, scenario.tools, self._agent(scenario))
         if scenario.twice or scenario.swallowing:
-            step = guarded(scenario.guard, kind="model")(step)
-            tools = {
-                name: guarded(scenario.guard, name=name)(tool) for name, tool in tools.items()
-            }
+            guard = scenario.guard if isinstance(scenario.guard, Guard) else None
+            step = guarded(guard, kind="model")(step)
+            tools = {name: guarded(guard, name=name)(tool) for name, tool in tools.items()}
         if scenario.swallowing:
             step = swallowing(step, scenario.mode)
             mode = "sync" if scenario.mode == "sync" else "async"
@@ -348,6 +347,7 @@ class Handwritten(Driver):
 
     async def _block_async(self, scenario, chunks):
         tools = functions(scenario, scenario.tools, self._agent(scenario))
+        left = False
         async with self._opened(scenario) as run:
             left = await self.loop_async(run, Model(scenario.script), tools, scenario, chunks)
         if run.outcome.status == "terminated" and not left:
@@ -410,6 +410,7 @@ class Explicit(Handwritten):
             except Exception:
                 if attempt == retries:
                     raise
+        raise AssertionError
 
     async def loop_async(self, run, model, tools, scenario, chunks):
         step = model.step(scenario.mode)
@@ -460,11 +461,16 @@ class Explicit(Handwritten):
             except Exception:
                 if attempt == scenario.retries:
                     raise
+        raise AssertionError
 
 
 class Guarded(Handwritten):
     name = "guarded"
     modes = MODES
+    deviations = {  # noqa: RUF012 - data, read once
+        17: "A decorated function cannot tell another attempt from another turn, so each call is "
+        "an iteration; `run.model_call(retry=True)` says which it is."
+    }
 
     def loop(self, run, model, tools, scenario):
         @guarded(kind="model", model=MODEL)
@@ -507,6 +513,7 @@ class Guarded(Handwritten):
             except Exception:
                 if attempt == retries:
                     raise
+        raise AssertionError
 
     async def loop_async(self, run, model, tools, scenario, chunks):
         ask = self._asking(model, scenario)
@@ -582,6 +589,7 @@ class Guarded(Handwritten):
             except Exception:
                 if attempt == scenario.retries:
                     raise
+        raise AssertionError
 
     def _tools(self, tools, scenario):
         tools = {name: guarded(name=name)(tool) for name, tool in tools.items()}

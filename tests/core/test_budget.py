@@ -229,3 +229,14 @@ def test_plain_data_and_back(budget):
 
 def test_conditions_are_code_and_stay_out_of_the_data():
     assert "stop_when" not in Budget(stop_when=[bool]).to_json()
+
+
+@pytest.mark.parametrize("text", ["1E+999999999999", "1E-999999999999", "1E+15", "9E-16"])
+def test_dollars_that_would_take_all_memory_are_refused_at_once(text):
+    with pytest.raises(ConfigurationError, match=r"max_cost_usd must be >= 1E-15 and < 1E\+15"):
+        Budget(max_cost_usd=Decimal(text))
+
+
+@pytest.mark.parametrize("text", ["1E-15", "999999999999999.99"])
+def test_dollars_at_the_edge_are_taken(text):
+    assert Budget(max_cost_usd=Decimal(text)).max_cost_usd == Decimal(text)

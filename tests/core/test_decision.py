@@ -13,8 +13,8 @@ from budgetguard_core import (
     Admit,
     Budget,
     Guard,
-    ModelCall,
     Mode,
+    ModelCall,
     Nudge,
     Refuse,
     Stop,
@@ -87,7 +87,8 @@ def test_the_key_survives_a_restart():
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize(
-    ("cap", "own", "answer"), [(None, None, None), (10, None, 10), (None, 3, 3), (10, 3, 3), (3, 10, 3)]
+    ("cap", "own", "answer"),
+    [(None, None, None), (10, None, 10), (None, 3, 3), (10, 3, 3), (3, 10, 3)],
 )
 def test_seconds_are_the_lesser_of_the_own_limit_and_the_time_left(mode, cap, own, answer):
     guard = Guard(Budget(max_seconds=cap), mode=mode, clock=ManualClock())
@@ -97,7 +98,8 @@ def test_seconds_are_the_lesser_of_the_own_limit_and_the_time_left(mode, cap, ow
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize(
-    ("cap", "own", "answer"), [(None, None, None), (10, None, 10), (None, 3, 3), (10, 3, 3), (3, 10, 3)]
+    ("cap", "own", "answer"),
+    [(None, None, None), (10, None, 10), (None, 3, 3), (10, 3, 3), (3, 10, 3)],
 )
 def test_output_tokens_are_the_lesser_of_the_own_bound_and_the_caps(mode, cap, own, answer):
     guard = Guard(Budget(max_output_tokens_per_call=cap), mode=mode, clock=ManualClock())

@@ -158,12 +158,7 @@ def test_a_listener_that_fails_at_every_event_is_logged_once(caplog):
     assert len(guard.errors) <= 20
 
 
-def test_a_full_disk_at_the_trip(tmp_path):
-    with open("/dev/full", "ab", buffering=0) as full:
-        try:
-            full.write(b"x")
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+def test_a_full_disk_at_the_trip():
     sink = JsonLinesSink("/dev/full")
     guard, trip = stopped(sinks=[sink])
     outcome = end_run(guard, trip=trip, messages=["m"], final="text")

@@ -16,8 +16,8 @@ from budgetguard_core import (
     Guard,
     LoopDetection,
     MemoryStore,
-    ModelCall,
     Mode,
+    ModelCall,
     Nudge,
     Price,
     PriceBook,
@@ -56,7 +56,10 @@ def make(clock):
     return make
 
 
-def spend(guard, usage=TokenUsage(1, 1), *, cost_usd=None, **call):
+ONE_EACH = TokenUsage(1, 1)
+
+
+def spend(guard, usage=ONE_EACH, *, cost_usd=None, **call):
     decision = guard.admit_model_call(ModelCall(**call))
     if isinstance(decision, Admit):
         guard.settle_model_call(decision, usage, cost_usd=cost_usd)
@@ -609,9 +612,7 @@ def test_a_handler_may_extend(make):
 
 
 def test_a_handler_may_end_the_run(make):
-    guard = make(
-        Budget(max_iterations=10), on_warning=lambda guard, event: guard.abort("too dear")
-    )
+    guard = make(Budget(max_iterations=10), on_warning=lambda guard, event: guard.abort("too dear"))
     decisions = [spend(guard) for _ in range(9)]
     assert [type(decision) for decision in decisions] == [Admit] * 8 + [Stop]
     assert decisions[-1].trip.detail == "too dear"
@@ -808,7 +809,7 @@ def test_a_stopped_run_is_not_extended(make):
     guard = make(Budget(max_iterations=1))
     spend(guard)
     spend(guard)
-    with pytest.raises(AdapterError, match="got a run stopped by max_iterations. Resume it"):
+    with pytest.raises(AdapterError, match=r"got a run stopped by max_iterations\. Resume it"):
         guard.extend(max_iterations=2)
 
 
@@ -851,7 +852,7 @@ def test_reset_needs_a_guard_at_rest(make):
     guard = make()
     child = guard.child()
     ticket = child.admit_model_call()
-    with pytest.raises(AdapterError, match="got 1 in flight. Settle them first"):
+    with pytest.raises(AdapterError, match=r"got 1 in flight\. Settle them first"):
         guard.reset()
     child.settle_model_call(ticket, TokenUsage())
     with pytest.raises(AdapterError, match="without a parent"):
@@ -876,9 +877,7 @@ def test_reset_needs_a_guard_at_rest(make):
     ],
     ids=range(8),
 )
-def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(
-    clock, make, budget
-):
+def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(clock, make, budget):
     trips = {}
     for mode in Mode:
         guard = make(budget, mode=mode, clock=ManualClock())
@@ -938,6 +937,9 @@ def test_observe_corrects_nobody(make):
         assert type(spend(guard)) is Admit
         assert type(use(guard, "read")) is Admit
     assert guard.observed_trip.reason is StopReason.NO_PROGRESS
+    tools_alone = make(mode="observe")
+    assert [type(use(tools_alone, "read")) for _ in range(10)] == [Admit] * 10
+    assert tools_alone.observed_trip.reason is StopReason.NO_PROGRESS
 
 
 def test_observe_goes_on_warning(make):
@@ -950,9 +952,7 @@ def test_observe_goes_on_warning(make):
 
 def test_an_advisory_child_is_bound_by_its_parent_alone(make):
     guard = make(Budget(max_iterations=3, max_output_tokens_per_call=100, max_total_tokens=10_000))
-    child = guard.child(
-        Budget(max_iterations=1, max_output_tokens_per_call=5), mode="observe"
-    )
+    child = guard.child(Budget(max_iterations=1, max_output_tokens_per_call=5), mode="observe")
     decisions = [child.admit_model_call() for _ in range(4)]
     assert [type(decision) for decision in decisions] == [Admit] * 3 + [Stop]
     assert {decision.max_output_tokens for decision in decisions[:3]} == {100}
@@ -1089,7 +1089,7 @@ def test_what_is_in_flight_belongs_to_its_guard(make):
 
 
 def test_a_budget_must_be_one(make):
-    with pytest.raises(ConfigurationError, match="budget must be a Budget, got dict. Build one"):
+    with pytest.raises(ConfigurationError, match=r"budget must be a Budget, got dict\. Build one"):
         make({"max_iterations": 3})
     with pytest.raises(ConfigurationError, match="a sink must take events, got int"):
         make(sinks=[5])

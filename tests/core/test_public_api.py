@@ -10,15 +10,57 @@ import pytest
 
 import budgetguard_core
 
-NAMES = """
-    AdapterError Admit Budget BudgetExceeded BudgetGuardError CancellationToken CheckpointError
-    CheckpointStore Clock ConfigurationError Event Guard JsonLinesSink LoggingSink LoopDetection
-    MemoryStore Mode ModelCall ModelDecision NOT_AVAILABLE NOT_EXECUTED Nudge OUTCOME_UNKNOWN
-    Outcome Price PriceBook Refuse Sink Snapshot SqliteStore Stop StopCondition StopReason
-    SystemClock TokenUsage ToolCall ToolCallRecord ToolDecision Trip Usage Violation
-    after_iterations end_run estimate_tokens fingerprint read_events synthetic_metadata
-    synthetic_text tool_called
-""".split()
+NAMES = [
+    "AdapterError",
+    "Admit",
+    "Budget",
+    "BudgetExceeded",
+    "BudgetGuardError",
+    "CancellationToken",
+    "CheckpointError",
+    "CheckpointStore",
+    "Clock",
+    "ConfigurationError",
+    "Event",
+    "Guard",
+    "JsonLinesSink",
+    "LoggingSink",
+    "LoopDetection",
+    "MemoryStore",
+    "Mode",
+    "ModelCall",
+    "ModelDecision",
+    "NOT_AVAILABLE",
+    "NOT_EXECUTED",
+    "Nudge",
+    "OUTCOME_UNKNOWN",
+    "Outcome",
+    "Price",
+    "PriceBook",
+    "Refuse",
+    "Sink",
+    "Snapshot",
+    "SqliteStore",
+    "Stop",
+    "StopCondition",
+    "StopReason",
+    "SystemClock",
+    "TokenUsage",
+    "ToolCall",
+    "ToolCallRecord",
+    "ToolDecision",
+    "Trip",
+    "Usage",
+    "Violation",
+    "after_iterations",
+    "end_run",
+    "estimate_tokens",
+    "fingerprint",
+    "read_events",
+    "synthetic_metadata",
+    "synthetic_text",
+    "tool_called",
+]
 
 
 def test_the_names_are_pinned():

@@ -139,11 +139,24 @@ def test_a_parents_condition_ends_the_child():
 
 
 def test_reasons_are_the_names_of_the_caps_and_in_the_contracts_order():
-    order = (
-        "aborted max_iterations max_model_calls max_seconds max_cost_usd max_total_tokens "
-        "tenant_daily tenant_monthly max_tool_calls tool_quota no_progress oscillation stalled "
-        "velocity circuit_open stop_condition"
-    ).split()
+    order = [
+        "aborted",
+        "max_iterations",
+        "max_model_calls",
+        "max_seconds",
+        "max_cost_usd",
+        "max_total_tokens",
+        "tenant_daily",
+        "tenant_monthly",
+        "max_tool_calls",
+        "tool_quota",
+        "no_progress",
+        "oscillation",
+        "stalled",
+        "velocity",
+        "circuit_open",
+        "stop_condition",
+    ]
     shuffled = [Violation(reason=StopReason(name)) for name in reversed(order)]
     assert [str(violation.reason) for violation in in_order(shuffled)] == order
     others = {"completed", "unpriced_model", "unmetered_usage", "framework_limit"}

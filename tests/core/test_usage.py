@@ -75,10 +75,7 @@ small = st.integers(-2, 6)
 def test_the_check_is_the_rule(usage):
     inputs, outputs, read, write, hour, reasoning, _ = usage
     sound = (
-        min(usage[:-1]) >= 0
-        and read + write <= inputs
-        and hour <= write
-        and reasoning <= outputs
+        min(usage[:-1]) >= 0 and read + write <= inputs and hour <= write and reasoning <= outputs
     )
     if sound:
         check_token_usage(usage)

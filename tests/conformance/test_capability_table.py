@@ -1,0 +1,42 @@
+"""The README's capability table is what the drivers declare."""
+
+from __future__ import annotations
+
+import pytest
+
+import layout
+from budgetguard_core.testing import CLAUSES, capability_table
+from budgetguard_core.testing.table import BEGIN, END
+from conformance.drivers import drivers_of, is_installed
+
+
+def test_the_readme_has_exactly_the_table():
+    missing = [adapter for adapter in layout.adapters() if not is_installed(adapter)]
+    if missing:
+        pytest.skip(f"the table has columns for frameworks that are not installed: {missing}")
+    drivers = [driver for adapter in layout.adapters() for driver in drivers_of(adapter)]
+    _, _, rest = (layout.ROOT / "README.md").read_text().partition(BEGIN)
+    shown, end, _ = rest.partition(END)
+    assert end
+    # Printed whole when it differs, so that it can be pasted.
+    assert shown.strip() == capability_table(drivers), capability_table(drivers)
+
+
+def test_the_table_tells_modes_and_reasons_apart():
+    drivers = [
+        type("One", (Plain,), {"name": "one", "modes": ("sync",), "deviations": {2: "It cannot."}}),
+        type("Two", (Plain,), {"name": "two", "deviations": {(2, "sync"): "It cannot."}}),
+    ]
+    lines = capability_table([driver() for driver in drivers]).splitlines()
+    assert lines[0] == "| clause | mine: `one` | mine: `two` |"
+    assert lines[2] == "| ways in | sync | sync, async, streamed |"
+    assert lines[3].endswith("| yes | yes |")
+    assert lines[4].endswith("| no [1] | async, streamed [1] |")
+    (streamed,) = [line for line in lines if line.startswith("| 22.")]
+    assert streamed.endswith("| - | yes |")
+    assert lines[len(CLAUSES) + 3 :] == ["", "[1] It cannot."]
+
+
+class Plain(drivers_of("budgetguard_loop")[0].__class__):
+    adapter = "budgetguard_mine"
+    deviations = {}  # noqa: RUF012 - never changed

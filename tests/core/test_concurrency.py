@@ -1,0 +1,285 @@
+"""Threads and tasks on one guard: exact together, in order, and never stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+from collections import Counter
+from decimal import Decimal
+
+import pytest
+
+from budgetguard_core import (
+    Admit,
+    Budget,
+    Guard,
+    ModelCall,
+    Refuse,
+    Stop,
+    TokenUsage,
+    ToolCall,
+)
+
+THREADS = 64
+
+
+def in_threads(work, count=THREADS):
+    """Let `work(number)` run in many threads that begin together; re-raise what they raise."""
+    barrier, failed = threading.Barrier(count), []
+
+    def run(number):
+        barrier.wait()
+        try:
+            work(number)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if failed:
+        raise failed[0]
+
+
+@pytest.fixture(autouse=True)
+def switch_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize(
+    ("budget", "cap"),
+    [
+        (Budget(max_iterations=100), 100),
+        (Budget(max_model_calls=100), 100),
+        (Budget(max_total_tokens=1000), 100),
+        (Budget(max_cost_usd=1), 100),
+    ],
+    ids=["iterations", "model_calls", "tokens", "dollars"],
+)
+def test_64_threads_get_exactly_the_cap_of_model_calls(budget, cap):
+    guard, admitted = Guard(budget), []
+
+    def work(number):
+        for _ in range(10):
+            call = ModelCall(input_tokens=10, cost_usd=Decimal("0.01"))
+            decision = guard.admit_model_call(call)
+            if isinstance(decision, Admit):
+                admitted.append(decision.call_id)
+                guard.settle_model_call(decision, TokenUsage(4, 6), cost_usd=Decimal("0.01"))
+
+    in_threads(work)
+    assert len(admitted) == len(set(admitted)) == cap
+    usage = guard.usage
+    assert (usage.model_calls, usage.total_tokens) == (cap, 10 * cap)
+    assert (usage.cost_usd, usage.reserved_tokens) == (cap * Decimal("0.01"), 0)
+
+
+def test_64_threads_get_exactly_the_cap_of_tool_calls_in_batches():
+    guard = Guard(Budget(max_tool_calls=301, tool_quotas={"a": 50}, loop_detection=None))
+    answers = []
+
+    def work(number):
+        for step in range(5):
+            batch = [ToolCall(name=name, arguments=[number, step]) for name in "abb"]
+            for decision in guard.admit_tool_calls(batch):
+                answers.append((type(decision), getattr(decision, "call_id", None)))
+                if isinstance(decision, Admit):
+                    guard.settle_tool_call(decision, [number, step])
+
+    in_threads(work)
+    kinds = Counter(kind for kind, _ in answers)
+    assert kinds[Admit] == guard.usage.tool_calls == 301
+    assert kinds[Stop] > 0
+    assert guard.tool_counts["a"] <= 50
+    assert set(kinds) <= {Admit, Stop, Refuse}
+    assert guard.open_calls() == ()
+
+
+def test_many_children_share_what_is_left():
+    guard = Guard(Budget(max_iterations=500, max_tool_calls=300, loop_detection=None))
+    children = [guard.child(Budget(max_iterations=20)) for _ in range(THREADS)]
+
+    def work(number):
+        child = children[number].child()
+        for step in range(25):
+            decision = child.admit_model_call()
+            if isinstance(decision, Admit):
+                child.settle_model_call(decision, TokenUsage(1, 1))
+            tool = child.admit_tool_call(ToolCall(name="a", arguments=[number, step]))
+            if isinstance(tool, Admit):
+                child.settle_tool_call(tool, step)
+
+    in_threads(work)
+    usage = guard.usage
+    assert (usage.iterations <= 500, usage.tool_calls) == (True, 300)
+    assert sum(child.usage.iterations for child in children) == usage.iterations
+    assert sum(child.usage.tool_calls for child in children) == 300
+    assert usage.total_tokens == 2 * usage.iterations
+    assert guard.trip is not None
+    assert max(child.usage.iterations for child in children) <= 20
+
+
+def test_one_ticket_that_many_threads_settle_is_charged_once():
+    guard = Guard()
+    ticket = guard.admit_model_call()
+    answers = []
+    in_threads(lambda number: answers.append(guard.settle_model_call(ticket, TokenUsage(5, 5))))
+    assert Counter(answers) == {True: 1, False: THREADS - 1}
+    assert guard.usage.total_tokens == 10
+
+
+def test_sinks_get_every_event_once_and_in_order():
+    seen, slow = [], []
+    guard = Guard(
+        Budget(max_iterations=300, loop_detection=None),
+        sinks=[lambda event: seen.append(event.seq), lambda event: slow.append(event)],
+    )
+
+    def work(number):
+        mine = guard.child() if number % 2 else guard
+        for step in range(8):
+            decision = mine.admit_model_call()
+            if isinstance(decision, Admit):
+                mine.settle_model_call(decision, TokenUsage(1, 1))
+            tool = mine.admit_tool_call(ToolCall(name="a", arguments=[number, step]))
+            if isinstance(tool, Admit):
+                mine.settle_tool_call(tool, step)
+
+    in_threads(work)
+    assert seen == list(range(1, len(seen) + 1))
+    assert [event.seq for event in slow] == seen
+    assert guard.snapshot().seq == len(seen)
+    # The log is the run: what was counted in it, in its order, is what the guard counted.
+    replayed = Guard.replay(slow)
+    assert replayed.usage.iterations == guard.usage.iterations == 300
+    assert replayed.usage.tool_calls == guard.usage.tool_calls
+    assert replayed.trip == guard.trip
+
+
+def test_a_listener_may_ask_its_guard_while_others_work():
+    guard = Guard(Budget(max_iterations=50), sinks=[lambda event: event.seq > 1 and guard.usage])
+    in_threads(lambda number: [guard.admit_model_call() for _ in range(5)])
+    assert guard.usage.iterations == 50
+    assert guard.errors == ()
+
+
+def test_abort_from_another_thread_ends_all_at_their_next_step():
+    guard = Guard()
+    child = guard.child()
+    stopped, going = [], threading.Barrier(9)
+
+    def work(number):
+        if number == 8:
+            going.wait()
+            guard.abort("user")
+            return
+        mine = child if number % 2 else guard
+        for step in range(1_000_000):
+            decision = mine.admit_model_call()
+            if isinstance(decision, Stop):
+                stopped.append(decision.trip)
+                return
+            mine.settle_model_call(decision, TokenUsage(1, 1))
+            if step == 5:
+                going.wait()
+
+    in_threads(work, 9)
+    assert len(stopped) == 8
+    assert {(str(trip.reason), trip.detail) for trip in stopped} == {("aborted", "user")}
+    assert guard.cancellation.cancelled
+    assert child.cancellation.wait(0)
+
+
+def test_what_reads_a_guard_sees_whole_steps():
+    guard = Guard(Budget(max_model_calls=3000, loop_detection=None))
+    done = threading.Event()
+
+    def work(number):
+        if number == 0:
+            while not done.is_set():
+                usage = guard.usage
+                assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+                assert usage.total_tokens % 10 == 0
+                snapshot = guard.snapshot()
+                flying = sum(call.reserved_tokens for call in snapshot.open_calls)
+                assert snapshot.counters["reserved_tokens"] == flying
+                assert len(guard.tool_calls) <= 256 + THREADS
+            return
+        for _ in range(100):
+            decision = guard.admit_model_call(ModelCall(input_tokens=10))
+            if not isinstance(decision, Admit):
+                break
+            tool = guard.admit_tool_call(ToolCall(name="a"))
+            guard.settle_model_call(decision, TokenUsage(3, 7))
+            guard.settle_tool_call(tool, "x")
+        if number == 1:
+            done.set()
+
+    in_threads(work, 8)
+
+
+def test_10_000_tasks_get_exactly_the_cap():
+    guard = Guard(Budget(max_iterations=1234, max_tool_calls=2000, loop_detection=None))
+    child = guard.child(Budget(max_tool_calls=500))
+    order = random.Random(7)
+    counts = Counter()
+
+    async def task(number):
+        mine = child if number % 3 == 0 else guard
+        for _ in range(order.randrange(3)):
+            await asyncio.sleep(0)
+        decision = mine.admit_model_call()
+        counts["model", type(decision)] += 1
+        await asyncio.sleep(0)
+        batch = [ToolCall(name="a", arguments=number), ToolCall(name="b", arguments=number)]
+        for tool in mine.admit_tool_calls(batch):
+            counts["tool", type(tool)] += 1
+            if isinstance(tool, Admit):
+                await asyncio.sleep(0)
+                mine.settle_tool_call(tool, number)
+        if isinstance(decision, Admit):
+            mine.settle_model_call(decision, TokenUsage(1, 1))
+
+    async def main():
+        await asyncio.gather(*(task(number) for number in range(10_000)))
+
+    asyncio.run(main())
+    assert counts["model", Admit] == guard.usage.iterations == 1234
+    assert counts["tool", Admit] == guard.usage.tool_calls <= 2000
+    assert child.usage.tool_calls <= 500
+    assert guard.usage.total_tokens == 2 * 1234
+    assert guard.open_calls() == child.open_calls() == ()
+
+
+def test_10_000_tasks_on_a_cap_of_tokens():
+    guard = Guard(Budget(max_total_tokens=50_000))
+    admitted = []
+
+    async def task(number):
+        decision = guard.admit_model_call(ModelCall(input_tokens=10))
+        if isinstance(decision, Admit):
+            admitted.append(number)
+            await asyncio.sleep(0)
+            if number % 5:
+                guard.settle_model_call(decision, TokenUsage(10, 0))
+
+    async def main():
+        await asyncio.gather(*(task(number) for number in range(10_000)))
+
+    asyncio.run(main())
+    assert len(admitted) == 5000
+    assert guard.usage.total_tokens + guard.usage.reserved_tokens == 50_000
+
+
+def test_two_guards_do_not_mix():
+    guards = [Guard(Budget(max_iterations=50)) for _ in range(2)]
+    in_threads(lambda number: [guards[number % 2].admit_model_call() for _ in range(2)])
+    assert [guard.usage.iterations for guard in guards] == [50, 50]
