@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,10 @@ class Run:
     notices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Warnings that the stream has not carried yet."""
     dog: Watchdog | None = None
+    runs: tuple[Run, ...] = ()
+    """The runs that this one is inside of, and itself."""
+    entered: Token[tuple[Run, ...]] | None = None
+    """To leave the run again when its step ends."""
 
     def begin_leg(self) -> None:
         """Forget what only the last leg was about."""
@@ -86,16 +91,16 @@ class Run:
         self.usage = None
         self.written.clear()
 
-    def take_in(self, chunk: Any) -> None:
-        """Note what a chunk of a model's stream says."""
-        self.answering = True
-        delta = chunk.get("contentBlockDelta")
-        if delta is not None:
-            text = delta["delta"].get("text")
-            if text:
-                self.written.append(text)
-        elif "metadata" in chunk:
-            self.usage = chunk["metadata"].get("usage") or self.usage
+    def leave(self, around: ContextVar[tuple[Run, ...]]) -> None:
+        """Let the running code be outside of the run again, if it is inside."""
+        if self.entered is not None:
+            around.reset(self.entered)
+            self.entered = None
+
+    def take_notices(self) -> list[dict[str, Any]]:
+        """Return the warnings for the stream, and forget them."""
+        notices, self.notices = self.notices, []
+        return notices
 
     def note_warnings(self, *, silently: bool = False) -> None:
         """Collect the warnings that were given since the last time, for the stream."""

@@ -41,8 +41,6 @@ INVOKE_MODEL = _find(
 )
 StopEvent = _find("EventLoopStopEvent", "strands.types._events", "strands.types.events")
 StreamEvent = _find("TypedEvent", "strands.types.events", "strands.types._events")
-TELLS_MODEL = INVOKE_MODEL is not None
-"""Whether `watch_models` can tell which model a call goes to; without, it is the agent's."""
 _ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
 
 
@@ -87,10 +85,17 @@ def wrap_runs(agent: Agent, around: Around) -> None:
     agent._execute_event_loop_cycle = run  # type: ignore[method-assign]  # noqa: SLF001
 
 
-def watch_models(agent: Agent, called: Callable[[Agent, Any], None]) -> None:
-    """Let `called` know which model each call really goes to, where the release can tell."""
+def has_model_middleware(agent: Agent) -> bool:
+    """Tell whether anything can swap the agent's model for a call, or answer in its place."""
     if INVOKE_MODEL is None:
-        return
+        return False
+    registry = getattr(agent, "_middleware_registry", None)
+    handlers = getattr(registry, "_handlers", None)
+    return handlers is None or bool(handlers.get(INVOKE_MODEL))
+
+
+def watch_models(agent: Agent, called: Callable[[Agent, Any], None]) -> None:
+    """Let `called` know which model each call really goes to. Costs every chunk a little."""
 
     def note(context: Any, proceed: Callable[[Any], Events]) -> Events:
         called(context.agent, getattr(context, "model", context.agent.model))

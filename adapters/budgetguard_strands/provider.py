@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import current_task
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
@@ -337,7 +338,7 @@ class BudgetHookProvider:
             self._outcomes.pop(agent, None)
             _history.drop_overtaken(agent.messages, goes_on=not event.messages)
         run.invocation = number
-        if agent not in self._watching:
+        if agent not in self._watching and _seams.has_model_middleware(agent):
             # Not before the first run, so that this comes inside of the user's own middleware.
             self._watching.add(agent)
             _seams.watch_models(agent, self._model_called)
@@ -357,41 +358,52 @@ class BudgetHookProvider:
                 yield event
             return
         run.watched = True
-        runs = (*_around.get(), run)
+        run.runs = (*_around.get(), run)
         dog = run.dog = Watchdog(run.guard, lambda: run.children > 0)
         if run.parent is not None:
             run.parent.children += 1
-        step = events.__anext__
+        loop, write = asyncio.get_running_loop(), run.written.append
         try:
-            while not dog.due:
-                # Set for each step, so that nothing of it shows in the consumer's context.
-                token = _around.set(runs)
-                dog.waiting = asyncio.current_task()
-                try:
-                    event = await step()
-                except StopAsyncIteration:
-                    dog.took_effect()
-                    return
-                except asyncio.CancelledError:
-                    if not dog.took_effect():
-                        raise
-                    break
-                except _Halt as halt:
-                    if halt.run is not run:
-                        raise
-                    break
-                finally:
-                    dog.waiting = None
-                    _around.reset(token)
-                chunk = event.get("event")
-                if chunk is not None:
-                    run.take_in(chunk)
+            # Set for each step, so that nothing of it shows in the consumer's context; but not while
+            # a model answers: nothing else starts then, and its chunks are many.
+            run.entered = _around.set(run.runs)
+            dog.waiting = current_task(loop)
+            async for event in events:
+                dog.waiting = None
+                if run.entered is not None:
+                    run.leave(_around)
+                if "event" in event:
+                    chunk = event["event"]
+                    delta = chunk.get("contentBlockDelta")
+                    if delta is not None:
+                        run.answering = True
+                        if "text" in delta["delta"]:
+                            write(delta["delta"]["text"])
+                    elif "metadata" in chunk:
+                        run.usage = chunk["metadata"].get("usage") or run.usage
                 yield event
-                while run.notices:
-                    yield _seams.StreamEvent({"budgetguard_warning": run.notices.pop(0)})
+                if dog.due:
+                    break
+                if not run.answering:
+                    for notice in run.take_notices():
+                        yield _seams.StreamEvent({"budgetguard_warning": notice})
+                    run.entered = _around.set(run.runs)
+                dog.waiting = current_task(loop)
+            else:
+                dog.took_effect()
+                return
             dog.took_effect()
+        except asyncio.CancelledError:
+            if not dog.took_effect():
+                raise
+        except _Halt as halt:
+            if halt.run is not run:
+                # Another provider's budget ended the run, and the admitted call was never made.
+                self._settle(run, agent, None, made=False)
+                raise
         finally:
             dog.close()
+            run.leave(_around)
             if run.parent is not None:
                 run.parent.children -= 1
             await events.aclose()
@@ -457,6 +469,8 @@ class BudgetHookProvider:
 
     def _after_model_call(self, event: AfterModelCallEvent) -> None:
         run = self._runs[event.agent]
+        if run.entered is None and run.answering:
+            run.entered = _around.set(run.runs)  # what other hooks start now belongs to the run
         if isinstance(event.exception, ContextWindowOverflowException):
             run.overflowed = True
             if not run.shared and not run.recovered:
@@ -469,18 +483,22 @@ class BudgetHookProvider:
             run.usage = metadata.get("usage")
         self._settle(run, event.agent, event.exception)
 
-    def _settle(self, run: Run, agent: Agent, error: BaseException | str | None) -> None:
+    def _settle(
+        self, run: Run, agent: Agent, error: BaseException | str | None, *, made: bool = True
+    ) -> None:
         """Charge the model call in flight, if there is one, with what it reported so far."""
         if run.call is None:
             return
         usage = token_usage(run.usage)
-        called = run.model is not None or not _seams.TELLS_MODEL
-        if usage is None and (run.answering or (called and error is None)):
-            usage = estimated_usage(
-                agent.messages, "".join(run.written), run.call.call.input_tokens
-            )
-        elif usage is None and error is None:
-            usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
+        if usage is None:
+            if agent in self._watching and run.model is None:
+                made = False  # the user's own hook or middleware answered in the model's place
+            if not made:
+                usage = TokenUsage()
+            elif run.answering or not isinstance(error, BaseException):
+                # Only a call that failed before it brought anything may have cost nothing.
+                projected = run.call.call.input_tokens
+                usage = estimated_usage(agent.messages, "".join(run.written), projected)
         if usage is not None:
             run.last_tokens = usage.total_tokens
         other = None if run.model in (None, agent.model) else model_name(run.model)

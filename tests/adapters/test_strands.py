@@ -45,8 +45,9 @@ from budgetguard_core import (
 )
 from budgetguard_core.testing import MODEL, Call, Reply, Script, calls, check_history, says
 from budgetguard_core.usage import TokenUsage
-from budgetguard_strands import DEFAULT_MAX_ITERATIONS, BudgetHookProvider, _seams
+from budgetguard_strands import BudgetHookProvider, _seams
 from budgetguard_strands._usage import token_usage
+from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
 from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of, history_of
 
 WAYS = ("sync", "async", "streamed")
@@ -779,7 +780,9 @@ def test_a_call_is_priced_by_its_model(counter):
     assert provider.outcome(agent).usage.cost_usd == Decimal("0.3")
 
 
-@pytest.mark.skipif(not _seams.TELLS_MODEL, reason="no release without middleware swaps models")
+@pytest.mark.skipif(
+    _seams.INVOKE_MODEL is None, reason="no release without middleware swaps models"
+)
 def test_a_call_is_priced_by_the_model_that_was_really_called():
     provider = BudgetHookProvider(Budget(max_cost_usd=5), price_book=PRICES)
     script = Script([says("Done.", usage=TokenUsage(100, 0))])
