@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from pydantic_core import PydanticSerializationError
@@ -44,10 +44,10 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        fields: dict[Any, Any] = value
+        fields = cast("dict[Any, Any]", value)
         return {_encodable(key): _encodable(item) for key, item in fields.items()}
     if isinstance(value, list | tuple):
-        items: list[Any] | tuple[Any, ...] = value
+        items = cast("list[Any] | tuple[Any, ...]", value)
         return [_encodable(item) for item in items]
     return value
 
@@ -255,7 +255,8 @@ class SqliteStore:
         self._path.touch(mode=0o600)
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        self._process = 0
+        self._inherited: sqlite3.Connection | None = None
+        self._process = os.getpid()
         with self._connected() as connection:
             # The mode is kept in the file; changing it needs the file to itself for a moment.
             connection.execute("PRAGMA journal_mode = WAL")
@@ -293,16 +294,24 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     @contextmanager
     def _connected(self) -> Generator[sqlite3.Connection]:
         with self._lock:
             try:
-                # A connection must not cross a fork: each process opens its own.
-                if self._connection is None or self._process != os.getpid():
+                # A connection must not cross a fork: each process opens its own, and must not
+                # close the other's either.
+                if self._process != os.getpid():
+                    self._inherited = self._connection
+                    self._connection = None
+                    self._process = os.getpid()
+                if self._connection is None:
                     self._connection = sqlite3.connect(
                         self._path,
                         timeout=_BUSY_MILLISECONDS / 1000,
@@ -310,9 +319,9 @@ class SqliteStore:
                         check_same_thread=False,
                     )
                     self._connection.execute("PRAGMA synchronous = FULL")
-                    self._process = os.getpid()
                 yield self._connection
             except sqlite3.DatabaseError as error:
+                self._disconnect()
                 raise CheckpointError(
                     f"checkpoint file {str(self._path)!r} cannot be used: {error}. "
                     "Make it writable, or move it away to begin a new one."

@@ -894,7 +894,7 @@ class Guard:
         snapshot: Snapshot,
         budget: Budget | None = None,
         *,
-        fresh: bool | None = None,
+        stop_when: Sequence[Callable[..., str | bool | None]] = (),
         sinks: Iterable[Sink | Callable[[Event], object]] = (),
         on_warning: WarningHandler | None = None,
         price_book: PriceBook | None = None,
@@ -908,29 +908,33 @@ class Guard:
         in `earlier_usage`. Calls that were in flight keep their reservation in either case.
 
         Args:
-            snapshot: What `snapshot` returned.
-            budget: The caps to go on under.
-            fresh: Whether the caps count from zero; True with a budget and False without, if left
-                out. `fresh=False` with a budget goes on counting under caps that do not come from
-                the snapshot, where others could have written into it.
-            sinks: As for a new guard.
-            on_warning: As for a new guard.
-            price_book: As for a new guard.
-            clock: As for a new guard.
-            log_arguments: As for a new guard.
+            snapshot: What `snapshot` or a store returned.
+            budget: A fresh budget; the recorded one, with what was used of it, if left out.
+            stop_when: The conditions of the recorded budget, which are code and not in a snapshot.
+            sinks: As in `Guard`; so are the arguments below.
+            on_warning: Called with the guard and its warning.
+            price_book: Where prices come from.
+            clock: Where time comes from.
+            log_arguments: Put the arguments of tool calls into events.
 
         Raises:
-            CheckpointError: The snapshot's run had stop conditions, which are code and not in it,
-                and no budget that has them was given; or it does not fit together.
+            CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
+                were given; or it does not fit together.
+            ConfigurationError: Both `budget` and `stop_when` were given.
         """
-        if budget is None and snapshot.stop_conditions:
+        if budget is not None and stop_when:
+            raise ConfigurationError(
+                "stop_when must not be given beside a budget, got both. "
+                "Pass Budget(stop_when=...) in it."
+            )
+        if budget is None and snapshot.stop_conditions and not stop_when:
             raise CheckpointError(
-                "a run with stop conditions needs its budget again, got none: conditions are code "
-                "and not in a snapshot. Pass budget= with stop_when=."
+                "a run with stop conditions needs them again, got none: conditions are code "
+                "and not in a snapshot. Pass stop_when=, or a fresh budget= that has them."
             )
         try:
             guard = cls(
-                budget or Budget.from_json(snapshot.budget),
+                budget or Budget.from_json({**snapshot.budget, "stop_when": tuple(stop_when)}),
                 mode=snapshot.mode,
                 run_id=snapshot.run_id,
                 on_warning=on_warning,
@@ -938,7 +942,7 @@ class Guard:
                 clock=clock,
                 log_arguments=log_arguments,
             )
-            guard._take_over(snapshot, fresh=budget is not None if fresh is None else fresh)
+            guard._take_over(snapshot, fresh=budget is not None)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "

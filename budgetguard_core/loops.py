@@ -91,10 +91,8 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
 def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Digest the arguments of a call: 16 hexadecimal digits of BLAKE2b over `canonical`."""
     text = None
-    if type(value) is dict:
-        arguments: dict[Any, Any] = value
-        if len(arguments) <= _FLAT_PARTS and ignore.isdisjoint(arguments):
-            text = _flat(arguments)
+    if value.__class__ is dict and len(value) <= _FLAT_PARTS and ignore.isdisjoint(value):
+        text = _flat(value)
     if text is None:
         text = canonical(value, ignore=ignore)
     return blake2b(text.encode(), digest_size=8).hexdigest()

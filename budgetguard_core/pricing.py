@@ -201,7 +201,7 @@ def _checked_tiers(tiers: Sequence[tuple[int, Price]]) -> tuple[tuple[int, Price
             rule = f"thresholds in tiers must rise, got {threshold} after {below}."
             message = f"{rule} Give each threshold once, the lowest first."
             raise ConfigurationError(message)
-        if not isinstance(price, Price) or price.tiers:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(price, Price) or price.tiers:
             rule = f"a tier must be a Price without tiers of its own, got {price!r}."
             message = f"{rule} Put every threshold into one sequence."
             raise ConfigurationError(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.util import find_spec
 
@@ -10,15 +11,21 @@ def main() -> None:
     """Run the command `budgetguard`."""
     missing = [name for name in ("rich", "typer") if find_spec(name) is None]
     if missing:
-        print(  # noqa: T201 - what prints nicely is what is missing
+        sys.stderr.write(
             f"budgetguard: the command line needs {' and '.join(missing)}, not installed here. "
-            'Install the extra from the checkout: pip install ".[cli]"',
-            file=sys.stderr,
+            'Install the extra from the checkout: pip install ".[cli]"\n'
         )
         sys.exit(2)
     from budgetguard_cli.app import app
 
-    app(prog_name="budgetguard")
+    try:
+        app(prog_name="budgetguard")
+    except OSError as error:
+        # What is read has its own handling, so it is the output: a full disk, a lost terminal.
+        sys.stderr.write(f"budgetguard: the output cannot be written: {error.strerror or error}.\n")
+        # What is still buffered would fail again, with a traceback, when the interpreter ends.
+        sys.stdout = io.StringIO()
+        sys.exit(1)
 
 
 if __name__ == "__main__":

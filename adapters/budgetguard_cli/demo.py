@@ -137,6 +137,9 @@ def _show_section(section: Section, server: StickyServer, console: Console) -> N
                 " that the server saw."
             )
             raise SectionFailed(msg)
+        if outcome.errors:
+            msg = f"nothing may fail on the way, got {outcome.errors[0]}"
+            raise SectionFailed(msg)
         if act is _ACTS[0]:
             console.print()
             say(by_morning(view.calls, guard.price_book, outcome.usage), indent=2)

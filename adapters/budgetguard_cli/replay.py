@@ -289,17 +289,22 @@ def replay_files(
     for file in files:
         tally = Tally()
         shown = printable(file)
+        complaint = ""
         with _opened(file) as raw, _watched(raw, shown, errors, progress) as lines:
             for found in verdicts(lines, budget, prices):
                 if isinstance(found, Problem):
                     tally.problems += 1
+                    complaint = f"{shown}:{found.line}: {printable(found.reason)}"
                     if tally.problems <= _SHOWN:
-                        _complain(errors, f"{shown}:{found.line}: {printable(found.reason)}")
+                        _complain(errors, complaint)
                 else:
                     tally.add(found)
                     report.run(file, found)
         if tally.problems > _SHOWN:
-            _complain(errors, f"{shown}: {tally.problems - _SHOWN:,} more lines cannot be read.")
+            # The last one tells where a damaged file ends.
+            more = tally.problems - _SHOWN
+            _complain(errors, f"{shown}: {more:,} more lines cannot be read, the last of them:")
+            _complain(errors, complaint)
         report.file(file, tally)
         whole.include(tally)
     report.all(len(files), whole)
@@ -355,8 +360,9 @@ def _watched(
 
 def _dollars(amounts: Amounts) -> str:
     # Nothing priced is not the same as nothing spent.
-    unknown = amounts.unpriced_calls and amounts.unpriced_calls == amounts.model_calls
-    return "unknown" if unknown else f"${amounts.cost_usd:,.2f}"
+    if amounts.unpriced_calls and amounts.unpriced_calls == amounts.model_calls:
+        return "unknown"
+    return ("at least " if amounts.unpriced_calls else "") + f"${amounts.cost_usd:,.2f}"
 
 
 def _calls(saved: int, recorded: int) -> str:

@@ -66,13 +66,29 @@ class RequestedCall:
         return dict(cast("Mapping[str, Any]", value))
 
 
-def opening(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
+def opening(messages: str | Iterable[Any]) -> list[Message]:
     """Copy what a caller begins with; a text is the user's."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}] if messages else []
-    return [
-        message if isinstance(message, SyntheticMessage) else dict(message) for message in messages
-    ]
+    return [as_message(message) for message in messages]
+
+
+def as_message(message: Any) -> Message:
+    """Return a message as plain data: a copy of a mapping, or what an object of an SDK dumps.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(message, SyntheticMessage):
+        return message
+    if isinstance(message, Mapping):
+        return dict(cast("Mapping[str, Any]", message))
+    if hasattr(message, "model_dump"):
+        return cast("Message", message.model_dump(mode="json", exclude_none=True))
+    raise ConfigurationError(
+        "messages must be mappings in the format of chat completions, got "
+        f"{type(message).__name__}. Pass dictionaries, or the SDK's messages."
+    )
 
 
 def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
@@ -189,15 +205,7 @@ def from_plain(history: Iterable[Any]) -> list[Message]:
     """Read the history of a checkpoint or of an outcome."""
     messages: list[Message] = []
     for message in history:
-        if not isinstance(message, Mapping):
-            raise ConfigurationError(
-                "messages must be mappings in the format of chat completions, got "
-                f"{type(message).__name__}. Resume from a run of this adapter."
-            )
-        if isinstance(message, SyntheticMessage):
-            messages.append(message)
-            continue
-        plain = dict(cast("Mapping[str, Any]", message))
+        plain = as_message(message)
         metadata = plain.pop(_SYNTHETIC, None)
         messages.append(
             plain if metadata is None else SyntheticMessage(message_text(plain), metadata)

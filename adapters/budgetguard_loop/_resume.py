@@ -29,7 +29,7 @@ Resume: TypeAlias = "str | Snapshot | Outcome"
 def begin(
     budget: Budget | Guard | None,
     *,
-    messages: str | Iterable[Mapping[str, Any]],
+    messages: str | Iterable[Any],
     tools: Mapping[str, Callable[..., Any]],
     step: object = None,
     model: str | None = None,

@@ -83,8 +83,12 @@ class NextTool:
     """Answer with the `ToolEnd` of a job, or with a `Cut` when the rest will not end."""
 
 
+@dataclass(frozen=True, slots=True)
 class Save:
     """Save the run, blocking."""
+
+    flush: bool = False
+    """Have the sinks make safe what they took, too: the run ends with an exception."""
 
 
 class Finish:
@@ -158,11 +162,10 @@ class Run:
             return outcome
         except BaseException:
             self._settle_history(OUTCOME_UNKNOWN)
-            yield Save()
-            self.guard.flush()
+            yield Save(flush=True)
             raise
 
-    def save(self) -> None:
+    def save(self, command: Save = Save()) -> None:
         """Save a snapshot of this run and of those that it is a part of; blocking."""
         if self.store is not None:
             # Under a lock, so that no older snapshot overwrites a newer one.
@@ -173,6 +176,8 @@ class Run:
                     self.guard.report(f"checkpoint: {type(error).__name__}: {error}")
         if self._above is not None and self._above.save is not None:
             self._above.save()
+        if command.flush:
+            self.guard.flush()
 
     @property
     def is_saved(self) -> bool:

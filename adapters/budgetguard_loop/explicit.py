@@ -34,6 +34,7 @@ from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._resume import Resume, begin
 from budgetguard_loop._usage import estimated, extract_usage
+from budgetguard_loop.run import check_on_trip
 
 
 class bounded:
@@ -52,8 +53,9 @@ class bounded:
 
     Args:
         budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference.
-        messages: The history in the format of chat completions. It is closed in place when the
-            block is stopped. Leave it out for any other format, and close it yourself.
+        messages: The history in the format of chat completions; messages of the SDK's may be
+            appended as they are. It is closed in place when the block is stopped. Leave it out for
+            any other format, and close it yourself.
         on_trip: Leave the block (`return`), or `raise` `BudgetExceeded` with the outcome.
         store: Where the checkpoint goes when the block ends, and when `save` is called.
         resume: An earlier run to go on with, as for `run_bounded`; its history is put before what
@@ -64,7 +66,6 @@ class bounded:
         messages: The history.
         final: The final answer. Set it when the run is done; without it the last assistant message
             is taken.
-        outcome: The outcome, once the block has ended.
     """
 
     def __init__(
@@ -78,17 +79,30 @@ class bounded:
     ) -> None:
         self._budget = budget
         self._given = messages
+        check_on_trip(on_trip)
         self._on_trip = on_trip
         self._store = store
         self._resume = resume
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._counted = 0
+        self._tidied = 0
         self._prompt_tokens = 0
         self.guard: Guard = Guard()
         self.messages: list[Message] = []
         self.final: Any = None
-        self.outcome: Outcome | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, once the block has ended.
+
+        Raises:
+            AdapterError: It has not, or an exception that was not ours went through it.
+        """
+        if self._outcome is None:
+            raise AdapterError("a block has an outcome when it has ended. Ask after the block.")
+        return self._outcome
 
     def model_call(
         self,
@@ -157,6 +171,7 @@ class bounded:
         """
         if self._store is not None:
             try:
+                self._tidy()
                 self._store.save(self.guard.snapshot(history.to_plain(self.messages)))
             except Exception as error:
                 self.guard.report(f"checkpoint: {type(error).__name__}: {error}")
@@ -227,7 +242,14 @@ class bounded:
             return True, self.guard.trip
         if error is not None:
             return False, None
+        self._tidy()
         return True, None if self._is_over() else self.guard.trip
+
+    def _tidy(self) -> None:
+        """Turn the SDK's own messages, which hand-written loops append, into plain data."""
+        for place in range(min(self._tidied, len(self.messages)), len(self.messages)):
+            self.messages[place] = history.as_message(self.messages[place])
+        self._tidied = len(self.messages)
 
     def _is_over(self) -> bool:
         last = self.messages[-1] if self.messages else {}
@@ -239,12 +261,13 @@ class bounded:
         if not ended:
             return False
         trip = self.guard.trip
-        stopped = self.outcome is not None and self.outcome.status == "terminated"
+        stopped = self.outcome.status == "terminated"
         if stopped and trip is not None and self._on_trip == "raise":
             raise BudgetExceeded(trip, self.outcome) from None
         return error is not None
 
     def _close(self) -> None:
+        self._tidy()
         # A function that is guarded by itself knows its name and not the call's id.
         flying = [t.call.id or t.call.name for t in self.guard.open_tool_calls()]
         for call in history.open_batch(self.messages)[1]:
@@ -264,7 +287,7 @@ class bounded:
             final = end["content"]
         elif final is None and self.messages:
             final = history.message_text(self.messages[-1])
-        self.outcome = end_run(
+        self._outcome = end_run(
             self.guard,
             trip=trip,
             messages=self.messages,
@@ -280,6 +303,7 @@ class bounded:
         self.guard.flush()
 
     def _projected(self) -> int:
+        self._tidy()
         if self._counted > len(self.messages):
             self._counted = self._prompt_tokens = 0
         added = self.messages[self._counted :]

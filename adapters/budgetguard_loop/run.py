@@ -47,7 +47,7 @@ def run_bounded(
     step: Step,
     budget: Budget | Guard | None = None,
     *,
-    messages: str | Iterable[Mapping[str, Any]] = (),
+    messages: str | Iterable[Any] = (),
     tools: Tools | None = None,
     model: str | None = None,
     provider: str | None = None,
@@ -83,13 +83,14 @@ def run_bounded(
         resume: An earlier run to go on with: its id in `store`, its `Snapshot` or its `Outcome`.
             No completed tool call runs again; one that was in flight when the process was killed
             is reported to the model as of unknown outcome. Under a fresh `Budget` the caps count
-            from zero; without one (not from an `Outcome`) everything is as it was.
+            from zero; without one (not from an `Outcome`) everything is as it was. For sinks and
+            handlers pass `Guard.restore(snapshot, ...)` as the budget and the snapshot here.
 
     Raises:
         BudgetExceeded: The run was stopped and `on_trip` is `raise`.
         Exception: What `step` raised at its last attempt, after the checkpoint was saved.
     """
-    _check_on_trip(on_trip)
+    check_on_trip(on_trip)
     tools = tools or {}
     for name, function in {"step": step, **tools}.items():
         if _is_async(function):
@@ -125,7 +126,7 @@ async def run_bounded_async(
     step: Step,
     budget: Budget | Guard | None = None,
     *,
-    messages: str | Iterable[Mapping[str, Any]] = (),
+    messages: str | Iterable[Any] = (),
     tools: Tools | None = None,
     model: str | None = None,
     provider: str | None = None,
@@ -141,7 +142,7 @@ async def run_bounded_async(
     cancelled and is left behind. Checkpoints are saved in a thread. Arguments and errors are those
     of `run_bounded`.
     """
-    _check_on_trip(on_trip)
+    check_on_trip(on_trip)
     run = await asyncio.to_thread(
         begin,
         budget,
@@ -169,15 +170,28 @@ async def run_bounded_async(
 
 
 class BoundedStream:
-    """A run whose chunks are read with `async for`; made by `run_bounded_stream`.
-
-    Attributes:
-        outcome: The outcome, once the stream has ended; None before, and after an early break.
-    """
+    """A run whose chunks are read with `async for`; made by `run_bounded_stream`."""
 
     def __init__(self, chunks: Callable[[BoundedStream], AsyncIterator[Any]]) -> None:
-        self.outcome: Outcome | None = None
+        self._outcome: Outcome | None = None
         self._chunks: Callable[[BoundedStream], AsyncIterator[Any]] | None = chunks
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, once the stream has been read to its end.
+
+        Raises:
+            AdapterError: It has not: the stream still runs, was left early, or failed.
+        """
+        if self._outcome is None:
+            raise AdapterError(
+                "a stream has an outcome when it was read to its end. Read it first."
+            )
+        return self._outcome
+
+    def end(self, outcome: Outcome) -> None:
+        """Keep the outcome; called once, when the run has ended."""
+        self._outcome = outcome
 
     def __aiter__(self) -> AsyncIterator[Any]:
         if self._chunks is None:
@@ -191,7 +205,7 @@ def run_bounded_stream(
     step: Step,
     budget: Budget | Guard | None = None,
     *,
-    messages: str | Iterable[Mapping[str, Any]] = (),
+    messages: str | Iterable[Any] = (),
     tools: Tools | None = None,
     model: str | None = None,
     provider: str | None = None,
@@ -209,7 +223,7 @@ def run_bounded_stream(
     stream and saves the checkpoint; use `contextlib.aclosing(aiter(stream))` to wait for that.
     Arguments and errors are those of `run_bounded`.
     """
-    _check_on_trip(on_trip)
+    check_on_trip(on_trip)
 
     async def chunks(stream: BoundedStream) -> AsyncIterator[Any]:
         run = await asyncio.to_thread(
@@ -244,7 +258,7 @@ def run_bounded_stream(
                 moved = _advance(steps, error=error)
             else:
                 moved = _advance(steps, answer)
-        stream.outcome = moved
+        stream.end(moved)
         if moved.status == "terminated":
             yield moved.messages[-1]
         _ended(moved, run, on_trip)
@@ -276,7 +290,8 @@ def _ended(outcome: Outcome, run: Run, on_trip: OnTrip) -> Outcome:
     return outcome
 
 
-def _check_on_trip(on_trip: str) -> None:
+def check_on_trip(on_trip: str) -> None:
+    """Refuse what `on_trip` cannot be."""
     if on_trip not in ("return", "raise"):
         raise AdapterError(f"on_trip must be 'return' or 'raise', got {on_trip!r}.")
 
@@ -306,7 +321,7 @@ class _SyncShell:
             case NextTool():
                 return self._run_tool(self._jobs.popleft())
             case Save():
-                return self._run.save()
+                return self._run.save(command)
             case Finish():
                 return self._run.finish(command)
 
@@ -342,8 +357,8 @@ class _AsyncShell:
             case NextTool():
                 return await self._next_tool()
             case Save():
-                if self.run.is_saved:
-                    await asyncio.to_thread(self.run.save)
+                if command.flush or self.run.is_saved:
+                    await asyncio.to_thread(self.run.save, command)
             case Finish():
                 return await asyncio.to_thread(self.run.finish, command)
         return None

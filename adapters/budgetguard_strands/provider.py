@@ -310,11 +310,13 @@ class BudgetHookProvider:
     def _continued(self, kept: Mapping[str, Any], budget: Budget) -> Guard:
         """Go on after a run of the same session that was stopped, or is at a checkpoint."""
         snapshot = Snapshot.model_validate(kept["snapshot"])
+        at_checkpoint = kept["unfinished"] == "checkpoint"
+        own = {"mode": str(Mode(self._mode)), "budget": budget.to_json()}
         return Guard.restore(
             # What a tool could have written into the state must not become a bound.
-            snapshot.model_copy(update={"mode": str(Mode(self._mode))}),
-            budget,
-            fresh=kept["unfinished"] != "checkpoint",
+            snapshot.model_copy(update=own),
+            None if at_checkpoint else budget,
+            stop_when=budget.stop_when if at_checkpoint else (),
             sinks=self._sinks,
             on_warning=self._on_warning,
             price_book=self._price_book,
@@ -364,14 +366,13 @@ class BudgetHookProvider:
             run.parent.children += 1
         loop, write = asyncio.get_running_loop(), run.written.append
         try:
-            # Set for each step, so that nothing of it shows in the consumer's context; but not while
-            # a model answers: nothing else starts then, and its chunks are many.
+            # Set for each step, so that nothing of it shows in the consumer's context; but not
+            # while a model answers: nothing else starts then, and its chunks are many.
             run.entered = _around.set(run.runs)
             dog.waiting = current_task(loop)
             async for event in events:
                 dog.waiting = None
-                if run.entered is not None:
-                    run.leave(_around)
+                run.leave(_around)
                 if "event" in event:
                     chunk = event["event"]
                     delta = chunk.get("contentBlockDelta")

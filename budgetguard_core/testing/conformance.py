@@ -18,6 +18,7 @@ Mode: TypeAlias = Literal["sync", "async", "streamed"]
 MODES: tuple[Mode, ...] = ("sync", "async", "streamed")
 PATIENCE = 20.0
 """Seconds after which a run that does not end fails its clause."""
+_SETTLING = 1.0
 
 _T = TypeVar("_T")
 
@@ -160,9 +161,12 @@ def run_in_loop(coroutine: Coroutine[Any, Any, _T]) -> tuple[_T, tuple[str, ...]
     async def main() -> tuple[_T, tuple[str, ...]]:
         async with asyncio.timeout(PATIENCE):
             result = await coroutine
+        # An abandoned stream is closed by a task of its own, which may have to save first.
         for _ in range(10):
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left:
+            _, left = await asyncio.wait(left, timeout=_SETTLING)
         return result, tuple(sorted(task.get_name() for task in left))
 
     return asyncio.run(main())

@@ -177,8 +177,8 @@ class Agent:
 
 
 def changing(number: int, value: str) -> str:
-    """Return another result each time, so that no loop is seen."""
-    return f"result {number} for {value!r}"
+    """Return another result each time, whatever tool asks, so that no loop is seen."""
+    return f"result {number}.{next(_NUMBERS)} for {value!r}"
 
 
 async def hang() -> None:

@@ -269,7 +269,7 @@ class RunBounded(Driver):
         async for chunk in stream:
             chunks.append(chunk)
             if len(chunks) == scenario.break_after:
-                break
+                return None
         return stream.outcome
 
     def _bounded(self, entry, scenario):

@@ -6,6 +6,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
+import layout
 from budgetguard_core.testing import Driver
 
 # What has to be installed for an adapter's drivers to run; the loop needs no framework.
@@ -19,6 +20,10 @@ FRAMEWORKS = {
 def is_installed(adapter: str) -> bool:
     framework = FRAMEWORKS.get(adapter)
     return framework is None or find_spec(framework) is not None
+
+
+def has_drivers(adapter: str) -> bool:
+    return (layout.ROOT / "tests" / "conformance" / f"{adapter}_driver.py").is_file()
 
 
 @cache

@@ -6,12 +6,13 @@ import pytest
 
 import layout
 from budgetguard_core.testing import CLAUSES
-from conformance.drivers import drivers_of, is_installed
+from conformance.drivers import drivers_of, has_drivers, is_installed
 
 
 def cases():
     for adapter in layout.adapters():
-        if not is_installed(adapter):
+        # An adapter without drivers fails in test_every_adapter_is_covered.py, and not all here.
+        if not (is_installed(adapter) and has_drivers(adapter)):
             continue
         for driver in drivers_of(adapter):
             for mode in driver.modes:

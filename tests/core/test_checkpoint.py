@@ -298,6 +298,17 @@ def test_a_forked_process_opens_its_own_connection(tmp_path, guard):
     store.close()
 
 
+def test_what_a_fork_inherited_is_neither_used_nor_closed(tmp_path, guard, monkeypatch):
+    store = SqliteStore(tmp_path / "c.sqlite3")
+    inherited = store._connection
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    store.save(guard.snapshot())
+    assert store._connection is not inherited
+    store.close()
+    assert inherited.execute("SELECT run_id FROM checkpoints").fetchall() == [("r",)]
+    inherited.close()
+
+
 def test_a_killed_run_goes_on_and_no_counter_is_lower_than_what_was_started(tmp_path):
     path = tmp_path / "c.sqlite3"
     started = tmp_path / "started"
@@ -365,6 +376,15 @@ def test_a_trip_stays(guard, clock):
     assert again.snapshot() == guard.snapshot()
 
 
+def test_what_is_held_but_has_not_stopped_the_run_yet_stays(clock):
+    guard = Guard(Budget(tool_quotas={"web": 1}), clock=clock)
+    for _ in range(2):
+        guard.admit_tool_call(ToolCall(name="web", kind="hosted"))
+    again = Guard.restore(guard.snapshot(), clock=clock)
+    assert again.trip is None
+    assert str(again.admit_model_call().trip.reason) == "tool_quota"
+
+
 def test_an_observed_trip_stays(clock):
     guard = Guard(Budget(max_iterations=1), mode="observe", clock=clock, run_id="r")
     guard.admit_model_call()
@@ -418,12 +438,18 @@ def test_numbers_go_on_so_that_no_call_has_two(guard, clock):
 
 
 def test_conditions_are_code_and_must_be_given_again(clock):
-    guard = Guard(Budget(stop_when=[lambda guard: None]), clock=clock)
-    with pytest.raises(CheckpointError, match="a run with stop conditions needs its budget again"):
-        Guard.restore(guard.snapshot())
-    assert (
-        Guard.restore(guard.snapshot(), Budget(stop_when=[lambda guard: "x"])).check() is not None
-    )
+    guard = Guard(Budget(max_iterations=9, stop_when=[lambda guard: None]), clock=clock)
+    guard.admit_model_call()
+    snapshot = guard.snapshot()
+    with pytest.raises(CheckpointError, match="a run with stop conditions needs them again"):
+        Guard.restore(snapshot)
+    again = Guard.restore(snapshot, stop_when=[lambda guard: "enough"], clock=clock)
+    assert again.snapshot() == snapshot
+    assert again.check().detail == "enough"
+    fresh = Guard.restore(snapshot, Budget(stop_when=[lambda guard: "x"]), clock=clock)
+    assert (fresh.usage.iterations, fresh.check().detail) == (0, "x")
+    with pytest.raises(ConfigurationError, match="stop_when must not be given beside a budget"):
+        Guard.restore(snapshot, Budget(), stop_when=[bool])
 
 
 def test_the_caller_is_told_of_its_own_mistakes(guard):

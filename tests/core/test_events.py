@@ -122,6 +122,19 @@ def test_observe_leaves_its_event():
     assert list(read_events(event.model_dump_json() for event in events)) == events
 
 
+def test_a_trip_is_recorded_once_for_each_guard_that_it_ends():
+    events = []
+    guard = Guard(Budget(max_iterations=1), run_id="r", sinks=[events.append])
+    child = guard.child(run_id="c")
+    for _ in range(4):
+        child.admit_model_call()
+        guard.admit_model_call()
+        guard.admit_tool_call(ToolCall(name="a"))
+        child.check()
+    trips = [event.run_id for event in events if event.event == "tripped"]
+    assert sorted(trips) == ["c", "r"]
+
+
 def test_neither_arguments_nor_results_nor_errors_are_logged(tmp_path, caplog):
     caplog.set_level(logging.DEBUG, "budgetguard")
     sink = JsonLinesSink(tmp_path / "log.jsonl")

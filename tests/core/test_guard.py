@@ -904,11 +904,12 @@ def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(cl
 
 
 def test_a_passed_quota_is_no_trip_and_hides_none(make):
-    guard = make(Budget(max_iterations=2, tool_quotas={"a": 1}), mode="observe")
-    for number in range(4):
+    guard = make(Budget(max_iterations=3, tool_quotas={"a": 1}), mode="observe")
+    for number in range(5):
         assert isinstance(spend(guard), Admit)
         assert isinstance(use(guard, "a", arguments=number), Admit)
-    assert guard.observed_trip.reason is StopReason.MAX_ITERATIONS
+    (violation,) = guard.observed_trip.violations
+    assert violation.reason is StopReason.MAX_ITERATIONS
 
 
 def test_the_observed_trip_is_the_first_and_the_only_one(make):
@@ -1045,6 +1046,16 @@ def test_child_and_ancestor_at_once_are_both_named(make):
     assert reasons(stop) == ["max_iterations", "max_total_tokens"]
     assert stop.trip.run_id == "r"
     assert [str(v.reason) for v in guard.trip.violations] == ["max_iterations"]
+
+
+def test_the_trip_is_whose_limit_comes_first(make):
+    guard = make(Budget(max_total_tokens=2))
+    child = guard.child(Budget(max_iterations=1), run_id="c")
+    spend(child)
+    stop = spend(child)
+    assert reasons(stop) == ["max_iterations", "max_total_tokens"]
+    assert stop.trip.run_id == "c"
+    assert guard.trip.run_id == "r"
 
 
 def test_a_child_gets_at_most_what_is_left(make):

@@ -86,6 +86,26 @@ def test_a_model_call_fits_exactly_when_nothing_holds_against_it(
         assert violation.detail.startswith(f"{violation.reason}={violation.limit} ")
 
 
+@pytest.mark.parametrize("used", [0, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("field", "counter", "first_held"),
+    [
+        ("max_iterations", "iterations", 3),
+        ("max_model_calls", "model_calls", 3),
+        ("max_total_tokens", "tokens", 3),
+        ("max_total_tokens", "reserved_tokens", 4),
+        ("max_cost_usd", "cost", 3),
+        ("max_cost_usd", "reserved_cost", 4),
+        ("max_tool_calls", "tool_calls", 4),
+    ],
+)
+def test_each_cap_by_itself_holds_from_the_right_use_on(field, counter, first_held, used):
+    caps = Caps(Budget(**{field: 3}))
+    counters = Counters(**{counter: used * FEMTO if "cost" in counter else used})
+    assert model_call_fits(counters, caps, 0, False, 0, 0) is (used < first_held)
+    assert bool(model_call_violations(counters, caps, 0, False, 0, 0)) is (used >= first_held)
+
+
 @given(capped, counted, elapsed)
 @fixed
 def test_a_tool_call_fits_exactly_when_nothing_holds_against_it(budget, counters, ns):

@@ -1,0 +1,44 @@
+"""Every example runs offline, in a process of its own, and shows what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import layout
+
+EXAMPLES = sorted((layout.ROOT / "examples").glob("*.py"))
+SHOWN = {
+    "loop_sync": [
+        "terminated: max_iterations=2 reached",
+        "completed: The report has four pages.",
+        "5 model calls in all",
+    ],
+    "loop_async": [
+        "the sub-agent: terminated, max_iterations",
+        "completed: Take a coat. (5 model calls)",
+        "terminated: max_seconds",
+        "terminated: max_iterations",
+    ],
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_runs(path):
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "error", str(path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    for words in SHOWN.get(path.stem, ()):
+        assert words in done.stdout
+
+
+def test_the_examples_that_are_looked_at_exist():
+    assert set(SHOWN) <= {path.stem for path in EXAMPLES}
