@@ -372,7 +372,8 @@ class BudgetHookProvider:
             dog.waiting = current_task(loop)
             async for event in events:
                 dog.waiting = None
-                run.leave(_around)
+                if run.entered:
+                    run.leave(_around)
                 if "event" in event:
                     chunk = event["event"]
                     delta = chunk.get("contentBlockDelta")
