@@ -133,7 +133,8 @@ def _in_threads(*actions: Callable[[], object]) -> None:
 def _within_the_caps(driver: Driver, mode: Mode) -> None:
     def run(guard: Guard | None) -> tuple[Ran, Scenario]:
         script = Script([calls("search", "read"), calls("search"), says("The answer is 42.")])
-        return _run(driver, mode, script, guard=guard, tools=[_search(), Tool("read")])
+        search = Tool("search", lambda number, _: f"result {number}")
+        return _run(driver, mode, script, guard=guard, tools=[search, Tool("read")])
 
     bare, bare_scenario = run(None)
     guard = Guard(Budget(max_iterations=50, max_tool_calls=50, max_total_tokens=10**6))

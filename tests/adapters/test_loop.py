@@ -124,6 +124,51 @@ def test_a_call_without_a_body_is_no_tool_call_and_still_seen_as_a_loop():
     assert outcome.usage.tool_calls == 0
 
 
+def test_a_batch_ends_with_the_run_that_one_of_its_tools_aborts():
+    guard = Guard(Budget())
+    started = []
+    tools = {"a": guard.abort, "b": lambda: started.append("b")}
+    outcome = run_bounded(scripted(asks("a", "b")), guard, messages="Go", tools=tools)
+    assert (outcome.stop_reason, started) == (StopReason.ABORTED, [])
+    assert results(outcome) == ["null", NOT_EXECUTED]
+
+
+def test_a_step_that_is_refused_by_its_own_layer_ends_the_run():
+    guard = Guard(Budget(max_model_calls=2))
+
+    @guarded(guard, kind="model")
+    def ask(messages):
+        return says("Not good enough.")
+
+    def step(messages):
+        while True:
+            ask(messages)
+
+    outcome = run_bounded(step, guard, messages="Go", retries=3)
+    assert outcome.stop_reason is StopReason.MAX_MODEL_CALLS
+    assert outcome.usage.model_calls == 2
+
+
+def test_an_interrupt_from_the_keyboard_is_saved_and_goes_on():
+    store = MemoryStore()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    step = scripted(asks("a"))
+    with pytest.raises(KeyboardInterrupt):
+        run_bounded(
+            step,
+            Guard(Budget(), run_id="run"),
+            messages="Go",
+            tools={"a": interrupted},
+            store=store,
+        )
+    saved = store.load("run")
+    assert saved is not None
+    assert tool_texts(saved.messages) == [OUTCOME_UNKNOWN]
+
+
 def test_two_calls_with_one_id_both_get_a_result():
     step = scripted(asks(("a", "{}", "same"), ("b", "{}", "same")), says("Done."))
     tools = {"a": lambda: "from a", "b": lambda: "from b"}
