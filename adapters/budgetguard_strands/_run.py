@@ -47,12 +47,10 @@ class Run:
     """The model call in flight."""
     model: Any = None
     """The model that the call in flight went to, where Strands tells."""
-    answering: bool = False
-    """The call in flight has brought something."""
     usage: dict[str, Any] | None = None
     """The call's usage, as its stream reported it."""
-    written: list[str] = field(default_factory=list[str])
-    """What the call in flight has written so far."""
+    written: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """What the call in flight has written so far: texts, and arguments of tool calls."""
     span: trace.Span | None = None
 
     tools: dict[str, Admit] = field(default_factory=dict[str, Admit])
@@ -87,7 +85,8 @@ class Run:
         """Forget what the last model call brought."""
         self.call = None
         self.model = None
-        self.answering = False
+        if self.dog is not None:
+            self.dog.streaming = False
         self.usage = None
         self.written.clear()
 

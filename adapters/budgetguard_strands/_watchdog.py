@@ -25,6 +25,8 @@ class Watchdog:
 
     Attributes:
         waiting: The task that awaits the run's next event, or None between two events.
+        streaming: Nothing but pieces of a model's answer has come of late, and no step between
+            them needs more than to be watched.
         due: The run has to end now.
     """
 
@@ -39,6 +41,7 @@ class Watchdog:
         "_timer",
         "_watched",
         "due",
+        "streaming",
         "waiting",
     )
 
@@ -53,6 +56,7 @@ class Watchdog:
         self._cancelled_by_others = 0
         self.waiting: asyncio.Task[object] | None = None
         self.due = False
+        self.streaming = False
         self._arm()
         self._forget = guard.cancellation.on_cancel(self._aborted)
 
@@ -95,6 +99,7 @@ class Watchdog:
         if self._guard.check() is None:
             return  # OBSERVE only looks on
         self.due = True
+        self.streaming = False
         if self.waiting is not None and not self._cancelled:
             self._cancelled = True
             self._cancelled_by_others = self.waiting.cancelling()

@@ -309,7 +309,7 @@ class BudgetHookProvider:
 
     def _continued(self, kept: Mapping[str, Any], budget: Budget) -> Guard:
         """Go on after a run of the same session that was stopped, or is at a checkpoint."""
-        snapshot = Snapshot.model_validate(kept["snapshot"])
+        snapshot = Snapshot.from_json(kept["snapshot"])
         at_checkpoint = kept["unfinished"] == "checkpoint"
         own = {"mode": str(Mode(self._mode)), "budget": budget.to_json()}
         return Guard.restore(
@@ -376,17 +376,15 @@ class BudgetHookProvider:
                     run.leave(_around)
                 if "event" in event:
                     chunk = event["event"]
-                    delta = chunk.get("contentBlockDelta")
-                    if delta is not None:
-                        run.answering = True
-                        if "text" in delta["delta"]:
-                            write(delta["delta"]["text"])
+                    if "contentBlockDelta" in chunk:
+                        write(chunk["contentBlockDelta"]["delta"])
+                        dog.streaming = True
                     elif "metadata" in chunk:
                         run.usage = chunk["metadata"].get("usage") or run.usage
                 yield event
-                if dog.due:
-                    break
-                if not run.answering:
+                if not dog.streaming:
+                    if dog.due:
+                        break
                     for notice in run.take_notices():
                         yield _seams.StreamEvent({"budgetguard_warning": notice})
                     run.entered = _around.set(run.runs)
@@ -423,7 +421,7 @@ class BudgetHookProvider:
             trip.reason,
             trip.detail,
         )
-        written = "".join(run.written)
+        written = "".join(delta.get("text", "") for delta in run.written)
         self._settle(run, agent, "the run was stopped")
         if run.span is not None and run.span.is_recording():
             run.span.end()
@@ -471,7 +469,7 @@ class BudgetHookProvider:
 
     def _after_model_call(self, event: AfterModelCallEvent) -> None:
         run = self._runs[event.agent]
-        if run.entered is None and run.answering:
+        if run.entered is None and run.dog is not None and run.dog.streaming:
             run.entered = _around.set(run.runs)  # what other hooks start now belongs to the run
         if isinstance(event.exception, ContextWindowOverflowException):
             run.overflowed = True
@@ -497,10 +495,10 @@ class BudgetHookProvider:
                 made = False  # the user's own hook or middleware answered in the model's place
             if not made:
                 usage = TokenUsage()
-            elif run.answering or not isinstance(error, BaseException):
+            elif run.written or not isinstance(error, BaseException):
                 # Only a call that failed before it brought anything may have cost nothing.
                 projected = run.call.call.input_tokens
-                usage = estimated_usage(agent.messages, "".join(run.written), projected)
+                usage = estimated_usage(agent.messages, run.written, projected)
         if usage is not None:
             run.last_tokens = usage.total_tokens
         other = None if run.model in (None, agent.model) else model_name(run.model)
@@ -585,11 +583,12 @@ class BudgetHookProvider:
             run.trip = run.guard.check()
         if run.parent is None:
             unfinished = "checkpoint" if reason == "checkpoint" else run.trip and "stopped"
+            # As text, because the state copies what it keeps each time that it is asked.
             agent.state.set(
                 _KEY,
                 {
                     "unfinished": unfinished,
-                    "snapshot": run.guard.snapshot().model_dump(mode="json"),
+                    "snapshot": run.guard.snapshot().to_json(),
                 },
             )
 

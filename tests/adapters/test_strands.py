@@ -1176,7 +1176,7 @@ def test_a_session_keeps_the_ending_and_the_counters(session, tmp_path, counter)
     assert agent.messages[-1]["metadata"]["synthetic"] is True
     kept = agent.state.get("budgetguard")
     assert kept["unfinished"] == "stopped"
-    assert kept["snapshot"]["counters"]["iterations"] == 2
+    assert json.loads(kept["snapshot"])["counters"]["iterations"] == 2
     assert agent("Go on.").stop_reason == "end_turn"
     assert is_valid(agent)
     second = provider.outcome(agent)
@@ -1207,7 +1207,7 @@ def test_going_on_without_new_input_is_valid_in_the_session_too(session, tmp_pat
 
 @pytest.mark.parametrize(
     "damage",
-    ["text", {"unfinished": "stopped"}, {"unfinished": "stopped", "snapshot": {"run_id": "x"}}],
+    ["text", {"unfinished": "stopped"}, {"unfinished": "stopped", "snapshot": '{"run_id": "x"}'}],
 )
 def test_a_damaged_state_is_reported_and_the_run_starts_anew(damage, counter):
     provider = BudgetHookProvider(Budget(max_iterations=2))
@@ -1224,10 +1224,11 @@ def test_what_a_tool_writes_into_the_state_raises_no_cap(counter):
     agent = made(script, counter.tool, hooks=[provider])
     agent("Go.")
     kept = agent.state.get("budgetguard")
-    kept["snapshot"]["budget"]["max_iterations"] = 10**6
-    kept["snapshot"]["mode"] = "off"
-    kept["snapshot"]["counters"]["iterations"] = 0
-    agent.state.set("budgetguard", kept)
+    snapshot = json.loads(kept["snapshot"])
+    snapshot["budget"]["max_iterations"] = 10**6
+    snapshot["mode"] = "off"
+    snapshot["counters"]["iterations"] = 0
+    agent.state.set("budgetguard", kept | {"snapshot": json.dumps(snapshot)})
     assert agent("Go on.").stop_reason == "max_iterations"
     assert script.calls == 4
 

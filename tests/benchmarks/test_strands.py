@@ -21,7 +21,7 @@ from conformance.budgetguard_strands_driver import ScriptedModel
 pytestmark = pytest.mark.benchmark
 
 CYCLES = 20
-CHUNKS = 2_000
+CHUNKS = 10_000
 EVERYTHING = Budget(
     max_iterations=10**9,
     max_model_calls=10**9,
@@ -104,7 +104,7 @@ def test_a_streamed_chunk_costs_at_most_1_2_times_the_same_chunk_without():
             agent_with(Chatty(Script([says("")]))),
             agent_with(Chatty(Script([says("")])), BudgetHookProvider(EVERYTHING)),
         ],
-        rounds=40,
+        rounds=20,
     )
     print(
         f"\na chunk: {bare / CHUNKS * 1e6:.2f} us without, {guarded / CHUNKS * 1e6:.2f} us with, "
