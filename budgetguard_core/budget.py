@@ -88,6 +88,19 @@ Seconds = Annotated[float | None, BeforeValidator(_seconds)]
 Dollars = Annotated[Decimal | None, BeforeValidator(_dollars)]
 
 
+class _Frozen(dict[str, Any]):
+    """A dict that stays as it is, and can be copied and pickled."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("a budget cannot be changed. Make another with model_copy(update=...).")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
 class Budget(BaseModel):
     """The most that one run may use. Every cap is optional, and none is implied.
 
@@ -161,6 +174,11 @@ class Budget(BaseModel):
                 )
         return quotas
 
+    @field_validator("tool_quotas", "tool_classes")
+    @classmethod
+    def _freeze(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _Frozen(value)
+
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""
         caps = {name: getattr(self, name) for name in DIMENSIONS}
@@ -169,6 +187,22 @@ class Budget(BaseModel):
     def uncapped(self) -> tuple[str, ...]:
         """Name the dimensions without a cap: whatever grows there is not bounded."""
         return tuple(name for name in DIMENSIONS if getattr(self, name) is None)
+
+    def raised(self, caps: Mapping[str, Any]) -> Self:
+        """Copy the budget with caps raised.
+
+        Raises:
+            ConfigurationError: A cap is not one of the budget's, or would not be raised.
+        """
+        budget = self.model_copy(update=caps)
+        for name in caps:
+            old, new = getattr(self, name), getattr(budget, name)
+            if name not in DIMENSIONS or old is None or new is None or new <= old:
+                raise ConfigurationError(
+                    f"{name} must be raised above {old}, got {new}. "
+                    f"Extend only the caps of the run: {', '.join(self.caps())}."
+                )
+        return budget
 
     def to_json(self) -> dict[str, Any]:
         """Return the budget as plain data. Stop conditions are code and are left out."""

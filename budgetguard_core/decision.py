@@ -28,7 +28,10 @@ ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
 
 @dataclass(slots=True, kw_only=True)
 class ModelCall:
-    """One attempt to call a model, described before it goes out. Everything is optional."""
+    """One attempt to call a model, described before it goes out. Everything is optional.
+
+    The figures are checked when the call is to be admitted.
+    """
 
     model: str | None = None
     """The model's name as the provider knows it; needed for a price."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias, TypeVar
 
-from budgetguard_core.budget import DIMENSIONS, Budget
+from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.checkpoint import OpenCall, Snapshot
 from budgetguard_core.clock import Clock, SystemClock
@@ -37,7 +36,6 @@ from budgetguard_core.events import (
     GuardReset,
     IterationsRestarted,
     LimitNearlyReached,
-    Listener,
     ModelCallAdmitted,
     ModelCallRefused,
     ModelCallSettled,
@@ -59,20 +57,23 @@ from budgetguard_core.limits import (
     INFINITY,
     Caps,
     Marks,
-    Quota,
     Tool,
     due_warnings,
     in_order,
     model_call_fits,
     model_call_violations,
+    quota_passed,
     reached,
     tool_call_violations,
     tool_calls_fit,
+    unmetered_usage,
+    unpriced_model,
 )
 from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates, from_usd, to_usd
 from budgetguard_core.stop import StopReason, Trip, Violation, as_condition
+from budgetguard_core.tree import Tree, as_sink
 from budgetguard_core.usage import Counters, TokenUsage, Usage, check_token_usage
 
 _LOG = logging.getLogger("budgetguard")
@@ -104,76 +105,6 @@ class Mode(StrEnum):
     """Count and warn, record the trip that ENFORCE would have made, refuse nothing."""
     OFF = "off"
     """Do nothing."""
-
-
-class _Tree:
-    """What a guard shares with its sub-agents: one lock, one numbering, one log."""
-
-    __slots__ = (
-        "call_id",
-        "clock",
-        "delivering",
-        "delivery",
-        "errors",
-        "failed",
-        "lock",
-        "log_arguments",
-        "now",
-        "open",
-        "outbox",
-        "price_book",
-        "seq",
-        "sinks",
-    )
-
-    def __init__(
-        self,
-        clock: Clock,
-        price_book: PriceBook,
-        sinks: Sequence[Sink],
-        log_arguments: bool,
-    ) -> None:
-        self.lock = threading.Lock()
-        # Re-entrant, because a listener may abort or extend the guard that it listens to.
-        self.delivery = threading.RLock()
-        self.delivering = False
-        self.clock = clock
-        self.now = clock.monotonic_ns
-        self.price_book = price_book
-        self.sinks = tuple(sinks)
-        self.failed: set[str] = set()
-        self.log_arguments = log_arguments
-        self.errors: deque[str] = deque(maxlen=20)
-        self.outbox: deque[Event] = deque()
-        self.open: dict[int, Admit] = {}
-        self.seq = 0
-        self.call_id = 0
-
-    def deliver(self) -> None:
-        """Hand the waiting events to the sinks, in order, outside the lock."""
-        with self.delivery:
-            if self.delivering:
-                # A listener acted on its guard: the loop that called it goes on with the event,
-                # or the sinks after it would see this event before the one it listened to.
-                return
-            self.delivering = True
-            try:
-                while self.outbox:
-                    event = self.outbox.popleft()
-                    for sink in self.sinks:
-                        try:
-                            sink.emit(event)
-                        except Exception as error:
-                            self.report(f"sink {type(sink).__name__}", error)
-            finally:
-                self.delivering = False
-
-    def report(self, what: str, error: Exception) -> None:
-        """Keep what failed for the outcome, and log it the first time, without its text."""
-        self.errors.append(f"{what}: {type(error).__name__}: {error}")
-        if what not in self.failed:
-            self.failed.add(what)
-            _LOG.warning("%s failed: %s", what, type(error).__name__)
 
 
 class Guard:
@@ -244,10 +175,10 @@ class Guard:
         clock: Clock | None = None,
         log_arguments: bool = False,
     ) -> None:
-        tree = _Tree(
+        tree = Tree(
             clock or SystemClock(),
             price_book or PriceBook(),
-            [_as_sink(sink) for sink in sinks],
+            [as_sink(sink) for sink in sinks],
             log_arguments,
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
@@ -255,7 +186,7 @@ class Guard:
 
     def _set_up(
         self,
-        tree: _Tree,
+        tree: Tree,
         parent: Guard | None,
         budget: Budget | None,
         mode: Mode | str,
@@ -447,6 +378,9 @@ class Guard:
         Returns:
             `Admit` (or `Nudge`, an `Admit` with a message for the model), to be settled with
             `settle_model_call`; or `Stop`: the run ends.
+
+        Raises:
+            ConfigurationError: A figure of the call makes no sense; nothing was counted.
         """
         if call is None:
             call = ModelCall()
@@ -460,6 +394,8 @@ class Guard:
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
+        if call.input_tokens < 0 or (bound is not None and bound < 1):
+            raise ConfigurationError(_wrong_projection(call))
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = _projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
@@ -550,7 +486,7 @@ class Guard:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None):
+            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None, now):
                 warnings = guard._warn(now)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
@@ -646,6 +582,7 @@ class Guard:
         if print_ is None:
             print_ = fingerprint_result(result if error is None else str(error))
         call: ToolCall = ticket.call
+        warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
@@ -657,18 +594,23 @@ class Guard:
                 detector.observe(call.name, call.fingerprint or "", print_)
                 if detector.tripped:
                     guard._halt = True
+            now = tree.now()
+            for charged in guard._chain:
+                if charged._elapsed(now) >= charged._marks.nanoseconds:
+                    warnings = guard._warn(now)
+                    break
             if tree.sinks:
                 guard._record(
                     ToolCallSettled,
-                    tree.now(),
+                    now,
                     call_id=ticket.call_id,
                     fingerprint=print_,
                     error=_error_name(error),
                 )
         finally:
             tree.lock.release()
-        if tree.outbox:
-            tree.deliver()
+        if warnings or tree.outbox:
+            guard._finish(warnings)
         return True
 
     def check(self) -> Trip | None:
@@ -727,7 +669,8 @@ class Guard:
                 self._halt = True
                 if self._tree.sinks:
                     self._record(Aborted, self._now(), detail=detail)
-        if going_on:
+        # Work in flight goes on where nothing is refused.
+        if going_on and self.mode is Mode.ENFORCE:
             for error in self.cancellation.cancel():
                 self._tree.report("on_cancel", error)
         self._tree.deliver()
@@ -758,7 +701,7 @@ class Guard:
                     f"a stopped run cannot be extended, got a run stopped by {self._trip.reason}. "
                     "Resume it under a fresh budget."
                 )
-            self.budget = _raised(self.budget, caps)
+            self.budget = self.budget.raised(caps)
             self._compile(self._quotas_used())
             if self._tree.sinks:
                 self._record(BudgetExtended, self._now(), budget=self.budget.to_json())
@@ -948,7 +891,7 @@ class Guard:
                 f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "
                 "Start the run anew."
             ) from None
-        guard._tree.sinks = tuple(_as_sink(sink) for sink in sinks)
+        guard._tree.sinks = tuple(as_sink(sink) for sink in sinks)
         guard.emit(RunRestored, snapshot=guard.snapshot().model_dump(mode="json"))
         return guard
 
@@ -1093,7 +1036,7 @@ class Guard:
                 guard._counters, guard._caps, guard._elapsed(now), call.retry, tokens, cost
             )
             if unpriced and guard._caps.refuses_unpriced:
-                held.append(_unpriced(call.model))
+                held.append(unpriced_model(call.model))
             found.append((guard, held))
         trip = self._stop(now, found)
         if trip is not None and self._tree.sinks:
@@ -1230,6 +1173,7 @@ class Guard:
         cost: int | None,
         failed: bool,
         priced: bool,
+        now: int,
     ) -> bool:
         """Replace the reservation by what was used; True when a mark was reached."""
         near = unmetered = False
@@ -1247,7 +1191,7 @@ class Guard:
             counters.input_tokens += inputs
             counters.output_tokens += outputs
             counters.tokens += inputs + outputs
-            if counters.tokens >= marks.tokens:
+            if counters.tokens >= marks.tokens or guard._elapsed(now) >= marks.nanoseconds:
                 near = True
             if read or write:
                 counters.cache_read_tokens += read
@@ -1266,11 +1210,11 @@ class Guard:
             else:
                 counters.unpriced_calls += 1
                 if guard._caps.refuses_unpriced and not failed:
-                    guard._hold(_unpriced(ticket.call.model))
+                    guard._hold(unpriced_model(ticket.call.model))
             if unmetered:
                 caps = guard._caps
                 if caps.tokens != INFINITY or (caps.cost != INFINITY and not priced):
-                    guard._hold(_unmetered())
+                    guard._hold(unmetered_usage())
         return near
 
     def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
@@ -1285,6 +1229,9 @@ class Guard:
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             if not self._take_place(call.name):
+                trip = self._stop_tool_calls(now)
+                if trip is not None:
+                    return self._refused(call, Stop(trip))
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
                     if detector is not None:
@@ -1292,9 +1239,6 @@ class Guard:
                         detector.observe(call.name, call.fingerprint or "", _REFUSED)
                         self._halt = self._is_halted()
                     return self._refused(call, refusal)
-                trip = self._stop_tool_calls(now)
-                if trip is not None:
-                    return self._refused(call, Stop(trip))
                 self._count_tool_call(call.name)
         elif kind == "hosted":
             self._count_tool_call(call.name, hosted=True)
@@ -1333,24 +1277,13 @@ class Guard:
         return None
 
     def _stop_tool_calls(self, now: int) -> Trip | None:
-        return self._stop(
-            now,
-            [
-                (
-                    guard,
-                    [
-                        reached(
-                            StopReason.MAX_TOOL_CALLS,
-                            guard._counters,
-                            guard._caps,
-                            guard._elapsed(now),
-                        )
-                    ],
-                )
-                for guard in self._chain
-                if guard._counters.tool_calls >= guard._caps.tool_calls
-            ],
-        )
+        found: list[tuple[Guard, list[Violation]]] = []
+        for guard in self._chain:
+            counters, caps = guard._counters, guard._caps
+            if counters.tool_calls >= caps.tool_calls:
+                cap = reached(StopReason.MAX_TOOL_CALLS, counters, caps, guard._elapsed(now))
+                found.append((guard, [cap]))
+        return self._stop(now, found) if found else None
 
     def _count_tool_call(self, name: str, hosted: bool = False) -> None:
         for guard in self._chain:
@@ -1361,7 +1294,7 @@ class Guard:
                 quota.used += 1
                 # Any other call past its quota is refused, and in OBSERVE would have been.
                 if hosted and quota.used > quota.limit:
-                    guard._hold(_quota_passed(quota))
+                    guard._hold(quota_passed(quota))
 
     def _tool(self, name: str) -> Tool:
         tool = self._tools.get(name)
@@ -1507,17 +1440,6 @@ class Guard:
                     self._tree.report("on_warning", error)
 
 
-def _as_sink(sink: Sink | Callable[[Event], object]) -> Sink:
-    if isinstance(sink, Sink):
-        return sink
-    if callable(sink):
-        return Listener(sink)
-    raise ConfigurationError(
-        f"a sink must take events, got {type(sink).__name__}. "
-        "Pass a callable, or an object with emit and flush."
-    )
-
-
 def _as_mode(mode: Mode | str) -> Mode:
     try:
         return Mode(mode)
@@ -1538,6 +1460,12 @@ def _facts(call: ModelCall) -> dict[str, Any]:
     }
 
 
+def _wrong_projection(call: ModelCall) -> str:
+    if call.input_tokens < 0:
+        return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+    return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
+
+
 def _amount(cost_usd: Decimal) -> int:
     if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and cost_usd >= 0):
         raise ConfigurationError(
@@ -1554,29 +1482,6 @@ def _projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> 
     return rates.projected_cost(call.input_tokens, bound or 0)
 
 
-def _quota_passed(quota: Quota) -> Violation:
-    return Violation(
-        reason=StopReason.TOOL_QUOTA,
-        limit=quota.limit,
-        used=quota.used,
-        detail=f"tool_quotas[{quota.pattern!r}]={quota.limit} passed: {quota.used} used",
-    )
-
-
-def _unpriced(model: str | None) -> Violation:
-    return Violation(
-        reason=StopReason.UNPRICED_MODEL,
-        detail=f"no price is known for model {model!r} and max_cost_usd is set",
-    )
-
-
-def _unmetered() -> Violation:
-    return Violation(
-        reason=StopReason.UNMETERED_USAGE,
-        detail="a model call reported no usage and had no estimate; it cannot be charged",
-    )
-
-
 def _error_name(error: BaseException | str | None) -> str | None:
     if error is None:
         return None
@@ -1585,15 +1490,3 @@ def _error_name(error: BaseException | str | None) -> str | None:
 
 def _plain(amount: float | Decimal | None) -> int | float | str:
     return str(amount) if isinstance(amount, Decimal) else amount or 0
-
-
-def _raised(budget: Budget, caps: dict[str, Any]) -> Budget:
-    raised = budget.model_copy(update=caps)
-    for name in caps:
-        old, new = getattr(budget, name), getattr(raised, name)
-        if name not in DIMENSIONS or old is None or new is None or new <= old:
-            raise ConfigurationError(
-                f"{name} must be raised above {old}, got {new}. Extend only the caps of the run: "
-                f"{', '.join(name for name in DIMENSIONS if getattr(budget, name) is not None)}."
-            )
-    return raised

@@ -207,6 +207,32 @@ def reached(reason: StopReason, counters: Counters, caps: Caps, elapsed_ns: int)
     )
 
 
+def quota_passed(quota: Quota) -> Violation:
+    """Describe a quota that a hosted tool has passed."""
+    return Violation(
+        reason=StopReason.TOOL_QUOTA,
+        limit=quota.limit,
+        used=quota.used,
+        detail=f"tool_quotas[{quota.pattern!r}]={quota.limit} passed: {quota.used} used",
+    )
+
+
+def unpriced_model(model: str | None) -> Violation:
+    """Describe a model without a known price, where dollars are capped."""
+    return Violation(
+        reason=StopReason.UNPRICED_MODEL,
+        detail=f"no price is known for model {model!r} and max_cost_usd is set",
+    )
+
+
+def unmetered_usage() -> Violation:
+    """Describe a call that nothing can be charged for, where tokens or dollars are capped."""
+    return Violation(
+        reason=StopReason.UNMETERED_USAGE,
+        detail="a model call reported no usage and had no estimate; it cannot be charged",
+    )
+
+
 def in_order(violations: list[Violation]) -> list[Violation]:
     """Sort violations as the contract orders reasons; equal ones keep their order."""
     return sorted(violations, key=lambda violation: PRECEDENCE[violation.reason])

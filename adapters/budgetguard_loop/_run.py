@@ -329,7 +329,9 @@ class Run:
         problem = None
         arguments: dict[str, Any] = {}
         if call.name not in self.tools:
-            problem = f"Error: there is no tool {call.name!r}. Use one of: {', '.join(self.tools)}."
+            known = ", ".join(self.tools) or "none"
+            # The model wrote the name, and would be sent it back: no more of it than it needs.
+            problem = f"Error: there is no tool {call.name[:80]!r}. The tools are: {known}."
         else:
             try:
                 arguments = call.parsed()

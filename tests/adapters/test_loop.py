@@ -99,7 +99,7 @@ def results(outcome):
 @pytest.mark.parametrize(
     ("call", "result"),
     [
-        ("serch", "Error: there is no tool 'serch'. Use one of: search."),
+        ("serch", "Error: there is no tool 'serch'. The tools are: search."),
         (("search", "{not json"), "Write the arguments as a JSON object."),
         (("search", "[1, 2]"), "the arguments are not a JSON object"),
         (("search", '{"wrong": 1}'), "Error: TypeError"),

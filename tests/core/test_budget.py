@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from decimal import Decimal
 
 import pytest
@@ -240,3 +242,21 @@ def test_dollars_that_would_take_all_memory_are_refused_at_once(text):
 @pytest.mark.parametrize("text", ["1E-15", "999999999999999.99"])
 def test_dollars_at_the_edge_are_taken(text):
     assert Budget(max_cost_usd=Decimal(text)).max_cost_usd == Decimal(text)
+
+
+def test_quotas_and_classes_cannot_be_changed_in_place():
+    quotas = {"search": 3}
+    budget = Budget(tool_quotas=quotas, tool_classes={"delete_*": "mutating"})
+    quotas["search"] = 99
+    for change in (
+        lambda: budget.tool_quotas.__setitem__("search", 99),
+        lambda: budget.tool_quotas.update(search=99),
+        lambda: budget.tool_classes.clear(),
+    ):
+        with pytest.raises(TypeError, match="a budget cannot be changed"):
+            change()
+    for copied in (pickle.loads(pickle.dumps(budget)), copy.deepcopy(budget), budget.model_copy()):
+        assert copied == budget
+        assert copied.tool_quotas == {"search": 3}
+        with pytest.raises(TypeError):
+            copied.tool_quotas["search"] = 99

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 
 import pytest
@@ -926,7 +927,7 @@ def test_the_observed_trip_is_the_first_and_the_only_one(make):
     assert guard.check() is None
     assert guard.observed_trip is first
     assert [event.event for event in events].count("trip_observed") == 1
-    assert guard.cancellation.cancelled
+    assert not guard.cancellation.cancelled
 
 
 def test_observe_corrects_nobody(make):
@@ -1065,8 +1066,8 @@ def test_a_child_gets_at_most_what_is_left(make):
     assert child.admit_model_call(ModelCall(input_tokens=5)).max_output_tokens == 25
     tools = make(Budget(max_tool_calls=3, tool_quotas={"a": 1}))
     child = tools.child(Budget(max_tool_calls=2, tool_quotas={"b": 1}))
-    names = ["a", "a", "b", "b", "c"]
-    assert [type(use(child, name)) for name in names] == [Admit, Refuse, Admit, Refuse, Stop]
+    names = ["a", "a", "b", "c"]
+    assert [type(use(child, name)) for name in names] == [Admit, Refuse, Admit, Stop]
     assert [type(use(tools, name)) for name in ("a", "b", "c")] == [Refuse, Admit, Stop]
 
 
@@ -1129,3 +1130,53 @@ def test_a_refusal_changes_nothing(make):
     spend(guard)
     spend(guard, retry=True)
     assert guard.snapshot() == store.load("r") == before
+
+
+def test_a_call_past_both_its_quota_and_the_cap_ends_the_run():
+    guard = Guard(Budget(max_tool_calls=1, tool_quotas={"search": 1}))
+    assert isinstance(guard.admit_tool_call(ToolCall(name="search")), Admit)
+    decision = guard.admit_tool_call(ToolCall(name="search"))
+    assert isinstance(decision, Stop)
+    assert decision.trip.reason == "max_tool_calls"
+
+
+@pytest.mark.parametrize("mode", [Mode.OBSERVE, Mode.OFF])
+def test_an_abort_cancels_nothing_where_nothing_is_refused(mode):
+    guard = Guard(Budget(), mode=mode)
+    guard.abort()
+    assert not guard.cancellation.cancelled
+    assert isinstance(guard.admit_model_call(), Admit)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (ModelCall(input_tokens=-5), "input_tokens must be >= 0, got -5."),
+        (ModelCall(max_output_tokens=0), "max_output_tokens must be >= 1, got 0."),
+    ],
+)
+def test_a_projection_that_makes_no_sense_counts_nothing(call, sentence):
+    guard = Guard(Budget(max_total_tokens=100))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        guard.admit_model_call(call)
+    assert guard.usage.model_calls == 0
+
+
+@pytest.mark.parametrize("late", ["model", "tool"])
+def test_a_call_that_takes_long_warns_when_it_ends_in_time_to_extend(late):
+    clock = ManualClock()
+
+    def on_warning(guard, event):
+        guard.extend(max_seconds=100)
+
+    guard = Guard(Budget(max_seconds=10), clock=clock, on_warning=on_warning)
+    model = guard.admit_model_call()
+    if late == "model":
+        clock.advance(11)
+    guard.settle_model_call(model, TokenUsage(1, 1))
+    tool = guard.admit_tool_call(ToolCall(name="build"))
+    if late == "tool":
+        clock.advance(11)
+    guard.settle_tool_call(tool, "built")
+    assert guard.warnings == ("max_seconds",)
+    assert isinstance(guard.admit_model_call(), Admit)

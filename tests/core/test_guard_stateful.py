@@ -296,14 +296,13 @@ class Interleavings(RuleBasedStateMachine):
         for (name, kind), decision in zip(batch, decisions, strict=True):
             expected = Admit
             if kind == "function" and not stopped:
-                if any(one.quota_used_up(name) for one in naive.chain()):
+                full = [
+                    one for one in naive.chain() if one.full("max_tool_calls", one.tool_calls())
+                ]
+                for one in full:
+                    one.tripped = naive.tripped = stopped = True
+                if not full and any(one.quota_used_up(name) for one in naive.chain()):
                     expected = Refuse
-                else:
-                    full = [
-                        one for one in naive.chain() if one.full("max_tool_calls", one.tool_calls())
-                    ]
-                    for one in full:
-                        one.tripped = naive.tripped = stopped = True
             if stopped and kind in ("function", "handoff"):
                 expected = Stop
             assert type(decision) is expected

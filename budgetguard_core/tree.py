@@ -1,0 +1,98 @@
+"""What a guard shares with its sub-agents: one lock, one numbering, one log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from budgetguard_core.clock import Clock
+from budgetguard_core.decision import Admit
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.events import Event, Listener, Sink
+from budgetguard_core.pricing import PriceBook
+
+_LOG = logging.getLogger("budgetguard")
+
+
+class Tree:
+    """What a guard shares with its sub-agents: one lock, one numbering, one log."""
+
+    __slots__ = (
+        "call_id",
+        "clock",
+        "delivering",
+        "delivery",
+        "errors",
+        "failed",
+        "lock",
+        "log_arguments",
+        "now",
+        "open",
+        "outbox",
+        "price_book",
+        "seq",
+        "sinks",
+    )
+
+    def __init__(
+        self,
+        clock: Clock,
+        price_book: PriceBook,
+        sinks: Sequence[Sink],
+        log_arguments: bool,
+    ) -> None:
+        self.lock = threading.Lock()
+        # Re-entrant, because a listener may abort or extend the guard that it listens to.
+        self.delivery = threading.RLock()
+        self.delivering = False
+        self.clock = clock
+        self.now = clock.monotonic_ns
+        self.price_book = price_book
+        self.sinks = tuple(sinks)
+        self.failed: set[str] = set()
+        self.log_arguments = log_arguments
+        self.errors: deque[str] = deque(maxlen=20)
+        self.outbox: deque[Event] = deque()
+        self.open: dict[int, Admit] = {}
+        self.seq = 0
+        self.call_id = 0
+
+    def deliver(self) -> None:
+        """Hand the waiting events to the sinks, in order, outside the lock."""
+        with self.delivery:
+            if self.delivering:
+                # A listener acted on its guard: the loop that called it goes on with the event,
+                # or the sinks after it would see this event before the one it listened to.
+                return
+            self.delivering = True
+            try:
+                while self.outbox:
+                    event = self.outbox.popleft()
+                    for sink in self.sinks:
+                        try:
+                            sink.emit(event)
+                        except Exception as error:
+                            self.report(f"sink {type(sink).__name__}", error)
+            finally:
+                self.delivering = False
+
+    def report(self, what: str, error: Exception) -> None:
+        """Keep what failed for the outcome, and log it the first time, without its text."""
+        self.errors.append(f"{what}: {type(error).__name__}: {error}")
+        if what not in self.failed:
+            self.failed.add(what)
+            _LOG.warning("%s failed: %s", what, type(error).__name__)
+
+
+def as_sink(sink: Sink | Callable[[Event], object]) -> Sink:
+    """Turn a callable into a sink; leave a sink as it is."""
+    if isinstance(sink, Sink):
+        return sink
+    if callable(sink):
+        return Listener(sink)
+    raise ConfigurationError(
+        f"a sink must take events, got {type(sink).__name__}. "
+        "Pass a callable, or an object with emit and flush."
+    )
