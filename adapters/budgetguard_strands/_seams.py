@@ -87,21 +87,44 @@ def wrap_runs(agent: Agent, around: Around) -> None:
 
 def has_model_middleware(agent: Agent) -> bool:
     """Tell whether anything can swap the agent's model for a call, or answer in its place."""
-    if INVOKE_MODEL is None:
-        return False
     registry = getattr(agent, "_middleware_registry", None)
     handlers = getattr(registry, "_handlers", None)
-    return handlers is None or bool(handlers.get(INVOKE_MODEL))
+    return INVOKE_MODEL is not None and (handlers is None or bool(handlers.get(INVOKE_MODEL)))
 
 
-def watch_models(agent: Agent, called: Callable[[Agent, Any], None]) -> None:
-    """Let `called` know which model each call really goes to. Costs every chunk a little."""
+def sets_model() -> bool:
+    """Tell whether this release lets a call go to another model than the agent's."""
+    context: Any = _find(
+        "InvokeModelContext",
+        "strands.middleware",
+        "strands._middleware.stages",
+        "strands._middleware",
+    )
+    return context is not None and "model" in context.__dataclass_fields__
+
+
+def watch_models(agent: Agent, called: Callable[[Agent, Any], Any]) -> bool:
+    """Let `called` know which model each call really goes to, and choose it.
+
+    Costs every chunk a little.
+
+    Returns:
+        False where the release has no place for it: each call goes to the agent's model.
+    """
+    if INVOKE_MODEL is None:
+        return False
+
+    sets = sets_model()
 
     def note(context: Any, proceed: Callable[[Any], Events]) -> Events:
-        called(context.agent, getattr(context, "model", context.agent.model))
+        if sets:
+            context.model = called(context.agent, context.model)
+        else:
+            called(context.agent, context.agent.model)
         return proceed(context)
 
     _add_middleware(agent, INVOKE_MODEL, note)
+    return True
 
 
 def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:

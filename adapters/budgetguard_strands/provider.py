@@ -59,6 +59,7 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_strands import _history, _seams
+from budgetguard_strands._bounds import bounded
 from budgetguard_strands._run import Run
 from budgetguard_strands._seams import FIRST, LAST, Events
 from budgetguard_strands._usage import estimated_usage, model_name, token_usage
@@ -340,16 +341,24 @@ class BudgetHookProvider:
             self._outcomes.pop(agent, None)
             _history.drop_overtaken(agent.messages, goes_on=not event.messages)
         run.invocation = number
-        if agent not in self._watching and _seams.has_model_middleware(agent):
-            # Not before the first run, so that this comes inside of the user's own middleware.
-            self._watching.add(agent)
-            _seams.watch_models(agent, self._model_called)
+        # Not before the first run, so that this comes inside of the user's own middleware.
+        wanted = run.projects or _seams.has_model_middleware(agent)
+        if wanted and agent not in self._watching:
+            self._watch_models(agent)
         if run.parent is not None and run.parent.correction and event.messages:
             event.messages[-1]["content"].append({"text": run.parent.correction})
             run.parent.correction = ""
 
-    def _model_called(self, agent: Agent, model: Any) -> None:
-        self._runs[agent].model = model
+    def _watch_models(self, agent: Agent) -> None:
+        if _seams.watch_models(agent, self._model_called):
+            self._watching.add(agent)
+
+    def _model_called(self, agent: Agent, model: Any) -> Any:
+        """Note which model a call goes to, and return it with the call's completion bound."""
+        run = self._runs[agent]
+        run.model = model
+        bound = None if run.call is None else run.call.max_output_tokens
+        return model if bound is None else bounded(model, bound)
 
     async def _around_run(
         self, agent: Agent, invocation_state: dict[str, Any], events: Events

@@ -795,23 +795,9 @@ def test_a_call_is_priced_by_the_model_that_was_really_called():
         async for event in proceed(context):
             yield event
 
-    if not hasattr(_context_class(), "model"):
-        pytest.skip("this release's middleware cannot swap models")
     _seams._add_middleware(agent, _seams.INVOKE_MODEL, swap)
     agent("Go.")
     assert provider.outcome(agent).usage.cost_usd == Decimal(1)
-
-
-def _context_class():
-    import importlib
-
-    for name in ("strands.middleware", "strands._middleware.stages", "strands._middleware"):
-        try:
-            fields = importlib.import_module(name).InvokeModelContext.__dataclass_fields__
-        except (ImportError, AttributeError):
-            continue
-        return type("Fields", (), dict.fromkeys(fields))
-    return object
 
 
 class Failing(ScriptedModel):
