@@ -95,7 +95,7 @@ class _Frozen(dict[str, Any]):
         raise TypeError("a budget cannot be changed. Make another with model_copy(update=...).")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)

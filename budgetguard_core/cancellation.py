@@ -14,7 +14,8 @@ class CancellationToken:
 
     def __init__(self, parent: CancellationToken | None = None) -> None:
         self._event = threading.Event()
-        self._lock = threading.Lock()
+        # Re-entrant, because a signal handler may cancel in the middle of anything here.
+        self._lock = threading.RLock()
         self._callbacks: list[Callable[[], object]] = []
         # Weak, so that a long run does not keep the tokens of all the sub-agents it has had.
         self._children: weakref.WeakSet[CancellationToken] = weakref.WeakSet()

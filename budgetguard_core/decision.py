@@ -120,10 +120,17 @@ class Admit:
 
     @property
     def idempotency_key(self) -> str:
-        """A key for the provider of a mutating tool: the same for the same call after a resume."""
-        # repr, so that the id "5" is not the number 5, and nothing in an id can fail to encode.
-        name = ascii((self.guard.run_id, self.call.id or self.call_id))
-        return blake2b(name.encode(), digest_size=16).hexdigest()
+        """A key for the provider of a mutating call: the same for the same call after a resume.
+
+        Of the run, the tool, its arguments and the call's id, because some providers give the
+        same id to several calls of one run.
+        """
+        call = self.call
+        facts: tuple[object, ...] = (self.guard.run_id, self.call_id)
+        if isinstance(call, ToolCall) and call.id:
+            facts = (self.guard.run_id, call.id, call.name, call.fingerprint)
+        # ascii, so that the id "5" is not the number 5, and nothing in an id can fail to encode.
+        return blake2b(ascii(facts).encode(), digest_size=16).hexdigest()
 
 
 class Nudge(Admit):

@@ -580,7 +580,7 @@ class Guard:
         tree = guard._tree
         print_ = result_fingerprint
         if print_ is None:
-            print_ = fingerprint_result(result if error is None else str(error))
+            print_ = fingerprint_result(result if error is None else _error_text(error))
         call: ToolCall = ticket.call
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
@@ -1480,6 +1480,13 @@ def _projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> 
     if rates is None or not (call.input_tokens or bound):
         return 0
     return rates.projected_cost(call.input_tokens, bound or 0)
+
+
+def _error_text(error: BaseException | str) -> str:
+    try:
+        return str(error)
+    except Exception:  # the error's own code runs here, and the call has to be settled
+        return type(error).__name__
 
 
 def _error_name(error: BaseException | str | None) -> str | None:

@@ -43,7 +43,8 @@ class Tree:
         sinks: Sequence[Sink],
         log_arguments: bool,
     ) -> None:
-        self.lock = threading.Lock()
+        # Re-entrant, because a signal handler may abort the run in the middle of an admission.
+        self.lock = threading.RLock()
         # Re-entrant, because a listener may abort or extend the guard that it listens to.
         self.delivery = threading.RLock()
         self.delivering = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 from budgetguard_core import Admit, Budget, ConfigurationError, Guard, ModelCall, Nudge, Trip
 
@@ -41,6 +43,9 @@ class Layer:
             charged = charged.parent
         return charged is not None
 
+
+_TAKEN: WeakSet[Guard] = WeakSet()
+_LOCK = threading.Lock()
 
 LAYER: ContextVar[Layer | None] = ContextVar("budgetguard_layer", default=None)
 
@@ -85,6 +90,30 @@ def guard_for(budget: Budget | Guard | None) -> Guard:
         )
     above = current_guard()
     return Guard(budget) if above is None else above.child(budget)
+
+
+@contextmanager
+def taking_part(guard: Guard, messages: Sequence[Mapping[str, Any]]) -> Generator[Guard]:
+    """Give a run the guard that it counts with while it lasts: the one that it was given.
+
+    If another run is on that guard already it is a child of it, which spends the same budget and
+    has a name, a loop memory and calls in flight of its own: what two runs ask for at the same
+    time is no repetition.
+    """
+    with _LOCK:
+        shared = guard in _TAKEN
+        _TAKEN.add(guard)
+    if shared:
+        budget = guard.budget
+        yield guard.child(Budget(loop_detection=budget.loop_detection, warn_at=budget.warn_at))
+        return
+    try:
+        if messages and messages[-1].get("role") == "user" and guard.tool_counts:
+            guard.user_turn()
+        yield guard
+    finally:
+        with _LOCK:
+            _TAKEN.discard(guard)
 
 
 def settings_of(function: Callable[..., Any]) -> frozenset[str]:

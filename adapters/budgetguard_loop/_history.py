@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -63,7 +64,9 @@ class RequestedCall:
         if not isinstance(value, Mapping):
             msg = "the arguments are not a JSON object"
             raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that a model writes
-        return dict(cast("Mapping[str, Any]", value))
+        arguments = dict(cast("Mapping[str, Any]", value))
+        # A tool that changes what it was given must not change the history.
+        return arguments if isinstance(self.arguments, str) else deepcopy(arguments)
 
 
 def opening(messages: str | Iterable[Any]) -> list[Message]:
@@ -162,15 +165,22 @@ def result_text(result: Any) -> str:
         return str(result.final or UNFINISHED)
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
-        return str(result)
+    except Exception:  # the object's own code runs here, and it must not end the run
+        return _written(result)
 
 
 def error_text(error: BaseException) -> str:
     """Write what a tool raised for the model; a sub-run's trip without reason and figures."""
     if isinstance(error, BudgetExceeded):
         return UNFINISHED if error.outcome is None else result_text(error.outcome)
-    return f"Error: {type(error).__name__}: {error}"
+    return f"Error: {type(error).__name__}: {_written(error)}"
+
+
+def _written(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
@@ -97,11 +98,11 @@ class StreamedReply:
         """Return the whole reply."""
         if self._whole is not None:
             return self._whole
-        message: Message = {"role": "assistant", "content": self.text}
+        message: Message = {"content": self.text}
         if self._tool_calls:
             message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
             message["content"] = self.text or None
-        return ModelReply(message=message, usage=self._usage, model=self._model)
+        return ModelReply(message=_assistant(message), usage=self._usage, model=self._model)
 
     def _add_call(self, place: int, piece: Any) -> None:
         index = part(piece, "index")
@@ -127,19 +128,24 @@ def _assistant(message: Any) -> Message:
         name: value for name, value in plain.items() if name == "content" or value not in (None, [])
     }
     kept["role"] = "assistant"
-    calls: list[Any] = kept.get("tool_calls") or []
+    calls = kept.get("tool_calls")
     if calls:
+        if not isinstance(calls, list | tuple):
+            raise _unreadable(calls)
         kept.setdefault("content", None)
-        kept["tool_calls"] = [_with_id(call, place) for place, call in enumerate(calls)]
+        kept["tool_calls"] = [_with_id(call) for call in cast("Sequence[Any]", calls)]
     return kept
 
 
-def _with_id(call: Any, place: int) -> Message:
+def _with_id(call: Any) -> Message:
     if isinstance(call, Mapping):
         plain = dict(cast("Mapping[str, Any]", call))
-    else:
+    elif hasattr(call, "model_dump"):
         plain = cast("Message", call.model_dump(exclude_none=True))
-    plain["id"] = plain.get("id") or f"call_{place}"
+    else:
+        raise _unreadable(call)
+    # Never the same twice: a tool's idempotency key and a resume tell calls apart by their ids.
+    plain["id"] = plain.get("id") or f"call_{uuid.uuid4().hex}"
     return plain
 
 

@@ -66,6 +66,8 @@ def begin(
             guard.user_turn()
         elif run_messages and isinstance(run_messages[-1], history.SyntheticMessage):
             run_messages.pop()
+        # A provider may give the id of a call that was interrupted long ago to another one.
+        interrupted &= {call.id for call in history.open_batch(run_messages)[1]}
     # The same turn under the same caps: the attempt that the process died in was counted.
     again = (
         earlier is not None

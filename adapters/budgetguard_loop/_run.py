@@ -29,7 +29,7 @@ from budgetguard_core import (
     estimate_tokens,
 )
 from budgetguard_loop import _history as history
-from budgetguard_loop._ambient import LAYER, Layer
+from budgetguard_loop._ambient import LAYER, Layer, taking_part
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import ModelReply
 from budgetguard_loop._usage import estimated
@@ -143,27 +143,29 @@ class Run:
 
     def steps(self) -> Steps:
         """Run the loop to its end."""
-        self._prompt_tokens = sum(map(history.message_tokens, self.messages))
-        try:
-            while True:
-                _, waiting = history.open_batch(self.messages)
-                if waiting:
-                    yield from self._run_tools(waiting)
-                elif self._is_over():
-                    final = history.message_text(self.messages[-1])
-                    outcome: Outcome = yield Finish(None, final)
-                    return outcome
-                yield from self._call_model()
-        except _Tripped as stop:
-            self._settle_history(NOT_EXECUTED)
-            end = history.end_message(self.guard, stop.trip, stop.partial)
-            self.messages.append(end)
-            outcome = yield Finish(stop.trip, end["content"], stop.next_step)
-            return outcome
-        except BaseException:
-            self._settle_history(OUTCOME_UNKNOWN)
-            yield Save(flush=True)
-            raise
+        with taking_part(self.guard, self.messages) as self.guard:
+            self._prompt_tokens = sum(map(history.message_tokens, self.messages))
+            try:
+                while True:
+                    _, waiting = history.open_batch(self.messages)
+                    if waiting:
+                        yield from self._run_tools(waiting)
+                    elif self._is_over():
+                        final = history.message_text(self.messages[-1])
+                        outcome: Outcome = yield Finish(None, final)
+                        return outcome
+                    yield from self._call_model()
+            except _Tripped as stop:
+                self._settle_history(NOT_EXECUTED)
+                end = history.end_message(self.guard, stop.trip, stop.partial)
+                self.messages.append(end)
+                outcome = yield Finish(stop.trip, end["content"], stop.next_step)
+                return outcome
+            except BaseException:
+                started = bool(self.guard.open_tool_calls())
+                self._settle_history(OUTCOME_UNKNOWN if started else NOT_EXECUTED)
+                yield Save(flush=True)
+                raise
 
     def save(self, command: Save = Save()) -> None:
         """Save a snapshot of this run and of those that it is a part of; blocking."""

@@ -29,7 +29,7 @@ from budgetguard_core import (
     end_run,
 )
 from budgetguard_loop import _history as history
-from budgetguard_loop._ambient import Layer, Watch, cut_short, entered, seconds_of
+from budgetguard_loop._ambient import Layer, Watch, cut_short, entered, seconds_of, taking_part
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._resume import Resume, begin
@@ -226,6 +226,7 @@ class bounded:
         self.messages[:] = run.messages
 
     def _attach(self) -> Self:
+        self.guard = self._stack.enter_context(taking_part(self.guard, self.messages))
         self._stack.enter_context(entered(Layer(self.guard, save=self.save)))
         self._watch = self._stack.enter_context(cut_short(self.guard))
         return self

@@ -414,6 +414,9 @@ class _Flight:
         self._loop = asyncio.get_running_loop()
         self.waiting: set[asyncio.Task[Any]] = set()
         self.over: asyncio.Future[None] = self._loop.create_future()
+        self._ended: deque[asyncio.Task[Any]] = deque()
+        self._cancelled: deque[asyncio.Task[Any]] = deque()
+        self._news = asyncio.Event()
         self._patience: asyncio.TimerHandle | None = None
         self._watch = Watch(guard, self._cut)
 
@@ -427,20 +430,19 @@ class _Flight:
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
         self.waiting.add(task)
+        task.add_done_callback(self._landed)
         return task
 
     async def next(self) -> asyncio.Task[Any] | None:
         """Wait for the next that ends; None when none is left, or none ends even after a cut."""
-        if not self.waiting:
-            return None
-        done, _ = await asyncio.wait(
-            {*self.waiting, self.over}, return_when=asyncio.FIRST_COMPLETED
-        )
-        ended = [task for task in self.waiting if task in done]
-        if not ended:
-            return None
+        while self.waiting and not (self._ended or self._cancelled or self.over.done()):
+            self._news.clear()
+            await self._news.wait()
         # Work that has brought something comes before work that was cancelled.
-        task = min(ended, key=lambda task: task.cancelled())
+        landed = self._ended or self._cancelled
+        if not landed:
+            return None
+        task = landed.popleft()
         self.waiting.discard(task)
         return task
 
@@ -468,9 +470,14 @@ class _Flight:
             task.cancel()
         self._patience = self._loop.call_later(GRACE, self._give_up)
 
+    def _landed(self, task: asyncio.Task[Any]) -> None:
+        (self._cancelled if task.cancelled() else self._ended).append(task)
+        self._news.set()
+
     def _give_up(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
+            self._news.set()
 
 
 class _Reader:

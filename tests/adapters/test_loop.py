@@ -967,7 +967,7 @@ def test_messages_of_the_sdk_may_be_appended_as_they_are():
 
 
 def test_each_call_of_a_guarded_function_is_admitted():
-    guard = Guard(Budget(max_tool_calls=2, tool_quotas={"once": 1}))
+    guard = Guard(Budget(max_tool_calls=3, tool_quotas={"once": 1}))
     search = guarded(guard)(lambda query: f"found {query}")
     once = guarded(guard, name="once")(lambda: "x")
     assert (search("a"), once()) == ("found a", "x")
@@ -976,8 +976,9 @@ def test_each_call_of_a_guarded_function_is_admitted():
     assert caught.value.trip.reason is StopReason.TOOL_QUOTA
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (str(copy), copy.trip) == (str(caught.value), caught.value.trip)
+    assert search("b") == "found b"
     with pytest.raises(BudgetExceeded) as caught:
-        search("b")
+        search("c")
     assert caught.value.trip.reason is StopReason.MAX_TOOL_CALLS
     assert [record.status for record in guard.tool_calls][:2] == ["completed", "completed"]
 

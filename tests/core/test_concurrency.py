@@ -21,6 +21,7 @@ from budgetguard_core import (
     TokenUsage,
     ToolCall,
 )
+from budgetguard_core.testing import ManualClock
 
 THREADS = 64
 
@@ -283,3 +284,32 @@ def test_two_guards_do_not_mix():
     guards = [Guard(Budget(max_iterations=50)) for _ in range(2)]
     in_threads(lambda number: [guards[number % 2].admit_model_call() for _ in range(2)])
     assert [guard.usage.iterations for guard in guards] == [50, 50]
+
+
+def test_a_signal_handler_may_abort_in_the_middle_of_an_admission():
+    class Interrupting(ManualClock):
+        """Calls what a signal handler would, in the thread that is inside the guard."""
+
+        def monotonic_ns(self):
+            handlers, self.handlers = self.handlers, []
+            for handler in handlers:
+                handler()
+            return super().monotonic_ns()
+
+    clock = Interrupting()
+    clock.handlers = []
+    events = []
+    guard = Guard(Budget(max_iterations=10), clock=clock, sinks=[events.append])
+    child = guard.child(Budget(max_iterations=5))
+    clock.handlers = [guard.abort]
+    answers = []
+    worker = threading.Thread(
+        target=lambda: answers.extend(child.admit_model_call() for _ in range(2)), daemon=True
+    )
+    worker.start()
+    worker.join(10)
+    assert not worker.is_alive()
+    assert isinstance(answers[-1], Stop)
+    assert guard.cancellation.cancelled
+    assert child.cancellation.cancelled
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))

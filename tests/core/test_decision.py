@@ -78,6 +78,20 @@ def test_calls_without_an_id_are_told_apart_by_their_number():
     assert first.idempotency_key != second.idempotency_key
 
 
+def test_calls_with_one_id_are_told_apart_by_what_they_ask_for():
+    guard = Guard(clock=ManualClock())
+    calls = [ToolCall(name="send", arguments={"to": to}, id="call_0") for to in ("a", "b", "a")]
+    first, second, again = (guard.admit_tool_call(call).idempotency_key for call in calls)
+    assert first != second
+    assert first == again
+
+
+def test_a_model_call_has_a_key_too():
+    guard = Guard(clock=ManualClock())
+    first, second = (guard.admit_model_call() for _ in range(2))
+    assert first.idempotency_key != second.idempotency_key
+
+
 def test_the_key_survives_a_restart():
     guard = Guard(clock=ManualClock())
     before = guard.admit_tool_call(ToolCall(name="send", id="c1")).idempotency_key

@@ -727,6 +727,18 @@ def test_a_failing_call_is_known_by_its_error(make):
     assert [record.status for record in guard.tool_calls] == ["failed"] * 3
 
 
+def test_an_error_whose_text_cannot_be_had_is_settled(make):
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    guard = make()
+    ticket = guard.admit_tool_call(ToolCall(name="a"))
+    assert guard.settle_tool_call(ticket, error=Mute())
+    assert guard.open_tool_calls() == ()
+    assert [record.status for record in guard.tool_calls] == ["failed"]
+
+
 def test_without_detection_nothing_is_a_loop(make):
     guard = make(Budget(loop_detection=None))
     for _ in range(50):
