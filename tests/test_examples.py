@@ -11,6 +11,12 @@ import layout
 
 EXAMPLES = sorted((layout.ROOT / "examples").glob("*.py"))
 SHOWN = {
+    "strands_agent": [
+        "max_iterations: This run was stopped before it finished.",
+        "end_turn: The report has four pages.",
+        "5 model calls in all",
+        "warning: 4 of 4 max_iterations",
+    ],
     "loop_sync": [
         "terminated: max_iterations=2 reached",
         "completed: The report has four pages.",

@@ -25,8 +25,8 @@ class Run:
     shared: bool = False
     """The guard was given, and nothing of it is reset."""
     parent: Run | None = None
-    projects: bool = False
-    """Calls are admitted with an estimate of their prompt."""
+    bounded: bool = False
+    """The completion of each call is bounded."""
     trip: Trip | None = None
     """What ended the run; the guard may have tripped for another one."""
     resumable: bool = False

@@ -28,7 +28,7 @@ from strands.hooks import (
 )
 from strands.multiagent.base import MultiAgentBase
 from strands.multiagent.graph import Graph
-from strands.types.exceptions import ContextWindowOverflowException
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 from strands.types.session import encode_bytes_values
 
 from budgetguard_core import (
@@ -69,7 +69,11 @@ DEFAULT_MAX_ITERATIONS = 25
 """The cap of a provider that is given neither a budget nor a guard."""
 
 _LOG = logging.getLogger("budgetguard.strands")
+# Where it shows is the application's choice; without one it would go to standard error.
+_LOG.addHandler(logging.NullHandler())
 _KEY = "budgetguard"
+# The provider turned the call away before it did any work; others may have cost what was reserved.
+_REFUSALS = (ContextWindowOverflowException, ModelThrottledException)
 _RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
 
 _Target = TypeVar("_Target", Agent, MultiAgentBase)
@@ -271,7 +275,7 @@ class BudgetHookProvider:
             guard=guard,
             shared=guard is own,
             parent=parent,
-            projects=_projects(guard),
+            bounded=_is_bounded(guard),
         )
         if before is not None and before.guard is guard:
             guard.user_turn()
@@ -342,7 +346,7 @@ class BudgetHookProvider:
             _history.drop_overtaken(agent.messages, goes_on=not event.messages)
         run.invocation = number
         # Not before the first run, so that this comes inside of the user's own middleware.
-        wanted = run.projects or _seams.has_model_middleware(agent)
+        wanted = run.bounded or _seams.has_model_middleware(agent)
         if wanted and agent not in self._watching:
             self._watch_models(agent)
         if run.parent is not None and run.parent.correction and event.messages:
@@ -459,10 +463,8 @@ class BudgetHookProvider:
         cycle = len(agent.event_loop_metrics.agent_invocations[-1].cycles)
         retry = run.overflowed or cycle == run.cycle
         run.cycle, run.overflowed = cycle, False
-        projected = 0
-        if run.projects:
-            # Without Strands' own estimate: the last prompt and its answer are in the next one.
-            projected = getattr(event, "projected_input_tokens", None) or run.last_tokens
+        # Without Strands' own estimate: the last prompt and its answer are in the next one.
+        projected = getattr(event, "projected_input_tokens", None) or run.last_tokens
         decision = run.guard.admit_model_call(
             ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
         )
@@ -502,10 +504,9 @@ class BudgetHookProvider:
         if usage is None:
             if agent in self._watching and run.model is None:
                 made = False  # the user's own hook or middleware answered in the model's place
-            if not made:
+            if not made or (isinstance(error, _REFUSALS) and not run.written):
                 usage = TokenUsage()
             elif run.written or not isinstance(error, BaseException):
-                # Only a call that failed before it brought anything may have cost nothing.
                 projected = run.call.call.input_tokens
                 usage = estimated_usage(agent.messages, run.written, projected)
         if usage is not None:
@@ -717,8 +718,8 @@ def _checked(budget: object) -> Budget | Guard:
     )
 
 
-def _projects(guard: Guard) -> bool:
-    """Tell whether calls are to be projected: half a projection, without the answer, is none."""
+def _is_bounded(guard: Guard) -> bool:
+    """Tell whether the completion of each call is bounded, here or above."""
     above: Guard | None = guard
     while above is not None:
         if above.budget.max_output_tokens_per_call is not None:

@@ -334,7 +334,7 @@ def test_a_resume_hook_cannot_spin_after_a_stop(order, counter):
                 event.resume = "Go on."
 
     spinning = Spinning()
-    hooks = [BudgetHookProvider(Budget(max_total_tokens=200)), spinning]
+    hooks = [BudgetHookProvider(Budget(max_total_tokens=300)), spinning]
     if order == "before":
         hooks.reverse()
     script = sticky()
@@ -772,7 +772,7 @@ PRICES = PriceBook(
 
 
 def test_a_call_is_priced_by_its_model(counter):
-    provider = BudgetHookProvider(Budget(max_cost_usd=Decimal("0.30")), price_book=PRICES)
+    provider = BudgetHookProvider(Budget(max_cost_usd=Decimal("0.35")), price_book=PRICES)
     script = Script([calls("search", usage=TokenUsage(100, 0))])
     agent = made(script, counter.tool, hooks=[provider])
     assert agent("Go.").stop_reason == "max_cost_usd"
