@@ -27,7 +27,6 @@ from budgetguard_core import (
 from budgetguard_loop._ambient import (
     LAYER,
     Layer,
-    current_guard,
     cut_short,
     entered,
     settings_for,
@@ -310,9 +309,11 @@ class _Gate:
             call.text = "" if call.usage else result_text(result)
 
     def _guard(self) -> Guard:
-        above = current_guard()
+        layer = LAYER.get()
+        above = None if layer is None else layer.guard
         if isinstance(self._budget, Guard):
-            return self._budget
+            # A sub-agent's call, and that of a run beside another, is charged to it as well.
+            return layer.guard if layer and layer.covers(self._budget) else self._budget
         if self._budget is None:
             if above is None:
                 raise AdapterError(

@@ -67,7 +67,9 @@ def run_bounded(
             message, a text or a `ModelReply`. It is also given `max_output_tokens` and `seconds`,
             the bounds of this call, where it has keywords of these names. Turn off the retries of
             your client: they cannot be counted. Use `retries`.
-        budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference.
+        budget: A `Budget`, for a fresh guard, or a `Guard`, shared by reference. A run that begins
+            while another is on the same guard is a child of it: the same caps, exact together,
+            with a run id, a checkpoint and a loop memory of its own.
         messages: The conversation to begin with, or the user's text. With `resume`: what the user
             says now; leave it out to go on where the run stopped.
         tools: The functions that the model may call, by name. They get the arguments as keywords;

@@ -21,6 +21,7 @@ from budgetguard_core import (
 from budgetguard_loop import (
     bounded,
     current_call,
+    guarded,
     run_bounded,
     run_bounded_async,
     run_bounded_stream,
@@ -257,6 +258,19 @@ def test_runs_one_after_another_on_a_guard_forget_at_the_user_turn():
         assert outcome.status == "completed"
         assert outcome.run_id == guard.run_id
     assert guard.usage.iterations == 16
+
+
+def test_a_function_guarded_by_a_guard_is_charged_to_the_sub_agent_that_calls_it():
+    guard = Guard(Budget(max_tool_calls=10))
+    search = guarded(guard)(lambda query: f"found {query}")
+    child = guard.child(Budget(max_tool_calls=2))
+    with bounded(child) as run:
+        for number in range(5):
+            search(number)
+    assert run.outcome.stop_reason is StopReason.MAX_TOOL_CALLS
+    assert guard.tool_counts == child.tool_counts == {"<lambda>": 2}
+    assert search("once more") == "found once more"
+    assert guard.usage.tool_calls == 3
 
 
 def test_concurrent_runs_on_one_guard_have_checkpoints_of_their_own():
