@@ -127,6 +127,31 @@ def watch_models(agent: Agent, called: Callable[[Agent, Any], Any]) -> bool:
     return True
 
 
+def pass_on(agent: Agent, name: str, begin: Callable[[Any], None]) -> None:
+    """Let the agents that Strands' own tools make from this one call `begin` when they are run.
+
+    They inherit the interventions of their maker, and nothing else.
+    """
+    registry = getattr(agent, "_intervention_registry", None)
+    handlers = getattr(registry, "_handlers", None)
+    handler = _find("InterventionHandler", "strands.interventions")
+    proceed = _find("Proceed", "strands.interventions")
+    if handlers is None or handler is None or proceed is None:
+        return  # this release has no such tools
+    if any(one.name == name for one in handlers):
+        return
+
+    def before_invocation(_: object, event: Any) -> Any:
+        begin(event)
+        return proceed()
+
+    inherited = type(
+        "Inherited", (handler,), {"name": name, "before_invocation": before_invocation}
+    )
+    # Not appended: the list may be the user's own, and shared.
+    registry._handlers = [*handlers, inherited()]  # type: ignore[union-attr]  # noqa: SLF001
+
+
 def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:
     add = getattr(agent, "add_middleware", None)
     if add is None:

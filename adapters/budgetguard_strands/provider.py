@@ -230,6 +230,13 @@ class BudgetHookProvider:
             (AfterInvocationEvent, self._after_invocation, LAST),
         ):
             _seams.add_hook(agent, event, callback, order)
+        _seams.pass_on(agent, f"{self.name}-{id(self):x}", self._begin_inherited)
+
+    def _begin_inherited(self, event: BeforeInvocationEvent) -> None:
+        """Begin the first run of an agent that one of Strands' own tools made."""
+        if self not in _attached.get(event.agent, ()):
+            self._install(event.agent)
+            self._before_invocation(event)
 
     def _install_orchestrator(self, orchestrator: Any) -> None:
         for node in orchestrator.nodes.values():

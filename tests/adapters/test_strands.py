@@ -798,6 +798,50 @@ def test_a_call_is_priced_by_the_model_that_was_really_called():
     assert provider.outcome(agent).usage.cost_usd == Decimal(1)
 
 
+def test_a_routed_call_is_priced_by_the_model_of_its_route():
+    routing = pytest.importorskip("strands.models.routing", reason="younger releases only")
+    script = Script([says("Done.", usage=TokenUsage(100, 0))])
+    cheap, dear = ScriptedModel(script), ScriptedModel(script)
+    dear.config["model_id"] = "expensive"
+
+    class Dearest:
+        async def select(self, context):
+            return context.candidates[-1]
+
+    provider = BudgetHookProvider(Budget(max_cost_usd=5), price_book=PRICES)
+    agent = Agent(
+        model=routing.ModelRouter([cheap, dear], strategy=Dearest()),
+        hooks=[provider],
+        callback_handler=None,
+    )
+    agent("Go.")
+    assert provider.outcome(agent).usage.cost_usd == Decimal(1)
+
+
+def test_the_spans_of_a_stopped_run_are_ended(monkeypatch, counter):
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from strands.telemetry.tracer import get_tracer
+
+    class Names(SpanProcessor):
+        def __init__(self):
+            self.started, self.ended = [], []
+
+        def on_start(self, span, parent_context=None):
+            self.started.append(span.name)
+
+        def on_end(self, span):
+            self.ended.append(span.name)
+
+    names = Names()
+    provider = TracerProvider()
+    provider.add_span_processor(names)
+    monkeypatch.setattr(get_tracer(), "tracer", provider.get_tracer("strands"))
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=1))])
+    agent("Go.")
+    assert names.started.count("execute_event_loop_cycle") == 2
+    assert sorted(names.started) == sorted(names.ended)
+
+
 class Failing(ScriptedModel):
     """Reports its usage and then breaks, `times` times."""
 
@@ -980,6 +1024,53 @@ def test_a_child_with_a_guard_of_another_tree_is_bounded_by_both(counter):
     assert (script.calls, child.model.script.calls) == (1, 5)
     # `other` had admitted the sixth call when `guard` refused it; a place is never given back.
     assert (guard.usage.model_calls, other.usage.model_calls) == (6, 6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_agents_that_strands_own_subagent_tool_makes_spend_the_budget(way):
+    vended = pytest.importorskip("strands.vended_tools.subagent", reason="younger releases only")
+    name = vended.subagent.tool_name
+    fields = vended.subagent.tool_spec["inputSchema"]["json"]
+    arguments = dict.fromkeys(fields["required"], "work")
+
+    class Delegating(ScriptedModel):
+        """Delegates as long as it may, and so do the agents that are made."""
+
+        async def stream(self, *args, **kwargs):
+            self.script.next("")
+            use = {"toolUse": {"name": name, "toolUseId": f"d{self.script.calls}"}}
+            yield {"messageStart": {"role": "assistant"}}
+            yield {"contentBlockStart": {"start": use}}
+            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(arguments)}}}}
+            yield {"contentBlockStop": {}}
+            yield {"messageStop": {"stopReason": "tool_use"}}
+
+    guard = Guard(Budget(max_model_calls=6, loop_detection=None))
+    script = Script([says("unused")])
+    agent = made(script, vended.subagent, hooks=[BudgetHookProvider(guard)])
+    agent.model = Delegating(script)
+    agent.model.config["context_window_limit"] = 200_000
+    result, _ = run(agent, "Go.", way)
+    assert result.stop_reason == "max_model_calls"
+    assert script.calls == guard.usage.model_calls == 6
+    assert "stopped before it finished" in results(agent)[0]
+    assert is_valid(agent)
+
+
+def test_an_agent_that_a_hook_runs_belongs_to_the_run(counter):
+    guard = Guard(Budget(max_model_calls=4))
+    provider = BudgetHookProvider(guard)
+    judge = Script([says("Good.")])
+
+    async def judged(event):
+        await made(judge, hooks=[BudgetHookProvider(Budget(max_iterations=9))]).invoke_async("Ok?")
+
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[provider])
+    agent.hooks.add_callback(AfterModelCallEvent, judged)
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert (script.calls, judge.calls) == (2, 2)
+    assert guard.usage.model_calls == 4
 
 
 def handing_over(to: str, name: str, *hooks: Any) -> Agent:
