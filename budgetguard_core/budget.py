@@ -21,6 +21,7 @@ DIMENSIONS = (
 )
 """The caps of a run, by field name, in the order in which they are shown."""
 
+_MOST = 10**18
 _MOST_SECONDS = 10**12
 
 _DOLLAR_DIGITS = 15
@@ -32,7 +33,10 @@ def _whole(value: object) -> object:
     if type(value) is not int:
         raise ValueError(f"must be a whole number >= 1, got {_show(value)}. Use None for no cap.")
     if value < 1:
-        raise ValueError(f"must be >= 1, got {value}. Use None for no cap.")
+        raise ValueError(f"must be >= 1, got {_show(value)}. Use None for no cap.")
+    # Far above any run; a number without end overflows what it is compared with.
+    if value > _MOST:
+        raise ValueError(f"must be <= {_MOST}, got more. Use None for no cap.")
     return value
 
 

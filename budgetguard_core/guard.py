@@ -394,7 +394,8 @@ class Guard:
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
-        if call.input_tokens < 0 or (bound is not None and bound < 1):
+        # Put so that NaN fails too: reserved, it would be above no cap for ever.
+        if not call.input_tokens >= 0 or (bound is not None and not bound >= 1):
             raise ConfigurationError(_wrong_projection(call))
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = _projected_cost(call, rates, bound)
@@ -662,6 +663,8 @@ class Guard:
 
         Sub-agents end with it. A second abort, or one of a stopped run, changes nothing.
         """
+        # Whatever it is given: an exception here would leave the work in flight running.
+        detail = str(detail)
         with self._tree.lock:
             going_on = self._trip is None
             if going_on and self._aborted is None and self._observed is None:
@@ -1461,7 +1464,7 @@ def _facts(call: ModelCall) -> dict[str, Any]:
 
 
 def _wrong_projection(call: ModelCall) -> str:
-    if call.input_tokens < 0:
+    if not call.input_tokens >= 0:
         return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
     return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
 

@@ -41,7 +41,13 @@ def check_token_usage(usage: TokenUsage) -> None:
     Raises:
         ConfigurationError: A count is not a whole number >= 0, or a part is above its whole.
     """
-    inputs, outputs, read, write, write_1h, reasoning, _ = usage
+    try:
+        inputs, outputs, read, write, write_1h, reasoning, _ = usage
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"usage must be a TokenUsage, got {type(usage).__name__}. "
+            "Pass None when the provider reported nothing."
+        ) from None
     try:
         whole = type(inputs + outputs + read + write + write_1h + reasoning) is int
     except TypeError:
@@ -58,7 +64,7 @@ def check_token_usage(usage: TokenUsage) -> None:
 
 
 def _problem(usage: TokenUsage) -> str:
-    for name, value in zip(usage._fields[:-1], usage, strict=False):
+    for name, value in zip(TokenUsage._fields[:-1], usage, strict=False):
         if type(value) is not int or value < 0:
             return (
                 f"{name} must be a whole number >= 0, got {value!r}. "

@@ -125,6 +125,12 @@ def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume |
     if above is not None:
         # A part of another run spends that run's budget, also after a resume.
         return above.child(budget or Budget.from_json(earlier.budget), run_id=earlier.run_id)
+    if budget is None and earlier.parent_run_id is not None:
+        # Its own caps are not all that bounded it, and those above it are not in its snapshot.
+        raise ConfigurationError(
+            f"run {earlier.run_id!r}, a part of {earlier.parent_run_id!r}, needs a budget to go on "
+            "alone, got None. Pass a fresh Budget, or a Guard."
+        )
     return Guard.restore(earlier, budget)
 
 

@@ -85,7 +85,8 @@ def run_bounded(
         resume: An earlier run to go on with: its id in `store`, its `Snapshot` or its `Outcome`.
             No completed tool call runs again; one that was in flight when the process was killed
             is reported to the model as of unknown outcome. Under a fresh `Budget` the caps count
-            from zero; without one (not from an `Outcome`) everything is as it was. For sinks and
+            from zero; without one (not from an `Outcome`, nor for a part of another run that goes
+            on alone) everything is as it was. For sinks and
             handlers pass `Guard.restore(snapshot, ...)` as the budget and the snapshot here.
 
     Raises:

@@ -12,6 +12,7 @@ from budgetguard_core import (
     OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
+    ConfigurationError,
     Guard,
     LoopDetection,
     MemoryStore,
@@ -294,3 +295,20 @@ def test_concurrent_runs_on_one_guard_have_checkpoints_of_their_own():
     for outcome in ended:
         saved = store.load(outcome.run_id)
         assert saved.messages[-1]["content"] == outcome.final
+
+
+def test_a_run_that_spent_anothers_budget_does_not_go_on_without_one():
+    store = MemoryStore()
+    guard = Guard(Budget(max_iterations=3))
+
+    def killed(messages):
+        raise KeyboardInterrupt
+
+    with bounded(guard), pytest.raises(KeyboardInterrupt):
+        run_bounded(killed, guard, messages="Go", store=store)
+    (run_id,) = store._texts
+    assert run_id != guard.run_id
+    with pytest.raises(ConfigurationError, match="needs a budget to go on alone, got None"):
+        run_bounded(once(), store=store, resume=run_id)
+    outcome = run_bounded(once(), Budget(max_iterations=1), store=store, resume=run_id)
+    assert outcome.final == "Done."

@@ -36,6 +36,8 @@ def refused(field, value):
     [
         (0, "must be >= 1, got 0. Use None for no cap."),
         (-1, "must be >= 1, got -1. Use None for no cap."),
+        (10**18 + 1, f"must be <= {10**18}, got more. Use None for no cap."),
+        (10**400, f"must be <= {10**18}, got more. Use None for no cap."),
         (True, "must be a whole number >= 1, got True. Use None for no cap."),
         (False, "must be a whole number >= 1, got False. Use None for no cap."),
         ("5", "must be a whole number >= 1, got '5'. Use None for no cap."),

@@ -1164,7 +1164,9 @@ def test_an_abort_cancels_nothing_where_nothing_is_refused(mode):
     ("call", "sentence"),
     [
         (ModelCall(input_tokens=-5), "input_tokens must be >= 0, got -5."),
+        (ModelCall(input_tokens=float("nan")), "input_tokens must be >= 0, got nan."),
         (ModelCall(max_output_tokens=0), "max_output_tokens must be >= 1, got 0."),
+        (ModelCall(max_output_tokens=float("nan")), "max_output_tokens must be >= 1, got nan."),
     ],
 )
 def test_a_projection_that_makes_no_sense_counts_nothing(call, sentence):
@@ -1172,6 +1174,15 @@ def test_a_projection_that_makes_no_sense_counts_nothing(call, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         guard.admit_model_call(call)
     assert guard.usage.model_calls == 0
+
+
+def test_an_abort_takes_any_detail():
+    events = []
+    guard = Guard(Budget(), sinks=[events.append])
+    guard.abort(TimeoutError("of the watchdog"))
+    assert guard.cancellation.cancelled
+    assert guard.check().detail == "of the watchdog"
+    assert guard.errors == ()
 
 
 @pytest.mark.parametrize("late", ["model", "tool"])

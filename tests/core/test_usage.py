@@ -84,6 +84,12 @@ def test_the_check_is_the_rule(usage):
             check_token_usage(usage)
 
 
+@pytest.mark.parametrize("record", [5, (1, 2), {"prompt_tokens": 5}, dict.fromkeys("abcdefg", 1)])
+def test_a_record_of_another_kind_is_refused(record):
+    with pytest.raises(ConfigurationError, match="must be a"):
+        check_token_usage(record)
+
+
 @given(st.text())
 def test_an_estimate_is_never_zero_and_errs_upwards(text):
     assert estimate_tokens(text) >= 1

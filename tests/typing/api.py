@@ -6,4 +6,131 @@ comment as unused.
 
 from __future__ import annotations
 
-planted: int = "five"  # type: ignore[assignment]
+from collections.abc import AsyncIterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from budgetguard_core import (
+    Admit,
+    Budget,
+    Event,
+    Guard,
+    JsonLinesSink,
+    LoopDetection,
+    MemoryStore,
+    Mode,
+    ModelCall,
+    Nudge,
+    Outcome,
+    Price,
+    PriceBook,
+    Refuse,
+    SqliteStore,
+    Stop,
+    StopReason,
+    TokenUsage,
+    ToolCall,
+    after_iterations,
+    read_events,
+    tool_called,
+)
+from budgetguard_loop import (
+    ModelReply,
+    bounded,
+    guarded,
+    run_bounded,
+    run_bounded_async,
+    run_bounded_stream,
+)
+
+
+def when(guard: Guard) -> str | None:
+    return "enough" if guard.usage.iterations > 3 else None
+
+
+budget = Budget(
+    max_iterations=25,
+    max_seconds=1.5,
+    max_cost_usd=Decimal("0.30"),
+    tool_quotas={"search_web": 3},
+    stop_when=(tool_called("submit") & after_iterations(2), when),
+    loop_detection=LoopDetection(exempt=("wait",)),
+)
+gaps: tuple[str, ...] = budget.uncapped()
+
+
+def listen(event: Event) -> None:
+    print(event.seq, event.run_id)
+
+
+guard = Guard(
+    budget,
+    mode=Mode.OBSERVE,
+    sinks=[listen, JsonLinesSink("run.jsonl")],
+    price_book=PriceBook({"house-model": Price(input=1, output=2)}),
+)
+child: Guard = guard.child(Budget(max_tool_calls=3))
+unknown_option = Guard(budget, max_iterations=3)  # type: ignore[call-arg]
+
+
+def by_hand(calls: list[ToolCall]) -> Outcome | None:
+    decision = guard.admit_model_call(ModelCall(model="gpt-4o", input_tokens=100))
+    if isinstance(decision, Stop):
+        reason: StopReason = decision.trip.reason
+        print(reason)
+        return guard.outcome
+    if isinstance(decision, Nudge):
+        print(decision.message)
+    guard.settle_model_call(decision, TokenUsage(input_tokens=100, output_tokens=10))
+    for answer in guard.admit_tool_calls(calls):
+        if isinstance(answer, Admit):
+            guard.settle_tool_call(answer, "result")
+        elif isinstance(answer, Refuse):
+            print(answer.message)
+    return None
+
+
+def model(messages: list[dict[str, Any]]) -> ModelReply:
+    return ModelReply(message={"role": "assistant", "content": str(len(messages))})
+
+
+async def async_model(messages: list[dict[str, Any]]) -> ModelReply:
+    return model(messages)
+
+
+async def streamed_model(messages: list[dict[str, Any]]) -> AsyncIterator[str | ModelReply]:
+    yield "text"
+    yield model(messages)
+
+
+outcome: Outcome = run_bounded(model, budget, messages="hello", store=SqliteStore("runs.sqlite3"))
+total: int = outcome.usage.total_tokens
+
+
+async def runs() -> None:
+    ended: Outcome = await run_bounded_async(async_model, guard, messages="hello")
+    stream = run_bounded_stream(streamed_model, budget, messages="hello", store=MemoryStore())
+    async for chunk in stream:
+        print(chunk)
+    print(ended.stop_reason, stream.outcome.status)
+
+
+@guarded(budget)
+def search(query: str) -> list[str]:
+    return [query]
+
+
+found: list[str] = search("x")
+wrong: int = search("x")  # type: ignore[assignment]
+
+
+def hand_written() -> Outcome:
+    with bounded(budget) as run, run.model_call(model="gpt-4o") as call:
+        call.settle(TokenUsage(10, 5))
+    return run.outcome
+
+
+def again(path: str) -> Guard:
+    with Path(path).open("rb") as lines:
+        return Guard.replay(read_events(lines), budget=budget)
