@@ -20,6 +20,8 @@ class Run:
 
     provider: object
     guard: Guard
+    metrics: object = None
+    """Strands' metrics, in which the invocation has its number."""
     invocation: int = 0
     """The number of Strands' invocation; a hook that resumes the agent stays in the same one."""
     shared: bool = False

@@ -25,6 +25,7 @@ from strands.hooks import (
     BeforeNodeCallEvent,
     BeforeToolCallEvent,
     HookRegistry,
+    MultiAgentInitializedEvent,
 )
 from strands.multiagent.base import MultiAgentBase
 from strands.multiagent.graph import Graph
@@ -168,7 +169,7 @@ class BudgetHookProvider:
         self._clock = clock
         self._runs: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
         self._orchestrated: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
-        self._orchestrators: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+        self._orchestrators: WeakSet[Any] = WeakSet()
         self._watching: WeakSet[Agent] = WeakSet()
         self._outcomes: WeakKeyDictionary[Any, Outcome] = WeakKeyDictionary()
         # Strands registers what stands in these by itself; all is registered in `init_agent`.
@@ -178,9 +179,10 @@ class BudgetHookProvider:
     # Attaching
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Be called by Strands for `hooks=[provider]`."""
+        """Be called by Strands for `hooks=[provider]`, of an agent, swarm or graph."""
         del kwargs
-        registry.add_callback(AgentInitializedEvent, lambda event: self._install(event.agent))
+        registry.add_callback(AgentInitializedEvent, self._agent_made)
+        registry.add_callback(MultiAgentInitializedEvent, self._orchestrator_made)
 
     def init_agent(self, agent: Agent) -> None:
         """Be called by Strands for `plugins=[provider]`."""
@@ -209,6 +211,12 @@ class BudgetHookProvider:
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
         """Return the outcome of the last run of an agent, swarm or graph; None before its end."""
         return self._outcomes.get(target)
+
+    def _agent_made(self, event: AgentInitializedEvent) -> None:
+        self._install(event.agent)
+
+    def _orchestrator_made(self, event: MultiAgentInitializedEvent) -> None:
+        self._install_orchestrator(event.source)
 
     def _install(self, agent: Agent) -> None:
         others = _attached.setdefault(agent, [])
@@ -247,7 +255,7 @@ class BudgetHookProvider:
                 self._install_orchestrator(executor)
         if orchestrator in self._orchestrators:
             return
-        self._orchestrators[orchestrator] = None
+        self._orchestrators.add(orchestrator)
         for event, callback in (
             (BeforeMultiAgentInvocationEvent, self._before_orchestration),
             (BeforeNodeCallEvent, self._before_node),
@@ -340,10 +348,12 @@ class BudgetHookProvider:
     def _before_invocation(self, event: BeforeInvocationEvent) -> None:
         agent = event.agent
         run = self._runs.get(agent)
-        number = len(agent.event_loop_metrics.agent_invocations)
+        # A hook that resumes the agent stays in the same invocation.
+        metrics = agent.event_loop_metrics
+        number = len(metrics.agent_invocations)
         if run is not None and run.resumable:
             run.begin_leg()
-        elif run is not None and run.invocation == number:
+        elif run is not None and run.metrics is metrics and run.invocation == number:
             run.begin_leg()
             if not run.shared and run.trip is None:
                 run.guard.restart_iterations()
@@ -351,7 +361,7 @@ class BudgetHookProvider:
             run = self._runs[agent] = self._begin(agent, event.invocation_state)
             self._outcomes.pop(agent, None)
             _history.drop_overtaken(agent.messages, goes_on=not event.messages)
-        run.invocation = number
+        run.metrics, run.invocation = metrics, number
         # Not before the first run, so that this comes inside of the user's own middleware.
         wanted = run.bounded or _seams.has_model_middleware(agent)
         if wanted and agent not in self._watching:
@@ -529,9 +539,9 @@ class BudgetHookProvider:
     # Tool calls
 
     def _before_tool_call(self, event: BeforeToolCallEvent) -> None:
-        if event.cancel_tool:
-            return
-        run = self._runs[event.agent]
+        run = self._runs.get(event.agent)
+        if event.cancel_tool or run is None or run.ended:
+            return  # outside of a run it is the user's own code that calls the tool
         use = event.tool_use
         if use["toolUseId"] in run.tools:
             return  # it was interrupted for a person's answer, and goes on
@@ -555,7 +565,9 @@ class BudgetHookProvider:
             run.trip = decision.trip
 
     def _after_tool_call(self, event: AfterToolCallEvent) -> None:
-        run = self._runs[event.agent]
+        run = self._runs.get(event.agent)
+        if run is None or run.ended:
+            return
         use = event.tool_use["toolUseId"]
         child = getattr(event.selected_tool, "agent", None)
         if (
@@ -705,7 +717,9 @@ class BudgetHookProvider:
         if run.graph_limit is not None:
             (source.max_node_executions,) = run.graph_limit
         run.trip = run.guard.trip
-        self._outcomes[source] = await self._conclude(run, (), None)
+        outcome = self._outcomes[source] = await self._conclude(run, (), None)
+        if run.trip is not None and self._on_trip == "raise" and run.parent is None:
+            raise BudgetExceeded(run.trip, outcome)
 
 
 def _kind(tool: Any, name: str, run: Run) -> Literal["function", "handoff", "output"]:

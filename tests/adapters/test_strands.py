@@ -1038,6 +1038,7 @@ def test_the_agents_that_strands_own_subagent_tool_makes_spend_the_budget(way):
 
         async def stream(self, *args, **kwargs):
             self.script.next("")
+            assert self.script.calls < 50
             use = {"toolUse": {"name": name, "toolUseId": f"d{self.script.calls}"}}
             yield {"messageStart": {"role": "assistant"}}
             yield {"contentBlockStart": {"start": use}}
@@ -1203,6 +1204,24 @@ def test_a_nudge_travels_in_a_tool_result_and_is_kept(tmp_path):
     assert any("try another approach" in sent for sent in agent.model.script.sent)
     again = agent_of("one")
     assert results(again) == results(agent)
+
+
+def test_a_nudge_also_travels_in_a_refused_tool_call(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=30, tool_quotas={"search": 1}))
+    script = Script([calls(Call("search", "same"))])
+    agent = made(script, counter.tool, hooks=[provider])
+    assert agent("Go.").stop_reason == "no_progress"
+    assert len(counter.started) == 1
+    told = [text for text in results(agent) if "try another approach" in text]
+    assert len(told) == 1
+    assert is_valid(agent)
+    statuses = {
+        block["toolResult"]["status"]
+        for message in agent.messages[3:]
+        for block in message["content"]
+        if "toolResult" in block
+    }
+    assert statuses == {"error"}
 
 
 def test_a_warning_is_in_the_stream_and_reaches_the_callback_handler(counter):
@@ -1371,6 +1390,42 @@ def test_attached_twice_it_counts_once(counter):
     provider.attach(agent)
     agent("Go.")
     assert (agent.model.script.calls, guard.usage.model_calls) == (3, 3)
+
+
+def test_a_swarm_and_a_graph_take_it_as_their_own_hook():
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None))
+    swarm = Swarm(agents, hooks=[provider], max_handoffs=50, max_iterations=50)
+    swarm("Go.")
+    assert sum(agent.model.script.calls for agent in agents) == 4
+    assert provider.outcome(swarm).stop_reason == StopReason.MAX_ITERATIONS
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None))
+    agent = made(sticky(), Counter().tool)
+    builder = graph_of(only=agent).set_hook_providers([provider])
+    builder.set_entry_point("only")
+    builder.set_max_node_executions(3)
+    graph = builder.build()
+    graph("Go.")
+    assert agent.model.script.calls == 4
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_ITERATIONS
+
+
+def test_on_trip_raise_of_a_swarm():
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None), on_trip="raise")
+    swarm = provider.attach(Swarm(agents, max_handoffs=50, max_iterations=50))
+    with pytest.raises(BudgetExceeded, match="max_iterations"):
+        swarm("Go.")
+
+
+def test_the_user_s_own_call_of_a_tool_is_none_of_the_run_s(counter):
+    provider = BudgetHookProvider(Budget(max_tool_calls=1))
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    agent.tool.search(value="before", record_direct_tool_call=False)
+    assert agent("Go.").stop_reason == "max_tool_calls"
+    after = agent.tool.search(value="after", record_direct_tool_call=False)
+    assert after["status"] == "success"
+    assert (len(counter.started), provider.outcome(agent).usage.tool_calls) == (3, 1)
 
 
 def test_what_cannot_be_attached_is_refused():
