@@ -16,6 +16,12 @@ SHOWN = {
         "completed: The report has four pages.",
         "3 model calls, 0.00",
     ],
+    "strands_agent": [
+        "max_iterations: This run was stopped before it finished.",
+        "end_turn: The report has four pages.",
+        "5 model calls in all",
+        "warning: 4 of 4 max_iterations",
+    ],
     "loop_sync": [
         "terminated: max_iterations=2 reached",
         "completed: The report has four pages.",

@@ -41,11 +41,13 @@ class Section:
     title: str
     framework: str | None = None
     """The framework's import package; None where there is no framework."""
+    client: str | None = None
+    """The import package that the section's agent speaks HTTP with."""
 
     def is_installed(self) -> bool:
         """Tell whether the adapter and its framework can be imported."""
-        names = [self.adapter] if self.framework is None else [self.adapter, self.framework]
-        return all(find_spec(name) is not None for name in names)
+        names = (self.adapter, self.framework, self.client)
+        return all(find_spec(name) is not None for name in names if name is not None)
 
     def load(self) -> Runaway:
         """Import the section; only here is the framework imported."""
@@ -57,4 +59,5 @@ SECTIONS = (
     Section("budgetguard_langgraph", "A LangGraph graph", "langgraph"),
     Section("budgetguard_loop", "A plain Python loop"),
     Section("budgetguard_openai_agents", "OpenAI Agents SDK", "agents"),
+    Section("budgetguard_strands", "Strands Agents", "strands", "openai"),
 )

@@ -1,0 +1,54 @@
+"""The completion bound of one model call, in the settings of Strands' own models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+# Where each model's settings keep the bound: at the top, or in the parameters of the request.
+_AT_THE_TOP = {
+    "AnthropicModel": "max_tokens",
+    "BedrockModel": "max_tokens",
+    "MistralModel": "max_tokens",
+    "OllamaModel": "max_tokens",
+}
+_IN_PARAMS = {
+    "GeminiModel": ("max_output_tokens",),
+    "LiteLLMModel": ("max_tokens", "max_completion_tokens"),
+    "OpenAIModel": ("max_completion_tokens", "max_tokens"),
+    "OpenAIResponsesModel": ("max_output_tokens",),
+}
+
+
+def bounded(model: Any, tokens: int) -> Any:
+    """Copy a model so that it asks for `tokens` completion tokens at most.
+
+    Returns:
+        The copy; or the model itself, when it is bounded lower already, or is none of Strands'
+        own: then nobody but its author knows where the bound goes.
+    """
+    config: Mapping[str, Any] = model.get_config()
+    for kind in type(model).__mro__:
+        if kind.__name__ in _AT_THE_TOP:
+            return _with(model, config, _AT_THE_TOP[kind.__name__], tokens)
+        if kind.__name__ in _IN_PARAMS:
+            params: Mapping[str, Any] = config.get("params") or {}
+            names = _IN_PARAMS[kind.__name__]
+            name = next((name for name in names if name in params), names[0])
+            if _is_lower(params.get(name), tokens):
+                return model
+            return _with(model, config, "params", {**params, name: tokens})
+    return model
+
+
+def _with(model: Any, config: Mapping[str, Any], name: str, value: Any) -> Any:
+    if isinstance(value, int) and _is_lower(config.get(name), value):
+        return model
+    copied = copy.copy(model)
+    copied.config = {**config, name: value}
+    return copied
+
+
+def _is_lower(own: object, tokens: int) -> bool:
+    return isinstance(own, int) and own <= tokens

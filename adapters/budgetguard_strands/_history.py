@@ -1,0 +1,113 @@
+"""The history of an agent: closing it, and the synthetic last message."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from strands.hooks import MessageAddedEvent
+
+from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN
+
+# Plain dictionaries: the keys differ between Strands releases, and `metadata` is younger than some.
+Message: TypeAlias = dict[str, Any]
+
+_NOTHING: dict[str, Any] = {}
+
+
+def results_for_open_calls(
+    messages: Sequence[Any], results: Mapping[str, Any], started: Collection[str]
+) -> Message | None:
+    """Answer the tool uses of the last message, or return None when none is open.
+
+    Args:
+        messages: The agent's history.
+        results: What the batch's finished calls returned, by id.
+        started: The ids of calls that were started and did not finish.
+    """
+    last: Message = messages[-1] if messages else {}
+    uses = [
+        block["toolUse"]["toolUseId"] for block in last.get("content", ()) if "toolUse" in block
+    ]
+    if not uses:
+        return None
+    return {
+        "role": "user",
+        "content": [
+            {
+                "toolResult": results.get(use)
+                or error_result(use, OUTCOME_UNKNOWN if use in started else NOT_EXECUTED)
+            }
+            for use in uses
+        ],
+    }
+
+
+def error_result(tool_use_id: str, text: str) -> dict[str, Any]:
+    """Make the result of a tool call that brought nothing."""
+    return {"toolUseId": tool_use_id, "status": "error", "content": [{"text": text}]}
+
+
+def synthetic_message(partial: str, text: str, metadata: Mapping[str, Any]) -> Message:
+    """Make the last message of a stopped run: what the model had written so far, and the note."""
+    content = [{"text": part} for part in (partial, text) if part]
+    return {"role": "assistant", "content": content, "metadata": dict(metadata)}
+
+
+def is_synthetic(message: Mapping[str, Any]) -> bool:
+    """Tell whether a message is the synthetic last one of a stopped run."""
+    metadata: Mapping[str, Any] = message.get("metadata") or _NOTHING
+    return metadata.get("synthetic") is True
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text blocks of a message, one to a line."""
+    return "\n".join(block["text"] for block in message.get("content", ()) if "text" in block)
+
+
+def with_text(result: Mapping[str, Any], *texts: str) -> Any:
+    """Copy a tool result and add text blocks to it."""
+    content = [*result.get("content", ()), *({"text": text} for text in texts if text)]
+    return {**result, "content": content}
+
+
+def failed(result: Mapping[str, Any], partial: str) -> Any:
+    """Mark the result of a sub-agent that was stopped, and add what it had found so far."""
+    return {**with_text(result, partial), "status": "error"}
+
+
+def partial_work(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last text that the model wrote before a synthetic last message."""
+    for message in reversed(messages[:-1]):
+        if message.get("role") == "assistant" and text_of(message):
+            return text_of(message)
+    return ""
+
+
+def drop_overtaken(messages: list[Any], *, goes_on: bool) -> None:
+    """Take out synthetic messages that an assistant's message follows, or will follow.
+
+    A run that goes on without new user input goes on where it stopped, and no provider takes two
+    assistant messages in a row. A session manager keeps what was appended, so they come back.
+
+    Args:
+        messages: The agent's history; changed in place.
+        goes_on: The next message will be the model's.
+    """
+    for place in range(len(messages) - 1, -1, -1):
+        if is_synthetic(messages[place]):
+            after = messages[place + 1]["role"] if place + 1 < len(messages) else None
+            if after == "assistant" or (after is None and goes_on):
+                del messages[place]
+
+
+async def append(agent: Any, message: Message) -> None:
+    """Add a message as the agent does: kept by its session manager, seen by every hook."""
+    messages = agent.messages
+    if messages and "tracking_id" in messages[-1]:
+        # Younger releases number every message, and the session managers keep the number.
+        message["tracking_id"] = str(uuid.uuid4())
+    messages.append(message)
+    event = MessageAddedEvent(agent=agent, message=cast("Any", message))
+    await agent.hooks.invoke_callbacks_async(event)

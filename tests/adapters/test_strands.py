@@ -1,0 +1,1500 @@
+"""What only Strands has: the reference change's own checks, executors, sessions, multi-agent runs.
+
+The reference is the change that Strands' users wait for (`max_iterations` on the agent); its checks
+are the first section.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from strands import Agent, ModelRetryStrategy, tool
+from strands.agent.conversation_manager import SlidingWindowConversationManager
+from strands.hooks import (
+    AfterInvocationEvent,
+    AfterModelCallEvent,
+    AfterToolCallEvent,
+    BeforeModelCallEvent,
+    BeforeToolCallEvent,
+    MessageAddedEvent,
+)
+from strands.multiagent import GraphBuilder, Swarm
+from strands.session import FileSessionManager
+from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecutor
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
+
+from budgetguard_core import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    AdapterError,
+    Budget,
+    BudgetExceeded,
+    ConfigurationError,
+    Guard,
+    Price,
+    PriceBook,
+    StopReason,
+    SystemClock,
+)
+from budgetguard_core.testing import MODEL, Call, Reply, Script, calls, check_history, says
+from budgetguard_core.usage import TokenUsage
+from budgetguard_strands import BudgetHookProvider, _seams
+from budgetguard_strands._usage import token_usage
+from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
+from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of, history_of
+
+WAYS = ("sync", "async", "streamed")
+DEADLINE = 0.4
+
+
+class Counter:
+    """A tool that answers differently each time, so that no loop is seen."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.tool = tool(name="search", description="Searches.")(self.run)
+
+    def run(self, value: str = "") -> str:
+        self.started.append(value)
+        return f"result {len(self.started)}"
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+class Log:
+    """The hooks that fired, in two letters each."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.added: list[dict[str, Any]] = []
+
+    def register_hooks(self, registry, **kwargs):
+        for event, name in (
+            (BeforeModelCallEvent, "BM"),
+            (AfterModelCallEvent, "AM"),
+            (AfterInvocationEvent, "AI"),
+        ):
+            registry.add_callback(event, lambda event, name=name: self.names.append(name))
+        registry.add_callback(MessageAddedEvent, self.message_added)
+
+    def message_added(self, event):
+        self.names.append("MA")
+        self.added.append(event.message)
+
+
+def sticky(*names: str) -> Script:
+    return Script([calls(*(names or ("search",)))])
+
+
+def made(script: Script, *tools: Any, hooks: Any = (), **options: Any) -> Agent:
+    return Agent(
+        model=ScriptedModel(script),
+        tools=list(tools),
+        hooks=list(hooks),
+        callback_handler=None,
+        **options,
+    )
+
+
+def run(agent: Any, prompt: Any, way: str = "sync", **options: Any) -> tuple[Any, list[Any]]:
+    if way == "sync":
+        return agent(prompt, **options), []
+
+    async def go():
+        if way == "async":
+            return await agent.invoke_async(prompt, **options), []
+        chunks = [chunk async for chunk in agent.stream_async(prompt, **options)]
+        return chunks[-1]["result"], chunks
+
+    return asyncio.run(go())
+
+
+def took(action):
+    clock = SystemClock()
+    began = clock.monotonic_ns()
+    result = action()
+    return result, (clock.monotonic_ns() - began) / 1e9
+
+
+def is_valid(agent: Agent) -> bool:
+    check_history(history_of(agent.messages))
+    return True
+
+
+def results(agent: Agent) -> list[str]:
+    return [message.text for message in history_of(agent.messages) if message.role == "tool"]
+
+
+# The reference's own checks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_exactly_n_cycles_and_the_stop_reason_is_surfaced(way, counter):
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=3))])
+    result, _ = run(agent, "Go.", way)
+    assert result.stop_reason == "max_iterations"
+    assert script.calls == len(counter.started) == 3
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_synthetic_message_has_the_reference_shape(way, counter):
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    log = Log()
+    agent = made(sticky(), counter.tool, hooks=[provider, log])
+    result, _ = run(agent, "Go.", way)
+    outcome = provider.outcome(agent)
+    message = agent.messages[-1]
+    assert result.message is message
+    assert log.added[-1] is message
+    assert message["role"] == "assistant"
+    assert message["metadata"] == {
+        "synthetic": True,
+        "stop_reason": "max_iterations",
+        "run_id": outcome.run_id,
+    }
+    assert message["content"] == [{"text": outcome.final}]
+    assert "max_iterations" not in outcome.final
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_model_event_at_the_halt(way, counter):
+    log = Log()
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    agent = made(sticky(), counter.tool, hooks=[log, provider])
+    _, chunks = run(agent, "Go.", way)
+    turn = ["BM", "AM", "MA", "MA"]
+    assert log.names == ["MA", *turn, *turn, "BM", "MA", "AI"]
+    if way == "streamed":
+        messages = [chunk["message"] for chunk in chunks if "message" in chunk]
+        assert not any((m.get("metadata") or {}).get("synthetic") for m in messages)
+        assert not any("force_stop" in chunk for chunk in chunks)
+
+
+def test_the_warning_has_this_exact_text(caplog, counter):
+    agent = made(
+        sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))], name="clerk"
+    )
+    with caplog.at_level(logging.WARNING, logger="budgetguard.strands"):
+        agent("Go.")
+    assert [record.getMessage() for record in caplog.records] == [
+        "agent=<clerk>, stop_reason=<max_iterations>, detail=<max_iterations=2 reached: 2 used> | "
+        "run stopped before its next model call"
+    ]
+
+
+def test_boundary_of_one(counter):
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=1))])
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert script.calls == len(counter.started) == 1
+    script = Script([says("Done.")])
+    agent = made(script, hooks=[BudgetHookProvider(Budget(max_iterations=1))])
+    assert agent("Go.").stop_reason == "end_turn"
+
+
+def test_an_answer_in_the_last_iteration_is_no_trip(counter):
+    script = Script([calls("search"), says("Done.")])
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
+    assert agent("Go.").stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("value", [True, False, 0, -1, "5", 2.5])
+def test_rejected_values(value):
+    with pytest.raises(ConfigurationError, match=r"max_iterations must be .* Use None for no cap"):
+        BudgetHookProvider(Budget(max_iterations=value))
+
+
+@pytest.mark.parametrize("value", [5, "lots", {"max_iterations": 5}])
+def test_what_is_no_budget_is_rejected(value):
+    with pytest.raises(ConfigurationError, match="must be a Budget or a Guard"):
+        BudgetHookProvider(value)
+
+
+def test_options_of_fresh_guards_are_rejected_with_a_guard():
+    with pytest.raises(ConfigurationError, match="left out with a Guard"):
+        BudgetHookProvider(Guard(), sinks=[print])
+    with pytest.raises(ConfigurationError, match="on_trip must be"):
+        BudgetHookProvider(on_trip="explode")
+
+
+def test_the_default_is_25(counter):
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider()])
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert script.calls == DEFAULT_MAX_ITERATIONS == 25
+
+
+def test_reset_between_invocations_with_a_shared_invocation_state(counter):
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
+    state: dict[str, Any] = {"mine": 1}
+    for total in (2, 4, 6):
+        result = agent("Go.", invocation_state=state)
+        assert result.stop_reason == "max_iterations"
+        assert script.calls == total
+    assert state["mine"] == 1
+    assert is_valid(agent)
+
+
+class Overflowing(ScriptedModel):
+    """Overflows its context window at given calls."""
+
+    def __init__(self, script: Script, at: set[int]) -> None:
+        super().__init__(script)
+        self.at = at
+        self.attempts = 0
+
+    async def stream(self, *args, **kwargs):
+        self.attempts += 1
+        if self.attempts in self.at:
+            raise ContextWindowOverflowException("too long")
+        async for chunk in super().stream(*args, **kwargs):
+            yield chunk
+
+
+def overflowing(script, at, budget, *tools):
+    agent = made(script, *tools, hooks=[BudgetHookProvider(budget)])
+    agent.conversation_manager = SlidingWindowConversationManager(window_size=4)
+    agent.model = Overflowing(script, at)
+    return agent
+
+
+def test_reset_on_context_overflow(counter):
+    script = Script([calls("search"), calls("search"), calls("search"), says("Done.")])
+    agent = overflowing(script, {3}, Budget(max_iterations=3), counter.tool)
+    assert agent("Go.").stop_reason == "end_turn"
+    assert agent.model.attempts == 5
+
+
+def test_overflow_recovery_consumes_no_iteration():
+    agent = overflowing(Script([says("Done.")]), {1}, Budget(max_iterations=1))
+    agent.messages += [
+        {"role": role, "content": [{"text": "earlier"}]} for role in ("user", "assistant") * 3
+    ]
+    assert agent("Go.").stop_reason == "end_turn"
+    assert agent.model.attempts == 2
+
+
+def test_overflowing_again_and_again_is_bounded(counter):
+    script = sticky()
+    agent = overflowing(script, set(range(4, 400, 4)), Budget(max_iterations=5), counter.tool)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert agent.model.attempts < 16
+
+
+def test_reset_per_resume_leg(counter):
+    script = Script([calls("search"), says("One."), calls("search"), says("Two.")])
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
+    legs = []
+
+    def again(event):
+        legs.append(event.result.stop_reason)
+        if len(legs) == 1:
+            event.resume = "And now?"
+
+    agent.hooks.add_callback(AfterInvocationEvent, again)
+    assert agent("Go.").stop_reason == "end_turn"
+    assert legs == ["end_turn", "end_turn"]
+    assert script.calls == 4
+
+
+def test_everything_but_the_iterations_runs_on_in_a_resume_leg(counter):
+    script = Script([calls("search"), says("One.")] * 3)
+    provider = BudgetHookProvider(Budget(max_iterations=2, max_model_calls=3))
+    agent = made(script, counter.tool, hooks=[provider])
+    agent.hooks.add_callback(AfterInvocationEvent, lambda event: setattr(event, "resume", "More."))
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert script.calls == 3
+    assert provider.outcome(agent).usage.model_calls == 3
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_resume_hook_cannot_spin_after_a_stop(order, counter):
+    class Spinning:
+        legs = 0
+
+        def register_hooks(self, registry, **kwargs):
+            registry.add_callback(AfterInvocationEvent, self.again)
+
+        def again(self, event):
+            self.legs += 1
+            if self.legs < 50:
+                event.resume = "Go on."
+
+    spinning = Spinning()
+    hooks = [BudgetHookProvider(Budget(max_total_tokens=300)), spinning]
+    if order == "before":
+        hooks.reverse()
+    script = sticky()
+    agent = made(script, counter.tool, hooks=hooks)
+    assert agent("Go.").stop_reason == "max_total_tokens"
+    assert spinning.legs == 1
+    assert script.calls == 2
+
+
+class Throttled(ScriptedModel):
+    """Refuses every other attempt, as a provider under load does."""
+
+    attempts = 0
+
+    async def stream(self, *args, **kwargs):
+        self.attempts += 1
+        if self.attempts % 2:
+            raise ModelThrottledException("slow down")
+        async for chunk in super().stream(*args, **kwargs):
+            yield chunk
+
+
+def test_throttle_retries_consume_no_iteration(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    script = sticky()
+    agent = made(
+        script,
+        counter.tool,
+        hooks=[provider],
+        retry_strategy=ModelRetryStrategy(max_attempts=3, initial_delay=0),
+    )
+    agent.model = Throttled(script)
+    assert agent("Go.").stop_reason == "max_iterations"
+    usage = provider.outcome(agent).usage
+    assert (usage.iterations, usage.model_calls, usage.failed_calls) == (2, 4, 2)
+
+
+def test_an_interrupt_and_its_resume_consume_nothing(counter):
+    guard = Guard(Budget(max_iterations=2, max_tool_calls=1))
+    script = Script([calls("search"), says("Done.")])
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(guard)])
+    agent.hooks.add_callback(
+        BeforeToolCallEvent, lambda event: event.interrupt("approval", reason="may it?")
+    )
+    result = agent("Go.")
+    assert result.stop_reason == "interrupt"
+    assert (guard.usage.iterations, counter.started) == (1, [])
+    answer = {"interruptResponse": {"interruptId": result.interrupts[0].id, "response": "yes"}}
+    result = agent([answer])
+    assert result.stop_reason == "end_turn"
+    usage = guard.usage
+    assert (usage.iterations, usage.model_calls, usage.tool_calls) == (2, 2, 1)
+    assert len(counter.started) == 1
+
+
+def test_replaying_a_recorded_tool_call_consumes_no_iteration(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=1))
+    script = Script([says("Done.")])
+    use = {"toolUse": {"toolUseId": "t1", "name": "search", "input": {}}}
+    agent = made(
+        script,
+        counter.tool,
+        hooks=[provider],
+        messages=[
+            {"role": "user", "content": [{"text": "Search."}]},
+            {"role": "assistant", "content": [use]},
+        ],
+    )
+    assert agent(None).stop_reason == "end_turn"
+    assert (script.calls, len(counter.started)) == (1, 1)
+    assert provider.outcome(agent).usage.iterations == 1
+
+
+CHECKPOINTS = hasattr(Agent, "_try_consume_checkpoint_resume")
+
+
+@pytest.mark.skipif(not CHECKPOINTS, reason="this release has no per-cycle checkpoints")
+@pytest.mark.parametrize("restart", [False, True], ids=["same process", "new process"])
+def test_a_leg_between_checkpoints_is_no_fresh_start(restart, counter):
+    script = sticky()
+
+    def agent_with(messages, state):
+        return made(
+            script,
+            counter.tool,
+            hooks=[BudgetHookProvider(Budget(max_iterations=2))],
+            checkpointing=True,
+            messages=messages,
+            state=state,
+        )
+
+    agent = agent_with([], None)
+    result = agent("Go.")
+    legs = 0
+    while result.stop_reason == "checkpoint":
+        legs += 1
+        assert legs < 20
+        if restart:
+            kept = json.loads(json.dumps(agent.state.get()))
+            agent = agent_with(list(agent.messages), kept)
+        resume = {"checkpointResume": {"checkpoint": result.checkpoint.to_dict()}}
+        result = agent([resume] if not isinstance(resume, dict) else resume)
+    assert result.stop_reason == "max_iterations"
+    assert script.calls == 2
+    assert is_valid(agent)
+
+
+# Executors and structured output
+
+
+@pytest.mark.parametrize("executor", [ConcurrentToolExecutor, SequentialToolExecutor])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_calls_that_fit_run_and_the_rest_get_error_results(executor, kind):
+    started = []
+
+    if kind == "sync":
+
+        def work(value: str = "") -> str:
+            started.append(value)
+            return f"{value} is done"
+
+    else:
+
+        async def work(value: str = "") -> str:
+            await asyncio.sleep(0)
+            started.append(value)
+            return f"{value} is done"
+
+    script = Script([calls(*(Call("work", value) for value in "abcde")), says("Done.")])
+    agent = made(
+        script,
+        tool(name="work", description="Works.")(work),
+        hooks=[BudgetHookProvider(Budget(max_tool_calls=2))],
+        tool_executor=executor(),
+    )
+    assert agent("Go.").stop_reason == "max_tool_calls"
+    assert sorted(started) == ["a", "b"]
+    # Older releases put the results in the order in which they came.
+    found = {
+        block["toolResult"]["toolUseId"]: block["toolResult"]
+        for block in agent.messages[-2]["content"]
+    }
+    found = [found[block["toolUse"]["toolUseId"]] for block in agent.messages[-3]["content"]]
+    assert [result["status"] for result in found] == ["success"] * 2 + ["error"] * 3
+    texts = [result["content"][0]["text"] for result in found]
+    assert texts == ["a is done", "b is done", NOT_EXECUTED, NOT_EXECUTED, NOT_EXECUTED]
+    assert is_valid(agent)
+
+
+class Answer(BaseModel):
+    """The answer."""
+
+    text: str
+
+
+class Structured(ScriptedModel):
+    """Gives the structured output when it is forced to, or at a given call."""
+
+    def __init__(self, script: Script, at: int | None = None) -> None:
+        super().__init__(script)
+        self.at = at
+
+    async def stream(self, messages, tool_specs=None, system_prompt=None, **kwargs):
+        forced = kwargs.get("tool_choice") is not None
+        if forced or self.script.calls == self.at:
+            self.script.next("forced")
+            use = {"toolUse": {"name": "Answer", "toolUseId": f"so{self.script.calls}"}}
+            yield {"messageStart": {"role": "assistant"}}
+            yield {"contentBlockStart": {"start": use}}
+            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": '{"text": "42"}'}}}}
+            yield {"contentBlockStop": {}}
+            yield {"messageStop": {"stopReason": "tool_use"}}
+            return
+        async for chunk in super().stream(messages, tool_specs, system_prompt, **kwargs):
+            yield chunk
+
+
+def test_the_structured_output_tool_is_never_refused(counter):
+    script = Script([calls("search", "search"), says("unused")])
+    provider = BudgetHookProvider(Budget(max_tool_calls=2, max_iterations=2))
+    agent = made(script, counter.tool, hooks=[provider], structured_output_model=Answer)
+    agent.model = Structured(script, at=1)
+    result = agent("Go.")
+    assert result.structured_output == Answer(text="42")
+    outcome = provider.outcome(agent)
+    assert (outcome.status, outcome.usage.tool_calls) == ("completed", 2)
+    assert outcome.final == Answer(text="42")
+
+
+def test_a_forced_structured_output_over_the_cap_is_a_graceful_stop():
+    script = Script([says("The answer is 42.")])
+    agent = made(
+        script, hooks=[BudgetHookProvider(Budget(max_iterations=1))], structured_output_model=Answer
+    )
+    agent.model = Structured(script)
+    result = agent("Go.")
+    assert result.stop_reason == "max_iterations"
+    assert result.structured_output is None
+    assert script.calls == 1
+    assert is_valid(agent)
+
+
+def test_a_hook_that_retries_every_model_call_makes_no_endless_loop(counter):
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_model_calls=4))])
+    agent.hooks.add_callback(AfterModelCallEvent, lambda event: setattr(event, "retry", True))
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert agent.model.script.calls == 4
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize("caps", [(3, 2), (2, 3)])
+def test_two_providers_on_one_agent(caps, counter):
+    providers = [BudgetHookProvider(Budget(max_iterations=cap)) for cap in caps]
+    script = sticky()
+    agent = made(script, counter.tool, hooks=providers)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert script.calls == 2
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert script.calls == 4
+    assert is_valid(agent)
+    assert sum((m.get("metadata") or {}).get("synthetic") is True for m in agent.messages) == 2
+
+
+def test_a_tool_that_is_retried_is_counted_again():
+    runs = []
+
+    @tool
+    def flaky() -> str:
+        """Fails once."""
+        runs.append(1)
+        if len(runs) == 1:
+            raise ValueError("not yet")
+        return "done"
+
+    provider = BudgetHookProvider(Budget(max_tool_calls=5))
+    agent = made(Script([calls("flaky"), says("Done.")]), flaky, hooks=[provider])
+    agent.hooks.add_callback(
+        AfterToolCallEvent, lambda event: setattr(event, "retry", len(runs) == 1)
+    )
+    agent("Go.")
+    outcome = provider.outcome(agent)
+    assert outcome.usage.tool_calls == len(runs) == 2
+    assert [record.status for record in outcome.tool_calls] == ["failed", "completed"]
+
+
+def test_an_unknown_tool_is_no_body_but_a_loop_of_it_ends():
+    script = Script([calls("no_such_tool")])
+    provider = BudgetHookProvider(Budget(max_iterations=50))
+    agent = made(script, hooks=[provider])
+    assert agent("Go.").stop_reason == "no_progress"
+    assert provider.outcome(agent).usage.tool_calls == 0
+    assert script.calls < 10
+
+
+# Deadline and abort
+
+
+class Hanging(ScriptedModel):
+    """Says something and then nothing more, as often as it is told to."""
+
+    def __init__(self, script: Script, times: int = 10**6) -> None:
+        super().__init__(script)
+        self.times = times
+        self.cancelled = 0
+
+    async def stream(self, *args, **kwargs):
+        self.times -= 1
+        if self.times < 0:
+            async for chunk in super().stream(*args, **kwargs):
+                yield chunk
+            return
+        try:
+            yield {"messageStart": {"role": "assistant"}}
+            yield {"contentBlockDelta": {"delta": {"text": "So far I have"}}}
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_hangs_mid_stream_is_left_in_time(way):
+    script = Script([says("Here I am again.")])
+    provider = BudgetHookProvider(Budget(max_seconds=DEADLINE))
+    agent = made(script, hooks=[provider])
+    agent.model = Hanging(script, times=1)
+    (result, _), seconds = took(lambda: run(agent, "Go.", way))
+    assert result.stop_reason == "max_seconds"
+    assert seconds < 1.0
+    assert agent.model.cancelled == 1
+    assert is_valid(agent)
+    assert agent.messages[-1]["content"][0] == {"text": "So far I have"}
+    outcome = provider.outcome(agent)
+    assert "So far I have" in outcome.final
+    assert (outcome.usage.estimated_calls, outcome.usage.reserved_tokens) == (1, 0)
+    result, _ = run(agent, "And now?", way)
+    assert result.stop_reason == "end_turn"
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize("executor", [ConcurrentToolExecutor, SequentialToolExecutor])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hung_async_tool_is_left_in_time_and_its_sibling_is_kept(executor, way, counter):
+    @tool
+    async def stuck() -> str:
+        """Never ends."""
+        await asyncio.get_running_loop().create_future()
+
+    agent = made(
+        sticky("search", "stuck", "search"),
+        counter.tool,
+        stuck,
+        hooks=[BudgetHookProvider(Budget(max_seconds=DEADLINE))],
+        tool_executor=executor(),
+    )
+    (result, _), seconds = took(lambda: run(agent, "Go.", way))
+    assert result.stop_reason == "max_seconds"
+    assert seconds < 1.0
+    found = results(agent)
+    assert (found[0], found[1]) == ("result 1", OUTCOME_UNKNOWN)
+    assert found[2] == (NOT_EXECUTED if executor is SequentialToolExecutor else "result 2")
+    assert is_valid(agent)
+
+
+def test_a_retry_back_off_is_left_in_time():
+    provider = BudgetHookProvider(Budget(max_seconds=DEADLINE))
+    agent = made(
+        Script([Reply(error=ModelThrottledException("slow down"))]),
+        hooks=[provider],
+        retry_strategy=ModelRetryStrategy(max_attempts=5, initial_delay=60),
+    )
+    result, seconds = took(lambda: agent("Go."))
+    assert result.stop_reason == "max_seconds"
+    assert seconds < 1.0
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_abort_from_another_thread_is_immediate(way):
+    guard = Guard()
+    agent = made(Script([says("unused")]), hooks=[BudgetHookProvider(guard)])
+    agent.model = Hanging(agent.model.script)
+    timer = threading.Timer(0.2, guard.abort, ["the user pressed stop"])
+    timer.start()
+    (result, _), seconds = took(lambda: run(agent, "Go.", way))
+    timer.join()
+    assert result.stop_reason == "aborted"
+    assert seconds < 1.0
+    assert guard.outcome.detail == "the user pressed stop"
+
+
+async def test_a_task_that_somebody_else_cancels_stays_cancelled():
+    provider = BudgetHookProvider(Budget(max_seconds=60))
+    script = Script([says("Here I am again.")])
+    agent = made(script, hooks=[provider])
+    agent.model = Hanging(script, times=1)
+    task = asyncio.create_task(agent.invoke_async("Go."))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await agent.invoke_async("Again.")).stop_reason == "end_turn"
+
+
+async def test_the_consumer_of_a_stream_is_never_cancelled():
+    provider = BudgetHookProvider(Budget(max_seconds=0.2))
+    agent = made(sticky(), Counter().tool, hooks=[provider])
+    chunks = []
+    async for chunk in agent.stream_async("Go."):
+        chunks.append(chunk)
+        if len(chunks) == 5:
+            await asyncio.sleep(0.3)
+    assert chunks[-1]["result"].stop_reason == "max_seconds"
+    assert is_valid(agent)
+
+
+async def test_an_early_break_leaves_no_timer_and_no_listener():
+    guard = Guard(Budget(max_seconds=60))
+    agent = made(sticky(), Counter().tool, hooks=[BudgetHookProvider(guard)])
+    stream = agent.stream_async("Go.")
+    async for chunk in stream:
+        if "event" in chunk:
+            break
+    await stream.aclose()
+    for _ in range(20):
+        await asyncio.sleep(0)  # older releases leave the inner generators to the loop
+    assert guard.open_calls() == ()
+    assert not guard.cancellation._callbacks
+    assert guard.usage.total_tokens > 0
+
+
+# Usage
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        ({"inputTokens": 10, "outputTokens": 5, "totalTokens": 15}, TokenUsage(10, 5)),
+        (
+            # The cache is inside, as OpenAI, LiteLLM and Gemini report it.
+            {"inputTokens": 10, "outputTokens": 5, "totalTokens": 15, "cacheReadInputTokens": 8},
+            TokenUsage(10, 5, cache_read_tokens=8),
+        ),
+        (
+            # The cache comes on top, as Anthropic and Bedrock report it.
+            {
+                "inputTokens": 10,
+                "outputTokens": 5,
+                "totalTokens": 118,
+                "cacheReadInputTokens": 100,
+                "cacheWriteInputTokens": 3,
+            },
+            TokenUsage(113, 5, cache_read_tokens=100, cache_write_tokens=3),
+        ),
+        (
+            {"inputTokens": 10, "outputTokens": 5, "totalTokens": 15, "cacheReadInputTokens": 90},
+            TokenUsage(100, 5, cache_read_tokens=90),
+        ),
+        ({"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}, None),
+        ({"inputTokens": None, "outputTokens": True}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_cache_buckets_are_normalised(reported, expected):
+    assert token_usage(reported) == expected
+
+
+PRICES = PriceBook(
+    {
+        MODEL: Price(input=1000, output=0),
+        "expensive": Price(input=10_000, output=0),
+    }
+)
+
+
+def test_a_call_is_priced_by_its_model(counter):
+    provider = BudgetHookProvider(Budget(max_cost_usd=Decimal("0.35")), price_book=PRICES)
+    script = Script([calls("search", usage=TokenUsage(100, 0))])
+    agent = made(script, counter.tool, hooks=[provider])
+    assert agent("Go.").stop_reason == "max_cost_usd"
+    assert script.calls == 3
+    assert provider.outcome(agent).usage.cost_usd == Decimal("0.3")
+
+
+@pytest.mark.skipif(not _seams.sets_model(), reason="this release cannot swap models")
+def test_a_call_is_priced_by_the_model_that_was_really_called():
+    provider = BudgetHookProvider(Budget(max_cost_usd=5), price_book=PRICES)
+    script = Script([says("Done.", usage=TokenUsage(100, 0))])
+    agent = made(script, hooks=[provider])
+    other = ScriptedModel(script)
+    other.config["model_id"] = "expensive"
+
+    async def swap(context, proceed):
+        context.model = other
+        async for event in proceed(context):
+            yield event
+
+    _seams._add_middleware(agent, _seams.INVOKE_MODEL, swap)
+    agent("Go.")
+    assert provider.outcome(agent).usage.cost_usd == Decimal(1)
+
+
+def test_a_routed_call_is_priced_by_the_model_of_its_route():
+    routing = pytest.importorskip("strands.models.routing", reason="younger releases only")
+    script = Script([says("Done.", usage=TokenUsage(100, 0))])
+    cheap, dear = ScriptedModel(script), ScriptedModel(script)
+    dear.config["model_id"] = "expensive"
+
+    class Dearest:
+        async def select(self, context):
+            return context.candidates[-1]
+
+    provider = BudgetHookProvider(Budget(max_cost_usd=5), price_book=PRICES)
+    agent = Agent(
+        model=routing.ModelRouter([cheap, dear], strategy=Dearest()),
+        hooks=[provider],
+        callback_handler=None,
+    )
+    agent("Go.")
+    assert provider.outcome(agent).usage.cost_usd == Decimal(1)
+
+
+def test_the_spans_of_a_stopped_run_are_ended(monkeypatch, counter):
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from strands.telemetry.tracer import get_tracer
+
+    class Names(SpanProcessor):
+        def __init__(self):
+            self.started, self.ended = [], []
+
+        def on_start(self, span, parent_context=None):
+            self.started.append(span.name)
+
+        def on_end(self, span):
+            self.ended.append(span.name)
+
+    names = Names()
+    provider = TracerProvider()
+    provider.add_span_processor(names)
+    monkeypatch.setattr(get_tracer(), "tracer", provider.get_tracer("strands"))
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=1))])
+    agent("Go.")
+    assert names.started.count("execute_event_loop_cycle") == 2
+    assert sorted(names.started) == sorted(names.ended)
+
+
+class Failing(ScriptedModel):
+    """Reports its usage and then breaks, `times` times."""
+
+    def __init__(self, script: Script, times: int) -> None:
+        super().__init__(script)
+        self.times = times
+
+    async def stream(self, *args, **kwargs):
+        async for chunk in super().stream(*args, **kwargs):
+            yield chunk
+        self.times -= 1
+        if self.times >= 0:
+            raise ModelThrottledException("the stream broke")
+
+
+def test_a_failure_in_the_middle_of_a_stream_is_charged():
+    provider = BudgetHookProvider(Budget(max_total_tokens=1000))
+    script = Script([says("Done.", usage=TokenUsage(100, 20))])
+    agent = made(
+        script,
+        hooks=[provider],
+        retry_strategy=ModelRetryStrategy(max_attempts=4, initial_delay=0),
+    )
+    agent.model = Failing(script, times=2)
+    assert agent("Go.").stop_reason == "end_turn"
+    usage = provider.outcome(agent).usage
+    assert (usage.total_tokens, usage.model_calls, usage.failed_calls) == (360, 3, 2)
+    assert usage.iterations == 1
+
+
+def test_a_response_that_a_hook_discards_is_charged():
+    provider = BudgetHookProvider(Budget(max_total_tokens=1000))
+    agent = made(Script([says("Bad."), says("Good.")]), hooks=[provider])
+
+    def retry_once(event):
+        event.retry = agent.model.script.calls == 1
+
+    agent.hooks.add_callback(AfterModelCallEvent, retry_once)
+    agent("Go.")
+    usage = provider.outcome(agent).usage
+    assert (usage.total_tokens, usage.model_calls, usage.iterations) == (240, 2, 1)
+
+
+def test_a_call_without_usage_is_estimated():
+    provider = BudgetHookProvider(Budget(max_total_tokens=10**6))
+    agent = made(Script([says("A long answer. " * 30, usage=None)]), hooks=[provider])
+    agent("A long question. " * 30)
+    usage = provider.outcome(agent).usage
+    assert usage.estimated_calls == 1
+    assert usage.input_tokens > 100
+    assert usage.output_tokens > 100
+
+
+def test_a_call_that_a_user_s_hook_refuses_costs_nothing():
+    if not hasattr(BeforeModelCallEvent, "cancel"):
+        pytest.skip("this release has no refusal of model calls")
+    provider = BudgetHookProvider(Budget(max_iterations=1))
+    script = Script([says("unused")])
+    agent = made(script, hooks=[provider])
+    agent.hooks.add_callback(BeforeModelCallEvent, lambda e: setattr(e, "cancel", "Not today."))
+    assert agent("Go.").stop_reason == "end_turn"
+    assert provider.outcome(agent).usage.model_calls == script.calls == 0
+
+
+# Agents below agents
+
+
+AS_TOOL = hasattr(Agent, "as_tool")
+only_with_agents_as_tools = pytest.mark.skipif(
+    not AS_TOOL, reason="this release has no agents as tools"
+)
+
+
+def worker(counter: Counter, *hooks: Any, script: Script | None = None, name: str = "worker"):
+    return made(script or sticky(), counter.tool, hooks=hooks, name=name, description=name)
+
+
+@only_with_agents_as_tools
+def test_agents_as_tools_spend_the_budget_without_being_told(counter):
+    child = worker(counter)
+    guard = Guard(Budget(max_model_calls=5))
+    script = Script([calls("worker")])
+    agent = made(script, child.as_tool(), hooks=[BudgetHookProvider(guard)])
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert script.calls + child.model.script.calls == guard.usage.model_calls == 5
+    assert is_valid(agent)
+
+
+@only_with_agents_as_tools
+def test_a_halted_child_is_marked_for_its_parent_and_gives_its_partial_result(counter):
+    script = Script(
+        [Reply(text="I found the first half.", tool_calls=(Call("search"),)), calls("search")]
+    )
+    child = worker(counter, BudgetHookProvider(Budget(max_iterations=2)), script=script)
+    provider = BudgetHookProvider(Budget(max_iterations=10))
+    agent = made(Script([calls("worker"), says("Fine.")]), child.as_tool(), hooks=[provider])
+    assert agent("Go.").stop_reason == "end_turn"
+    result = agent.messages[2]["content"][0]["toolResult"]
+    assert result["status"] == "error"
+    text = json.dumps(result["content"])
+    assert "I found the first half." in text
+    assert "stopped before it finished" in text
+    outcome = provider.outcome(agent)
+    assert outcome.usage.model_calls == 4
+    assert outcome.tool_calls[0].status == "failed"
+
+
+@only_with_agents_as_tools
+def test_a_child_s_legs_do_not_wipe_its_parent_s_iterations(counter):
+    child = worker(counter, script=Script([says("Here.")]))
+    script = Script([calls("worker")])
+    provider = BudgetHookProvider(Budget(max_iterations=6))
+    agent = made(script, child.as_tool(), hooks=[provider])
+    result = agent("Go.")
+    assert result.stop_reason in ("max_iterations", "no_progress")
+    assert script.calls + child.model.script.calls <= 6
+
+
+@only_with_agents_as_tools
+def test_a_deadline_below_a_deadline_ends_the_leaf_first():
+    child = made(Script([says("unused")]), name="worker", description="works")
+    child.model = Hanging(child.model.script)
+    provider = BudgetHookProvider(Budget(max_seconds=DEADLINE))
+    agent = made(Script([calls("worker")]), child.as_tool(), hooks=[provider])
+    result, seconds = took(lambda: agent("Go."))
+    assert result.stop_reason == "max_seconds"
+    assert seconds < 1.0
+    assert child.messages[-1]["metadata"]["stop_reason"] == "max_seconds"
+    assert "So far I have" in results(agent)[0]
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_agent_made_inside_a_tool_spends_the_same_budget(kind, counter):
+    guard = Guard(Budget(max_model_calls=5))
+    provider = BudgetHookProvider(guard)
+    below = sticky()
+
+    def child() -> Agent:
+        return made(below, counter.tool, hooks=[provider])
+
+    if kind == "sync":
+
+        @tool
+        def delegate() -> str:
+            """Delegates."""
+            return str(child()("Work."))
+
+    else:
+
+        @tool
+        async def delegate() -> str:
+            """Delegates."""
+            return str(await child().invoke_async("Work."))
+
+    script = Script([calls("delegate")])
+    agent = made(script, delegate, hooks=[provider])
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert script.calls + below.calls == guard.usage.model_calls == 5
+
+
+@only_with_agents_as_tools
+def test_a_child_with_a_budget_of_its_own_gets_at_most_what_is_left(counter):
+    child = worker(counter, BudgetHookProvider(Budget(max_iterations=100)))
+    guard = Guard(Budget(max_model_calls=6))
+    script = Script([calls("worker")])
+    agent = made(script, child.as_tool(), hooks=[BudgetHookProvider(guard)])
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert (script.calls, child.model.script.calls) == (1, 5)
+
+
+@only_with_agents_as_tools
+def test_a_child_with_a_guard_of_another_tree_is_bounded_by_both(counter):
+    other = Guard(Budget(max_iterations=100))
+    child = worker(counter, BudgetHookProvider(other))
+    guard = Guard(Budget(max_model_calls=6))
+    script = Script([calls("worker")])
+    agent = made(script, child.as_tool(), hooks=[BudgetHookProvider(guard)])
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert (script.calls, child.model.script.calls) == (1, 5)
+    # `other` had admitted the sixth call when `guard` refused it; a place is never given back.
+    assert (guard.usage.model_calls, other.usage.model_calls) == (6, 6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_agents_that_strands_own_subagent_tool_makes_spend_the_budget(way):
+    vended = pytest.importorskip("strands.vended_tools.subagent", reason="younger releases only")
+    name = vended.subagent.tool_name
+    fields = vended.subagent.tool_spec["inputSchema"]["json"]
+    arguments = dict.fromkeys(fields["required"], "work")
+
+    class Delegating(ScriptedModel):
+        """Delegates as long as it may, and so do the agents that are made."""
+
+        async def stream(self, *args, **kwargs):
+            self.script.next("")
+            assert self.script.calls < 50
+            use = {"toolUse": {"name": name, "toolUseId": f"d{self.script.calls}"}}
+            yield {"messageStart": {"role": "assistant"}}
+            yield {"contentBlockStart": {"start": use}}
+            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(arguments)}}}}
+            yield {"contentBlockStop": {}}
+            yield {"messageStop": {"stopReason": "tool_use"}}
+
+    guard = Guard(Budget(max_model_calls=6, loop_detection=None))
+    script = Script([says("unused")])
+    agent = made(script, vended.subagent, hooks=[BudgetHookProvider(guard)])
+    agent.model = Delegating(script)
+    agent.model.config["context_window_limit"] = 200_000
+    result, _ = run(agent, "Go.", way)
+    assert result.stop_reason == "max_model_calls"
+    assert script.calls == guard.usage.model_calls == 6
+    assert "stopped before it finished" in results(agent)[0]
+    assert is_valid(agent)
+
+
+def test_an_agent_that_a_hook_runs_belongs_to_the_run(counter):
+    guard = Guard(Budget(max_model_calls=4))
+    provider = BudgetHookProvider(guard)
+    judge = Script([says("Good.")])
+
+    async def judged(event):
+        await made(judge, hooks=[BudgetHookProvider(Budget(max_iterations=9))]).invoke_async("Ok?")
+
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[provider])
+    agent.hooks.add_callback(AfterModelCallEvent, judged)
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert (script.calls, judge.calls) == (2, 2)
+    assert guard.usage.model_calls == 4
+
+
+def handing_over(to: str, name: str, *hooks: Any) -> Agent:
+    def reply(number: int) -> Reply:
+        return Reply(handoff=to) if number % 2 == 0 else says("Your turn.")
+
+    return made(Script(reply), hooks=hooks, name=name, description=name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_swarm_spends_one_budget(way):
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    provider = BudgetHookProvider(Budget(max_iterations=6, loop_detection=None))
+    swarm = provider.attach(Swarm(agents, max_handoffs=50, max_iterations=50))
+    run(swarm, "Go.", way)
+    outcome = provider.outcome(swarm)
+    assert (outcome.status, outcome.stop_reason) == ("terminated", StopReason.MAX_ITERATIONS)
+    assert sum(agent.model.script.calls for agent in agents) == 6
+    assert outcome.usage.model_calls == 6
+    run(swarm, "Once more.", way)
+    assert sum(agent.model.script.calls for agent in agents) == 12
+
+
+def test_a_swarm_whose_agents_hand_over_in_a_circle_is_told_and_then_ended():
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    provider = BudgetHookProvider(Budget(max_iterations=100))
+    swarm = provider.attach(Swarm(agents, max_handoffs=60, max_iterations=60))
+    swarm("Go.")
+    outcome = provider.outcome(swarm)
+    assert outcome.stop_reason == StopReason.OSCILLATION
+    assert any("going round in a circle" in sent for a in agents for sent in a.model.script.sent)
+    assert sum(agent.model.script.calls for agent in agents) < 30
+
+
+def graph_of(**nodes: Agent) -> GraphBuilder:
+    builder = GraphBuilder()
+    for name, agent in nodes.items():
+        builder.add_node(agent, name)
+    return builder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_parallel_nodes_of_a_graph_never_overshoot(way, counter):
+    agents = {name: worker(counter, name=name) for name in ("a", "b", "c")}
+    builder = graph_of(**agents)
+    for name in agents:
+        builder.set_entry_point(name)
+    builder.set_max_node_executions(10)
+    guard = Guard(Budget(max_model_calls=7, loop_detection=None))
+    provider = BudgetHookProvider(guard)
+    graph = provider.attach(builder.build())
+    run(graph, "Go.", way)
+    assert sum(agent.model.script.calls for agent in agents.values()) == 7
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_MODEL_CALLS
+    assert guard.outcome.usage.model_calls == 7
+    for agent in agents.values():
+        assert is_valid(agent)
+
+
+def test_a_graph_that_goes_round_for_ever_ends_with_its_budget():
+    agents = {name: made(Script([says(name)]), name=name) for name in ("a", "b")}
+    builder = graph_of(**agents)
+    builder.add_edge("a", "b")
+    builder.add_edge("b", "a", condition=lambda state: True)
+    builder.set_entry_point("a")
+    builder.set_max_node_executions(500)
+    builder.reset_on_revisit(True)
+    provider = BudgetHookProvider(Budget(max_iterations=8, loop_detection=None))
+    graph = provider.attach(builder.build())
+    result = graph("Go.")
+    assert sum(agent.model.script.calls for agent in agents.values()) == 8
+    assert len(result.execution_order) <= 10
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_ITERATIONS
+    assert graph.max_node_executions == 500
+
+
+def test_an_analyzer_and_a_verifier_that_go_round_are_told_and_then_ended():
+    agents = {name: made(Script([says(f"{name} again")]), name=name) for name in ("a", "b")}
+    builder = graph_of(**agents)
+    builder.add_edge("a", "b")
+    builder.add_edge("b", "a", condition=lambda state: True)
+    builder.set_entry_point("a")
+    builder.set_max_node_executions(500)
+    builder.reset_on_revisit(True)
+    provider = BudgetHookProvider(Budget(max_iterations=100))
+    graph = provider.attach(builder.build())
+    graph("Go.")
+    outcome = provider.outcome(graph)
+    assert outcome.stop_reason == StopReason.OSCILLATION
+    assert outcome.usage.model_calls < 12
+    assert any("going round in a circle" in s for a in agents.values() for s in a.model.script.sent)
+
+
+def test_a_swarm_inside_a_graph_spends_the_graph_s_budget():
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    swarm = Swarm(agents, max_handoffs=50, max_iterations=50)
+    builder = GraphBuilder()
+    builder.add_node(swarm, "team")
+    builder.set_entry_point("team")
+    builder.set_max_node_executions(3)
+    provider = BudgetHookProvider(Budget(max_model_calls=5, loop_detection=None))
+    graph = provider.attach(builder.build())
+    graph("Go.")
+    assert sum(agent.model.script.calls for agent in agents) == 5
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_MODEL_CALLS
+
+
+# Nudges and warnings
+
+
+def test_a_nudge_travels_in_a_tool_result_and_is_kept(tmp_path):
+    @tool
+    def read(value: str = "") -> str:
+        """Reads."""
+        return "nothing new"
+
+    def agent_of(session):
+        return made(
+            Script([calls(Call("read", "same"))]),
+            read,
+            hooks=[BudgetHookProvider(Budget(max_iterations=30))],
+            session_manager=FileSessionManager(session_id=session, storage_dir=str(tmp_path)),
+        )
+
+    agent = agent_of("one")
+    assert agent("Go.").stop_reason == "no_progress"
+    assert is_valid(agent)
+    told = [text for text in results(agent) if "try another approach" in text]
+    assert len(told) == 1
+    assert any("try another approach" in sent for sent in agent.model.script.sent)
+    again = agent_of("one")
+    assert results(again) == results(agent)
+
+
+def test_a_nudge_also_travels_in_a_refused_tool_call(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=30, tool_quotas={"search": 1}))
+    script = Script([calls(Call("search", "same"))])
+    agent = made(script, counter.tool, hooks=[provider])
+    assert agent("Go.").stop_reason == "no_progress"
+    assert len(counter.started) == 1
+    told = [text for text in results(agent) if "try another approach" in text]
+    assert len(told) == 1
+    assert is_valid(agent)
+    statuses = {
+        block["toolResult"]["status"]
+        for message in agent.messages[3:]
+        for block in message["content"]
+        if "toolResult" in block
+    }
+    assert statuses == {"error"}
+
+
+def test_a_warning_is_in_the_stream_and_reaches_the_callback_handler(counter):
+    handled = []
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=5))])
+    agent.callback_handler = lambda **event: handled.append(event)
+    _, chunks = run(agent, "Go.", "streamed")
+    warnings = [chunk["budgetguard_warning"] for chunk in chunks if "budgetguard_warning" in chunk]
+    assert [(w["dimension"], w["limit"], w["used"]) for w in warnings] == [("max_iterations", 5, 4)]
+    assert any("budgetguard_warning" in event for event in handled)
+    assert not any("warning" in sent for sent in agent.model.script.sent)
+
+
+# Sessions, state, resuming
+
+
+def sessions():
+    yield pytest.param(
+        lambda path: FileSessionManager(session_id="s", storage_dir=str(path)), id="file"
+    )
+    try:
+        from strands.session.snapshot_session_manager import SnapshotSessionManager
+        from strands.storage import LocalFileStorage
+    except ImportError:
+        return
+    yield pytest.param(
+        lambda path: SnapshotSessionManager("s", storage=LocalFileStorage(str(path))),
+        id="snapshot",
+    )
+
+
+@pytest.mark.parametrize("session", list(sessions()))
+def test_a_session_keeps_the_ending_and_the_counters(session, tmp_path, counter):
+    script = Script([calls("search"), calls("search"), calls("search"), says("Done.")])
+
+    def agent_of() -> tuple[Agent, BudgetHookProvider]:
+        provider = BudgetHookProvider(Budget(max_iterations=2))
+        manager = session(tmp_path)
+        return made(script, counter.tool, hooks=[provider], session_manager=manager), provider
+
+    agent, provider = agent_of()
+    assert agent("Go.").stop_reason == "max_iterations"
+    first = provider.outcome(agent)
+
+    agent, provider = agent_of()
+    assert agent.messages[-1]["metadata"]["synthetic"] is True
+    kept = agent.state.get("budgetguard")
+    assert kept["unfinished"] == "stopped"
+    assert json.loads(kept["snapshot"])["counters"]["iterations"] == 2
+    assert agent("Go on.").stop_reason == "end_turn"
+    assert is_valid(agent)
+    second = provider.outcome(agent)
+    assert second.run_id == first.run_id
+    assert (second.usage.iterations, second.earlier_usage.iterations) == (2, 2)
+
+    agent, _ = agent_of()
+    assert agent.state.get("budgetguard")["unfinished"] is None
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize("session", list(sessions()))
+def test_going_on_without_new_input_is_valid_in_the_session_too(session, tmp_path, counter):
+    script = Script([calls("search"), says("Done."), says("More.")])
+
+    def agent_of() -> Agent:
+        provider = BudgetHookProvider(Budget(max_iterations=1))
+        return made(script, counter.tool, hooks=[provider], session_manager=session(tmp_path))
+
+    assert agent_of()("Go.").stop_reason == "max_iterations"
+    agent = agent_of()
+    assert agent(None).stop_reason == "end_turn"
+    assert is_valid(agent)
+    agent = agent_of()
+    assert agent("And more?").stop_reason == "end_turn"
+    assert is_valid(agent)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["text", {"unfinished": "stopped"}, {"unfinished": "stopped", "snapshot": '{"run_id": "x"}'}],
+)
+def test_a_damaged_state_is_reported_and_the_run_starts_anew(damage, counter):
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    agent = made(sticky(), counter.tool, hooks=[provider], state={"budgetguard": damage})
+    assert agent("Go.").stop_reason == "max_iterations"
+    outcome = provider.outcome(agent)
+    assert outcome.usage.iterations == 2
+    assert any("agent.state" in error for error in outcome.errors)
+
+
+def test_what_a_tool_writes_into_the_state_raises_no_cap(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[provider])
+    agent("Go.")
+    kept = agent.state.get("budgetguard")
+    snapshot = json.loads(kept["snapshot"])
+    snapshot["budget"]["max_iterations"] = 10**6
+    snapshot["mode"] = "off"
+    snapshot["counters"]["iterations"] = 0
+    agent.state.set("budgetguard", kept | {"snapshot": json.dumps(snapshot)})
+    assert agent("Go on.").stop_reason == "max_iterations"
+    assert script.calls == 4
+
+
+def test_one_agent_serves_runs_under_different_budgets(counter):
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=9))])
+    guard = Guard(Budget(max_iterations=3))
+    agent("Go.", invocation_state={"budgetguard": guard})
+    assert (script.calls, guard.usage.iterations) == (3, 3)
+    agent("Go.", invocation_state={"budgetguard": Budget(max_iterations=1)})
+    assert script.calls == 4
+    agent("Go.")
+    assert script.calls == 13
+    with pytest.raises(ConfigurationError, match="must be a Budget or a Guard"):
+        agent("Go.", invocation_state={"budgetguard": 5})
+
+
+def test_on_trip_raise_keeps_the_history_and_raises_once(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=1), on_trip="raise")
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    with pytest.raises(BudgetExceeded, match="max_iterations") as caught:
+        agent("Go.")
+    assert caught.value.outcome.messages == tuple(agent.messages)
+    assert is_valid(agent)
+    with pytest.raises(BudgetExceeded):
+        agent("Again.")
+
+
+@only_with_agents_as_tools
+def test_a_child_never_raises_into_its_parent_s_history(counter):
+    provider = BudgetHookProvider(Budget(max_model_calls=4), on_trip="raise")
+    agent = made(Script([calls("worker")]), worker(counter).as_tool(), hooks=[provider])
+    with pytest.raises(BudgetExceeded):
+        agent("Go.")
+    assert "max_model_calls" not in " ".join(results(agent))
+
+
+# Attaching
+
+
+def test_as_a_plugin(counter):
+    try:
+        agent = made(sticky(), counter.tool, plugins=[BudgetHookProvider(Budget(max_iterations=2))])
+    except TypeError:
+        pytest.skip("this release has no plugins")
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert agent.model.script.calls == 2
+
+
+def test_attached_to_an_agent_that_has_run_before(counter):
+    script = Script([says("Hello."), calls("search")])
+    agent = made(script, counter.tool)
+    agent("Hi.")
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    assert provider.attach(provider.attach(agent)) is agent
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert script.calls == 3
+
+
+def test_attached_twice_it_counts_once(counter):
+    guard = Guard(Budget(max_iterations=3))
+    provider = BudgetHookProvider(guard)
+    agent = made(sticky(), counter.tool, hooks=[provider, provider, BudgetHookProvider(guard)])
+    provider.attach(agent)
+    agent("Go.")
+    assert (agent.model.script.calls, guard.usage.model_calls) == (3, 3)
+
+
+def test_a_swarm_and_a_graph_take_it_as_their_own_hook():
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None))
+    swarm = Swarm(agents, hooks=[provider], max_handoffs=50, max_iterations=50)
+    swarm("Go.")
+    assert sum(agent.model.script.calls for agent in agents) == 4
+    assert provider.outcome(swarm).stop_reason == StopReason.MAX_ITERATIONS
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None))
+    agent = made(sticky(), Counter().tool)
+    builder = graph_of(only=agent).set_hook_providers([provider])
+    builder.set_entry_point("only")
+    builder.set_max_node_executions(3)
+    graph = builder.build()
+    graph("Go.")
+    assert agent.model.script.calls == 4
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_ITERATIONS
+
+
+def test_on_trip_raise_of_a_swarm():
+    agents = [handing_over("b", "a"), handing_over("a", "b")]
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None), on_trip="raise")
+    swarm = provider.attach(Swarm(agents, max_handoffs=50, max_iterations=50))
+    with pytest.raises(BudgetExceeded, match="max_iterations"):
+        swarm("Go.")
+
+
+def test_the_user_s_own_call_of_a_tool_is_none_of_the_run_s(counter):
+    provider = BudgetHookProvider(Budget(max_tool_calls=1))
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    agent.tool.search(value="before", record_direct_tool_call=False)
+    assert agent("Go.").stop_reason == "max_tool_calls"
+    after = agent.tool.search(value="after", record_direct_tool_call=False)
+    assert after["status"] == "success"
+    assert (len(counter.started), provider.outcome(agent).usage.tool_calls) == (3, 1)
+
+
+def test_what_cannot_be_attached_is_refused():
+    with pytest.raises(AdapterError, match="must be an Agent, Swarm or Graph, got object"):
+        BudgetHookProvider().attach(object())
+
+
+def test_a_release_without_a_place_for_the_guard_fails_loudly(monkeypatch):
+    monkeypatch.setattr(_seams, "AGENT_STREAM", None)
+    monkeypatch.setattr(Agent, "_execute_event_loop_cycle", None)
+    with pytest.raises(AdapterError, match="a place around a run, got none"):
+        made(sticky(), hooks=[BudgetHookProvider()])
+    monkeypatch.setattr(_seams, "StopEvent", None)
+    with pytest.raises(AdapterError, match="the event that ends a run, got none"):
+        made(sticky(), hooks=[BudgetHookProvider()])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_the_stream_stage_it_falls_back(monkeypatch, way, counter):
+    monkeypatch.setattr(_seams, "AGENT_STREAM", None)
+    log = Log()
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2)), log])
+    result, _ = run(agent, "Go.", way)
+    assert result.stop_reason == "max_iterations"
+    assert log.names[-2:] == ["MA", "AI"]
+    assert agent.model.script.calls == 2
+    assert is_valid(agent)
+
+
+@pytest.mark.skipif(
+    "limits" not in Agent.invoke_async.__kwdefaults__, reason="this release has no limits"
+)
+def test_strands_own_limit_is_named_as_such(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=9))
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    assert agent("Go.", limits={"turns": 2}).stop_reason == "limit_turns"
+    outcome = provider.outcome(agent)
+    assert outcome.stop_reason == StopReason.FRAMEWORK_LIMIT
+    assert "limit_turns" in outcome.detail
+
+
+def test_a_failing_model_leaves_nothing_open():
+    guard = Guard(Budget(max_iterations=5))
+    agent = made(
+        Script([Reply(error=ValueError("no such model"))]), hooks=[BudgetHookProvider(guard)]
+    )
+    with pytest.raises(ValueError, match="no such model"):
+        agent("Go.")
+    assert guard.open_calls() == ()
+    assert guard.usage.failed_calls == 1
+
+
+def test_the_guard_remembers_no_agent():
+    import gc
+    import weakref
+
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    agent = made(Script([says("Done.")]), hooks=[provider])
+    agent("Go.")
+    gone = weakref.ref(agent)
+    del agent
+    gc.collect()
+    assert gone() is None
+
+
+def test_chunks_are_those_of_a_stream():
+    # Keeps the scripted model honest: what Strands reads from it is what was scripted.
+    agent = made(Script([says("Hello there.", TokenUsage(7, 3))]))
+    result = agent("Hi.")
+    assert str(result).strip() == "Hello there."
+    assert result.metrics.accumulated_usage["totalTokens"] == 10
+    assert len(list(chunks_of(says("Hello there."), {}))) == 6
