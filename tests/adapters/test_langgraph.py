@@ -153,6 +153,8 @@ def test_a_budget_stop_is_not_answered_like_a_person():
     graph.invoke(user("Go."), {**config, "callbacks": [BudgetCallback(guard)]})
     with pytest.raises(AdapterError, match=r"Command\(resume=...\) must answer a question"):
         bounded(graph, Budget()).invoke(Command(resume="yes"), config)
+    with pytest.raises(AdapterError, match=r"Command\(resume=...\) must answer a question"):
+        graph.invoke(Command(resume="yes"), {**config, "callbacks": [BudgetCallback(Budget())]})
     asked = bounded(graph, Budget()).invoke(None, config)
     assert asked["__interrupt__"][0].value == {"question": "transfer?"}
     assert BODIES == []
@@ -698,3 +700,29 @@ async def test_the_caller_s_own_cancellation_is_not_a_stop():
     assert guard.trip is None
     assert guard.open_calls() == ()
     assert guard.usage.failed_calls == 1
+
+
+@pytest.mark.anyio
+async def test_nothing_is_left_behind_by_runs_that_are_over():
+    from budgetguard_core.testing import Reply
+    from budgetguard_langgraph._calls import Calls
+
+    guard = Guard(Budget(max_iterations=10**6))
+    callback = BudgetCallback(guard)
+    config = {"callbacks": [callback]}
+    script = Script(lambda n: calls("search") if n % 2 == 0 else says("Done."))
+    hung = bounded(agent(Script([Reply(hang=True)])), guard)
+    for _ in range(10):
+        await agent(script).ainvoke(user("Go."), config)
+        await bounded(agent(script), guard).ainvoke(user("Go."), config)
+        async for _ in agent(script).astream(user("Go."), config, stream_mode="messages"):
+            break
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await hung.ainvoke(user("Go."))
+    await asyncio.sleep(0.05)
+    kept = guard.attachment(Calls)
+    assert (kept.models, kept.tools, kept.active, kept.wrapped) == ({}, {}, {}, 0)
+    assert len(kept.roots) <= 2
+    assert callback._runs == {}
+    assert guard.open_calls() == ()
