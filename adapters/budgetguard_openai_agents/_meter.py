@@ -43,7 +43,7 @@ from budgetguard_openai_agents._usage import (
     model_of,
     token_usage,
 )
-from budgetguard_openai_agents.hooks import BudgetHooks
+from budgetguard_openai_agents.hooks import BudgetHooks, release
 
 _TOOLS = threading.Lock()
 # After the deadline, a sub-agent's own calls end first, then the sub-agent, then the run.
@@ -394,6 +394,8 @@ class Meter(RunHooks[Any]):
             if trip is None:
                 raise
             return trip, error.run_data if isinstance(error, AgentsException) else None
+        finally:
+            release(self.guard)
         self._end_batch()
         return None, None
 
