@@ -143,6 +143,7 @@ class Guard:
         "_enforced",
         "_halt",
         "_held",
+        "_mark_at",
         "_marks",
         "_needs_price",
         "_observed",
@@ -255,7 +256,7 @@ class Guard:
         self._set_caps(caps if self._observed is None else Caps(Budget()))
         for quota in self._caps.quotas:
             quota.used = (quotas_used or {}).get(quota.pattern, 0)
-        self._marks = Marks(caps, self._warned)
+        self._set_marks(Marks(caps, self._warned))
 
     def _set_caps(self, caps: Caps) -> None:
         self._caps = caps
@@ -368,9 +369,10 @@ class Guard:
         """Let the run's time begin now instead of with the first admission."""
         with self._tree.lock:
             if self._started_ns is None:
-                self._started_ns = self._now()
+                now = self._now()
+                self._start(now)
                 if self._tree.sinks:
-                    self._record(TimeStarted, self._started_ns)
+                    self._record(TimeStarted, now)
         self._tree.deliver()
 
     def admit_model_call(self, call: ModelCall | None = None) -> ModelDecision:
@@ -537,16 +539,15 @@ class Guard:
         tree.lock.acquire()
         try:
             now = tree.now()
-            trip = None if self._tool_calls_fit(now) else self._stop(now)
+            far = self._is_far_from_tool_caps(now, len(calls))
+            trip = None if far or self._tool_calls_fit(now) else self._stop(now)
             for call in calls:
                 decision = self._decide_tool_call(call, trip, now)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
-            for guard in self._chain:
-                if guard._counters.tool_calls >= guard._marks.tool_calls:
-                    warnings = self._warn(now)
-                    break
+            if not far:
+                warnings = self._warn(now)
             if tree.sinks:
                 self._record_batch(now, calls, decisions)
         finally:
@@ -598,7 +599,7 @@ class Guard:
                     guard._halt = True
             now = tree.now()
             for charged in guard._chain:
-                if charged._elapsed(now) >= charged._marks.nanoseconds:
+                if now >= charged._mark_at:
                     warnings = guard._warn(now)
                     break
             if tree.sinks:
@@ -786,6 +787,13 @@ class Guard:
         child._announce()
         return child
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the guard itself: a copy would be a second allowance of the same budget."""
+        return self
+
     def emit(self, kind: type[EventBase], **facts: Any) -> None:
         """Record an event about this run, for the sinks; nothing is built when there are none."""
         if self._tree.sinks:
@@ -949,7 +957,7 @@ class Guard:
         for name, started in snapshot.tool_counts.items():
             self._tool(name).started = started
         if snapshot.elapsed_ns is not None:
-            self._started_ns = self._now() - snapshot.elapsed_ns
+            self._start(self._now() - snapshot.elapsed_ns)
         self._trip = snapshot.trip
         self._aborted = snapshot.aborted
         if snapshot.aborted is not None:
@@ -957,7 +965,7 @@ class Guard:
         self._held = list(snapshot.held)
         self._warned = dict.fromkeys(snapshot.warned)
         self._window_warned = snapshot.window_warned
-        self._marks = Marks(self._caps, self._warned)
+        self._set_marks(Marks(self._caps, self._warned))
         detection = self.budget.loop_detection
         if detection is not None and snapshot.detector is not None:
             self._detector = LoopDetector.from_state(detection, snapshot.detector)
@@ -1006,17 +1014,25 @@ class Guard:
     def _elapsed(self, now: int) -> int:
         return 0 if self._started_ns is None else now - self._started_ns
 
+    def _start(self, at_ns: int) -> None:
+        self._started_ns = at_ns
+        self._set_marks(self._marks)
+
+    def _set_marks(self, marks: Marks) -> None:
+        self._marks = marks
+        # The time from which a step is looked at closely: also the first, which starts the clock.
+        started = self._started_ns
+        self._mark_at = -INFINITY if started is None else started + marks.nanoseconds
+
     def _is_far_from_caps(self, now: int, tokens: int, cost: int) -> bool:
         """Tell whether one more model call leaves every dimension below its mark."""
         for guard in self._chain:
-            if guard._started_ns is None:
-                guard._started_ns = now
             counters, marks = guard._counters, guard._marks
             if (
                 guard._halt
+                or now >= guard._mark_at
                 or counters.iterations + 1 >= marks.iterations
                 or counters.model_calls + 1 >= marks.model_calls
-                or now - guard._started_ns >= marks.nanoseconds
                 or counters.tokens + counters.reserved_tokens + tokens >= marks.tokens
                 or counters.cost + counters.reserved_cost + cost >= marks.cost
                 or counters.tool_calls >= marks.tool_calls
@@ -1027,9 +1043,23 @@ class Guard:
     def _model_call_fits(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
         for guard in self._chain:
             if guard._started_ns is None:
-                guard._started_ns = now
+                guard._start(now)
             if guard._halt or not model_call_fits(
-                guard._counters, guard._caps, now - guard._started_ns, retry, tokens, cost
+                guard._counters, guard._caps, guard._elapsed(now), retry, tokens, cost
+            ):
+                return False
+        return True
+
+    def _is_far_from_tool_caps(self, now: int, calls: int) -> bool:
+        """Tell whether a batch of this size leaves every dimension below its mark."""
+        for guard in self._chain:
+            counters, marks = guard._counters, guard._marks
+            if (
+                guard._halt
+                or now >= guard._mark_at
+                or counters.tokens >= marks.tokens
+                or counters.cost >= marks.cost
+                or counters.tool_calls + calls >= marks.tool_calls
             ):
                 return False
         return True
@@ -1037,10 +1067,8 @@ class Guard:
     def _tool_calls_fit(self, now: int) -> bool:
         for guard in self._chain:
             if guard._started_ns is None:
-                guard._started_ns = now
-            if guard._halt or not tool_calls_fit(
-                guard._counters, guard._caps, now - guard._started_ns
-            ):
+                guard._start(now)
+            if guard._halt or not tool_calls_fit(guard._counters, guard._caps, guard._elapsed(now)):
                 return False
         return True
 
@@ -1223,7 +1251,7 @@ class Guard:
             counters.input_tokens += inputs
             counters.output_tokens += outputs
             counters.tokens += inputs + outputs
-            if counters.tokens >= marks.tokens or guard._elapsed(now) >= marks.nanoseconds:
+            if counters.tokens >= marks.tokens or now >= guard._mark_at:
                 near = True
             if read or write:
                 counters.cache_read_tokens += read
@@ -1363,7 +1391,7 @@ class Guard:
                     used=_plain(due.used),
                 )
                 warnings.append((guard, event))
-                guard._marks = Marks(caps, guard._warned)
+                guard._set_marks(Marks(caps, guard._warned))
         return warnings
 
     def _watch_window(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from decimal import Decimal
 
@@ -1203,3 +1204,9 @@ def test_a_call_that_takes_long_warns_when_it_ends_in_time_to_extend(late):
     guard.settle_tool_call(tool, "built")
     assert guard.warnings == ("max_seconds",)
     assert isinstance(guard.admit_model_call(), Admit)
+
+
+def test_a_copy_of_a_guard_is_the_guard():
+    guard = Guard(Budget(max_iterations=1))
+    assert copy.copy(guard) is guard
+    assert copy.deepcopy({"guard": guard})["guard"] is guard
