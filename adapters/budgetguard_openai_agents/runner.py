@@ -223,6 +223,8 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Meter | Non
             for name in ("conversation_id", "previous_response_id", "auto_previous_response_id")
         ),
     )
+    if isinstance(given, RunState):
+        meter.go_on(_internals.approved_calls(given, agent))
     options["hooks"] = meter
     if guard.mode is not Mode.OFF:
         options["run_config"] = bounded_config(options.get("run_config"), meter)
