@@ -29,10 +29,10 @@ class Scripted(Model):
 
     async def get_response(
         self,
-        system_instructions: str | None,
+        system_instructions: str | None,  # noqa: ARG002
         input: str | list[Any],  # noqa: A002
-        *args: Any,
-        **kwargs: Any,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> ModelResponse:
         self.calls += 1
         output: Any = ResponseFunctionToolCall(

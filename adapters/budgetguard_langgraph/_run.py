@@ -20,7 +20,6 @@ from budgetguard_core import (
     AdapterError,
     Budget,
     BudgetExceeded,
-    CheckpointError,
     CheckpointStore,
     Guard,
     Outcome,
@@ -39,7 +38,14 @@ from budgetguard_langgraph._history import (
     unanswered,
 )
 from budgetguard_langgraph._outcomes import remember
-from budgetguard_langgraph.callback import SCOPE, BudgetCallback, guard_around, scope_of, stop_of
+from budgetguard_langgraph.callback import (
+    ANSWERED,
+    SCOPE,
+    BudgetCallback,
+    guard_around,
+    scope_of,
+    stop_of,
+)
 from budgetguard_langgraph.interrupts import BudgetInterrupt, is_budget_interrupt
 
 NODE: Final = "budgetguard"
@@ -156,10 +162,7 @@ class Run:
         stops = [i for i in _interrupts(state) if is_budget_interrupt(i)]
         answer = getattr(self.given, "resume", None)
         if answer is not None and stops:
-            raise AdapterError(
-                "Command(resume=...) must answer a question, got a thread that a budget stopped. "
-                "Go on with resume(graph, config, budget)."
-            )
+            raise AdapterError(ANSWERED)
         self.guard = self._guard(state, stopped=bool(stops))
         self.calls = self.guard.attachment(Calls)
         shared = self.calls.enter()
@@ -204,14 +207,10 @@ class Run:
         snapshot = None if not isinstance(run_id, str) else store.load(run_id)
         if snapshot is None:
             return None
-        if snapshot.trip is not None:
-            budget = cast("Budget", self.terms.budget)
-        if budget is None and snapshot.stop_conditions:
-            raise CheckpointError(
-                "a run with stop conditions cannot be taken up from a snapshot, which holds no "
-                "code. Use resume(graph, config, budget)."
-            )
-        return Guard.restore(snapshot, budget)
+        given = cast("Budget", self.terms.budget)
+        if budget is not None or snapshot.trip is not None or snapshot.parent_run_id is not None:
+            return Guard.restore(snapshot, given)
+        return Guard.restore(snapshot, stop_when=given.stop_when)
 
     def _attach(self) -> None:
         config = self.config

@@ -19,6 +19,7 @@ from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command
 
 from budgetguard_core import (
+    AdapterError,
     Admit,
     Budget,
     BudgetExceeded,
@@ -56,7 +57,7 @@ from budgetguard_langgraph._history import (
     synthetic_message,
 )
 from budgetguard_langgraph._outcomes import remember
-from budgetguard_langgraph._stack import close_pending_hooks
+from budgetguard_langgraph._stack import close_pending_hooks, frame_of
 from budgetguard_langgraph._tool_node import enclosing_tool_node, refusal, tool_call_id_of_stack
 from budgetguard_langgraph._usage import (
     PromptEstimator,
@@ -68,12 +69,17 @@ from budgetguard_langgraph._usage import (
     text_of,
     usage_of,
 )
-from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
+from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop, is_budget_interrupt
 
 SCOPE: Final = "budgetguard_scope"
 """The key in the inheritable metadata of a configuration that tells whose calls they are."""
 
 _SCOPES: weakref.WeakValueDictionary[str, Guard] = weakref.WeakValueDictionary()
+_STREAMS: Final = frozenset({"stream", "astream"})
+ANSWERED: Final = (
+    "Command(resume=...) must answer a question, got a thread that a budget stopped. "
+    "Go on with resume(graph, config, budget)."
+)
 _CLIENT_ERRORS: Final = range(400, 500)
 _TIMEOUT: Final = 408
 
@@ -195,6 +201,9 @@ class BudgetCallback(BaseCallbackHandler):
         """Note whose run a chain belongs to."""
         run = self.run_of(parent_run_id) or self._surrounding()
         if run is None:
+            answer = getattr(inputs, "resume", None)
+            if answer is not None and isinstance(inputs, Command):
+                _refuse_answer_to_a_stop()
             run = self._begin(run_id, parent_run_id, inputs)
         self._runs[run_id] = run
         run.calls.roots[run_id] = run.root
@@ -624,6 +633,23 @@ def stop_of(
     if trip is not None and trip.run_id in {one.run_id for one in chain(guard)}:
         return trip, messages
     return None, messages
+
+
+def _refuse_answer_to_a_stop() -> None:
+    """Raise when a thread that a budget stopped is answered like a person's question.
+
+    The answer would go to the next question in the node that was stopped. A checkpointer that
+    only works with `await` cannot be asked from here; `bounded` can.
+    """
+    frame = frame_of(_STREAMS, "config")
+    graph: Any = None if frame is None else frame.f_locals.get("self")
+    config: Any = None if frame is None else frame.f_locals.get("config")
+    try:
+        tasks: Any = graph.get_state(config).tasks
+    except Exception:
+        return
+    if any(is_budget_interrupt(one) for task in tasks for one in task.interrupts):
+        raise AdapterError(ANSWERED)
 
 
 def _fresh(budget: Budget) -> Guard:

@@ -237,12 +237,17 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         if known is not None:
             return known
         # Another process began the run, or it waited for an answer for very long.
-        snapshot = mark.get("snapshot")
-        if snapshot is not None:
-            restored = Guard.restore(Snapshot.from_json(snapshot))
+        text = mark.get("snapshot")
+        saved = None if text is None else Snapshot.from_json(text)
+        if saved is None and self._store is not None:
+            saved = self._store.load(run_id)
+        if saved is None:
+            restored = Guard(self._budget)
+        elif saved.parent_run_id is not None:
+            # What was around it is gone, and its caps are not in the snapshot.
+            restored = Guard.restore(saved, self._budget)
         else:
-            saved = None if self._store is None else self._store.load(run_id)
-            restored = Guard(self._budget) if saved is None else Guard.restore(saved)
+            restored = Guard.restore(saved, stop_when=self._budget.stop_when)
         self._know(restored)
         return restored
 

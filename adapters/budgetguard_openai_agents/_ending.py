@@ -59,7 +59,7 @@ def partial_result(
         closing = closing_items(meter.turns, [], [])
         last = closing_items(turns, [], [])
     else:
-        closing = last = closing_items(turns, data.new_items, data.raw_responses)
+        closing = last = closing_items(turns, data.new_items, data.raw_responses, meter.resumed)
     items = [item for item in data.new_items if item.type != "tool_approval_item"]
     responses = list(data.raw_responses)
     for turn in meter.turns:
@@ -89,7 +89,7 @@ def close_streamed(meter: Meter, trip: Trip, result: RunResultStreaming) -> list
     """Give a streamed result its end; return the items that were added."""
     for item in [one for one in result.new_items if one.type == "tool_approval_item"]:
         result.new_items.remove(item)
-    closing = closing_items(meter.turns[-1:], result.new_items, result.raw_responses)
+    closing = closing_items(meter.turns[-1:], result.new_items, result.raw_responses, meter.resumed)
     message = last_message(meter, trip, result.last_agent, [*result.new_items, *closing])
     closing.append(message)
     _internals.extend_streamed(result, closing)
@@ -162,7 +162,7 @@ def _data_from(meter: Meter, given: Any, options: dict[str, Any]) -> RunErrorDet
     """Rebuild what a cancelled run takes with it from what its hooks saw."""
     sent: Any = meter.first_input
     if sent is None:
-        sent = _history_of(given) if isinstance(given, RunState) else given
+        sent = _history_of(given, meter) if isinstance(given, RunState) else given
     return RunErrorDetails(
         input=sent,
         new_items=[],
@@ -174,9 +174,9 @@ def _data_from(meter: Meter, given: Any, options: dict[str, Any]) -> RunErrorDet
     )
 
 
-def _history_of(state: Any) -> list[TResponseInputItem]:
+def _history_of(state: Any, meter: Meter) -> list[TResponseInputItem]:
     items = _internals.items_of(state)
-    items += closing_items([], items, [])
+    items += closing_items([], items, [], meter.resumed)
     history = [one.to_input_item() for one in items if one.type != "tool_approval_item"]
     return [*_internals.input_of(state), *history]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from openai.types.responses import (
     ResponseOutputText,
 )
 
-from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, Admit, ToolCall
+from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, Admit, StopReason, ToolCall
 from budgetguard_core.decision import ToolKind
 
 # How the SDK names the tools that are called without a name.
@@ -69,19 +69,19 @@ class Requested:
     ticket: Admit | None = None
     refusal: str | None = None
     """What the model gets in place of a result."""
+    reason: StopReason | None = None
+    """Why the call was refused, where the run goes on."""
     started: bool = False
     ended: bool = False
     result: object = None
     target: Agent[Any] | None = None
     """The agent that a handoff led to."""
 
-    def text(self) -> str:
+    def shown(self) -> object:
         """Return the result that the history shows."""
         if self.ended:
-            return self.result if isinstance(self.result, str) else str(self.result)
-        if self.started:
-            return OUTCOME_UNKNOWN
-        return self.refusal or NOT_EXECUTED
+            return self.result
+        return OUTCOME_UNKNOWN if self.started else self.refusal or NOT_EXECUTED
 
 
 @dataclass(slots=True)
@@ -100,11 +100,11 @@ def part(item: object, name: str) -> Any:
     return getattr(item, name, None)
 
 
-def requested_calls(agent: Agent[Any], response: ModelResponse) -> list[Requested]:
-    """List the tool calls of a response, in the order in which the model wrote them."""
+def requested_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Requested]:
+    """List the tool calls among the items of a response, in the order the model wrote them."""
     handoffs = handoff_names(agent)
     found: list[Requested] = []
-    for item in response.output:
+    for item in items:
         kind: ToolKind = "function"
         type_ = part(item, "type")
         if type_ in _HOSTED:
@@ -143,7 +143,10 @@ def synthetic_message(agent: Agent[Any], text: str, metadata: dict[str, Any]) ->
 
 
 def closing_items(
-    turns: Sequence[Turn], items: Sequence[RunItem], responses: Sequence[ModelResponse]
+    turns: Sequence[Turn],
+    items: Sequence[RunItem],
+    responses: Sequence[ModelResponse],
+    resumed: Sequence[Requested] = (),
 ) -> list[RunItem]:
     """List what is missing behind the items of a run for its history to be whole.
 
@@ -151,7 +154,9 @@ def closing_items(
         turns: What the model answered and what became of it, as far as it can be missing.
         items: The items that the SDK kept.
         responses: The responses that the SDK kept.
+        resumed: What became of calls that were asked for before this run went on.
     """
+    known = {one.call.id: one for one in resumed}
     asked = {_call_id(item) for item in items if _is_call(item)}
     answered = {_call_id(item) for item in items if item.type.endswith("_output_item")}
     missing: list[RunItem] = []
@@ -162,8 +167,9 @@ def closing_items(
         answered |= asked
     for item in items:
         if _is_call(item) and _call_id(item) not in answered:
-            # It waited for approval when the run went on, and was stopped before it started.
-            missing += result_items(item.agent, item.raw_item, NOT_EXECUTED)
+            # It waited for approval. Whatever was not heard of since never started.
+            one = known.get(_call_id(item)) or Requested(item.raw_item, ToolCall(name=""))
+            missing += result_items(item.agent, item.raw_item, one.shown())
     return missing
 
 
@@ -204,13 +210,12 @@ def _results(agent: Agent[Any], requested: Requested) -> list[RunItem]:
         return [
             HandoffOutputItem(
                 agent=agent,
-                raw_item=_function_output(requested.raw, requested.text()),
+                raw_item=_function_output(requested.raw, requested.shown()),
                 source_agent=agent,
                 target_agent=requested.target,
             )
         ]
-    result = requested.result if requested.ended else requested.text()
-    return result_items(agent, requested.raw, result)
+    return result_items(agent, requested.raw, requested.shown())
 
 
 def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:

@@ -11,6 +11,8 @@ from agents.items import ItemHelpers
 from agents.run import DEFAULT_MAX_TURNS
 from agents.run_internal.run_steps import NextStepRunAgain
 
+from budgetguard_openai_agents._history import part
+
 
 def take_over_turns(streamed: Any) -> None:
     """Have only the run itself report that its turns are used up, not the consumer's side too."""
@@ -60,6 +62,19 @@ def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
     """Return the agent that a run goes on with."""
     agent: Agent[Any] | None = state._current_agent
     return starting_agent if agent is None else agent
+
+
+def approved_calls(state: Any, agent: Agent[Any]) -> list[Any]:
+    """List the calls of an agent that were approved and run first when a run goes on."""
+    return [
+        item.raw_item
+        for item in state.get_interruptions()
+        if item.agent is agent
+        and item.tool_name is not None
+        and state._context.get_approval_status(
+            item.tool_name, part(item.raw_item, "call_id"), existing_pending=item
+        )
+    ]
 
 
 def lift_turns(state: Any) -> None:

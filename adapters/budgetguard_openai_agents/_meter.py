@@ -43,7 +43,7 @@ from budgetguard_openai_agents._usage import (
     model_of,
     token_usage,
 )
-from budgetguard_openai_agents.hooks import BudgetHooks
+from budgetguard_openai_agents.hooks import BudgetHooks, release
 
 _TOOLS = threading.Lock()
 # After the deadline, a sub-agent's own calls end first, then the sub-agent, then the run.
@@ -73,6 +73,7 @@ class Meter(RunHooks[Any]):
         agent: The agent at work.
         context: The SDK's context of the run, once it is known.
         turns: Every response of this run, with what became of its tool calls.
+        resumed: The calls of an earlier response that were approved, or started, in this run.
         first_input: What the first call of the run sent, None before it.
         stopping: Why the run ends before its next model call.
     """
@@ -92,6 +93,7 @@ class Meter(RunHooks[Any]):
         self.agent = agent
         self.context: Any = None
         self.turns: list[Turn] = []
+        self.resumed: list[Requested] = []
         self.first_input: list[Any] | None = None
         self.stopping: Trip | None = None
         self._inner = inner or RunHooks[Any]()
@@ -150,7 +152,7 @@ class Meter(RunHooks[Any]):
         """Settle the model call, and admit the tool calls that it asks for."""
         self.context = context
         self._settle_response(response)
-        turn = Turn(agent, response, requested_calls(agent, response))
+        turn = Turn(agent, response, requested_calls(agent, response.output))
         self.turns.append(turn)
         await self._inner.on_llm_end(context, agent, response)
         if turn.requested:
@@ -160,6 +162,8 @@ class Meter(RunHooks[Any]):
         """Note that a tool's body starts."""
         self.context = self.context or context
         requested = self._starting(context, tool)
+        if requested.refusal is not None:
+            self._stop(self.stopping or self._refused_batch([requested]))
         if requested.ticket is None:
             self._admit_late(requested)
         requested.started = True
@@ -182,6 +186,13 @@ class Meter(RunHooks[Any]):
                 self.guard.settle_tool_call(requested.ticket, requested.result)
                 break
         await self._inner.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
+
+    def go_on(self, approved: list[Any]) -> None:
+        """Admit the calls that were approved before they run, all of them together."""
+        self.resumed = self._requested = requested_calls(self.agent, approved)
+        refused = self._admit(self.resumed)
+        # One that cannot be answered in its tool's place is stopped when it would start.
+        self._refuse(self.agent, refused)
 
     # What the model settings of the run ask
 
@@ -253,16 +264,7 @@ class Meter(RunHooks[Any]):
 
     def _admit_batch(self, agent: Agent[Any], requested: list[Requested]) -> None:
         self._requested = requested
-        decisions = self.guard.admit_tool_calls([one.call for one in requested])
-        for one, decision in zip(requested, decisions, strict=True):
-            if isinstance(decision, Admit):
-                one.ticket = decision
-            else:
-                one.refusal = decision.message
-            if isinstance(decision, Stop):
-                self.stopping = decision.trip
-        # A handoff that is refused leads to an agent that is stopped before it does anything.
-        refused = [one for one in requested if one.refusal and one.call.kind == "function"]
+        refused = self._admit(requested)
         if not refused and self.stopping is None:
             return
         started = [one for one in requested if one.ticket and one.call.kind == "function"]
@@ -270,13 +272,28 @@ class Meter(RunHooks[Any]):
             self._stop(self.stopping)
         if not self._refuse(agent, refused):
             # The SDK runs this kind of tool whatever a hook says, so nothing of the batch starts.
-            self._stop(self.stopping or self._refused_batch(refused, decisions))
+            self._stop(self.stopping or self._refused_batch(refused))
 
-    def _refused_batch(self, refused: list[Requested], decisions: list[Any]) -> Trip:
-        reason = next(d.reason for d in decisions if isinstance(d, Refuse))
+    def _admit(self, requested: list[Requested]) -> list[Requested]:
+        """Ask for the calls of a batch; return those that were refused."""
+        decisions = self.guard.admit_tool_calls([one.call for one in requested])
+        for one, decision in zip(requested, decisions, strict=True):
+            if isinstance(decision, Admit):
+                one.ticket = decision
+            else:
+                one.refusal = decision.message
+            if isinstance(decision, Refuse):
+                one.reason = decision.reason
+            elif isinstance(decision, Stop):
+                self.stopping = decision.trip
+        # A handoff that is refused leads to an agent that is stopped before it does anything.
+        return [one for one in requested if one.refusal and one.call.kind == "function"]
+
+    def _refused_batch(self, refused: list[Requested]) -> Trip:
+        reason = next((one.reason for one in refused if one.reason), StopReason.TOOL_QUOTA)
         names = ", ".join(sorted({one.call.name for one in refused}))
         violation = Violation(
-            reason=StopReason(reason),
+            reason=reason,
             detail=f"{names} cannot be refused by itself, so the whole batch was not executed",
         )
         return self._trip(violation)
@@ -318,6 +335,7 @@ class Meter(RunHooks[Any]):
         )
         requested = Requested(getattr(context, "tool_call", None), call)
         self._requested.append(requested)
+        self.resumed.append(requested)
         return requested
 
     def _ending(self, context: Any) -> Requested | None:
@@ -337,7 +355,8 @@ class Meter(RunHooks[Any]):
         requested.refusal = decision.message
         if isinstance(decision, Stop):
             self._stop(decision.trip)
-        self._stop(self._refused_batch([requested], [decision]))
+        requested.reason = decision.reason
+        self._stop(self._refused_batch([requested]))
 
     def _stop(self, trip: Trip) -> NoReturn:
         self.stopping = trip
@@ -394,6 +413,8 @@ class Meter(RunHooks[Any]):
             if trip is None:
                 raise
             return trip, error.run_data if isinstance(error, AgentsException) else None
+        finally:
+            release(self.guard)
         self._end_batch()
         return None, None
 

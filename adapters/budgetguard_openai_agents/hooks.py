@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -19,6 +20,24 @@ from budgetguard_core import (
 )
 from budgetguard_core.guard import WarningHandler
 
+_LOCK = threading.Lock()
+_TAKEN: set[Guard] = set()
+
+
+def below(guard: Guard) -> Guard:
+    """Make the guard of a run that spends another's budget, and looks for loops by itself.
+
+    What two runs ask for at the same time is no repetition.
+    """
+    budget = guard.budget
+    return guard.child(Budget(loop_detection=budget.loop_detection, warn_at=budget.warn_at))
+
+
+def release(guard: Guard) -> None:
+    """Say that the run which was on a guard is over."""
+    with _LOCK:
+        _TAKEN.discard(guard)
+
 
 class BudgetHooks(RunHooks[Any]):
     """Bound a run: `Runner.run(agent, input, hooks=BudgetHooks(Budget(max_iterations=25)))`.
@@ -31,7 +50,8 @@ class BudgetHooks(RunHooks[Any]):
     budget has a cap; any other `max_turns` holds, and ends the run as `framework_limit`.
 
     Args:
-        budget: A `Budget`: each run gets a fresh guard. A `Guard`: it is shared, nothing resets.
+        budget: A `Budget`: each run gets a fresh guard. A `Guard`: it is shared, nothing resets;
+            of runs at the same time each looks for loops by itself.
         inner: Your own run hooks. They are called after the guard has admitted the step.
         on_trip: Return the partial result, or raise `RunStopped` with the outcome.
         store: Where the checkpoint of a run that ended goes.
@@ -92,7 +112,11 @@ class BudgetHooks(RunHooks[Any]):
     def guard_below(self, above: Guard | None) -> Guard:
         """Make or choose the guard of a run, within the run above it."""
         if isinstance(self.budget, Guard):
-            return self.budget.child() if self.budget is above else self.budget
+            with _LOCK:
+                if self.budget not in _TAKEN:
+                    _TAKEN.add(self.budget)
+                    return self.budget
+            return below(self.budget)
         if above is not None:
             return above.child(self.budget, on_warning=self._on_warning)
         return Guard(

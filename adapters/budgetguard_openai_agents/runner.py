@@ -37,7 +37,7 @@ from budgetguard_openai_agents._history import SyntheticMessage, part
 from budgetguard_openai_agents._meter import ACTIVE, Meter
 from budgetguard_openai_agents._settings import BoundedSettings, bounded_config, config_of
 from budgetguard_openai_agents._stream import StreamEnding
-from budgetguard_openai_agents.hooks import BudgetHooks
+from budgetguard_openai_agents.hooks import BudgetHooks, below, release
 
 
 async def bounded_run(
@@ -179,6 +179,9 @@ class BudgetRunner(AgentRunner):
         active = ACTIVE.set(meter)
         try:
             result = self._previous.run_streamed(starting_agent, input, **options)
+        except BaseException:
+            release(meter.guard)
+            raise
         finally:
             ACTIVE.reset(active)
         StreamEnding(meter, result, input, options.get("session"))
@@ -202,7 +205,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Meter | Non
         guard = hooks.guard_below(None if above is None else above.guard)
         config, inner = hooks, hooks.inner
     elif above is not None:
-        guard, config, inner = above.guard.child(), None, hooks
+        guard, config, inner = below(above.guard), None, hooks
     else:
         return None
     if isinstance(given, RunState):
@@ -220,6 +223,8 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Meter | Non
             for name in ("conversation_id", "previous_response_id", "auto_previous_response_id")
         ),
     )
+    if isinstance(given, RunState):
+        meter.go_on(_internals.approved_calls(given, agent))
     options["hooks"] = meter
     if guard.mode is not Mode.OFF:
         options["run_config"] = bounded_config(options.get("run_config"), meter)

@@ -41,12 +41,13 @@ INVOKE_MODEL = _find(
 )
 StopEvent = _find("EventLoopStopEvent", "strands.types._events", "strands.types.events")
 StreamEvent = _find("TypedEvent", "strands.types.events", "strands.types._events")
-_ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
+# Whether hooks can be put first and last, or come in the order of their registration.
+ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
 
 
 def add_hook(agent: Agent, event: Any, callback: Any, order: float) -> None:
     """Register a callback at either end of its event's queue, in every release."""
-    if _ORDERED:
+    if ORDERED:
         agent.hooks.add_callback(event, callback, order=order)
         return
     # Releases without `order` call by place, and the hooks of an end in reverse.

@@ -62,7 +62,7 @@ from budgetguard_core import (
 from budgetguard_strands import _history, _seams
 from budgetguard_strands._bounds import bounded
 from budgetguard_strands._run import Run
-from budgetguard_strands._seams import FIRST, LAST, Events
+from budgetguard_strands._seams import FIRST, LAST, ORDERED, Events
 from budgetguard_strands._usage import estimated_usage, model_name, token_usage
 from budgetguard_strands._watchdog import Watchdog
 
@@ -397,7 +397,8 @@ class BudgetHookProvider:
         loop, write = asyncio.get_running_loop(), run.written.append
         try:
             # Set for each step, so that nothing of it shows in the consumer's context; but not
-            # while a model answers: nothing else starts then, and its chunks are many.
+            # while a model answers: nothing else starts then, and its chunks are many. Without an
+            # order of hooks nobody knows whose comes first at the answer's end.
             run.entered = _around.set(run.runs)
             dog.waiting = current_task(loop)
             async for event in events:
@@ -408,7 +409,7 @@ class BudgetHookProvider:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
                         write(chunk["contentBlockDelta"]["delta"])
-                        dog.streaming = True
+                        dog.streaming = ORDERED
                     elif "metadata" in chunk:
                         run.usage = chunk["metadata"].get("usage") or run.usage
                 yield event
@@ -585,9 +586,9 @@ class BudgetHookProvider:
                 None if failed else content,
                 error=event.exception or str(content) if failed else None,
             )
-            message = run.guard.take_nudge()
-            if message is not None:
-                event.result = _history.with_text(event.result, message)
+        message = run.guard.take_nudge() if run.trip is None else None
+        if message is not None:
+            event.result = _history.with_text(event.result, message)
         run.results[use] = event.result
 
     # The end

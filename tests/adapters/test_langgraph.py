@@ -153,6 +153,8 @@ def test_a_budget_stop_is_not_answered_like_a_person():
     graph.invoke(user("Go."), {**config, "callbacks": [BudgetCallback(guard)]})
     with pytest.raises(AdapterError, match=r"Command\(resume=...\) must answer a question"):
         bounded(graph, Budget()).invoke(Command(resume="yes"), config)
+    with pytest.raises(AdapterError, match=r"Command\(resume=...\) must answer a question"):
+        graph.invoke(Command(resume="yes"), {**config, "callbacks": [BudgetCallback(Budget())]})
     asked = bounded(graph, Budget()).invoke(None, config)
     assert asked["__interrupt__"][0].value == {"question": "transfer?"}
     assert BODIES == []
@@ -646,3 +648,81 @@ async def test_healthy_runs_at_the_same_time_on_one_guard_are_no_loop(way):
     assert answers == ["nothing"] * 10
     assert guard.usage.model_calls == 20
     assert all(outcome(result).status == "completed" for result in results)
+
+
+# Layers in layers
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("inner", ["guard", "budget"])
+async def test_a_middleware_in_a_bounded_graph_ends_once(inner):
+    script, guard = sticky(), Guard(Budget(max_iterations=3))
+    middleware = BudgetMiddleware(guard if inner == "guard" else Budget(max_iterations=9))
+    graph = agent(script, middleware=[middleware], checkpointer=InMemorySaver())
+    config = thread()
+    result = await bounded(graph, guard).ainvoke(user("Go."), config)
+    assert script.calls == guard.usage.model_calls == 3
+    assert guard.usage.total_tokens == 360
+    assert result["stop_reason"] == "max_iterations"
+    assert sum(m.synthetic is not None for m in history(result)) == 1
+    check_history([message(m) for m in graph.get_state(config).values["messages"]])
+
+
+def test_the_middleware_s_own_lower_cap_ends_the_agent_and_not_what_is_around_it():
+    script = sticky()
+    graph = agent(script, middleware=[BudgetMiddleware(Budget(max_iterations=2))])
+    guard = Guard(Budget(max_iterations=9))
+    result = bounded(graph, guard).invoke(user("Go."))
+    assert script.calls == guard.usage.model_calls == 2
+    assert guard.trip is None
+    assert guard.outcome.status == "completed"
+    assert result["stop_reason"] == "max_iterations"
+
+
+@pytest.mark.anyio
+async def test_raise_gives_an_exception_with_the_outcome():
+    graph = agent(sticky())
+    with pytest.raises(BudgetExceeded) as stopped:
+        await bounded(graph, Budget(max_iterations=1), on_trip="raise").ainvoke(user("Go."))
+    assert stopped.value.outcome.usage.model_calls == 1
+    check_history([message(m) for m in stopped.value.outcome.messages])
+
+
+@pytest.mark.anyio
+async def test_the_caller_s_own_cancellation_is_not_a_stop():
+    from budgetguard_core.testing import Reply
+
+    guard = Guard(Budget(max_seconds=60))
+    graph = bounded(agent(Script([Reply(hang=True)])), guard)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await graph.ainvoke(user("Go."))
+    assert guard.trip is None
+    assert guard.open_calls() == ()
+    assert guard.usage.failed_calls == 1
+
+
+@pytest.mark.anyio
+async def test_nothing_is_left_behind_by_runs_that_are_over():
+    from budgetguard_core.testing import Reply
+    from budgetguard_langgraph._calls import Calls
+
+    guard = Guard(Budget(max_iterations=10**6))
+    callback = BudgetCallback(guard)
+    config = {"callbacks": [callback]}
+    script = Script(lambda n: calls("search") if n % 2 == 0 else says("Done."))
+    hung = bounded(agent(Script([Reply(hang=True)])), guard)
+    for _ in range(10):
+        await agent(script).ainvoke(user("Go."), config)
+        await bounded(agent(script), guard).ainvoke(user("Go."), config)
+        async for _ in agent(script).astream(user("Go."), config, stream_mode="messages"):
+            break
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await hung.ainvoke(user("Go."))
+    await asyncio.sleep(0.05)
+    kept = guard.attachment(Calls)
+    assert (kept.models, kept.tools, kept.active, kept.wrapped) == ({}, {}, {}, 0)
+    assert len(kept.roots) <= 2
+    assert callback._runs == {}
+    assert guard.open_calls() == ()

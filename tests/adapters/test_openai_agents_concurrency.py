@@ -9,6 +9,7 @@ import pytest
 from agents.memory import SQLiteSession
 
 from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.testing import ProviderError, Reply, says
 from budgetguard_openai_agents import BudgetHooks, bounded_run, bounded_run_sync, outcome
 from conformance.budgetguard_openai_agents_driver import own_loop
 from openai_agents_runs import MODES, agent_of, calls, go, script_of, tool, unpaired
@@ -82,3 +83,25 @@ def test_threads_with_a_loop_each_share_a_guard():
         reasons = set(pool.map(run, range(16)))
     assert reasons == {StopReason.MAX_MODEL_CALLS}
     assert script_of(agent).calls == guard.usage.model_calls == 40
+
+
+@pytest.mark.anyio
+@modes
+async def test_what_several_runs_ask_for_at_the_same_time_is_no_repetition(mode):
+    agent = agent_of(calls("search"), tools=[tool("search", [], result="the same for all")])
+    agent.tool_use_behavior = "stop_on_first_tool"
+    guard = Guard(Budget(max_model_calls=100))
+    results = await asyncio.gather(*(go(mode, agent, hooks=BudgetHooks(guard)) for _ in range(20)))
+    assert {outcome(result).status for result in results} == {"completed"}
+    assert guard.usage.model_calls == 20
+
+
+@pytest.mark.anyio
+@modes
+async def test_a_guard_is_free_again_after_a_run_however_it_ended(mode):
+    guard = Guard(Budget(max_iterations=50), run_id="mine")
+    agent = agent_of(Reply(error=ProviderError("no such model")), says("Hi."))
+    with pytest.raises(ProviderError):
+        await go(mode, agent, hooks=BudgetHooks(guard))
+    assert outcome(await go(mode, agent, hooks=BudgetHooks(guard))).run_id == "mine"
+    assert guard.usage.model_calls == 2

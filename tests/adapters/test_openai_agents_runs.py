@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from agents import (
     AgentHooks,
@@ -10,6 +12,7 @@ from agents import (
     RunHooks,
     Runner,
     RunState,
+    function_tool,
 )
 from agents.memory import SQLiteSession
 from agents.run import AgentRunner, get_default_agent_runner, set_default_agent_runner
@@ -17,6 +20,7 @@ from pydantic import BaseModel
 
 from budgetguard_core import (
     NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -541,3 +545,54 @@ async def test_a_guards_context_reaches_the_result_of_a_run_that_never_called(mo
     result = await go(mode, agent, context={"user": 1}, hooks=BudgetHooks(guard))
     assert isinstance(result.context_wrapper, RunContextWrapper)
     assert result.context_wrapper.context == {"user": 1}
+
+
+@modes
+async def test_approved_calls_are_admitted_together_before_any_of_them_starts(mode):
+    bodies = []
+    agent = agent_of(
+        calls("send", "send", "send"), tools=[tool("send", bodies, needs_approval=True)]
+    )
+    first = await go(mode, agent, hooks=BudgetHooks(Budget()))
+    state = first.to_state()
+    for interruption in first.interruptions:
+        state.approve(interruption)
+    guard = Guard(Budget(max_tool_calls=2))
+    result = await go(mode, agent, state, hooks=BudgetHooks(guard))
+    assert bodies == ["send", "send"]
+    assert guard.usage.tool_calls == 2
+    assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+    outputs = [i["output"] for i in result.to_input_list() if "output" in i]
+    assert outputs == ["send 1", "send 2", NOT_EXECUTED]
+
+
+@modes
+async def test_a_call_that_a_person_rejected_costs_nothing(mode):
+    bodies = []
+    agent = agent_of(
+        calls("send"), says("As you wish."), tools=[tool("send", bodies, needs_approval=True)]
+    )
+    first = await go(mode, agent, hooks=BudgetHooks(Budget()))
+    state = first.to_state()
+    state.reject(first.interruptions[0])
+    result = await go(mode, agent, state, hooks=BudgetHooks(Budget(max_tool_calls=1)))
+    assert bodies == []
+    assert result.final_output == "As you wish."
+    assert outcome(result).usage.tool_calls == 0
+
+
+@modes
+async def test_an_approved_call_that_hangs_may_have_taken_effect(mode):
+    async def send() -> str:
+        await asyncio.get_running_loop().create_future()
+        return "never"
+
+    agent = agent_of(calls("send"), tools=[function_tool(send, needs_approval=True)])
+    first = await go(mode, agent, hooks=BudgetHooks(Budget()))
+    state = first.to_state()
+    state.approve(first.interruptions[0])
+    guard = Guard(Budget(max_seconds=0.3))
+    result = await go(mode, agent, state, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.MAX_SECONDS
+    assert [i["output"] for i in result.to_input_list() if "output" in i] == [OUTCOME_UNKNOWN]
+    assert [record.status for record in outcome(result).tool_calls] == ["interrupted"]

@@ -38,7 +38,6 @@ from budgetguard_core import (
     NOT_EXECUTED,
     Budget,
     Guard,
-    LoopDetection,
     StopReason,
 )
 from budgetguard_core.testing import Call, Reply
@@ -487,7 +486,14 @@ async def test_loop_detection_can_be_turned_off(mode):
     budget = Budget(max_iterations=20, loop_detection=None)
     result = await go(mode, agent, hooks=BudgetHooks(budget))
     assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
-    assert LoopDetection().stop_after < 20
+
+    below = agent_of(
+        calls(Call("search", "same")), tools=[tool("search", [], result="nothing found")]
+    )
+    ask = below.as_tool(tool_name="ask", tool_description="Ask.")
+    guard = Guard(Budget(max_model_calls=20, loop_detection=None))
+    await go(mode, agent_of(calls("ask"), tools=[ask]), hooks=BudgetHooks(guard))
+    assert script_of(below).calls == 19
 
 
 @modes

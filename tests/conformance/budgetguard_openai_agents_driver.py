@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 from agents import (
@@ -59,6 +60,7 @@ from budgetguard_openai_agents._history import SyntheticMessage
 
 set_tracing_disabled(True)
 
+NUMBERS = count()
 CURRENT: ContextVar[Scenario] = ContextVar("scenario")
 
 
@@ -105,7 +107,7 @@ class ScriptedModel(Model):
             )
             output.append(
                 ResponseOutputMessage(
-                    id=f"msg_{id(reply)}",
+                    id=f"msg_{next(NUMBERS)}",
                     type="message",
                     role="assistant",
                     status="completed",
@@ -127,7 +129,7 @@ class ScriptedModel(Model):
             for call in reply.tool_calls
         ]
         if reply.handoff is not None:
-            calls.append((f"handoff_{id(reply)}", f"transfer_to_{reply.handoff}", "{}"))
+            calls.append((f"handoff_{next(NUMBERS)}", f"transfer_to_{reply.handoff}", "{}"))
         for call_id, name, arguments in calls:
             output.append(
                 ResponseFunctionToolCall(
@@ -166,7 +168,7 @@ class ScriptedModel(Model):
                 output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
             )
         response = Response(
-            id=f"resp_{id(reply)}",
+            id=f"resp_{next(NUMBERS)}",
             created_at=0,
             model=MODEL,
             object="response",
