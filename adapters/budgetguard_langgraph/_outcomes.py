@@ -17,7 +17,12 @@ def remember(result: Any, messages_key: str, outcome: Outcome) -> None:
     if messages:
         last = messages[-1]
         mark = id(last)
-        _KNOWN[mark] = (weakref.ref(last, lambda _: _KNOWN.pop(mark, None) and None), outcome)
+
+        # Held by the closure: at the interpreter's end the module's own name is gone before.
+        def forget(_: object, known: dict[int, Any] = _KNOWN) -> None:
+            known.pop(mark, None)
+
+        _KNOWN[mark] = (weakref.ref(last, forget), outcome)
 
 
 def outcome(result: Any, *, messages_key: str = "messages") -> Outcome | None:
