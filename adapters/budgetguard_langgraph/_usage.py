@@ -54,7 +54,8 @@ _PROVIDERS = frozenset(
     ]
 )
 _CACHE_READ = re.compile(r"(?:^|_)cache_read$")
-_CACHE_WRITE = re.compile(r"(?:^|_)cache_creation$|^ephemeral_\w+_input_tokens$")
+_CACHE_WRITE = re.compile(r"(?:^|_)cache_creation$")
+_CACHE_WRITE_BY_LIFETIME = re.compile(r"^ephemeral_\w+_input_tokens$")
 _REASONING = re.compile(r"(?:^|_)reasoning$")
 
 
@@ -111,7 +112,8 @@ def _usage(usage: Mapping[str, Any]) -> TokenUsage | None:
     inputs = _details(usage, "input_token_details")
     outputs = _details(usage, "output_token_details")
     read = _sum(inputs, _CACHE_READ)
-    write = _sum(inputs, _CACHE_WRITE)
+    # Written by lifetime, and as a whole: that is zero in newer versions, and the same in older.
+    write = max(_sum(inputs, _CACHE_WRITE), _sum(inputs, _CACHE_WRITE_BY_LIFETIME))
     reasoning = _sum(outputs, _REASONING)
     return _unless_empty(
         TokenUsage(

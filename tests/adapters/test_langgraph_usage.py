@@ -63,6 +63,19 @@ CASES = {
         ),
         TokenUsage(970, 20, cache_read_tokens=800, cache_write_tokens=70, cache_write_1h_tokens=30),
     ),
+    "Anthropic, both lifetimes and their sum": (
+        tokens(
+            970,
+            20,
+            {
+                "cache_read": 800,
+                "cache_creation": 70,
+                "ephemeral_5m_input_tokens": 40,
+                "ephemeral_1h_input_tokens": 30,
+            },
+        ),
+        TokenUsage(970, 20, cache_read_tokens=800, cache_write_tokens=70, cache_write_1h_tokens=30),
+    ),
     "OpenAI, flex tier": (
         tokens(100, 50, {"flex_cache_read": 60, "flex": 40}, {"flex_reasoning": 10, "flex": 40}),
         TokenUsage(100, 50, cache_read_tokens=60, reasoning_tokens=10),
