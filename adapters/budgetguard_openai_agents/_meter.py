@@ -460,6 +460,8 @@ class Meter(RunHooks[Any]):
         error = None
         if not work.done():
             self.guard.report("a call in flight did not let itself be cancelled")
+            # Whatever it ends with one day, nobody is left to hear of it.
+            work.add_done_callback(lambda late: late.cancelled() or late.exception())
         elif not work.cancelled():
             error = work.exception()
             if error is None and self.stopping is None:

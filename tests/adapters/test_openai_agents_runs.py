@@ -596,3 +596,24 @@ async def test_an_approved_call_that_hangs_may_have_taken_effect(mode):
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert [i["output"] for i in result.to_input_list() if "output" in i] == [OUTCOME_UNKNOWN]
     assert [record.status for record in outcome(result).tool_calls] == ["interrupted"]
+
+
+@modes
+async def test_a_guard_that_is_off_does_nothing(mode):
+    agent = agent_of(calls("search"), calls("search"), says("Done."), tools=[tool("search", [])])
+    guard = Guard(Budget(max_iterations=1), mode=Mode.OFF)
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert result.final_output == "Done."
+    assert outcome(result).status == "completed"
+    assert guard.usage.model_calls == 0
+
+
+@modes
+async def test_sinks_and_mode_go_to_the_guards_made_from_a_budget(mode):
+    seen = []
+    hooks = BudgetHooks(Budget(max_iterations=1), sinks=[seen.append], mode="observe")
+    agent = agent_of(calls("search"), says("Done."), tools=[tool("search", [])])
+    result = await go(mode, agent, hooks=hooks)
+    assert outcome(result).status == "completed"
+    assert [v.reason for v in outcome(result).observed] == [StopReason.MAX_ITERATIONS]
+    assert seen[-1].event == "run_ended"

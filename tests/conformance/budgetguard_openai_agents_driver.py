@@ -1,5 +1,7 @@
 """The OpenAI Agents SDK's runner, through the contract."""
 
+# ruff: noqa: A002 - the SDK calls it `input`
+
 from __future__ import annotations
 
 import asyncio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Admit, Budget, Guard, Refuse, Stop, ToolCall
+from budgetguard_core import Admit, Budget, Guard, Refuse, Stop, StopReason, ToolCall
 from budgetguard_core.testing import ManualClock
 
 
@@ -51,3 +51,32 @@ def test_a_withdrawal_is_replayed():
     assert replayed.usage.tool_calls == 1
     assert replayed.tool_counts == {"b": 1}
     assert replayed.tool_calls == guard.tool_calls
+
+
+def test_a_call_that_never_starts_is_seen_as_a_repetition_all_the_same():
+    guard = Guard(Budget())
+    for _ in range(8):
+        decision = guard.admit_tool_call(ToolCall(name="nosuch", arguments="{}"))
+        if not isinstance(decision, Admit):
+            break
+        guard.withdraw_tool_call(decision)
+        guard.admit_model_call()
+    assert guard.trip is not None
+    assert guard.trip.reason is StopReason.NO_PROGRESS
+    assert guard.usage.tool_calls == 0
+
+
+def test_without_loop_detection_a_withdrawal_is_only_taken_back():
+    guard = Guard(Budget(max_tool_calls=1, loop_detection=None))
+    for _ in range(20):
+        assert guard.withdraw_tool_call(guard.admit_tool_call(ToolCall(name="a")))
+    assert guard.trip is None
+
+
+def test_a_withdrawal_of_a_call_that_another_budget_refused_is_passed_over():
+    events = []
+    guard = Guard(Budget(max_tool_calls=2), sinks=[events.append], clock=ManualClock())
+    calls = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
+    guard.withdraw_tool_call(calls[1])
+    replayed = Guard.replay(events, budget=Budget(max_tool_calls=1))
+    assert replayed.usage.tool_calls == 1
