@@ -538,16 +538,15 @@ class Guard:
         tree.lock.acquire()
         try:
             now = tree.now()
-            trip = None if self._tool_calls_fit(now) else self._stop(now)
+            far = self._is_far_from_tool_caps(now, len(calls))
+            trip = None if far or self._tool_calls_fit(now) else self._stop(now)
             for call in calls:
                 decision = self._decide_tool_call(call, trip, now)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
-            for guard in self._chain:
-                if guard._counters.tool_calls >= guard._marks.tool_calls:
-                    warnings = self._warn(now)
-                    break
+            if not far:
+                warnings = self._warn(now)
             if tree.sinks:
                 self._record_batch(now, calls, decisions)
         finally:
@@ -1022,7 +1021,8 @@ class Guard:
                 return False
         return True
 
-    def _tool_calls_fit(self, now: int) -> bool:
+    def _is_far_from_tool_caps(self, now: int, calls: int) -> bool:
+        """Tell whether a batch of this size leaves every dimension below its mark."""
         for guard in self._chain:
             counters, marks = guard._counters, guard._marks
             if (
@@ -1030,11 +1030,12 @@ class Guard:
                 or now >= guard._mark_at
                 or counters.tokens >= marks.tokens
                 or counters.cost >= marks.cost
+                or counters.tool_calls + calls >= marks.tool_calls
             ):
-                return self._tool_calls_fit_closely(now)
+                return False
         return True
 
-    def _tool_calls_fit_closely(self, now: int) -> bool:
+    def _tool_calls_fit(self, now: int) -> bool:
         for guard in self._chain:
             if guard._started_ns is None:
                 guard._start(now)

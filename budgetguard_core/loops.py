@@ -106,8 +106,12 @@ def fingerprint_result(result: Any) -> str:
     than the tool. Everything else is digested as arguments are.
     """
     if type(result) is str:
-        text = result.strip().encode("utf-8", "surrogatepass")
-        return blake2b(text, digest_size=8).hexdigest()
+        text = result.strip()
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            data = text.encode("utf-8", "surrogatepass")
+        return blake2b(data, digest_size=8).hexdigest()
     return fingerprint(result)
 
 
