@@ -51,8 +51,8 @@ class Run:
     """The model that the call in flight went to, where Strands tells."""
     usage: dict[str, Any] | None = None
     """The call's usage, as its stream reported it."""
-    written: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """What the call in flight has written so far: texts, and arguments of tool calls."""
+    written: list[str] = field(default_factory=list[str])
+    """The text that the call in flight has written so far."""
     span: trace.Span | None = None
 
     tools: dict[str, Admit] = field(default_factory=dict[str, Admit])

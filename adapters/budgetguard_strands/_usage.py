@@ -35,11 +35,10 @@ def token_usage(reported: Mapping[str, Any] | None) -> TokenUsage | None:
     return TokenUsage(inputs, outputs, cache_read_tokens=read, cache_write_tokens=write)
 
 
-def estimated_usage(messages: Iterable[Any], written: Iterable[Any], projected: int) -> TokenUsage:
+def estimated_usage(messages: Iterable[Any], written: str, projected: int) -> TokenUsage:
     """Estimate a call that reported nothing, from what was sent and what came back."""
     inputs = projected or estimate_tokens(json.dumps(list(messages), default=str))
-    text = "".join(_text(delta) for delta in written)
-    return TokenUsage(inputs, estimate_tokens(text), estimated=True)
+    return TokenUsage(inputs, estimate_tokens(written), estimated=True)
 
 
 def model_name(model: Any) -> str | None:
@@ -47,10 +46,6 @@ def model_name(model: Any) -> str | None:
     config = model.get_config()
     name = config.get("model_id") if isinstance(config, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return name if isinstance(name, str) else None
-
-
-def _text(delta: Mapping[str, Any]) -> str:
-    return str(delta.get("text") or delta.get("toolUse", delta))
 
 
 def _count(reported: Mapping[str, Any], name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from asyncio import current_task
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -405,13 +406,11 @@ class BudgetHookProvider:
                 dog.waiting = None
                 if run.entered:
                     run.leave(_around)
-                if "event" in event:
-                    chunk = event["event"]
-                    if "contentBlockDelta" in chunk:
-                        write(chunk["contentBlockDelta"]["delta"])
-                        dog.streaming = ORDERED
-                    elif "metadata" in chunk:
-                        run.usage = chunk["metadata"].get("usage") or run.usage
+                if "data" in event:
+                    write(event["data"])
+                    dog.streaming = ORDERED
+                elif "event" in event and "metadata" in event["event"]:
+                    run.usage = event["event"]["metadata"].get("usage") or run.usage
                 yield event
                 if not dog.streaming:
                     if dog.due:
@@ -452,7 +451,7 @@ class BudgetHookProvider:
             trip.reason,
             trip.detail,
         )
-        written = "".join(delta.get("text", "") for delta in run.written)
+        written = "".join(run.written)
         self._settle(run, agent, "the run was stopped")
         if run.span is not None and run.span.is_recording():
             run.span.end()
@@ -508,8 +507,11 @@ class BudgetHookProvider:
                 run.recovered = True
                 run.guard.restart_iterations()
         if run.usage is None and event.stop_response is not None:
-            metadata: Any = event.stop_response.message.get("metadata") or {}
+            message: dict[str, Any] = {**event.stop_response.message}
+            metadata: dict[str, Any] = message.get("metadata") or {}
             run.usage = metadata.get("usage")
+            # With the arguments of its tool calls, in case that they have to be estimated.
+            run.written[:] = [json.dumps(message["content"], default=str)]
         self._settle(run, event.agent, event.exception)
 
     def _settle(
@@ -526,7 +528,7 @@ class BudgetHookProvider:
                 usage = TokenUsage()
             elif run.written or not isinstance(error, BaseException):
                 projected = run.call.call.input_tokens
-                usage = estimated_usage(agent.messages, run.written, projected)
+                usage = estimated_usage(agent.messages, "".join(run.written), projected)
         if usage is not None:
             run.last_tokens = usage.total_tokens
         other = None if run.model in (None, agent.model) else model_name(run.model)

@@ -20,7 +20,7 @@ from conformance.budgetguard_strands_driver import ScriptedModel
 
 pytestmark = pytest.mark.benchmark
 
-CYCLES = 20
+CYCLES = 40
 CHUNKS = 10_000
 EVERYTHING = Budget(
     max_iterations=10**9,
@@ -89,7 +89,7 @@ def test_a_cycle_costs_at_most_1_1_times_the_same_cycle_without():
             agent_with(ScriptedModel(Script(replies))),
             agent_with(ScriptedModel(Script(replies)), BudgetHookProvider(EVERYTHING)),
         ],
-        rounds=60,
+        rounds=40,
     )
     print(
         f"\na cycle: {bare / CYCLES * 1e6:.0f} us without, {guarded / CYCLES * 1e6:.0f} us with, "
