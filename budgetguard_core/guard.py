@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from decimal import Decimal
@@ -792,7 +792,7 @@ class Guard:
         return child
 
     @contextmanager
-    def activate(self) -> Iterator[Self]:
+    def activate(self) -> Generator[Self]:
         """Make this the guard of the code in the block, wherever its configuration is out of reach.
 
         Adapters with an ambient hook find it: in this thread or task, in tasks that are started

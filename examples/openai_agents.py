@@ -29,10 +29,10 @@ class Scripted(Model):
 
     async def get_response(
         self,
-        system_instructions: str | None,  # noqa: ARG002
+        system_instructions: str | None,
         input: str | list[Any],  # noqa: A002
-        *args: Any,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        *args: Any,
+        **kwargs: Any,
     ) -> ModelResponse:
         self.calls += 1
         output: Any = ResponseFunctionToolCall(
