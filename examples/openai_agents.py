@@ -91,6 +91,8 @@ async def main() -> None:
     )
     print(f"{outcome(result).status}: {result.final_output}")
 
+    session.close()
+
     # Agents as tools spend the budget of the run that calls them.
     chief = Agent(
         name="chief",

@@ -6,12 +6,11 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from agents.memory import SQLiteSession
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.testing import ProviderError, Reply, says
 from budgetguard_openai_agents import BudgetHooks, bounded_run, bounded_run_sync, outcome
-from conformance.budgetguard_openai_agents_driver import own_loop
+from conformance.budgetguard_openai_agents_driver import MemorySession, own_loop
 from openai_agents_runs import MODES, agent_of, calls, go, script_of, tool, unpaired
 
 RUNS = 50
@@ -43,7 +42,7 @@ async def test_50_runs_with_a_guard_each_on_one_agent_do_not_mix(mode):
     search = tool("search", bodies)
     agent = agent_of(calls("search", "search", "search"), tools=[search])
     guards = [Guard(Budget(max_tool_calls=1 + n % 7)) for n in range(RUNS)]
-    sessions = [SQLiteSession(f"s{n}") for n in range(RUNS)]
+    sessions = [MemorySession(f"s{n}") for n in range(RUNS)]
     results = await asyncio.gather(
         *(
             go(mode, agent, session=session, hooks=BudgetHooks(guard))

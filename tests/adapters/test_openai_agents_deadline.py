@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from agents import Agent, ModelSettings, function_tool
-from agents.memory import SQLiteSession
 
 from budgetguard_core import OUTCOME_UNKNOWN, Budget, Guard, Mode, StopReason, SystemClock
 from budgetguard_core.testing import Reply
 from budgetguard_openai_agents import BudgetHooks, bounded_run_streamed, outcome
+from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool, unpaired
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +47,7 @@ def nothing_left() -> set[Any]:
 
 @modes
 async def test_a_hung_model_is_cut_within_a_second_and_the_run_goes_on(mode):
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     bodies: list[str] = []
     agent = agent_of(
         calls("search"), Reply(hang=True), says("At last."), tools=[tool("search", bodies)]
@@ -76,7 +76,7 @@ async def test_a_hung_model_is_cut_within_a_second_and_the_run_goes_on(mode):
 
 @modes
 async def test_a_hung_model_at_the_first_turn_keeps_the_users_words(mode):
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     agent = agent_of(Reply(hang=True))
     result, took = await timed(
         go(mode, agent, "Hi.", session=session, hooks=BudgetHooks(Budget(max_seconds=DEADLINE)))
@@ -88,7 +88,7 @@ async def test_a_hung_model_at_the_first_turn_keeps_the_users_words(mode):
 
 @modes
 async def test_a_hung_tool_is_cut_and_its_siblings_results_are_kept(mode):
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     bodies: list[str] = []
     agent = agent_of(
         calls("search"),

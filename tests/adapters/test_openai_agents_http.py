@@ -19,12 +19,12 @@ from agents import (
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
 )
-from agents.memory import SQLiteSession
 from openai import AsyncOpenAI
 from werkzeug import Response
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
+from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, go, tool, unpaired
 
 pytestmark = pytest.mark.anyio
@@ -187,7 +187,7 @@ async def test_a_sticky_model(provider, client, api, mode):
     provider.calls = [("search", "{}")] * 2
     settings = ModelSettings(include_usage=True)
     agent = agent_of(api, client, tool("search", []), model_settings=settings)
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     guard = Guard(Budget(max_iterations=4, max_output_tokens_per_call=300, max_cost_usd=1))
     result = await go(mode, agent, session=session, hooks=BudgetHooks(guard))
     assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS

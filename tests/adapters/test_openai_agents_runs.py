@@ -14,7 +14,6 @@ from agents import (
     RunState,
     function_tool,
 )
-from agents.memory import SQLiteSession
 from agents.run import AgentRunner, get_default_agent_runner, set_default_agent_runner
 from pydantic import BaseModel
 
@@ -40,7 +39,7 @@ from budgetguard_openai_agents import (
     bounded_run_sync,
     outcome,
 )
-from conformance.budgetguard_openai_agents_driver import own_loop
+from conformance.budgetguard_openai_agents_driver import MemorySession, own_loop
 from openai_agents_runs import (
     MODES,
     agent_of,
@@ -376,7 +375,7 @@ async def test_a_run_without_a_budget_still_raises():
 
 @modes
 async def test_the_session_holds_the_whole_ending_once(mode):
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     agent = agent_of(calls("search", "search"), tools=[tool("search", [])])
     await go(mode, agent, session=session, hooks=BudgetHooks(Budget(max_tool_calls=3)))
     items = await session.get_items()
@@ -398,7 +397,7 @@ async def test_the_session_holds_the_whole_ending_once(mode):
 
 @modes
 async def test_a_run_stopped_at_its_first_turn_keeps_the_users_words(mode):
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     guard = Guard(Budget(max_iterations=5))
     guard.abort()
     agent = agent_of(says("Hello."))
@@ -414,7 +413,7 @@ async def test_a_run_stopped_at_its_first_turn_keeps_the_users_words(mode):
 
 @modes
 async def test_a_session_that_fails_does_not_hide_the_result(mode):
-    class Failing(SQLiteSession):
+    class Failing(MemorySession):
         async def add_items(self, items):
             if any("stopped before" in str(item) for item in items):
                 raise OSError(28, "No space left on device")
@@ -477,7 +476,7 @@ async def test_a_stop_while_an_approval_is_resumed_leaves_no_unpaired_call(mode,
         says("Later, then."),
         tools=[tool("search", bodies), tool("send", bodies, needs_approval=True)],
     )
-    session = SQLiteSession("s") if stored else None
+    session = MemorySession("s") if stored else None
     guard = Guard(Budget(max_tool_calls=1))
     # The place for the second call is taken by someone else while a person thinks it over.
     first = await go(mode, agent, session=session, hooks=BudgetHooks(Budget()))

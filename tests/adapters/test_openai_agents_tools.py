@@ -22,7 +22,6 @@ from agents import (
     handoff,
 )
 from agents.mcp import MCPServer
-from agents.memory import SQLiteSession
 from mcp.types import CallToolResult, TextContent
 from mcp.types import Tool as McpTool
 from openai.types.responses import (
@@ -42,6 +41,7 @@ from budgetguard_core import (
 )
 from budgetguard_core.testing import Call, Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
+from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool, unpaired
 
 pytestmark = pytest.mark.anyio
@@ -466,7 +466,7 @@ async def test_ping_pong_handoffs_are_a_loop(mode):
 
 @modes
 async def test_a_nudge_reaches_the_model_and_not_the_session(mode):
-    session = SQLiteSession("s")
+    session = MemorySession("s")
     agent = agent_of(
         calls(Call("search", "same")), tools=[tool("search", [], result="nothing found")]
     )

@@ -83,6 +83,13 @@ class Answer(BaseModel):
     value: str
 
 
+class MemorySession(SQLiteSession):
+    """A session that is closed with its last reference: Python 3.13 warns of an open database."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class ScriptedModel(Model):
     """The real runner's model, answered by a script; works with every SDK version."""
 
@@ -330,7 +337,7 @@ class OpenAIAgentsDriver(Driver):
     def session_of(self, scenario: Scenario) -> Any:
         if not self.with_session:
             return None
-        return scenario.after.session if scenario.after else SQLiteSession("conversation")
+        return scenario.after.session if scenario.after else MemorySession("conversation")
 
     def input_of(self, scenario: Scenario) -> Any:
         if self.with_session or scenario.after is None:
