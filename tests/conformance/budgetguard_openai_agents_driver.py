@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -84,10 +85,11 @@ class Answer(BaseModel):
 
 
 class MemorySession(SQLiteSession):
-    """A session that is closed with its last reference: Python 3.13 warns of an open database."""
+    """A session that is closed at the end: Python 3.13 warns of a database that is left open."""
 
-    def __del__(self) -> None:
-        self.close()
+    def __init__(self, session_id: str) -> None:
+        super().__init__(session_id)
+        atexit.register(self.close)
 
 
 class ScriptedModel(Model):
