@@ -126,6 +126,9 @@ class Driver(ABC):
     """How the framework lets one agent run another."""
     deviations: ClassVar[Mapping[int | tuple[int, Mode], str]] = {}
     """Clauses that the framework makes impossible, with the reason; shown in the README."""
+    limits: ClassVar[Mapping[str, str]] = {}
+    """Deviations that no clause asks for: what cannot be done, by the name of the test that shows
+    it, so that the entry goes when the test does; shown in the README."""
 
     @abstractmethod
     def run(self, scenario: Scenario) -> Ran:

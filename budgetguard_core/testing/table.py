@@ -15,7 +15,8 @@ def capability_table(drivers: Sequence[Driver]) -> str:
     """Write the table as Markdown: a row for each clause, a column for each way in.
 
     `yes` means that the clause is tested in every mode of the way in; any other cell names the
-    modes for which it holds, or `no`, with the reason below the table.
+    modes for which it holds, or `no`, with the reason below the table. Below that stands what the
+    drivers declare beyond the clauses.
     """
     reasons: list[str] = []
     lines = [
@@ -45,4 +46,13 @@ def capability_table(drivers: Sequence[Driver]) -> str:
             cells.append(cell)
         lines.append(f"| {clause.number}. {clause.title} | " + " | ".join(cells) + " |")
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([*lines, *(["", *"  \n".join(notes).split("\n")] if notes else [])])
+    if notes:
+        lines += ["", *"  \n".join(notes).split("\n")]
+    limits = {
+        f"- {driver.adapter.removeprefix('budgetguard_')}: {limit}"
+        for driver in drivers
+        for limit in driver.limits.values()
+    }
+    if limits:
+        lines += ["", "Beyond the clauses:", "", *sorted(limits)]
+    return "\n".join(lines)

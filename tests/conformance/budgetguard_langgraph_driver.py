@@ -144,6 +144,11 @@ class Answer(BaseModel):
 
 class LangGraphDriver(Driver):
     adapter = "budgetguard_langgraph"
+    limits: ClassVar = {
+        "test_threads_without_the_context_are_out_of_reach": (
+            "calls in a raw thread pool, whose threads get no copy of the context, are not seen"
+        ),
+    }
     subagents = frozenset({"tool", "graph"})
     checkpointed = True
 

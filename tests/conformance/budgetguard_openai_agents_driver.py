@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from agents import (
     Agent,
@@ -305,6 +305,15 @@ def messages(items: list[Any], handoffs: set[str], synthetic: Any) -> list[Messa
 
 class OpenAIAgentsDriver(Driver):
     adapter = "budgetguard_openai_agents"
+    limits: ClassVar = {
+        "test_mcp_tools_are_counted_and_a_batch_that_does_not_fit_is_refused_whole": (
+            "a batch with calls of MCP servers, custom tools, shells, computers or patches is "
+            "refused whole where one of them does not fit"
+        ),
+        "test_a_quota_on_an_mcp_tool_ends_the_run": (
+            "a quota on such a tool ends the run instead of answering the model"
+        ),
+    }
     subagents = frozenset({"tool", "handoff"})
     with_session = False
 

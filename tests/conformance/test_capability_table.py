@@ -22,6 +22,18 @@ def test_the_readme_has_exactly_the_table():
     assert shown.strip() == capability_table(drivers), capability_table(drivers)
 
 
+def test_what_is_declared_beyond_the_clauses_is_shown_by_a_test():
+    tests = "".join(path.read_text() for path in (layout.ROOT / "tests/adapters").glob("test_*.py"))
+    drivers = [driver for adapter in layout.adapters() for driver in drivers_of(adapter)]
+    shown = [test for driver in drivers for test in driver.limits]
+    assert [test for test in shown if f"def {test}(" not in tests] == []
+
+
+def test_the_table_lists_what_is_declared_beyond_the_clauses():
+    driver = type("One", (Plain,), {"limits": {"test_it": "it cannot fly"}})()
+    assert capability_table([driver]).endswith("\n\nBeyond the clauses:\n\n- mine: it cannot fly")
+
+
 def test_the_table_tells_modes_and_reasons_apart():
     drivers = [
         type("One", (Plain,), {"name": "one", "modes": ("sync",), "deviations": {2: "It cannot."}}),
