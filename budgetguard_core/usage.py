@@ -96,56 +96,6 @@ def estimate_tokens(text: str) -> int:
     return len(text.encode("utf-8", "replace")) // 3 + 1
 
 
-class Counters:
-    """The running totals of one guard. Only `guard.py` writes them."""
-
-    __slots__ = (
-        "cache_read_tokens",
-        "cache_write_1h_tokens",
-        "cache_write_tokens",
-        "cost",
-        "estimated_calls",
-        "failed_calls",
-        "input_tokens",
-        "iterations",
-        "model_calls",
-        "output_tokens",
-        "reasoning_tokens",
-        "reserved_cost",
-        "reserved_tokens",
-        "tokens",
-        "tool_calls",
-        "unpriced_calls",
-    )
-
-    cache_read_tokens: int
-    cache_write_1h_tokens: int
-    cache_write_tokens: int
-    cost: int
-    estimated_calls: int
-    failed_calls: int
-    input_tokens: int
-    iterations: int
-    model_calls: int
-    output_tokens: int
-    reasoning_tokens: int
-    reserved_cost: int
-    reserved_tokens: int
-    tokens: int
-    tool_calls: int
-    unpriced_calls: int
-
-    def __init__(self, **totals: int) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
-        for name, total in totals.items():
-            setattr(self, name, total)
-
-    def to_dict(self) -> dict[str, int]:
-        """Return every total by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
 class Usage(BaseModel):
     """What a run has used, all of its sub-agents included."""
 
