@@ -126,6 +126,14 @@ class ModelCallSettled(EventBase):
     """The type of the error that ended it."""
 
 
+class ModelCallWithdrawn(EventBase):
+    """A model call that was admitted was never made: it counts as nothing."""
+
+    event: Literal["model_call_withdrawn"] = "model_call_withdrawn"
+    call_id: int
+    """The number of the call."""
+
+
 class ToolCallRequested(BaseModel):
     """One call of a batch, with the answer it got."""
 
@@ -306,6 +314,7 @@ Event: TypeAlias = Annotated[
     | ModelCallAdmitted
     | ModelCallRefused
     | ModelCallSettled
+    | ModelCallWithdrawn
     | ToolCallsRequested
     | ToolCallSettled
     | ToolCallWithdrawn

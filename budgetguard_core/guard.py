@@ -6,7 +6,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
@@ -43,6 +42,7 @@ from budgetguard_core.events import (
     ModelCallAdmitted,
     ModelCallRefused,
     ModelCallSettled,
+    ModelCallWithdrawn,
     NudgeTaken,
     RunEnded,
     RunPaused,
@@ -60,6 +60,7 @@ from budgetguard_core.events import (
     Tripped,
     UserTurned,
 )
+from budgetguard_core.frame import FRAME, Frame, current
 from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
 from budgetguard_core.meter import (
     COUNTERS,
@@ -92,7 +93,6 @@ WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _A = TypeVar("_A")
-_ACTIVE: ContextVar[Guard | None] = ContextVar("budgetguard_active", default=None)
 _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)
@@ -145,6 +145,7 @@ class Guard:
         "_window_warned",
         "budget",
         "cancellation",
+        "lineage",
         "mode",
         "outcome",
         "parent",
@@ -180,6 +181,7 @@ class Guard:
         mode: Mode | str,
         run_id: str | None,
         on_warning: WarningHandler | None,
+        beside: Sequence[Guard] = (),
     ) -> None:
         if budget is not None and not isinstance(budget, Budget):
             raise ConfigurationError(
@@ -199,9 +201,14 @@ class Guard:
         self._on_warning = on_warning
         self._meter = Meter(self.budget)
         self._standing = Standing(self._meter, self.budget, self.mode)
-        own = () if self.mode is Mode.OFF else (self,)
+        above = () if parent is None else (parent, *beside)
+        self.lineage: tuple[Guard, ...] = tuple(
+            dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
+        )
         # This guard and those above it, and what the steps of each are counted on.
-        self._line: tuple[Guard, ...] = own if parent is None else own + parent._line
+        self._line: tuple[Guard, ...] = tuple(
+            guard for guard in self.lineage if guard.mode is not Mode.OFF
+        )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
         self._begin()
 
@@ -311,6 +318,11 @@ class Guard:
     def clock(self) -> Clock:
         """Where this guard's time comes from."""
         return self._tree.clock
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether anybody takes this guard's events."""
+        return bool(self._tree.sinks)
 
     @property
     def paused(self) -> bool:
@@ -494,6 +506,25 @@ class Guard:
             guard._finish(warnings)
         if problem is not None:
             raise problem
+        return True
+
+    def withdraw_model_call(self, ticket: Admit) -> bool:
+        """Take back a model call that was admitted and never made; it counts as nothing.
+
+        Returns:
+            False when the call was settled or withdrawn before.
+        """
+        guard: Guard = ticket.guard
+        tree = guard._tree
+        with tree.lock:
+            if tree.open.pop(ticket.call_id, None) is not ticket:
+                return False
+            now = tree.now()
+            release(guard._chain, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
+            guard._keep_time(now)
+            if tree.sinks:
+                guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
+        tree.deliver()
         return True
 
     def admit_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolDecision]:
@@ -784,34 +815,49 @@ class Guard:
         mode: Mode | str | None = None,
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
+        beside: Sequence[Guard] = (),
     ) -> Guard:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
         It charges this guard and all above it under one lock. Its trip ends the sub-agent alone;
         an ancestor's trip ends everything below. An advisory envelope takes `mode=Mode.OBSERVE`.
+
+        Args:
+            budget: Its own caps; without, it has none but those above.
+            mode: ENFORCE, OBSERVE or OFF; this guard's if left out.
+            run_id: Its name in logs and checkpoints; a random one if left out.
+            on_warning: Called at the warning shares of its own caps.
+            beside: Other guards of this tree that it charges too, each of their ancestors once.
         """
         child = Guard.__new__(type(self))
-        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning)
+        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
+        for one in beside:
+            one.cancellation.adopt(child.cancellation)
         child._announce()
         return child
 
     @contextmanager
     def activate(self) -> Generator[Self]:
-        """Make this the guard of the code in the block, wherever its configuration is out of reach.
+        """Bound every run of every adapter in the block, beside what bounds them already.
 
-        Adapters with an ambient hook find it: in this thread or task, in tasks that are started
-        here, and in threads that get a copy of the context.
+        It holds in this thread or task, in tasks that are started here, and in threads that get a
+        copy of the context.
         """
-        token = _ACTIVE.set(self)
+        token = FRAME.set(Frame(self, above=FRAME.get()))
         try:
             yield self
         finally:
-            _ACTIVE.reset(token)
+            FRAME.reset(token)
 
     @staticmethod
     def active() -> Guard | None:
-        """Return the guard of the innermost `activate` block around this code, or None."""
-        return _ACTIVE.get()
+        """Return the guard that calls from this code are charged to, or None outside of any."""
+        frame = current()
+        return None if frame is None else frame.guard
+
+    def is_kin_of(self, other: Guard) -> bool:
+        """Tell whether two guards are of one tree: admitted under one lock, in one log."""
+        return self._tree is other._tree
 
     def attachment(self, kind: type[_A]) -> _A:
         """Return what an adapter keeps with this tree of guards, made on first use.
@@ -864,8 +910,10 @@ class Guard:
             self._tree.report(what, error)
 
     def conclude(self, outcome: Outcome) -> None:
-        """Keep the outcome of a run that ended, as `outcome`, and record its end."""
+        """Keep the outcome of a run, as `outcome`, and record its end, if it is one."""
         self.outcome = outcome
+        if outcome.status == "paused":
+            return
         self.emit(
             RunEnded,
             status=outcome.status,
@@ -924,7 +972,8 @@ class Guard:
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
-    ) -> Self:
+        within: Sequence[Guard] = (),
+    ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
         Without a budget the guard is what it was: same caps, same counters, same trip. Under a
@@ -941,6 +990,8 @@ class Guard:
             price_book: Where prices come from.
             clock: Where time comes from.
             log_arguments: Put the arguments of tool calls into events.
+            within: Guards of one tree that the run is a part of: then it has their log, clock and
+                prices, and what it had used before is not charged to them again.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
@@ -963,35 +1014,75 @@ class Guard:
                 "and not in a snapshot. Pass stop_when=, or a fresh budget= that has them."
             )
         try:
-            guard = cls(
-                budget
-                or Budget.from_json({**(snapshot.budget or {}), "stop_when": tuple(stop_when)}),
-                mode=snapshot.mode,
-                run_id=snapshot.run_id,
-                on_warning=on_warning,
-                price_book=price_book,
-                clock=clock,
-                log_arguments=log_arguments,
+            caps = budget or Budget.from_json(
+                {**(snapshot.budget or {}), "stop_when": tuple(stop_when)}
             )
-            guard._take_over(snapshot, fresh=budget is not None)
+            if within:
+                guard = within[0].child(
+                    caps,
+                    mode=snapshot.mode,
+                    run_id=snapshot.run_id,
+                    on_warning=on_warning,
+                    beside=within[1:],
+                )
+            else:
+                guard = cls(
+                    caps,
+                    mode=snapshot.mode,
+                    run_id=snapshot.run_id,
+                    on_warning=on_warning,
+                    price_book=price_book,
+                    clock=clock,
+                    log_arguments=log_arguments,
+                )
+            with guard._tree.lock:
+                guard._take_over(snapshot, fresh=budget is not None)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "
-                "Start the run anew."
-            ) from None
-        guard._tree.sinks = tuple(as_sink(sink) for sink in sinks)
+            raise _misfit(snapshot, error) from None
+        if not within:
+            guard._tree.sinks = tuple(as_sink(sink) for sink in sinks)
         guard.emit(RunRestored, snapshot=guard.snapshot().model_dump(mode="json"))
         return guard
 
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Take over what an earlier leg of a run had counted, under this guard's own caps.
+
+        For a guard that is made anew for each request while the run that it bounds waits for a
+        person: what was used before the answer counts after it.
+
+        Returns:
+            False when this guard has counted something itself; then nothing was changed.
+
+        Raises:
+            CheckpointError: The snapshot does not fit together.
+        """
+        with self._tree.lock:
+            if self._meter.model_calls or self._meter.tool_calls:
+                return False
+            try:
+                self._take_over(snapshot, fresh=False)
+            except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+                raise _misfit(snapshot, error) from None
+        self.emit(RunRestored, snapshot=self.snapshot().model_dump(mode="json"))
+        return True
+
     def _take_over(self, snapshot: Snapshot, *, fresh: bool) -> None:
         tree = self._tree
-        tree.seq = snapshot.seq
-        tree.call_id = snapshot.call_id
+        # In a tree that goes on already, the numbers of the old one are taken.
+        first = tree.call_id if self.parent is not None else 0
+        if self.parent is None:
+            tree.seq = snapshot.seq
+        tree.call_id = first + snapshot.call_id
         if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
-        for call in snapshot.open_calls:
-            tree.open[call.call_id] = self._ticket_of(call)
+        tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
+        tree.open.update((ticket.call_id, ticket) for ticket in tickets)
+        for ticket in tickets:
+            for meter in self._chain:
+                if meter is not self._meter:
+                    # Its settlement will take this off everyone in the chain.
+                    meter.set_aside(ticket.reserved_tokens, ticket.reserved_cost)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
@@ -999,7 +1090,7 @@ class Guard:
                 self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
             return
         # What was in flight in another process is not what its time counts for.
-        self._waiting = set(tree.open)
+        self._waiting = {ticket.call_id for ticket in tickets}
         self._meter.go_on_from(
             snapshot.counters,
             snapshot.quotas,
@@ -1019,7 +1110,7 @@ class Guard:
             self.cancellation.cancel()
         self._window_warned = snapshot.window_warned
 
-    def _ticket_of(self, open_call: OpenCall) -> Admit:
+    def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
         """Make a ticket again, so that its call can still be settled."""
         call: ModelCall | ToolCall
         rates: Rates | None = None
@@ -1040,7 +1131,7 @@ class Guard:
                 fingerprint=open_call.fingerprint,
             )
         reserved = open_call.reserved_tokens, open_call.reserved_cost
-        return Admit(self, call, open_call.call_id, None, rates, *reserved)
+        return Admit(self, call, first + open_call.call_id, None, rates, *reserved)
 
     # Under the lock
 
@@ -1374,6 +1465,12 @@ class Guard:
                     guard._on_warning(guard, event)
                 except Exception as error:
                     self._tree.report("on_warning", error)
+
+
+def _misfit(snapshot: Snapshot, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. Start the run anew."
+    )
 
 
 def _error_text(error: BaseException | str) -> str:

@@ -439,6 +439,16 @@ def reserve(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
         meter.reserved_cost += cost
 
 
+def release(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
+    """Take back a model call that was never made, and what was set aside for it."""
+    for meter in chain:
+        if not retry and meter.iterations:
+            meter.iterations -= 1
+        meter.model_calls -= 1
+        meter.reserved_tokens -= tokens
+        meter.reserved_cost -= cost
+
+
 def charge(
     chain: Chain,
     reserved_tokens: int,

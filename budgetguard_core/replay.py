@@ -20,6 +20,7 @@ from budgetguard_core.events import (
     ModelCallAdmitted,
     ModelCallRefused,
     ModelCallSettled,
+    ModelCallWithdrawn,
     NudgeTaken,
     RunPaused,
     RunRestored,
@@ -150,16 +151,21 @@ class Replay:
         snapshot = Snapshot.model_validate(event.snapshot)
         budget = self._budget or Budget.from_json(snapshot.budget or {})
         # A budget that is given makes the leg a fresh one; the recorded leg had its own counters.
+        begun = self._guards.get(event.run_id)
+        within = () if begun is None or begun.parent is None else (begun.parent,)
+        if within:
+            budget = Budget.from_json(snapshot.budget or {})
         guard = Guard.restore(
             snapshot.model_copy(update={"budget": budget.to_json(), "stop_conditions": 0}),
             price_book=self._prices,
             clock=self._clock,
+            within=within,
         )
         if self.root is None or self.root.run_id == event.run_id:
             self.root = guard
         self._guards[event.run_id] = guard
-        for ticket in guard.open_calls():
-            self._tickets[event.run_id, ticket.call_id] = ticket
+        for open_call, ticket in zip(snapshot.open_calls, guard.open_calls(), strict=True):
+            self._tickets[event.run_id, open_call.call_id] = ticket
 
     def _tell(self, guard: Guard, event: Event) -> None:
         if isinstance(event, ModelCallAdmitted | ModelCallRefused):
@@ -177,6 +183,10 @@ class Replay:
                     model=event.model,
                     cost_usd=_dollars(event.given_cost_usd, event),
                 )
+        elif isinstance(event, ModelCallWithdrawn):
+            ticket = self._tickets.pop((event.run_id, event.call_id), None)
+            if ticket is not None:
+                guard.withdraw_model_call(ticket)
         elif isinstance(event, ToolCallsRequested):
             decisions = guard.admit_tool_calls(
                 [
@@ -270,7 +280,9 @@ class _Numbers:
         parent = event.parent_run_id if isinstance(event, RunStarted) else None
         root = self._roots.get(parent or event.run_id)
         begins = isinstance(event, RunStarted) and parent not in self._roots
-        if root is None or begins or isinstance(event, RunRestored):
+        # A part of a run that goes on from a snapshot stays in the log of the whole.
+        restored = isinstance(event, RunRestored) and root in (None, event.run_id)
+        if root is None or begins or restored:
             root = event.run_id
         elif event.seq != self._last[root] + 1:
             raise CheckpointError(
