@@ -1,0 +1,1 @@
+"""What an adapter of a framework is built from."""
