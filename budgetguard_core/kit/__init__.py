@@ -8,9 +8,17 @@ and how the run ends is decided here, once for all adapters.
 from budgetguard_core.kit.ambient import Frame, current, current_guard, entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.envelope import Envelope, EnvelopeOptions, OnTrip, envelope_of
+from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.outcomes import outcome_of, remember
+from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.run import Run
+from budgetguard_core.kit.usage import (
+    answered_usage,
+    merge_usage,
+    reported_cost,
+    token_usage,
+)
 from budgetguard_core.kit.watch import Watch, cut_short, supervised
 
 __all__ = [
@@ -21,15 +29,24 @@ __all__ = [
     "OnTrip",
     "OpenModelCall",
     "OpenToolCall",
+    "Prompt",
     "Run",
     "Watch",
+    "answered_usage",
     "current",
     "current_guard",
     "cut_short",
     "entered",
     "envelope_of",
+    "estimate",
+    "failed_usage",
+    "merge_usage",
     "outcome_of",
+    "project",
     "remember",
+    "reported_cost",
     "required",
     "supervised",
+    "token_usage",
+    "turned_away",
 ]
