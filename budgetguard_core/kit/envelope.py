@@ -107,9 +107,7 @@ class Envelope:
                 f"clock must tell the time, got {type(self.clock).__name__}. "
                 "Pass an object with monotonic_ns and wall_ns."
             )
-        if self.store is not None and not all(
-            callable(getattr(self.store, verb, None)) for verb in ("save", "load", "delete")
-        ):
+        if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise ConfigurationError(
                 f"store must save, load and delete snapshots, got {type(self.store).__name__}. "
                 "Pass a MemoryStore, a SqliteStore or a CheckpointStore of your own."
