@@ -153,6 +153,9 @@ class ToolCallSettled(EventBase):
     """The fingerprint of the result, or of the error's text."""
     error: str | None
     """The type of the error that ended it."""
+    error_fingerprint: str | None = None
+    """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
+    paths and hexadecimal."""
 
 
 class ToolCallWithdrawn(EventBase):

@@ -14,6 +14,12 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.canonical import (
+    arguments_key,
+    digest_of,
+    fingerprint_error,
+    result_key,
+)
 from budgetguard_core.checkpoint import OpenCall, Snapshot
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
@@ -72,7 +78,7 @@ from budgetguard_core.limits import (
     unmetered_usage,
     unpriced_model,
 )
-from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
+from budgetguard_core.loops import LoopDetector
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates, from_usd, to_usd
 from budgetguard_core.stop import StopReason, Trip, Violation, as_condition
@@ -92,7 +98,7 @@ _A = TypeVar("_A")
 _ACTIVE: ContextVar[Guard | None] = ContextVar("budgetguard_active", default=None)
 _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
-_REFUSED = fingerprint_result(NOT_AVAILABLE)
+_REFUSED = result_key(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
 _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
     Admit: "admit",
@@ -534,8 +540,8 @@ class Guard:
         tree = self._tree
         ignored = _NOTHING if self._detector is None else self._detector.ignored
         for call in calls:
-            if call.fingerprint is None:
-                call.fingerprint = fingerprint(call.arguments, ignore=ignored)
+            if call.key is None:
+                call.key = arguments_key(call.arguments, ignore=ignored)
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -571,6 +577,7 @@ class Guard:
         *,
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
+        error_fingerprint: str | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -579,15 +586,22 @@ class Guard:
             result: What the tool returned; it is fingerprinted, not kept.
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
+            error_fingerprint: The `fingerprint_error` of the error's text, likewise.
 
         Returns:
             False when the call was settled before.
         """
         guard: Guard = ticket.guard
         tree = guard._tree
-        print_ = result_fingerprint
-        if print_ is None:
-            print_ = fingerprint_result(result if error is None else _error_text(error))
+        detector = guard._detector
+        key, kind = result_fingerprint, None
+        if error is not None:
+            text = _error_text(error)
+            key = result_key(text) if key is None else key
+            kind = error_fingerprint or fingerprint_error(text)
+        elif key is None:
+            ignored = _NOTHING if detector is None else detector.ignored_results
+            key = result_key(result, ignore=ignored)
         call: ToolCall = ticket.call
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
@@ -598,7 +612,7 @@ class Guard:
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
             detector = guard._detector
             if detector is not None:
-                detector.observe(call.name, call.fingerprint or "", print_)
+                detector.observe(call.name, call.key or "", key, error=kind)
                 if detector.tripped:
                     guard._halt = True
             now = tree.now()
@@ -611,8 +625,9 @@ class Guard:
                     ToolCallSettled,
                     now,
                     call_id=ticket.call_id,
-                    fingerprint=print_,
+                    fingerprint=digest_of(key),
                     error=_error_name(error),
+                    error_fingerprint=kind,
                 )
         finally:
             tree.lock.release()
@@ -640,7 +655,7 @@ class Guard:
             guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
             detector = guard._detector
             if detector is not None:
-                detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                detector.observe(call.name, call.key or "", _REFUSED)
                 if detector.tripped:
                     guard._halt = True
             if tree.sinks:
@@ -1329,7 +1344,7 @@ class Guard:
                 if refusal is not None:
                     if detector is not None:
                         # Asking again and again for what is refused brings nothing new either.
-                        detector.observe(call.name, call.fingerprint or "", _REFUSED)
+                        detector.observe(call.name, call.key or "", _REFUSED)
                         self._halt = self._is_halted()
                     return self._refused(call, refusal)
                 self._count_tool_call(call.name)

@@ -200,7 +200,11 @@ class Replay:
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
                 guard.settle_tool_call(
-                    ticket, error=event.error, result_fingerprint=event.fingerprint
+                    ticket,
+                    error=event.error,
+                    result_fingerprint=event.fingerprint,
+                    # Logs of others may hold the text's digest alone.
+                    error_fingerprint=event.error_fingerprint or event.fingerprint,
                 )
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
