@@ -24,6 +24,7 @@ _LONGEST_NAME = 64
 _LONGEST_CYCLE = 4
 
 _UNSPEAKABLE = re.compile(r"[^\w.:/-]+")
+_UNNAMED = "assistant"
 _ADVICE = "try another approach, or report what blocks you."
 
 _Key: TypeAlias = tuple[str, str, str]
@@ -348,7 +349,7 @@ class LoopDetector:
             fingerprint: The `fingerprint_result` of the text, where it is known already; then
                 the text is not read.
         """
-        name = speaker or ""
+        name = speaker or _UNNAMED
         if speaker is not None and self._exempt is not None and self._exempt(name):
             return
         if fingerprint is None:
@@ -432,12 +433,12 @@ class LoopDetector:
 
     def _replies_in_words(self) -> str:
         period, names = _cycle(self._replies, self._rows.replies.length)
-        if period > 1 and names:
+        if period > 1:
             return (
                 f"The conversation goes round in a circle ({names}): its latest replies were all "
                 "made before, word for word"
             )
-        return "Your latest replies were all made before, word for word"
+        return f"The latest replies ({names}) were all made before, word for word"
 
     def violation(self) -> Violation:
         """Say why the run is stopped; asked when `tripped`.
@@ -469,8 +470,7 @@ class LoopDetector:
             reason=StopReason.OSCILLATION if period > 1 else StopReason.NO_PROGRESS,
             limit=row.stop_after,
             used=row.length,
-            detail=f"{row.length} {what}, {setting}={row.stop_after}"
-            + (f"; {where}: {names}" if names else ""),
+            detail=f"{row.length} {what}, {setting}={row.stop_after}; {where}: {names}",
         )
 
     def state(self) -> dict[str, Any]:
@@ -584,7 +584,7 @@ def _cycle(recent: Iterable[_Key] | Iterable[_Reply], row: int) -> tuple[int, st
         if len(latest) >= 2 * length and latest[-length:] == latest[-2 * length : -length]:
             period = length
             break
-    names = [_speakable(one[0]) for one in latest[-(period or row) :] if one[0]]
+    names = [_speakable(one[0]) for one in latest[-(period or row) :]]
     return period, ", ".join(names if period else dict.fromkeys(names))
 
 
