@@ -170,9 +170,7 @@ class Run:
         if final:
             self.guard.report_reply(text, speaker=speaker)
 
-    def failed(
-        self, call: OpenModelCall, error: BaseException | str, *, written: str = ""
-    ) -> None:
+    def failed(self, call: OpenModelCall, error: BaseException | str, *, written: str = "") -> None:
         """Charge a model call that failed, timed out or was cancelled, by the one rule for them.
 
         Args:
