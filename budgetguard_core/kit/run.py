@@ -61,7 +61,7 @@ class Run:
         self._messages: Sequence[Any] = ()
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
         if self._parent is not None:
-            self._parent._children.add(self)
+            self._parent._children.add(self)  # noqa: SLF001 - another run's own field
 
     # The code of the run
 
@@ -492,7 +492,7 @@ class Run:
         run = self._parent
         while run is not None:
             if any(stop.trip.run_id == one.run_id for g in run.guards for one in g.lineage):
-                run._refused = run._refused or stop.trip  # noqa: SLF001 - another run's own field
+                run._refused = run._refused or stop.trip  # noqa: SLF001
             run = run._parent  # noqa: SLF001
         return stop
 

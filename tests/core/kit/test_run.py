@@ -385,7 +385,7 @@ class TestToolCalls:
         run = opened(Budget())
         batch = run.batch([tool("a"), tool("b")])
         assert batch.take(None, "b") is list(batch)[1]
-        assert batch.take("", "a") is list(batch)[0]
+        assert batch.take("", "a") is next(iter(batch))
         assert batch.take(None, "a") is None
 
     def test_an_id_names_a_call_together_with_the_tool(self):
