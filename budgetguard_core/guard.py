@@ -1121,13 +1121,19 @@ class Guard:
         if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
+        # The guard of the earlier leg may still be in this tree: its calls are these.
+        before = {
+            call_id for call_id, ticket in tree.open.items() if ticket.guard.run_id == self.run_id
+        }
+        for call_id in before:
+            del tree.open[call_id]
         tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
-        tree.open.update((ticket.call_id, ticket) for ticket in tickets)
-        for ticket in tickets:
-            for meter in self._chain:
-                if meter is not self._meter:
-                    # Its settlement will take this off everyone in the chain.
-                    meter.set_aside(ticket.reserved_tokens, ticket.reserved_cost)
+        for call, ticket in zip(snapshot.open_calls, tickets, strict=True):
+            tree.open[ticket.call_id] = ticket
+            if call.call_id not in before:
+                # Its settlement will take this off everyone in the chain.
+                for guard in self.lineage[1:]:
+                    guard._meter.set_aside(call.reserved_tokens, call.reserved_cost)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
