@@ -1121,19 +1121,16 @@ class Guard:
         if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
-        # The guard of the earlier leg may still be in this tree: its calls are these.
-        before = {
-            call_id for call_id, ticket in tree.open.items() if ticket.guard.run_id == self.run_id
-        }
-        for call_id in before:
-            del tree.open[call_id]
-        tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
-        for call, ticket in zip(snapshot.open_calls, tickets, strict=True):
+        # The guard of the earlier leg may still be in this tree: its open calls are these.
+        before = [one for one in tree.open.values() if one.guard.run_id == self.run_id]
+        for ticket in before:
+            del tree.open[ticket.call_id]
+            self._set_aside_above(-ticket.reserved_tokens, -ticket.reserved_cost)
+        for call in snapshot.open_calls:
+            ticket = self._ticket_of(call, first)
             tree.open[ticket.call_id] = ticket
-            if call.call_id not in before:
-                # Its settlement will take this off everyone in the chain.
-                for guard in self.lineage[1:]:
-                    guard._meter.set_aside(call.reserved_tokens, call.reserved_cost)
+            # Its settlement will take this off everyone in the chain.
+            self._set_aside_above(call.reserved_tokens, call.reserved_cost)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
@@ -1141,7 +1138,7 @@ class Guard:
                 self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
             return
         # What was in flight in another process is not what its time counts for.
-        self._waiting = {ticket.call_id for ticket in tickets}
+        self._waiting = {first + call.call_id for call in snapshot.open_calls}
         self._meter.go_on_from(
             snapshot.counters,
             snapshot.quotas,
@@ -1160,6 +1157,10 @@ class Guard:
         if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
             self.cancellation.cancel()
         self._window_warned = snapshot.window_warned
+
+    def _set_aside_above(self, tokens: int, cost: int) -> None:
+        for guard in self.lineage[1:]:
+            guard._meter.set_aside(tokens, cost)
 
     def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
         """Make a ticket again, so that its call can still be settled."""
