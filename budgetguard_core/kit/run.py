@@ -46,7 +46,13 @@ class Run:
     """
 
     def __init__(
-        self, envelope: Envelope, guard: Guard, above: Frame | None, around: Sequence[Guard]
+        self,
+        envelope: Envelope,
+        guard: Guard,
+        above: Frame | None,
+        around: Sequence[Guard],
+        *,
+        loose: bool = False,
     ) -> None:
         self.envelope = envelope
         self.guard = guard
@@ -60,8 +66,24 @@ class Run:
         self._saving = threading.RLock()
         self._messages: Sequence[Any] = ()
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
-        if self._parent is not None:
+        self._parts: dict[object, Run] = {}
+        # Nobody tells the end of a loose run, so nobody waits for it.
+        if self._parent is not None and not loose:
             self._parent._children.add(self)  # noqa: SLF001 - another run's own field
+
+    def part(self, owner: object, envelope: Envelope) -> Run:
+        """Return the run in which an owner's single calls within this run are counted together.
+
+        Args:
+            owner: What makes the calls: a guarded function, a client.
+            envelope: Its own budget, opened on first use.
+        """
+        with self._saving:
+            found = self._parts.get(owner)
+            if found is None:
+                with self.entered():
+                    found = self._parts[owner] = envelope.open(loose=True)
+        return found
 
     # The code of the run
 

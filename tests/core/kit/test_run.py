@@ -22,7 +22,14 @@ from budgetguard_core import (
     TokenUsage,
     ToolCall,
 )
-from budgetguard_core.kit import Envelope, OpenModelCall, current, current_guard, outcome_of
+from budgetguard_core.kit import (
+    Envelope,
+    OpenModelCall,
+    current,
+    current_guard,
+    joined,
+    outcome_of,
+)
 from budgetguard_core.testing import ManualClock
 
 CALL = ModelCall()
@@ -716,3 +723,34 @@ class TestWhatHolds:
             run.finished(call, "same")
             run.end()
         assert guard.check() is None
+
+
+class TestSingleCalls:
+    def test_outside_of_any_run_there_is_none(self):
+        assert joined() is None
+
+    def test_they_are_a_part_of_the_run_around(self):
+        run = opened(Budget())
+        with run.entered():
+            assert joined() is run
+
+    def test_an_activate_block_is_a_run_of_its_guard(self):
+        guard, other = Guard(Budget(max_model_calls=2)), Guard()
+        with other.activate(), guard.activate():
+            run = joined()
+            assert joined() is run
+            assert until_stopped(run) == 2
+            inner = opened(Budget())
+        assert isinstance(model_call(inner), Stop)
+        assert run.guard is guard
+        assert other.usage.model_calls == 2
+
+    def test_calls_of_one_owner_are_counted_together(self):
+        run, owner = opened(Budget(max_model_calls=5)), object()
+        envelope = Envelope(budget=Budget(max_model_calls=2))
+        part = run.part(owner, envelope)
+        assert run.part(owner, envelope) is part
+        assert run.part(object(), envelope) is not part
+        assert until_stopped(part) == 2
+        assert run.guard.usage.model_calls == 2
+        assert not run.has_children
