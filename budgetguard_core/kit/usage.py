@@ -38,6 +38,8 @@ _WRAPPERS: Final = (
 """What a response is wrapped in: by events and chunks of streams, and by frameworks."""
 _DEEPEST: Final = 4
 _LONGEST_AMOUNT: Final = 40
+# No call costs ten million dollars, and exact arithmetic on what is smaller would take for ever.
+_MAGNITUDES: Final = range(-30, 7)
 _XAI_DECIMALS: Final = 10
 
 
@@ -61,7 +63,8 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
-    return next(filter(None.__ne__, map(read_figures, _candidates(record))), None)
+    read = map(read_figures, _candidates(record))
+    return next((usage for usage in read if usage is not None), None)
 
 
 def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUsage | None:
@@ -179,4 +182,6 @@ def _amount(value: object) -> Decimal | None:
         amount = Decimal(text) if len(text) <= _LONGEST_AMOUNT else None
     except ArithmeticError:
         return None
-    return amount if amount is not None and amount.is_finite() and amount >= 0 else None
+    if amount is None or not amount.is_finite() or amount < 0:
+        return None
+    return amount if not amount or amount.adjusted() in _MAGNITUDES else None
