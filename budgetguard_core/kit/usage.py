@@ -159,9 +159,9 @@ def _first(answers: object) -> object:
 
 
 def _cost_of(usage: object) -> Decimal | None:
-    ticks = _amount(part(usage, "cost_in_usd_ticks"))
+    ticks = _amount(part(usage, "cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
     if ticks is not None:
-        return ticks.scaleb(-_XAI_DECIMALS)
+        return ticks
     if read_figures(usage) == TokenUsage():
         return Decimal(0)
     cost = part(usage, "cost")
@@ -174,12 +174,12 @@ def _cost_of(usage: object) -> Decimal | None:
     return total
 
 
-def _amount(value: object) -> Decimal | None:
+def _amount(value: object, *, decimals: int = 0) -> Decimal | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         return None
     text = str(value)
     try:
-        amount = Decimal(text) if len(text) <= _LONGEST_AMOUNT else None
+        amount = Decimal(text).scaleb(-decimals) if len(text) <= _LONGEST_AMOUNT else None
     except ArithmeticError:
         return None
     if amount is None or not amount.is_finite() or amount < 0:
