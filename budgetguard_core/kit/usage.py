@@ -7,7 +7,7 @@ and what is charged when some of them are missing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Final, cast
 
 from budgetguard_core.kit.figures import fitted, larger, read_figures
@@ -40,6 +40,8 @@ _DEEPEST: Final = 4
 _LONGEST_AMOUNT: Final = 40
 # No call costs ten million dollars, and exact arithmetic on what is smaller would take for ever.
 _MAGNITUDES: Final = range(-30, 7)
+# Whatever the caller's context is; sums of such amounts have fewer digits.
+_EXACT: Final = Context(prec=100)
 _XAI_DECIMALS: Final = 10
 
 
@@ -170,7 +172,7 @@ def _cost_of(usage: object) -> Decimal | None:
         return _amount(part(cost, "total_cost"))
     if part(usage, "is_byok") is True:
         behind = _amount(part(part(usage, "cost_details"), "upstream_inference_cost"))
-        return total + (behind or 0)
+        return _EXACT.add(total, behind or Decimal(0))
     return total
 
 
@@ -179,7 +181,7 @@ def _amount(value: object, *, decimals: int = 0) -> Decimal | None:
         return None
     text = str(value)
     try:
-        amount = Decimal(text).scaleb(-decimals) if len(text) <= _LONGEST_AMOUNT else None
+        amount = _EXACT.scaleb(Decimal(text), -decimals) if len(text) <= _LONGEST_AMOUNT else None
     except ArithmeticError:
         return None
     if amount is None or not amount.is_finite() or amount < 0:
