@@ -80,9 +80,8 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     if ignore:
         if isinstance(value, BaseModel):
             value = _model_fields(value)
-        if type(value) is dict and not ignore.isdisjoint(value):
-            arguments: dict[Any, Any] = value
-            value = {name: arguments[name] for name in arguments if name not in ignore}
+        if _kind_of(value) is dict and not ignore.isdisjoint(value):
+            value = {name: value[name] for name in value if name not in ignore}
     try:
         return ascii(_plain(value, 0, _Walk()))
     except _TooManyParts:
