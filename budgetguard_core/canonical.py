@@ -153,14 +153,13 @@ def digest_of(key: str) -> str:
 
 
 def _result(result: Any, ignore: AbstractSet[str]) -> str:
-    if type(result) is str:
-        text = result.strip()
-        if not ignore or text[:1] != "{" or not any(name in text for name in ignore):
-            return text
-        result = _parsed(text)
-        if result is text:
-            return text
-    return canonical(result, ignore=ignore)
+    if type(result) is not str:
+        return canonical(result, ignore=ignore)
+    text = result.strip()
+    if not ignore or text[:1] != "{" or not any(name in text for name in ignore):
+        return text
+    found = _parsed(text)
+    return text if found is text else canonical(found, ignore=ignore)
 
 
 def _key(text: str) -> str:
