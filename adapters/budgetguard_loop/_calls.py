@@ -131,8 +131,7 @@ class AdmittedModelCall:
     ) -> None:
         self._stack.close()
         if error is None:
-            # Nobody said what it used: the reservation is charged.
-            self._block.run.answered(self._opened())
+            self._block.run.unreported(self._opened())
         else:
             self._block.run.failed(self._opened(), error)
 

@@ -256,8 +256,7 @@ class Loop:
             cost_usd=reply.cost_usd,
             final=not calls,
         )
-        if reply.usage is not None:
-            self._prompt.measured(reply.usage)
+        self._prompt.measured(reply.usage, reply=message)
         self.messages.append(message)
         if reply.is_cut and not calls:
             trip = self.run.cut_short(call)

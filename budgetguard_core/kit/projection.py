@@ -179,16 +179,23 @@ class Prompt:
         self._seen = seen
         return max(seen.tokens + fixed, 0)
 
-    def measured(self, usage: TokenUsage | None) -> None:
+    def measured(self, usage: TokenUsage | None, *, reply: object = None) -> None:
         """Take what the provider measured for the last prompt as the base of the next.
 
         Args:
             usage: Of the call; figures that were estimated, and None, change nothing.
+            reply: The reply as it stands next in the conversation: then it counts as measured too,
+                less the reasoning, which is not sent again.
         """
         if usage is None or usage.estimated or not usage.input_tokens:
             return
         tokens = usage.total_tokens if self._server_side else usage.input_tokens
-        self._seen = self._seen._replace(tokens=tokens - self._fixed[1])
+        seen = self._seen._replace(tokens=tokens - self._fixed[1])
+        if reply is not None and not self._server_side:
+            said = usage.output_tokens - usage.reasoning_tokens
+            first = seen.first if seen.length else reply
+            seen = _Seen(seen.length + 1, first, reply, seen.tokens + said)
+        self._seen = seen
 
     def _size_of_fixed(self, system: object, tools: Sequence[object], output_schema: object) -> int:
         parts = (system, *tools, output_schema)

@@ -231,6 +231,12 @@ class Run:
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
 
+    def unreported(self, call: OpenModelCall) -> None:
+        """Settle a model call of which nobody says what it used: its reservation is charged."""
+        if call.close():
+            for ticket in call.tickets:
+                self._settle(ticket, call.measured)
+
     def unmade(self, call: OpenModelCall) -> None:
         """Take back a model call that was admitted and never made; it counts as nothing."""
         if call.close():

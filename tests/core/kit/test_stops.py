@@ -2,10 +2,11 @@
 
 import pytest
 
-from budgetguard_core import BudgetExceeded, StopReason, Trip
+from budgetguard_core import BudgetExceeded, StopReason, Trip, Violation
 from budgetguard_core.kit import is_stop
 
-STOP = BudgetExceeded(Trip(reason=StopReason.ABORTED, violations=(), run_id="run"))
+HELD = (Violation(reason=StopReason.ABORTED),)
+STOP = BudgetExceeded(Trip(reason=StopReason.ABORTED, violations=HELD, run_id="run"))
 
 
 @pytest.mark.parametrize(
