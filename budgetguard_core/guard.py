@@ -513,12 +513,13 @@ class Guard(RunState):
         run waits as well. Nothing is refused meanwhile, and an admission does not end the pause.
 
         Args:
-            waiting: The calls that are open and wait too, such as a tool whose body asks.
+            waiting: The calls of this run, and of its sub-agents, that are open and wait too, such
+                as a tool whose body asks.
         """
         with self._tree.lock:
             now, ids = self._now(), [ticket.call_id for ticket in waiting]
             self._meter.pause()
-            self._waiting.update(ids)
+            self._tree.waiting = self._tree.waiting.union(ids) & self._tree.open.keys()
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunPaused, now, waiting=tuple(ids))
@@ -535,7 +536,7 @@ class Guard(RunState):
                 return
             now, ids = self._now(), [ticket.call_id for ticket in waiting]
             self._meter.end_pause()
-            self._waiting.difference_update(ids)
+            self._tree.waiting.difference_update(ids)
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunResumed, now, waiting=tuple(ids))

@@ -57,7 +57,6 @@ class RunState:
         "_records",
         "_standing",
         "_tree",
-        "_waiting",
         "_warn_at",
         "_window_warned",
         "budget",
@@ -107,7 +106,6 @@ class RunState:
         self._standing.begin(self.budget, self.mode)
         self._earlier = Usage()
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
-        self._waiting: set[int] = set()
         self._window_warned = False
         # Asked on every step and never changed by `extend`, so worked out once.
         self._warn_at = self.budget.warn_at
@@ -284,14 +282,14 @@ class RunState:
         self._earlier = snapshot.earlier
         for call in snapshot.open_calls:
             tree.open[call.call_id] = self._ticket_of(call)
+        # What another process left in flight is nothing that this one's time counts for.
+        tree.waiting = set(tree.open)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
             for call in snapshot.open_calls:
                 self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
             return
-        # What was in flight in another process is not what its time counts for.
-        self._waiting = set(tree.open)
         self._meter.go_on_from(
             snapshot.counters,
             snapshot.quotas,
@@ -394,7 +392,7 @@ class RunState:
 
     def _is_busy(self) -> bool:
         return any(
-            self in ticket.guard._line and call_id not in self._waiting
+            self in ticket.guard._line and call_id not in self._tree.waiting
             for call_id, ticket in self._tree.open.items()
         )
 

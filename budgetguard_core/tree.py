@@ -37,6 +37,7 @@ class Tree:
         "price_book",
         "seq",
         "sinks",
+        "waiting",
     )
 
     def __init__(
@@ -60,6 +61,8 @@ class Tree:
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
         self.open: dict[int, Admit] = {}
+        # Those of them that wait for a person, or were left by a process that is gone.
+        self.waiting: set[int] = set()
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
