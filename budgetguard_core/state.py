@@ -274,16 +274,11 @@ class RunState:
             )
 
     def _take_over(self, snapshot: Snapshot, *, fresh: bool) -> None:
-        tree = self._tree
-        tree.seq = snapshot.seq
-        tree.call_id = snapshot.call_id
         if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
-        for call in snapshot.open_calls:
-            tree.open[call.call_id] = self._ticket_of(call)
-        # What another process left in flight is nothing that this one's time counts for.
-        tree.waiting = set(tree.open)
+        tickets = [self._ticket_of(call) for call in snapshot.open_calls]
+        self._tree.go_on_from(snapshot.seq, snapshot.call_id, tickets)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()

@@ -67,6 +67,14 @@ class Tree:
         self.seq = 0
         self.call_id = 0
 
+    def go_on_from(self, seq: int, call_id: int, tickets: Sequence[Admit]) -> None:
+        """Take over the numbers, and the calls in flight, of a tree in another process."""
+        self.seq = seq
+        self.call_id = call_id
+        self.open = {ticket.call_id: ticket for ticket in tickets}
+        # They are nothing that this process's time counts for.
+        self.waiting = set(self.open)
+
     def make(self, kind: type[_E], run_id: str, now: int, **facts: Any) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""
         if self.sinks:
