@@ -133,7 +133,8 @@ class Loop:
                 if waiting:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
-                    return (yield from self._conclude())
+                    ended: Outcome = yield from self._conclude()
+                    return ended
                 yield from self._call_model()
         except _Tripped as stop:
             self._settle_history(NOT_EXECUTED)
