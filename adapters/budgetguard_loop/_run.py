@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from budgetguard_core import (
     NOT_EXECUTED,
@@ -133,8 +133,8 @@ class Loop:
                 if waiting:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
-                    ended: Outcome = yield from self._conclude()
-                    return ended
+                    outcome = cast("Outcome", (yield from self._conclude()))
+                    return outcome
                 yield from self._call_model()
         except _Tripped as stop:
             self._settle_history(NOT_EXECUTED)

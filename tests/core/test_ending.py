@@ -257,7 +257,6 @@ def test_a_run_that_waits_for_a_person_is_paused():
         "saved",
         "checkpoint_saved",
         "flushed",
-        "run_ended",
     ]
     assert seen.snapshot.pauses == 1
 
