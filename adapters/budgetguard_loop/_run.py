@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from budgetguard_core import (
     NOT_EXECUTED,
@@ -127,13 +127,14 @@ class Loop:
 
     def steps(self) -> Steps:
         """Run the loop to its end."""
+        outcome: Outcome
         try:
             while True:
                 _, waiting = history.open_batch(self.messages)
                 if waiting:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
-                    outcome = cast("Outcome", (yield from self._conclude()))
+                    outcome = yield from self._conclude()
                     return outcome
                 yield from self._call_model()
         except _Tripped as stop:
