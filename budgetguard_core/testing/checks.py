@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from budgetguard_core import Outcome, StopReason, SystemClock
+from budgetguard_core import Event, Outcome, StopReason, SystemClock
+from budgetguard_core.events import ModelCallAdmitted, NudgeTaken
 from budgetguard_core.testing.conformance import check_history
 from budgetguard_core.testing.driver import Driver, perform
 from budgetguard_core.testing.failures import expect
@@ -95,3 +97,21 @@ def in_threads(*actions: Callable[[], object]) -> None:
     with ThreadPoolExecutor(len(actions)) as pool:
         for future in [pool.submit(action) for action in actions]:
             future.result()
+
+
+def nudges_of(events: Sequence[Event]) -> list[str]:
+    """List the nudges that were given."""
+    given = [e.nudge for e in events if isinstance(e, ModelCallAdmitted) and e.nudge is not None]
+    return given + [e.message for e in events if isinstance(e, NudgeTaken)]
+
+
+def check_nudge(events: Sequence[Event], *scripts: Script) -> None:
+    """Check that one nudge was given, and that a model has read it."""
+    nudges = nudges_of(events)
+    check_equal("nudges", len(nudges), 1)
+    # Serialised prompts may escape quotation marks; the sentence up to one is enough.
+    words = re.split(r"[\"'\\]", nudges[0])[0]
+    expect(
+        any(words in sent for script in scripts for sent in script.sent),
+        f"the model was not told {nudges[0]!r}",
+    )

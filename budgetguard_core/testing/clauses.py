@@ -1,10 +1,10 @@
-"""The 25 clauses of the contract, each checked once."""
+"""The clauses of the contract, each checked once; the later ones are in files of their own."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -27,7 +27,6 @@ from budgetguard_core.events import (
     Event,
     IncidentRecorded,
     ModelCallAdmitted,
-    NudgeTaken,
     TripObserved,
 )
 from budgetguard_core.testing.checks import (
@@ -37,8 +36,10 @@ from budgetguard_core.testing.checks import (
     act_timed,
     check_completed,
     check_equal,
+    check_nudge,
     check_stopped,
     in_threads,
+    nudges_of,
     outcome_of,
     results_of,
     search_tool,
@@ -48,7 +49,11 @@ from budgetguard_core.testing.checks import (
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import Clause, check_history
 from budgetguard_core.testing.driver import Driver, Feature
+from budgetguard_core.testing.endings import cut_short, failed, nothing_kept, same_history
 from budgetguard_core.testing.failures import expect
+from budgetguard_core.testing.nesting import activated, nested, not_an_answer
+from budgetguard_core.testing.pauses import paused
+from budgetguard_core.testing.replies import dialogue, equal_ids, every_usage
 from budgetguard_core.testing.scenario import Mode, Ran, Scenario, Scratch
 from budgetguard_core.testing.script import (
     MODEL,
@@ -235,22 +240,6 @@ def _abort(driver: Driver, mode: Mode) -> None:
         expect(took < DEADLINE + GRACE, f"it took {took:.1f} s")
 
 
-def _nudges(events: Sequence[Event]) -> list[str]:
-    given = [e.nudge for e in events if isinstance(e, ModelCallAdmitted) and e.nudge is not None]
-    return given + [e.message for e in events if isinstance(e, NudgeTaken)]
-
-
-def _check_nudge(events: Sequence[Event], script: Script) -> None:
-    nudges = _nudges(events)
-    check_equal("nudges", len(nudges), 1)
-    # Serialised prompts may escape quotation marks; the sentence up to one is enough.
-    words = re.split(r"[\"'\\]", nudges[0])[0]
-    expect(
-        any(words in sent for sent in script.sent),
-        f"the model was not told {nudges[0]!r}",
-    )
-
-
 def _repetition(driver: Driver, mode: Mode) -> None:
     events: list[Event] = []
     script = Script([calls(Call("search", "same"))])
@@ -263,7 +252,7 @@ def _repetition(driver: Driver, mode: Mode) -> None:
     )
     check_stopped(ran, StopReason.NO_PROGRESS)
     expect(len(scenario.started) <= 6, f"{len(scenario.started)} identical calls were made")
-    _check_nudge(events, script)
+    check_nudge(events, script)
 
     events.clear()
     script = Script([*[calls(Call("search", "same"))] * 8, says("Found.")])
@@ -275,7 +264,7 @@ def _repetition(driver: Driver, mode: Mode) -> None:
         tools=[search_tool()],
     )
     check_completed(ran)
-    check_equal("nudges for changing results", _nudges(events), [])
+    check_equal("nudges for changing results", nudges_of(events), [])
     check_equal("tool bodies", len(scenario.started), 8)
 
 
@@ -291,7 +280,7 @@ def _oscillation(driver: Driver, mode: Mode) -> None:
     )
     check_stopped(ran, StopReason.OSCILLATION)
     expect(len(scenario.started) <= 8, f"{len(scenario.started)} calls went round in a circle")
-    _check_nudge(events, script)
+    check_nudge(events, script)
 
 
 class _Recorder(MemoryStore):
@@ -774,5 +763,16 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(23, "failures change no ending and are reported", _failures),
     Clause(24, "the model reads nothing of the budget", _not_a_word),
     Clause(25, "nothing undoes a trip", _not_undone),
+    Clause(26, "a run inside another one spends its budget", nested),
+    Clause(27, "`guard.activate()` bounds every run in its block", activated),
+    Clause(28, "a run that waits for a person is paused", paused, needs=("approval",)),
+    Clause(29, "a run that fails or is cancelled has an outcome", failed),
+    Clause(30, "a stop is never read as an answer", not_an_answer),
+    Clause(31, "equal ids of tool calls change nothing", equal_ids),
+    Clause(32, "replies that repeat: nudge, then stop", dialogue, needs=("dialogue",)),
+    Clause(33, "an answer cut by our bound is a stop", cut_short, needs=("bounded_output",)),
+    Clause(34, "nothing is kept of runs that are over", nothing_kept),
+    Clause(35, "usage is read in full, and estimated where there is none", every_usage),
+    Clause(36, "the stored history is the returned one, and goes on", same_history),
 )
 """The clauses of the contract, in its order."""

@@ -169,7 +169,15 @@ class ScriptedModel(Model):
         return reply, output
 
     async def get_response(
-        self, system_instructions, input, model_settings, tools, output_schema, handoffs, **kwargs
+        self,
+        system_instructions,
+        input,
+        model_settings,
+        tools,
+        output_schema,
+        handoffs,
+        *args,
+        **kwargs,
     ):
         reply, output = await self._next(
             system_instructions, input, model_settings, tools, handoffs
@@ -187,7 +195,15 @@ class ScriptedModel(Model):
         return ModelResponse(output=output, usage=usage, response_id=None)
 
     async def stream_response(
-        self, system_instructions, input, model_settings, tools, output_schema, handoffs, **kwargs
+        self,
+        system_instructions,
+        input,
+        model_settings,
+        tools,
+        output_schema,
+        handoffs,
+        *args,
+        **kwargs,
     ):
         reply, output = await self._next(
             system_instructions, input, model_settings, tools, handoffs
