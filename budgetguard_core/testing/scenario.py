@@ -149,7 +149,7 @@ class Ran:
 
 
 # What belongs to the suite, or is read by it.
-_ITS_OWN = frozenset({"script", "shared", "started", "answers", "break_after"})
+_ITS_OWN = frozenset({"mode", "script", "shared", "started", "answers", "break_after"})
 
 
 def ignored_parts(scenario: Scenario) -> list[str]:

@@ -263,7 +263,7 @@ class LangGraphDriver(Driver):
     def graph(self, scenario):
         shared = scenario.shared
         if scenario.place != "same object":
-            shared.pop("graph")
+            shared.pop("graph", None)
         if scenario.place == "new process":
             shared["saver"] = reopened(shared["saver"])
         if "graph" not in shared:
@@ -387,7 +387,7 @@ class LangGraphDriver(Driver):
         stored = self.is_checkpointed(scenario) and scenario.guard is not None
         if stored:
             native = graph.get_state(config).values.get("messages", [])
-            if failed:
+            if failed and not scenario.stored:
                 native = self.next_turn(graph, config)
         elif failed:
             # The graph raised and gave back nothing: the caller has what it had before.
@@ -607,7 +607,6 @@ class BoundedReactDriver(BoundedDriver):
                 checkpointer=checkpointer,
                 response_format=Answer if scenario.structured and top else None,
                 post_model_hook=approval(scenario, tools) if waits and top else None,
-                version="v1" if waits and top else "v2",
             )
         policy = retry_policy(scenario)
         if policy is not None:
@@ -711,6 +710,13 @@ class MiddlewareDriver(LangGraphDriver):
         return create_agent_graph(
             scenario, script, tools, checkpointer=checkpointer, top=top, inner=inner
         )
+
+    def graph(self, scenario):
+        # An agent has its budget in it: under another one it is another agent.
+        if scenario.shared.setdefault("guard", scenario.guard) != scenario.guard:
+            scenario.shared.pop("graph", None)
+            scenario.shared["guard"] = scenario.guard
+        return super().graph(scenario)
 
     def build(self, scenario, saver):
         tools = self.tools(scenario, scenario.tools)
