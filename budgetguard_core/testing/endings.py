@@ -170,17 +170,18 @@ def nothing_kept(driver: Driver, mode: Mode) -> None:
 
 def same_history(driver: Driver, mode: Mode) -> None:
     """Clause 36."""
-    tool_calls = [calls("search", "read"), calls("search", "read")]
+    batches = [calls("search", "read"), calls("search", "read")]
+    hung = [calls("search"), Reply(hang=True)]
+    down = [calls("search"), Reply(error=ProviderError("down"))]
     endings: list[tuple[str, Budget, list[Reply]]] = [
         ("completed", Budget(max_iterations=9), [calls("search"), says("Here it is.")]),
-        ("iterations", Budget(max_iterations=1), tool_calls),
-        ("tool calls", Budget(max_tool_calls=1), tool_calls),
-        ("tokens", Budget(max_total_tokens=100), tool_calls),
-        ("failed", Budget(max_iterations=9), [calls("search"), Reply(error=ProviderError("down"))]),
+        ("max_iterations", Budget(max_iterations=1), batches),
+        ("max_tool_calls", Budget(max_tool_calls=1), batches),
+        ("max_total_tokens", Budget(max_total_tokens=100), batches),
+        ("failed", Budget(max_iterations=9), down),
     ]
     if mode != "sync":
-        hung = Reply(hang=True)
-        endings.append(("deadline", Budget(max_seconds=0.2), [calls("search"), hung]))
+        endings.append(("max_seconds", Budget(max_seconds=0.2), hung))
     for name, budget, replies in endings:
         _check_turns(driver, mode, name, budget, replies)
 
@@ -204,7 +205,7 @@ def _check_turns(
     if name == "failed":
         expect(ran.raised is not None, "the error did not leave the run")
     else:
-        outcome_of(ran)
+        check_equal("stop reason", str(outcome_of(ran).stop_reason), name)
         check_history(ran.history)
         expect(ran.returned is not None, f"the driver does not say what was returned ({name})")
         check_equal(f"stored history ({name})", shape_of(ran.history), shape_of(ran.returned or ()))
