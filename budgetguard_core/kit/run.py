@@ -231,6 +231,12 @@ class Run:
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
 
+    def unreported(self, call: OpenModelCall) -> None:
+        """Settle a model call of which nobody says what it used: its reservation is charged."""
+        if call.close():
+            for ticket in call.tickets:
+                self._settle(ticket, call.measured)
+
     def unmade(self, call: OpenModelCall) -> None:
         """Take back a model call that was admitted and never made; it counts as nothing."""
         if call.close():
@@ -265,10 +271,11 @@ class Run:
                 refused = opened[place] = OpenToolCall(asked[place], ())
                 refused.state = "refused"
                 refused.refusal = decision.message
-                refused.reason = (
-                    decision.trip.reason if isinstance(decision, Stop) else decision.reason
-                )
-                refused.trip = decision.trip if isinstance(decision, Stop) else None
+                if isinstance(decision, Stop):
+                    refused.trip = decision.trip
+                    refused.reason, refused.detail = decision.trip.reason, decision.trip.detail
+                else:
+                    refused.reason, refused.detail = decision.reason, decision.detail
             places = left
         for place in places:
             opened[place] = OpenToolCall(asked[place], tickets[place])
@@ -277,18 +284,23 @@ class Run:
             one.frame = self.frame(one)
         return batch
 
-    def tool_call(self, call: ToolCall) -> OpenToolCall:
+    def tool_call(self, call: ToolCall, *, function: object = None) -> OpenToolCall:
         """Ask for one tool call: a batch of one.
 
         A call that a layer above has admitted and whose body has not been seen since is the same
         call: it has no tickets of its own, and is counted once.
+
+        Args:
+            call: What is to be called.
+            function: The tool's body; the call above is the same one if this is its body, or if it
+                has the same name.
         """
         frame = current()
         outer = None if frame is None else frame.call
         if (
             isinstance(outer, OpenToolCall)
             and not outer.seen
-            and outer.call.name == call.name
+            and (outer.call.name == call.name or (function and outer.function is function))
             and all(_covers(outer.tickets, guard) for guard in self.guards)
         ):
             outer.seen = True
