@@ -32,6 +32,7 @@ from budgetguard_core.testing import (
     hang,
 )
 from budgetguard_langgraph import BudgetCallback, aresume, bounded, outcome, resume
+from conformance.outcomes import ended_with
 
 FAILED = "The model failed."
 REFUSED = "The person said no."
@@ -397,7 +398,7 @@ class LangGraphDriver(Driver):
         if ended is None and isinstance(guard, Guard):
             ended = guard.outcome
         if error is not None:
-            ended = getattr(error, "outcome", None)
+            ended = ended_with(error)
         if scenario.break_after is not None:
             ended = None
         whole = stored and error is None and scenario.break_after is None

@@ -31,6 +31,7 @@ from budgetguard_loop import (
     run_bounded_async,
     run_bounded_stream,
 )
+from conformance.outcomes import ended_with
 
 # Chat completions, with and without details; the Responses API; Anthropic's and Gemini's.
 USAGE_RECORDS = (
@@ -268,7 +269,7 @@ def normal(messages):
 def ran(scenario, outcome, *, raised=None, chunks=()):
     """Report a run that ended with an outcome, or raised."""
     if outcome is None:
-        outcome = getattr(raised, "outcome", None)
+        outcome = ended_with(raised)
     history = returned = normal(() if outcome is None else outcome.messages)
     session = outcome
     if scenario.stored and outcome is not None:

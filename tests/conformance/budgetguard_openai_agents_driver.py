@@ -64,6 +64,7 @@ from budgetguard_openai_agents import (
     outcome,
 )
 from budgetguard_openai_agents._history import SyntheticMessage
+from conformance.outcomes import ended_with
 
 set_tracing_disabled(True)
 
@@ -537,7 +538,7 @@ class OpenAIAgentsDriver(Driver):
         handoffs = {
             Handoff.default_tool_name(one) for one in agent.handoffs if isinstance(one, Agent)
         }
-        found = getattr(error, "outcome", None)
+        found = ended_with(error)
         if result is not None and error is None and scenario.guard is not None:
             found = outcome(result) if "_budgetguard_outcome" in result.__dict__ else None
         waits = error is None and result is not None and result.interruptions

@@ -43,6 +43,7 @@ from budgetguard_core.testing import (
 from budgetguard_core.testing import Agent as SubAgent
 from budgetguard_core.testing import Tool as ScriptedTool
 from budgetguard_strands import BudgetHookProvider
+from conformance.outcomes import ended_with
 
 # Older releases hand a message's metadata to the model as well, whose formatters leave it out.
 STRIPS_METADATA = "metadata" in StrandsMessage.__annotations__
@@ -332,7 +333,7 @@ class StrandsDriver(Driver):
         raised: Exception | None = None,
     ) -> Ran:
         provider: BudgetHookProvider | None = scenario.shared["provider"]
-        outcome = getattr(raised, "outcome", None)
+        outcome = ended_with(raised)
         if raised is None and provider is not None:
             outcome = provider.outcome(runner)
         history = returned = history_of(agent.messages)

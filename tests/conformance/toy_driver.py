@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict
 from typing import ClassVar
 
-from budgetguard_core import Budget, BudgetExceeded, TokenUsage
+from budgetguard_core import Budget, TokenUsage
 from budgetguard_core.kit import outcome_of
 from budgetguard_core.testing import Driver, Message, Ran, Scenario, hang
+from conformance.outcomes import ended_with
 from conformance.toy_adapter import Bounded
 from conformance.toy_framework import Agent, Conversation, Middleware, Reply, Tool
 
@@ -145,7 +146,7 @@ class Toy(Driver):
                 final=conversation.messages[-1].get("text"),
             )
         else:
-            outcome = error.outcome if isinstance(error, BudgetExceeded) else outcome_of(error)
+            outcome = ended_with(error)
         return Ran(
             history=history,
             returned=history if scenario.stored and error is None else None,
