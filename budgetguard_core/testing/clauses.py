@@ -768,7 +768,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(28, "a run that waits for a person is paused", paused, needs=("approval",)),
     Clause(29, "a run that fails or is cancelled has an outcome", failed),
     Clause(30, "a stop is never read as an answer", not_an_answer),
-    Clause(31, "equal ids of tool calls change nothing", equal_ids),
+    Clause(31, "equal ids of tool calls change nothing", equal_ids, needs=("equal_ids",)),
     Clause(32, "replies that repeat: nudge, then stop", dialogue, needs=("dialogue",)),
     Clause(33, "an answer cut by our bound is a stop", cut_short, needs=("bounded_output",)),
     Clause(34, "nothing is kept of runs that are over", nothing_kept),

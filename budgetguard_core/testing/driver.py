@@ -15,6 +15,7 @@ Feature: TypeAlias = Literal[
     "approval",
     "bounded_output",
     "dialogue",
+    "equal_ids",
     "judge",
     "new_process",
     "structured",
@@ -24,7 +25,7 @@ Feature: TypeAlias = Literal[
 
 `approval`: `Tool.approval`, a run waits for a person. `new_process`: what it waits with can be
 written down and opened elsewhere. `bounded_output`: a request says how long its answer may be
-(`Script.next`, `Reply.cut`). `dialogue`, `judge`, `structured`, `swallowing`: `Scenario`'s.
+(`Script.next`, `Reply.cut`). `equal_ids`: the framework runs two calls of one id. `dialogue`, `judge`, `structured`, `swallowing`: `Scenario`'s.
 """
 
 _SETTLING = 1.0
