@@ -127,13 +127,15 @@ class Loop:
 
     def steps(self) -> Steps:
         """Run the loop to its end."""
+        outcome: Outcome
         try:
             while True:
                 _, waiting = history.open_batch(self.messages)
                 if waiting:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
-                    return (yield from self._conclude())
+                    outcome = yield from self._conclude()
+                    return outcome
                 yield from self._call_model()
         except _Tripped as stop:
             self._settle_history(NOT_EXECUTED)

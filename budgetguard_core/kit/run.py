@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Stop, ToolCall
@@ -24,12 +24,34 @@ from budgetguard_core.kit.usage import answered_usage
 from budgetguard_core.limits import cut_answer
 from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
-    from budgetguard_core.kit.envelope import Envelope
+
+class Terms(Protocol):
+    """What a run asks of the envelope that it was opened on."""
+
+    @property
+    def store(self) -> CheckpointStore | None:
+        """Where checkpoints go."""
+        ...
+
+    @property
+    def on_outcome(self) -> Callable[[Outcome], object] | None:
+        """Called with each outcome."""
+        ...
+
+    @property
+    def on_trip(self) -> str:
+        """What the caller gets for a stop."""
+        ...
+
+    def open(self, *, loose: bool = False) -> Run:
+        """Open a run."""
+        ...
 
 
 class Run:
@@ -49,7 +71,7 @@ class Run:
 
     def __init__(
         self,
-        envelope: Envelope,
+        envelope: Terms,
         guard: Guard,
         above: Frame | None,
         around: Sequence[Guard],
@@ -76,7 +98,7 @@ class Run:
         if self._parent is not None and not loose:
             self._parent._children.add(self)  # noqa: SLF001 - another run's own field
 
-    def part(self, owner: object, envelope: Envelope) -> Run:
+    def part(self, owner: object, envelope: Terms) -> Run:
         """Return the run in which an owner's single calls within this run are counted together.
 
         Args:

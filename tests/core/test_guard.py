@@ -1252,3 +1252,36 @@ def test_a_copy_of_a_guard_is_the_guard():
     guard = Guard(Budget(max_iterations=1))
     assert copy.copy(guard) is guard
     assert copy.deepcopy({"guard": guard})["guard"] is guard
+
+
+# --- what a sub-agent inherits --------------------------------------------------------------
+
+
+def test_a_child_without_settings_of_its_own_has_its_parents(make):
+    detection = LoopDetection(nudge_after=1, stop_after=2)
+    guard = make(Budget(warn_at=0.5, loop_detection=detection))
+    for budget in (None, Budget(max_iterations=9), Budget(max_iterations=8).raised({})):
+        child = guard.child(budget)
+        assert (child.budget.warn_at, child.budget.loop_detection) == (0.5, detection)
+        assert child.budget.max_iterations == (None if budget is None else budget.max_iterations)
+        grandchild = child.child()
+        assert (grandchild.budget.warn_at, grandchild.budget.loop_detection) == (0.5, detection)
+    child = guard.child(Budget(max_iterations=4))
+    spend(child)
+    spend(child)
+    assert child.warnings == ("max_iterations",)
+    use(child, "same")
+    use(child, "same")
+    assert child.take_nudge() is not None
+    silent = make(Budget(loop_detection=None)).child(Budget(max_iterations=9))
+    assert silent.budget.loop_detection is None
+
+
+def test_a_childs_own_settings_are_its_own(make):
+    guard = make(Budget(warn_at=0.5, loop_detection=None))
+    own = Budget(warn_at=0.8, loop_detection=LoopDetection())
+    assert guard.child(own).budget is own
+    assert guard.child(Budget(loop_detection=None)).budget.warn_at == 0.5
+    extended = guard.child(Budget(max_iterations=1))
+    extended.extend(max_iterations=5)
+    assert (extended.budget.warn_at, extended.budget.loop_detection) == (0.5, None)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from decimal import Decimal
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -430,6 +431,14 @@ def test_what_reports_nothing_is_no_usage(record):
     assert token_usage(record) is None
 
 
+def test_a_stand_in_for_a_response_reports_nothing():
+    assert token_usage(MagicMock()) is None
+    assert reported_cost(MagicMock()) is None
+    assert token_usage(MagicMock(usage=MagicMock(prompt_tokens=10, completion_tokens=5))) == (
+        TokenUsage(10, 5)
+    )
+
+
 def test_a_known_zero_is_one():
     assert token_usage(TokenUsage()) == TokenUsage()
     assert answered_usage(TokenUsage(), projected_input=50, written="Hi") == TokenUsage()
@@ -468,6 +477,9 @@ def test_a_record_that_contains_itself_ends():
     record["tokens"] = record["message"] = record
 
     assert token_usage(record) == TokenUsage(3, estimated=True)
+    event: dict[str, object] = {"type": "ping"}
+    event["event"] = event
+    assert token_usage(event) is None
 
 
 NAMES = st.sampled_from(
