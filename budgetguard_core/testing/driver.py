@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from budgetguard_core import TokenUsage
 from budgetguard_core.testing.failures import DriverError, NonConformance
 from budgetguard_core.testing.recording import part
 from budgetguard_core.testing.scenario import MODES, Mode, Ran, Scenario, ignored_parts
+from budgetguard_core.usage import TokenUsage
 
 Feature: TypeAlias = Literal[
     "approval",
@@ -168,8 +168,9 @@ def run_in_loop(
     """
 
     async def main() -> tuple[_T, tuple[str, ...]]:
+        limit = asyncio.timeout(patience)
         try:
-            async with asyncio.timeout(patience) as limit:
+            async with limit:
                 result = await coroutine
         except TimeoutError:
             if limit.expired():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from budgetguard_core import Budget, Event, Guard, StopReason, estimate_tokens
+from budgetguard_core.budget import Budget
+from budgetguard_core.events import Event
+from budgetguard_core.guard import Guard
+from budgetguard_core.stop import StopReason
 from budgetguard_core.testing.checks import (
     act,
     check_completed,
@@ -17,6 +20,7 @@ from budgetguard_core.testing.driver import Driver
 from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.scenario import Mode
 from budgetguard_core.testing.script import Agent, Call, Reply, Script, Tool, calls, says
+from budgetguard_core.usage import estimate_tokens
 
 _SLACK = 0.3
 
