@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from budgetguard_loop import _history as history
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import ModelReply
+from budgetguard_loop._settings import parameters_of
 
 ToolFunction: TypeAlias = Callable[..., Any]
 
@@ -124,6 +126,14 @@ class Loop:
     """The first model call is another attempt at a turn that was counted already."""
     _results: dict[int, Message] = field(default_factory=dict[int, Message])
     _prompt: Prompt = field(default_factory=Prompt)
+    _schemas: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        # What the step sends of its tools is its own affair; this is about as much.
+        self._schemas = tuple(
+            {"name": name, "description": inspect.getdoc(tool), "parameters": parameters_of(tool)}
+            for name, tool in self.tools.items()
+        )
 
     def steps(self) -> Steps:
         """Run the loop to its end."""
@@ -235,7 +245,7 @@ class Loop:
                 model=self.model,
                 provider=self.provider,
                 retry=retry,
-                input_tokens=self._prompt.project(self.messages),
+                input_tokens=self._prompt.project(self.messages, tools=self._schemas),
             )
         )
         if isinstance(call, Stop):

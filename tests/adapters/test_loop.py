@@ -228,12 +228,19 @@ def test_a_step_may_return(answer):
     assert outcome.usage.total_tokens > 0
 
 
-@pytest.mark.parametrize("answer", [None, 7, {"choices": []}, {"type": "message", "content": []}])
+@pytest.mark.parametrize("answer", [None, 7, {"type": "message", "content": []}])
 def test_a_step_may_not_return(answer):
     guard = Guard(Budget())
     with pytest.raises(AdapterError, match="ModelReply"):
         run_bounded(lambda messages: answer, guard, messages="Hi", retries=3)
     assert guard.usage.model_calls == 1
+
+
+def test_a_reply_that_a_filter_has_emptied_is_an_empty_answer():
+    usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
+    outcome = run_bounded(lambda messages: {"choices": [], "usage": usage}, messages="Hi")
+    assert (outcome.status, outcome.final) == ("completed", "")
+    assert outcome.usage.input_tokens == 30
 
 
 def test_missing_usage_is_estimated_and_marked():

@@ -168,13 +168,13 @@ class Model:
     def __init__(self, script, tools=()):
         self._script = script
         # As users do: the functions' descriptions are in each request of theirs.
-        self._tools = [
+        self.tools = [
             {"type": "function", "function": {"name": t.name, "description": t.description}}
             for t in tools
         ]
 
     def _next(self, messages, bound):
-        sent = json.dumps([messages, self._tools], ensure_ascii=False)
+        sent = json.dumps([messages, self.tools], ensure_ascii=False)
         reply = self._script.next(sent, request=normal(messages), bound=bound)
         if reply.error is not None:
             reply.error.response = AtOnce
@@ -223,6 +223,7 @@ def functions(scenario, tools, run_agent):
                 return result
             return scenario.read(str(answer_of(await run_agent(tool.agent, value))))
 
+        call.__doc__ = call_async.__doc__ = tool.description
         return call if scenario.mode == "sync" else call_async
 
     return {tool.name: function(tool) for tool in tools}
@@ -539,7 +540,7 @@ class Explicit(Handwritten):
         failures = 0
         while True:
             try:
-                message = self._ask(run, voices.model.complete, scenario)
+                message = self._ask(run, voices.model, scenario)
             except Exception:
                 failures += 1
                 if scenario.swallowing and failures < 3:
@@ -563,12 +564,13 @@ class Explicit(Handwritten):
                         text = f"Error: {error}"
                 run.messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
-    def _ask(self, run, complete, scenario):
+    def _ask(self, run, model, scenario):
+        tools, complete = model.tools, model.complete
         if scenario.twice:
             complete = guarded(run.guard, kind="model")(complete)
         for attempt in range(scenario.retries + 1):
             try:
-                with run.model_call(MODEL, retry=attempt > 0) as call:
+                with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
                     response = complete(call.messages, max_output_tokens=call.max_output_tokens)
                     call.settle(response)
                     return response["choices"][0]["message"]
@@ -615,12 +617,12 @@ class Explicit(Handwritten):
             await asyncio.gather(*map(run_tool, run.tool_calls(message["tool_calls"])))
 
     async def _ask_async(self, run, model, scenario, chunks):
-        step = model.step(scenario.mode)
+        tools, step = model.tools, model.step(scenario.mode)
         if scenario.twice:
             step = guarded(run.guard, kind="model")(step)
         for attempt in range(scenario.retries + 1):
             try:
-                with run.model_call(MODEL, retry=attempt > 0) as call:
+                with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
                     bound = {"max_output_tokens": call.max_output_tokens}
                     if scenario.mode == "async":
                         response = await step(call.messages, **bound)
@@ -658,7 +660,7 @@ class Guarded(Handwritten):
     }
 
     def loop(self, run, voices, tools, scenario):
-        @guarded(kind="model", model=MODEL)
+        @guarded(kind="model", model=MODEL, tools=voices.model.tools)
         def ask(messages, *, nudge=None, max_output_tokens=None):
             bound = {"max_output_tokens": max_output_tokens}
             return voices.model.complete(told(messages, nudge), **bound)
@@ -747,14 +749,14 @@ class Guarded(Handwritten):
     def _asking(self, voices, scenario):
         if scenario.mode == "async":
 
-            @guarded(kind="model", model=MODEL)
+            @guarded(kind="model", model=MODEL, tools=voices.model.tools)
             async def ask(messages, *, nudge=None, max_output_tokens=None):
                 bound = {"max_output_tokens": max_output_tokens}
                 return await voices.model.complete_async(told(messages, nudge), **bound)
 
         else:
 
-            @guarded(kind="model", model=MODEL)
+            @guarded(kind="model", model=MODEL, tools=voices.model.tools)
             async def ask(messages, *, nudge=None, max_output_tokens=None):
                 bound = {"max_output_tokens": max_output_tokens}
                 async with aclosing(voices.model.stream(told(messages, nudge), **bound)) as stream:
