@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from budgetguard_core import Event, Outcome, StopReason, SystemClock
-from budgetguard_core.events import ModelCallAdmitted, NudgeTaken
+from budgetguard_core.clock import SystemClock
+from budgetguard_core.events import Event, ModelCallAdmitted, NudgeTaken
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.stop import StopReason
 from budgetguard_core.testing.conformance import check_history
 from budgetguard_core.testing.driver import Driver, perform
 from budgetguard_core.testing.failures import expect
-from budgetguard_core.testing.scenario import Message, Mode, Ran, Scenario
+from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.scenario import Mode, Ran, Scenario
 from budgetguard_core.testing.script import Script, Tool, calls, changing
 
 DEADLINE = 0.3

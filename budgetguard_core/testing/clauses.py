@@ -8,27 +8,20 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from budgetguard_core import (
-    NOT_AVAILABLE,
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
-    Budget,
-    BudgetExceeded,
-    Guard,
-    MemoryStore,
-    Price,
-    PriceBook,
-    Snapshot,
-    StopReason,
-    TokenUsage,
-    tool_called,
-)
+from budgetguard_core.budget import Budget
+from budgetguard_core.decision import NOT_AVAILABLE, NOT_EXECUTED, OUTCOME_UNKNOWN
 from budgetguard_core.events import (
     Event,
     IncidentRecorded,
     ModelCallAdmitted,
     TripObserved,
 )
+from budgetguard_core.guard import Guard
+from budgetguard_core.outcome import BudgetExceeded
+from budgetguard_core.pricing import Price, PriceBook
+from budgetguard_core.snapshot import Snapshot
+from budgetguard_core.stop import StopReason, tool_called
+from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.checks import (
     DEADLINE,
     GRACE,
@@ -66,6 +59,7 @@ from budgetguard_core.testing.script import (
     calls,
     says,
 )
+from budgetguard_core.usage import TokenUsage
 
 _DIME = PriceBook({MODEL: Price(input=1000, output=0)})
 _UNSPEAKABLE = re.compile(
@@ -768,7 +762,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(28, "a run that waits for a person is paused", paused, needs=("approval",)),
     Clause(29, "a run that fails or is cancelled has an outcome", failed),
     Clause(30, "a stop is never read as an answer", not_an_answer),
-    Clause(31, "equal ids of tool calls change nothing", equal_ids),
+    Clause(31, "equal ids of tool calls change nothing", equal_ids, needs=("equal_ids",)),
     Clause(32, "replies that repeat: nudge, then stop", dialogue, needs=("dialogue",)),
     Clause(33, "an answer cut by our bound is a stop", cut_short, needs=("bounded_output",)),
     Clause(34, "nothing is kept of runs that are over", nothing_kept),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from budgetguard_core.testing.driver import Driver, Feature
 from budgetguard_core.testing.failures import DriverError, NonConformance, expect
-from budgetguard_core.testing.scenario import MODES, Message, Mode
+from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.scenario import MODES, Mode
 
 
 @dataclass(frozen=True, slots=True)

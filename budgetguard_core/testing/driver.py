@@ -7,14 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from budgetguard_core import TokenUsage
 from budgetguard_core.testing.failures import DriverError, NonConformance
+from budgetguard_core.testing.recording import part
 from budgetguard_core.testing.scenario import MODES, Mode, Ran, Scenario, ignored_parts
+from budgetguard_core.usage import TokenUsage
 
 Feature: TypeAlias = Literal[
     "approval",
     "bounded_output",
     "dialogue",
+    "equal_ids",
     "judge",
     "new_process",
     "structured",
@@ -24,7 +26,8 @@ Feature: TypeAlias = Literal[
 
 `approval`: `Tool.approval`, a run waits for a person. `new_process`: what it waits with can be
 written down and opened elsewhere. `bounded_output`: a request says how long its answer may be
-(`Script.next`, `Reply.cut`). `dialogue`, `judge`, `structured`, `swallowing`: `Scenario`'s.
+(`Script.next`, `Reply.cut`). `equal_ids`: the framework runs two calls of one id. `dialogue`,
+`judge`, `structured`, `swallowing`: `Scenario`'s.
 """
 
 _SETTLING = 1.0
@@ -141,9 +144,10 @@ def perform(driver: Driver, scenario: Scenario) -> Ran:
 
 def check_parts(driver: Driver, scenario: Scenario) -> None:
     """Raise what went wrong in the driver itself: `DriverError`, or what a nested run raised."""
-    for tool in scenario.tools:
-        if tool.runs is not None and tool.runs.failures:
-            raise tool.runs.failures[0]
+    for tool in part(scenario, "tools"):
+        nested = part(tool, "runs")
+        if nested is not None and nested.failures:
+            raise nested.failures[0]
     if ignored := ignored_parts(scenario):
         raise DriverError(
             f"the driver {driver.name} ignores {', '.join(ignored)}, which the scenario sets. "
@@ -164,8 +168,9 @@ def run_in_loop(
     """
 
     async def main() -> tuple[_T, tuple[str, ...]]:
+        limit = asyncio.timeout(patience)
         try:
-            async with asyncio.timeout(patience) as limit:
+            async with limit:
                 result = await coroutine
         except TimeoutError:
             if limit.expired():

@@ -8,17 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from budgetguard_core import (
-    Admit,
-    Budget,
-    Event,
-    Guard,
-    MemoryStore,
-    Outcome,
-    StopReason,
-    TokenUsage,
-)
-from budgetguard_core.events import RunEnded
+from budgetguard_core.budget import Budget
+from budgetguard_core.decision import Admit
+from budgetguard_core.events import Event, RunEnded
+from budgetguard_core.guard import Guard
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.stop import StopReason
+from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.checks import (
     act,
     check_completed,
@@ -31,8 +27,10 @@ from budgetguard_core.testing.checks import (
 from budgetguard_core.testing.conformance import check_history, check_request
 from budgetguard_core.testing.driver import Driver, run_in_loop
 from budgetguard_core.testing.failures import NonConformance, expect
-from budgetguard_core.testing.scenario import Message, Mode, Scenario, Scratch
+from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.scenario import Mode, Scenario, Scratch
 from budgetguard_core.testing.script import ProviderError, Reply, Script, Tool, calls, says
+from budgetguard_core.usage import TokenUsage
 
 _WARM_UP = 2
 _RUNS = 6

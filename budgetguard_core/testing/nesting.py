@@ -6,7 +6,10 @@ import asyncio
 from contextvars import copy_context
 from typing import Any
 
-from budgetguard_core import Admit, Budget, Guard, ModelCall, StopReason
+from budgetguard_core.budget import Budget
+from budgetguard_core.decision import Admit, ModelCall
+from budgetguard_core.guard import Guard
+from budgetguard_core.stop import StopReason
 from budgetguard_core.testing.checks import (
     act,
     check_completed,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from budgetguard_core import Budget, Guard, MemoryStore, Outcome, StopReason
+from budgetguard_core.budget import Budget
+from budgetguard_core.guard import Guard
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.stop import StopReason
+from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.checks import (
     act,
     check_completed,
@@ -24,7 +28,9 @@ class _Case:
     """One agent, its run, and the answers that it is given."""
 
     def __init__(self, driver: Driver, mode: Mode, script: Script, *tools: Tool) -> None:
-        self.driver, self.mode, self.script = driver, mode, script
+        self.driver = driver
+        self.mode: Mode = mode
+        self.script = script
         self.started: list[str] = []
         self.facts: dict[str, Any] = {
             "tools": [Tool("read", "what was read"), Tool("send", "sent", approval=True), *tools],
@@ -67,7 +73,9 @@ def _paused(ran: Ran) -> Outcome:
 
 def paused(driver: Driver, mode: Mode) -> None:
     """Clause 28."""
-    places = [one for one in PLACES if one != "new process" or driver.has("new_process")]
+    places: list[Place] = [
+        one for one in PLACES if one != "new process" or driver.has("new_process")
+    ]
     for place in places:
         # The caps hold over both legs: four model calls in all, and two of them before.
         case = _Case(driver, mode, Script([calls("read"), calls("send"), calls("read")]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
-from budgetguard_core import Budget, CheckpointStore, Guard, Outcome
+from budgetguard_core.budget import Budget
+from budgetguard_core.guard import Guard
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.stores import CheckpointStore
+from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.recording import Recorded, part, parts_read, unread
 from budgetguard_core.testing.script import USAGE, Agent, Reply, Script, Tool, hang
 
@@ -114,20 +118,6 @@ class Scenario(Recorded):
         return answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One message of a framework's history, in common words."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    text: str = ""
-    tool_calls: tuple[tuple[str, str], ...] = ()
-    """Id and name of each tool call of an assistant message, handoffs left out."""
-    tool_call_id: str | None = None
-    """The call that a tool message answers."""
-    synthetic: Mapping[str, Any] | None = None
-    """The metadata of a synthetic message, None for any other."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Ran:
     """What a run came to, as a driver reports it."""
@@ -195,7 +185,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def _agents(scenario: Scenario) -> Iterator[Agent]:
-    waiting: list[Agent] = list(part(scenario, "handoffs"))
+    waiting: list[Agent | None] = list(part(scenario, "handoffs"))
     waiting += [part(tool, "agent") for tool in part(scenario, "tools")]
     waiting += [part(scenario, name) for name in ("graph", "judge", "dialogue")]
     while waiting:

@@ -7,16 +7,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.testing.clock import ManualClock
+from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.recording import Recorded
 from budgetguard_core.usage import TokenUsage
-
-if TYPE_CHECKING:
-    from budgetguard_core.testing.driver import Nested
-    from budgetguard_core.testing.scenario import Message
 
 MODEL = "scripted-model"
 """The name that scripted replies give as their model; priced by a `PriceBook` override."""
@@ -159,6 +156,18 @@ def _cut(reply: Reply, bound: int | None) -> Reply:
     return replace(reply, text=text, usage=usage._replace(output_tokens=bound), cut=True)
 
 
+class RunInside(Protocol):
+    """A run that the body of a tool does, to be made with `Nested`."""
+
+    def run(self) -> str:
+        """Do the run where no event loop runs, and return its final text."""
+        ...
+
+    async def run_async(self) -> str:
+        """Do the run on the running event loop, and return its final text."""
+        ...
+
+
 class Tool(Recorded):
     """A scripted tool. It takes one optional text argument, `value`, and returns a text.
 
@@ -186,7 +195,7 @@ class Tool(Recorded):
         error: Exception | None = None,
         hang: bool = False,
         agent: Agent | None = None,
-        runs: Nested | None = None,
+        runs: RunInside | None = None,
         approval: bool = False,
         description: str = "A tool.",
     ) -> None:

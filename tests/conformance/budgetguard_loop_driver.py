@@ -156,6 +156,12 @@ def whole(chunks):
     return message
 
 
+class AtOnce:
+    """The response of a provider that lets a client try again without waiting."""
+
+    headers = {"retry-after": "0"}  # noqa: RUF012 - never changed
+
+
 class Model:
     """The scripted model as the client of a provider."""
 
@@ -171,6 +177,7 @@ class Model:
         sent = json.dumps([messages, self.tools], ensure_ascii=False)
         reply = self._script.next(sent, request=normal(messages), bound=bound)
         if reply.error is not None:
+            reply.error.response = AtOnce
             raise reply.error
         return reply
 
