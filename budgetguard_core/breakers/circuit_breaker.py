@@ -98,7 +98,7 @@ class CircuitBreakerConfig(Settings):
     wait_duration_in_open_state: Seconds = 60.0
     """Seconds that the breaker stays open before it lets trial calls through."""
     automatic_transition_from_open_to_half_open_enabled: Flag = False
-    """Whether the breaker is half-open as soon as the wait is over, rather than at the next call."""
+    """Whether it is half-open as soon as the wait is over, rather than at the next call."""
     record_exceptions: ExceptionNames = ()
     """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
     raised. Whatever else is raised counts as a success."""

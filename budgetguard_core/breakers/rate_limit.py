@@ -102,6 +102,11 @@ class RateLimiter:
             if self._full_at is not None:
                 self._full_at -= self._interval_ns
 
+    def is_full(self, now_ns: int) -> bool:
+        """Whether nothing is taken that is not back yet."""
+        with self._lock:
+            return self._full_at is None or self._full_at <= now_ns
+
     def state(self, now_ns: int) -> dict[str, Any]:
         """Return what the limiter knows, ready for JSON. Times are kept as distances."""
         with self._lock:

@@ -68,7 +68,7 @@ class BreakerRegistry:
         """Return the rate limiter of a pattern; as `circuit_breaker`."""
 
         def idle(limiter: RateLimiter) -> bool:
-            return limiter.state(now_ns)["full_in_ns"] == 0
+            return limiter.is_full(now_ns)
 
         with self._lock:
             key = (scope, pattern, limit)

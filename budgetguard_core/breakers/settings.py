@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -17,7 +17,7 @@ _MOST_SECONDS = 10**9
 _DOLLAR_DIGITS = 15
 
 
-def show(value: object) -> str:
+def show(value: Any) -> str:
     """Write a value into an error: short, whatever it is."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -140,6 +140,22 @@ ExceptionNames: TypeAlias = Annotated[
 """Names or patterns of exception types; a type that is given is kept as its name."""
 
 
+class Frozen(dict[str, Any]):
+    """A dict that stays as it is, and can be copied, pickled and written as JSON."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("settings cannot be changed. Make others with model_copy(update=...).")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 class Settings(BaseModel):
     """The settings of a breaker: frozen, by keyword only, without unknown fields.
 
@@ -150,6 +166,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the settings, changed as `update` says; unlike pydantic's, the copy is validated."""
+        del deep  # nothing in them can be changed, so a shallow copy is as good
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(fields | dict(update or {})))
 
     # Hidden from type checkers, which know the fields from pydantic and would see only Any here.
     if not TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from budgetguard_core.breakers.settings import Count, Settings, damaged, natural, show
+from budgetguard_core.breakers.settings import Count, Frozen, Settings, damaged, natural, show
 
 _LEAST_EXPECTED = 5
 _MOST_TOOLS = 1024
@@ -53,7 +53,7 @@ class ToolMixBaseline(Settings):
     """The form of this record."""
     runs: Count
     """Runs that were recorded."""
-    tools: Annotated[Mapping[str, int], BeforeValidator(_tools)]
+    tools: Annotated[Mapping[str, int], BeforeValidator(_tools), AfterValidator(Frozen)]
     """Calls of each tool in all of them."""
 
     @classmethod
