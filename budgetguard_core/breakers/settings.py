@@ -174,7 +174,7 @@ class Settings(BaseModel):
         return type(self)(**(fields | dict(update or {})))
 
     # Hidden from type checkers, which know the fields from pydantic and would see only Any here.
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # pragma: no branch
 
         def __init__(self, **settings: Any) -> None:
             try:

@@ -99,7 +99,7 @@ class ChiSquared(NamedTuple):
     freedom: int
     """Degrees of freedom: categories minus one."""
     farthest: tuple[str, ...]
-    """Up to three tools that are the most unlike, the farthest first."""
+    """Up to three tools that are the most unlike, the farthest first, with their shares."""
 
 
 class UnusualMix(NamedTuple):
@@ -252,12 +252,13 @@ def chi_squared(run: Mapping[str, int], baseline: Mapping[str, int]) -> ChiSquar
         expected_here, expected_there = both * in_run / whole, both * in_baseline / whole
         part = (here - expected_here) ** 2 / expected_here
         part += (there - expected_there) ** 2 / expected_there
-        parts.append((part, name))
+        share, usual = 100 * here / in_run, 100 * there / in_baseline
+        parts.append((part, f"{name} {share:.0f} % instead of {usual:.0f} %"))
     parts.sort(key=lambda part: (-part[0], part[1]))
     return ChiSquared(
         math.fsum(part for part, _ in parts),
         len(parts) - 1,
-        tuple(name for _, name in parts[:3]),
+        tuple(text for _, text in parts[:3]),
     )
 
 

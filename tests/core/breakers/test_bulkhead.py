@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def test_it_admits_what_two_lists_do(places, waiting, traffic):
     everybody, inside, outside, woken = [], [], [], []
     for step, what in enumerate(traffic):
         if what == "come":
-            place = bulkhead.acquire(step, lambda number=len(everybody): woken.append(number))
+            place = bulkhead.acquire(step, partial(woken.append, len(everybody)))
             if len(inside) < places:
                 inside.append(place)
                 assert place.granted

@@ -106,11 +106,11 @@ def test_a_damaged_state_is_refused(state):
     ("fields", "sentence"),
     [
         ({}, "rate must be given, got nothing. Pass rate=..."),
-        ({"rate": 0}, "rate must be a number of calls per second from 1E-6 to 1E+6, got 0. Use 0.5"),
+        ({"rate": 0}, "rate must be a number of calls per second from 1E-6 to 1E+6, got 0. "),
         ({"rate": float("nan")}, "rate must be a number of calls per second"),
         ({"rate": True}, "rate must be a number of calls per second"),
         ({"rate": 1, "burst": 0}, "burst must be a whole number >= 1, got 0."),
-        ({"rate": 1, "max_wait_duration": "1"}, "max_wait_duration must be a number of seconds >= 0"),
+        ({"rate": 1, "max_wait_duration": "1"}, "max_wait_duration must be a number of seconds"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(fields, sentence):
