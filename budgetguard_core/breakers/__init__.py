@@ -24,13 +24,12 @@ from budgetguard_core.breakers.rate_limit import RateLimit, RateLimiter, Turn
 from budgetguard_core.breakers.refusal import refusal
 from budgetguard_core.breakers.registry import BreakerRegistry
 from budgetguard_core.breakers.tool_mix import ToolMix, ToolMixAlarm, ToolMixBaseline, UnusualMix
-from budgetguard_core.breakers.velocity import Booking, VelocityLimits, VelocityMeter
+from budgetguard_core.breakers.velocity import VelocityLimits, VelocityMeter
 
 __all__ = [
     "REPORT_PROGRESS",
     "REPORT_PROGRESS_DESCRIPTION",
     "REPORT_PROGRESS_SCHEMA",
-    "Booking",
     "BreakerRegistry",
     "Bulkhead",
     "BulkheadConfig",

@@ -20,7 +20,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, cast
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from budgetguard_core.breakers.settings import (
     NS_PER_SECOND,
@@ -104,7 +104,7 @@ class CircuitBreakerConfig(Settings):
     raised. Whatever else is raised counts as a success."""
     ignore_exceptions: ExceptionNames = ()
     """What is neither a failure nor a success, even where `record_exceptions` has it too."""
-    record_result: Callable[[Any], bool] | None = None
+    record_result: Callable[[Any], bool] | None = Field(default=None, exclude=True)
     """Whether a result that was returned is a failure. It is code and is in no snapshot."""
     stop_after_open_rounds: Count = 3
     """Rounds in a row in which every tool call was turned away by an open breaker, after which the

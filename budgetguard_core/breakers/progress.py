@@ -46,7 +46,9 @@ REPORT_PROGRESS_SCHEMA: Final[Mapping[str, Any]] = {
 }
 """The JSON Schema of the tool's arguments."""
 
-_THANKS = "Noted. Go on."
+NOTED: Final = "Noted. Go on."
+"""The result of a report that could be read."""
+
 _REQUEST = (
     f"Before you go on, call {REPORT_PROGRESS}: say what is done so far, what you want to achieve "
     "next, and how many more steps you think it takes."
@@ -166,6 +168,11 @@ class ProgressSignal:
         report = read_report(arguments)
         if isinstance(report, str):
             return report
+        self.note(report)
+        return NOTED
+
+    def note(self, report: ProgressReport) -> None:
+        """Take in a report that was read."""
         same = bool(self._same) and report.subgoal == self._subgoal
         flat = bool(self._flat) and report.estimate >= self._estimate
         # Who reports more often than asked is not nearer to a standstill for that.
@@ -192,7 +199,6 @@ class ProgressSignal:
             self._since = 0
             self._waiting = False
         self.due = not (self._cause or self.tripped) and bool(self._standstill())
-        return _THANKS
 
     def nudge(self) -> str | None:
         """Take the sentence for the model that is due: a request, or a correction."""

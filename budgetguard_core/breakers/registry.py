@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -30,18 +31,28 @@ class BreakerRegistry:
     Safe for threads. The same name under other settings, or in another scope, is another one. At
     4,096 of a kind the least recently used that is idle makes room: a closed breaker, a full
     bucket, an empty bulkhead.
+
+    Attributes:
+        scope: The profile or tenant that this view of the registry is for; empty for all.
     """
 
-    __slots__ = ("_breakers", "_bulkheads", "_limiters", "_lock")
+    __slots__ = ("_breakers", "_bulkheads", "_limiters", "_lock", "scope")
 
     def __init__(self) -> None:
+        self.scope = ""
         self._lock = threading.Lock()
         self._breakers: dict[_Key, CircuitBreaker] = {}
         self._limiters: dict[_Key, RateLimiter] = {}
         self._bulkheads: dict[_Key, Bulkhead] = {}
 
+    def scoped(self, scope: str) -> BreakerRegistry:
+        """Return the part of this registry that is for one profile or tenant."""
+        view = copy(self)
+        view.scope = scope
+        return view
+
     def circuit_breaker(
-        self, tool: str, config: CircuitBreakerConfig, now_ns: int, *, scope: str = ""
+        self, tool: str, config: CircuitBreakerConfig, now_ns: int
     ) -> CircuitBreaker:
         """Return the circuit breaker of a tool; a closed one where there is none yet.
 
@@ -49,7 +60,6 @@ class BreakerRegistry:
             tool: The tool's name.
             config: The settings.
             now_ns: The time.
-            scope: The profile or tenant that it is for; empty for all.
         """
 
         def idle(breaker: CircuitBreaker) -> bool:
@@ -59,33 +69,31 @@ class BreakerRegistry:
             )
 
         with self._lock:
-            key = (scope, tool, config)
+            key = (self.scope, tool, config)
             return _kept(self._breakers, key, lambda: CircuitBreaker(tool, config), idle)
 
-    def rate_limiter(
-        self, pattern: str, limit: RateLimit, now_ns: int, *, scope: str = ""
-    ) -> RateLimiter:
+    def rate_limiter(self, pattern: str, limit: RateLimit, now_ns: int) -> RateLimiter:
         """Return the rate limiter of a pattern; as `circuit_breaker`."""
 
         def idle(limiter: RateLimiter) -> bool:
             return limiter.is_full(now_ns)
 
         with self._lock:
-            key = (scope, pattern, limit)
+            key = (self.scope, pattern, limit)
             return _kept(self._limiters, key, lambda: RateLimiter(limit), idle)
 
-    def bulkhead(self, pattern: str, config: BulkheadConfig, *, scope: str = "") -> Bulkhead:
+    def bulkhead(self, pattern: str, config: BulkheadConfig) -> Bulkhead:
         """Return the bulkhead of a pattern; as `circuit_breaker`."""
 
         def idle(bulkhead: Bulkhead) -> bool:
             return bulkhead.running == 0
 
         with self._lock:
-            key = (scope, pattern, config)
+            key = (self.scope, pattern, config)
             return _kept(self._bulkheads, key, lambda: Bulkhead(config), idle)
 
     def circuit_breakers(self, tool: str | None = None) -> Mapping[tuple[str, str], CircuitBreaker]:
-        """Return the circuit breakers by scope and name; those of one tool, where it is given.
+        """Return all circuit breakers by scope and name; those of one tool, where it is given.
 
         For a person who opens, closes or disables one by hand, with `transition_to`.
         """
@@ -96,8 +104,8 @@ class BreakerRegistry:
                 if tool is None or name == tool
             }
 
-    def state(self, now_ns: int, *, scope: str = "") -> dict[str, Any]:
-        """Return what breakers and limiters of a scope know, ready for JSON, by name.
+    def state(self, now_ns: int) -> dict[str, Any]:
+        """Return what breakers and limiters of this scope know, ready for JSON, by name.
 
         Bulkheads are left out: their calls live in this process only.
         """
@@ -106,12 +114,12 @@ class BreakerRegistry:
                 "circuit_breakers": {
                     name: breaker.state(now_ns)
                     for (of, name, _), breaker in self._breakers.items()
-                    if of == scope
+                    if of == self.scope
                 },
                 "rate_limiters": {
                     name: limiter.state(now_ns)
                     for (of, name, _), limiter in self._limiters.items()
-                    if of == scope
+                    if of == self.scope
                 },
             }
 
@@ -122,7 +130,6 @@ class BreakerRegistry:
         *,
         circuit_breaker: CircuitBreakerConfig | None = None,
         rate_limits: Mapping[str, RateLimit] = MappingProxyType({}),
-        scope: str = "",
     ) -> None:
         """Go on where the registry was whose `state` this is.
 
@@ -138,18 +145,20 @@ class BreakerRegistry:
             data = cast("dict[str, dict[str, Any]]", state)
             for name, one in data["circuit_breakers"].items():
                 if circuit_breaker is not None:
-                    breakers[scope, name, circuit_breaker] = CircuitBreaker.from_state(
+                    breakers[self.scope, name, circuit_breaker] = CircuitBreaker.from_state(
                         name, circuit_breaker, one, now_ns
                     )
             for name, one in data["rate_limiters"].items():
                 limit = rate_limits.get(name)
                 if limit is not None:
-                    limiters[scope, name, limit] = RateLimiter.from_state(limit, one, now_ns)
+                    limiters[self.scope, name, limit] = RateLimiter.from_state(limit, one, now_ns)
         except (AttributeError, KeyError, TypeError):
             raise damaged("breaker registry", state) from None
         with self._lock:
-            self._breakers = {**breakers, **self._breakers}
-            self._limiters = {**limiters, **self._limiters}
+            for breaker_key, breaker in breakers.items():
+                self._breakers.setdefault(breaker_key, breaker)
+            for limiter_key, limiter in limiters.items():
+                self._limiters.setdefault(limiter_key, limiter)
 
 
 def _kept(kept: dict[_Key, _T], key: _Key, new: Callable[[], _T], idle: Callable[[_T], bool]) -> _T:

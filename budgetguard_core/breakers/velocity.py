@@ -7,7 +7,7 @@ the ceiling calls are delayed, and a run that reaches it all the same is stopped
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 from budgetguard_core.breakers.settings import (
     NS_PER_SECOND,
@@ -47,15 +47,6 @@ class VelocityLimits(Settings):
     61 seconds at most."""
 
 
-class Booking(NamedTuple):
-    """What a call that was admitted is entered under."""
-
-    delay_ns: int
-    """How long the call has to wait before it starts."""
-    second: int
-    """The second that it is entered in: that of its start."""
-
-
 class VelocityMeter:
     """What a run has used in the last minute, in constant memory. The guard's lock is its lock.
 
@@ -90,57 +81,61 @@ class VelocityMeter:
         calls = self._tool_calls
         return calls is None or not calls.reached(self._second(now_ns))
 
-    def book_model_call(self, now_ns: int, tokens: int, cost: int) -> Booking:
+    def start_of_model_call(self, now_ns: int) -> int:
+        """When a model call may start that is admitted now: at once, or later in the band."""
+        now = self._time(now_ns)
+        return max(self._start(self._tokens, now), self._start(self._cost, now))
+
+    def start_of_tool_call(self, now_ns: int) -> int:
+        """When a tool call may start that is admitted now."""
+        return self._start(self._tool_calls, self._time(now_ns))
+
+    def book_model_call(self, start_ns: int, tokens: int, cost: int) -> None:
         """Enter a model call that is admitted.
 
         Args:
-            now_ns: The time.
+            start_ns: When it starts: what `start_of_model_call` said, or up to 61 seconds from
+                now where another meter holds it longer.
             tokens: Tokens that are reserved for it.
             cost: Femto-dollars that are reserved for it.
         """
-        now = self._time(now_ns)
-        start = max(self._start(self._tokens, now), self._start(self._cost, now))
-        second = start // NS_PER_SECOND
+        second = start_ns // NS_PER_SECOND
         if self._tokens is not None:
             self._tokens.add(second, tokens)
         if self._cost is not None:
             self._cost.add(second, cost)
-        return Booking(start - now, second)
 
-    def book_tool_call(self, now_ns: int) -> Booking:
+    def book_tool_call(self, start_ns: int) -> None:
         """Enter a tool call that is admitted."""
-        now = self._time(now_ns)
-        start = self._start(self._tool_calls, now)
-        second = start // NS_PER_SECOND
         if self._tool_calls is not None:
-            self._tool_calls.add(second, 1)
-        return Booking(start - now, second)
+            self._tool_calls.add(start_ns // NS_PER_SECOND, 1)
 
-    def correct_model_call(self, second: int, now_ns: int, tokens: int, cost: int) -> None:
+    def correct_model_call(self, start_ns: int, now_ns: int, tokens: int, cost: int) -> None:
         """Correct a model call that has ended.
 
         What it used more is entered now, for it was used until now. What it used less is taken
         from where it was entered, if the window still reaches back to that.
 
         Args:
-            second: The `second` of its booking.
+            start_ns: When it started, as it was entered.
             now_ns: The time.
             tokens: Tokens measured minus tokens reserved.
             cost: Femto-dollars measured minus femto-dollars reserved.
         """
         now = self._second(now_ns)
+        second = start_ns // NS_PER_SECOND
         if self._tokens is not None:
             self._tokens.correct(second, now, tokens)
         if self._cost is not None:
             self._cost.correct(second, now, cost)
 
-    def withdraw_tool_call(self, second: int, now_ns: int) -> None:
+    def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
         """Take out a tool call that did not start."""
         if self._tool_calls is not None:
-            self._tool_calls.correct(second, self._second(now_ns), -1)
+            self._tool_calls.correct(start_ns // NS_PER_SECOND, self._second(now_ns), -1)
 
-    def violations(self, now_ns: int) -> list[Violation]:
-        """Say which ceilings are reached."""
+    def model_call_violations(self, now_ns: int) -> list[Violation]:
+        """Say which ceilings hold against one more model call."""
         second = self._second(now_ns)
         limits = self.limits
         found: list[Violation] = []
@@ -158,15 +153,15 @@ class VelocityMeter:
                     to_usd(self._cost.total),
                 )
             )
-        if self._tool_calls is not None and self._tool_calls.reached(second):
-            found.append(
-                _violation(
-                    "max_tool_calls_per_minute",
-                    limits.max_tool_calls_per_minute,
-                    self._tool_calls.total,
-                )
-            )
         return found
+
+    def tool_call_violations(self, now_ns: int) -> list[Violation]:
+        """Say which ceilings hold against one more tool call."""
+        calls = self._tool_calls
+        if calls is None or not calls.reached(self._second(now_ns)):
+            return []
+        limit = self.limits.max_tool_calls_per_minute
+        return [_violation("max_tool_calls_per_minute", limit, calls.total)]
 
     def state(self, now_ns: int) -> dict[str, Any]:
         """Return what the meter knows, ready for JSON. Times are kept as ages in seconds."""

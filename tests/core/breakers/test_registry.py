@@ -23,7 +23,7 @@ MOST = 4096
 
 
 def opened(registry, name, scope=""):
-    breaker = registry.circuit_breaker(name, QUICK, 0, scope=scope)
+    breaker = registry.scoped(scope).circuit_breaker(name, QUICK, 0)
     breaker.on_error(breaker.try_acquire_permission(0).generation, 1, 0)
     assert breaker.circuit_state(0) is CircuitBreakerState.OPEN
     return breaker
@@ -31,27 +31,25 @@ def opened(registry, name, scope=""):
 
 def test_the_same_name_scope_and_settings_are_the_same_one():
     registry = BreakerRegistry()
-    one = registry.circuit_breaker("search", QUICK, 0, scope="acme")
-    assert (
-        registry.circuit_breaker("search", CircuitBreakerConfig(**dict(QUICK)), 9, scope="acme")
-        is one
-    )
+    acme = registry.scoped("acme")
+    one = acme.circuit_breaker("search", QUICK, 0)
+    assert registry.scoped("acme").circuit_breaker("search", QUICK.model_copy(), 9) is one
     others = [
         registry.circuit_breaker("search", QUICK, 0),
-        registry.circuit_breaker("fetch", QUICK, 0, scope="acme"),
-        registry.circuit_breaker("search", CircuitBreakerConfig(), 0, scope="acme"),
+        acme.circuit_breaker("fetch", QUICK, 0),
+        acme.circuit_breaker("search", CircuitBreakerConfig(), 0),
     ]
     assert len({id(breaker) for breaker in [one, *others]}) == 4
     assert registry.rate_limiter("*", SLOW, 0) is registry.rate_limiter("*", SLOW, 1)
     bulkhead = registry.bulkhead("*", BulkheadConfig())
     assert registry.bulkhead("*", BulkheadConfig()) is bulkhead
-    assert registry.bulkhead("*", BulkheadConfig(), scope="acme") is not bulkhead
+    assert acme.bulkhead("*", BulkheadConfig()) is not bulkhead
 
 
 def test_a_person_finds_the_breakers_of_a_tool():
     registry = BreakerRegistry()
     one = registry.circuit_breaker("search", QUICK, 0)
-    other = registry.circuit_breaker("search", QUICK, 0, scope="acme")
+    other = registry.scoped("acme").circuit_breaker("search", QUICK, 0)
     registry.circuit_breaker("fetch", QUICK, 0)
     assert registry.circuit_breakers("search") == {("", "search"): one, ("acme", "search"): other}
     assert len(registry.circuit_breakers()) == 3
@@ -100,26 +98,27 @@ def test_many_threads_get_the_same_one():
 
 def test_another_goes_on_where_a_state_was_taken():
     registry = BreakerRegistry()
-    opened(registry, "search", scope="acme")
-    opened(registry, "other", scope="else")
-    registry.rate_limiter("read/*", SLOW, 0, scope="acme").acquire(0)
-    registry.rate_limiter("gone", SLOW, 0, scope="acme").acquire(0)
-    state = json.loads(json.dumps(registry.state(10 * SECOND // 20, scope="acme")))
-    again = BreakerRegistry()
-    fresh = again.circuit_breaker("fetch", QUICK, 0, scope="acme")
-    again.restore(state, 0, circuit_breaker=QUICK, rate_limits={"read/*": SLOW}, scope="acme")
+    acme = registry.scoped("acme")
+    opened(acme, "search", "acme")
+    opened(registry, "other", "else")
+    acme.rate_limiter("read/*", SLOW, 0).acquire(0)
+    acme.rate_limiter("gone", SLOW, 0).acquire(0)
+    state = json.loads(json.dumps(acme.state(SECOND // 2)))
+    again = BreakerRegistry().scoped("acme")
+    fresh = again.circuit_breaker("fetch", QUICK, 0)
+    again.restore(state, 0, circuit_breaker=QUICK, rate_limits={"read/*": SLOW})
     assert set(again.circuit_breakers()) == {("acme", "search"), ("acme", "fetch")}
-    assert again.circuit_breaker("fetch", QUICK, 0, scope="acme") is fresh
-    assert again.circuit_breaker("search", QUICK, 0, scope="acme").retry_after(0) == 59.5
-    assert not again.rate_limiter("read/*", SLOW, 0, scope="acme").is_full(0)
-    assert again.rate_limiter("gone", SLOW, 0, scope="acme").is_full(0)
+    assert again.circuit_breaker("fetch", QUICK, 0) is fresh
+    assert again.circuit_breaker("search", QUICK, 0).retry_after(0) == 59.5
+    assert not again.rate_limiter("read/*", SLOW, 0).is_full(0)
+    assert again.rate_limiter("gone", SLOW, 0).is_full(0)
     # What it knows already is newer.
-    again.circuit_breaker("search", QUICK, 0, scope="acme").reset(0)
-    again.restore(state, 0, circuit_breaker=QUICK, scope="acme")
-    assert again.circuit_breaker("search", QUICK, 0, scope="acme").retry_after(0) == 0
+    again.circuit_breaker("search", QUICK, 0).reset(0)
+    again.restore(state, 0, circuit_breaker=QUICK)
+    assert again.circuit_breaker("search", QUICK, 0).retry_after(0) == 0
     nothing = BreakerRegistry()
     nothing.restore(state, 0)
-    assert nothing.state(0, scope="acme") == {"circuit_breakers": {}, "rate_limiters": {}}
+    assert nothing.state(0) == {"circuit_breakers": {}, "rate_limiters": {}}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core.breakers import Booking, VelocityLimits, VelocityMeter
+from budgetguard_core.breakers import VelocityLimits, VelocityMeter
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import ManualClock
@@ -19,6 +19,21 @@ from budgetguard_core.testing import ManualClock
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
 DOLLAR = 10**15
+
+
+def book_model_call(meter, now, tokens, cost):
+    """Admit a model call, as a guard does: its start."""
+    start = meter.start_of_model_call(now)
+    meter.book_model_call(start, tokens, cost)
+    return start
+
+
+def book_tool_call(meter, now):
+    start = meter.start_of_tool_call(now)
+    meter.book_tool_call(start)
+    return start
+
+
 fixed = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -76,18 +91,17 @@ def test_it_knows_what_a_list_knows(ceiling, share, traffic):
         now = clock.monotonic_ns()
         fits = naive.used(now // SECOND) < ceiling
         assert meter.model_call_fits(now) == fits
-        assert bool(meter.violations(now)) != fits
+        assert bool(meter.model_call_violations(now)) != fits
         if fits:
-            booking = meter.book_model_call(now, tokens, 0)
-            start = naive.start(now)
-            assert booking == Booking(start - now, start // SECOND)
-            assert 0 <= booking.delay_ns <= 61 * SECOND
+            start = book_model_call(meter, now, tokens, 0)
+            assert start == naive.start(now)
+            assert 0 <= start - now <= 61 * SECOND
             entry = [start // SECOND, tokens]
             naive.entries.append(entry)
-            running.append((booking, entry))
+            running.append((start, entry))
         if ends and running:
-            booking, entry = running.pop(0)
-            meter.correct_model_call(booking.second, now, max(more, -entry[1]), 0)
+            start, entry = running.pop(0)
+            meter.correct_model_call(start, now, max(more, -entry[1]), 0)
             if more > 0:
                 naive.entries.append([now // SECOND, more])
             else:
@@ -111,12 +125,12 @@ def test_on_random_traffic_never_above_the_ceiling_plus_one_call(seed):
             refused += 1
             continue
         reserved = random_.randint(1, largest)
-        booking = meter.book_model_call(now, reserved, 0)
+        start = book_model_call(meter, now, reserved, 0)
         used = random_.randint(0, reserved)
-        clock.advance(booking.delay_ns / SECOND)
+        clock.advance((start - now) / SECOND)
         entries.append((clock.monotonic_ns(), used))
         clock.advance(random_.choice([0, 1, 90]))
-        meter.correct_model_call(booking.second, clock.monotonic_ns(), used - reserved, 0)
+        meter.correct_model_call(start, clock.monotonic_ns(), used - reserved, 0)
     assert most_in_a_minute(entries) < ceiling + largest
     assert len(entries) > 50
     # A call that is smaller than the band is delayed, and nothing is ever refused for it.
@@ -133,8 +147,7 @@ def test_parallel_calls_are_held_as_well_for_reservations_count(seed):
         clock.advance(random_.choice([0, 0, 0, 5]))
         now = clock.monotonic_ns()
         if meter.model_call_fits(now):
-            booking = meter.book_model_call(now, 70, 0)
-            entries.append((now + booking.delay_ns, 70))
+            entries.append((book_model_call(meter, now, 70, 0), 70))
     assert 900 <= most_in_a_minute(entries) < 1000 + 70
 
 
@@ -143,7 +156,7 @@ def test_exactly_as_many_tool_calls_start_in_a_minute():
     started = 0
     for _ in range(200):
         if meter.tool_call_fits(0):
-            assert meter.book_tool_call(0).delay_ns == 0
+            assert book_tool_call(meter, 0) == 0
             started += 1
     assert started == 5
     assert not meter.tool_call_fits(60 * SECOND)
@@ -154,17 +167,17 @@ def test_exactly_as_many_tool_calls_start_in_a_minute():
 def test_in_the_band_a_call_waits_until_enough_is_a_minute_ago():
     meter = VelocityMeter(VelocityLimits(max_tool_calls_per_minute=10))
     for at in range(8):
-        assert meter.book_tool_call(at * SECOND).delay_ns == 0
-    assert meter.book_tool_call(8 * SECOND) == Booking(53 * SECOND, 61)
-    assert meter.book_tool_call(8 * SECOND) == Booking(54 * SECOND, 62)
+        assert book_tool_call(meter, at * SECOND) == at * SECOND
+    assert book_tool_call(meter, 8 * SECOND) == 61 * SECOND
+    assert book_tool_call(meter, 8 * SECOND) == 62 * SECOND
     # What is delayed counts already, so a third that asks at the same time is too much.
     assert not meter.tool_call_fits(8 * SECOND)
-    assert meter.book_tool_call(62 * SECOND).delay_ns == SECOND
+    assert book_tool_call(meter, 62 * SECOND) == 63 * SECOND
 
 
 def test_a_tool_call_that_did_not_start_is_taken_out():
     meter = VelocityMeter(VelocityLimits(max_tool_calls_per_minute=1))
-    second = meter.book_tool_call(0).second
+    second = book_tool_call(meter, 0)
     assert not meter.tool_call_fits(0)
     meter.withdraw_tool_call(second, SECOND)
     meter.withdraw_tool_call(second, SECOND)
@@ -174,12 +187,12 @@ def test_a_tool_call_that_did_not_start_is_taken_out():
 def test_dollars_are_exact():
     meter = VelocityMeter(VelocityLimits(max_cost_usd_per_minute=0.3))
     for _ in range(2):
-        meter.book_model_call(0, 10**9, DOLLAR // 10)
-    assert meter.violations(0) == []
-    meter.book_model_call(0, 0, DOLLAR // 10 - 1)
+        book_model_call(meter, 0, 10**9, DOLLAR // 10)
+    assert meter.model_call_violations(0) == []
+    book_model_call(meter, 0, 0, DOLLAR // 10 - 1)
     assert meter.model_call_fits(0)
     meter.correct_model_call(0, 0, 0, 1)
-    (violation,) = meter.violations(0)
+    (violation,) = meter.model_call_violations(0)
     assert (violation.reason, violation.limit, violation.used, violation.detail) == (
         StopReason.VELOCITY,
         Decimal("0.3"),
@@ -196,21 +209,22 @@ def test_everything_that_is_reached_is_named():
     )
     meter.book_model_call(0, 5, DOLLAR)
     meter.book_tool_call(0)
-    assert [violation.limit for violation in meter.violations(0)] == [5, 1, 1]
+    assert [violation.limit for violation in meter.model_call_violations(0)] == [5, 1]
+    assert [violation.limit for violation in meter.tool_call_violations(0)] == [1]
     assert not meter.model_call_fits(0)
 
 
 def test_without_a_ceiling_nothing_is_held():
     meter = VelocityMeter(VelocityLimits())
     for _ in range(100):
-        assert meter.book_model_call(0, 10**9, DOLLAR) == meter.book_tool_call(0) == Booking(0, 0)
+        assert book_model_call(meter, 0, 10**9, DOLLAR) == book_tool_call(meter, 0) == 0
     meter.correct_model_call(0, 0, 1, 1)
     meter.withdraw_tool_call(0, 0)
     assert meter.model_call_fits(0)
     assert meter.tool_call_fits(0)
-    assert meter.violations(0) == []
+    assert meter.model_call_violations(0) == meter.tool_call_violations(0) == []
     assert meter.state(0) == {"tokens": [], "cost": [], "tool_calls": []}
-    assert VelocityMeter.from_state(VelocityLimits(), meter.state(0), 0).violations(0) == []
+    assert VelocityMeter.from_state(VelocityLimits(), meter.state(0), 0).state(0) == meter.state(0)
 
 
 def test_a_reading_of_the_clock_may_be_a_little_old():
@@ -231,8 +245,8 @@ def test_memory_is_constant_at_a_million_events():
     now = 0
     for _ in range(500_000):
         now += SECOND // 50
-        meter.book_model_call(now, 7, 0)
-        meter.book_tool_call(now)
+        book_model_call(meter, now, 7, 0)
+        book_tool_call(meter, now)
     assert held(meter) == before
     assert len(json.dumps(meter.state(now))) < 3000
     assert meter._tool_calls.total == 50 * 60 + 1
