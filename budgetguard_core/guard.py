@@ -11,6 +11,10 @@ from decimal import Decimal
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
+from budgetguard_core.breakers import REPORT_PROGRESS, BreakerRegistry, StateTransition
+from budgetguard_core.breakers.call import CallBreakers
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
+from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import (
@@ -39,7 +43,9 @@ from budgetguard_core.errors import AdapterError, CheckpointError, Configuration
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    CallDelayed,
     Checked,
+    CircuitBreakerChanged,
     ContextWindowNearlyFull,
     Event,
     EventBase,
@@ -51,6 +57,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ProgressReported,
     ReplyReported,
     RunEnded,
     RunPaused,
@@ -63,7 +70,9 @@ from budgetguard_core.events import (
     ToolCallRequested,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallTurnedAway,
     ToolCallWithdrawn,
+    ToolMixUnusual,
     TripObserved,
     Tripped,
     UserTurned,
@@ -88,6 +97,15 @@ from budgetguard_core.meter import (
 )
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates, to_usd
+from budgetguard_core.run_breakers import (
+    RunBreakers,
+    correct_model_call,
+    hold_model_call,
+    hold_tool_call,
+    model_call_within_pace,
+    tool_call_within_pace,
+    withdraw_tool_call,
+)
 from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.standing import Mode as Mode
 from budgetguard_core.standing import Standing, as_mode
@@ -129,6 +147,8 @@ class Guard:
         price_book: Where prices come from.
         clock: Where time comes from.
         log_arguments: Put the arguments of tool calls into events; only their hash otherwise.
+        breakers: The circuit breakers, rate limits and bulkheads that this run shares with others;
+            its own if left out. All who share it need one clock.
 
     Raises:
         ConfigurationError: The budget is not a `Budget`, or a sink takes no events.
@@ -137,6 +157,7 @@ class Guard:
     __slots__ = (
         "__weakref__",
         "_binding",
+        "_breakers",
         "_chain",
         "_conditional",
         "_earlier",
@@ -151,6 +172,7 @@ class Guard:
         "_tree",
         "_waiting",
         "_warn_at",
+        "_watched",
         "_window_warned",
         "budget",
         "cancellation",
@@ -172,12 +194,14 @@ class Guard:
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
+        breakers: BreakerRegistry | None = None,
     ) -> None:
         tree = Tree(
             clock or SystemClock(),
             price_book or PriceBook(),
             [as_sink(sink) for sink in sinks],
             log_arguments,
+            breakers or BreakerRegistry(),
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
         self._announce()
@@ -209,7 +233,12 @@ class Guard:
         self._tree = tree
         self._on_warning = on_warning
         self._meter = Meter(self.budget)
-        self._standing = Standing(self._meter, self.budget, self.mode)
+        self._breakers = (
+            None
+            if self.mode is Mode.OFF
+            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, tree.breakers)
+        )
+        self._standing = Standing(self._meter, self.budget, self.mode, self._breakers)
         above = () if parent is None else (parent, *beside)
         self.lineage: tuple[Guard, ...] = tuple(
             dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
@@ -224,6 +253,8 @@ class Guard:
     def _begin(self) -> None:
         """Put everything to its beginning."""
         self._meter.begin(self.budget)
+        if self._breakers is not None:
+            self._breakers.begin()
         self._standing.begin(self.budget, self.mode)
         self._earlier = Usage()
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
@@ -232,6 +263,9 @@ class Guard:
         # Asked on every step and never changed by `extend`, so worked out once.
         self._warn_at = self.budget.warn_at
         self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
+        self._watched = tuple(
+            guard._breakers for guard in self._line if guard._breakers is not None
+        )
         self._conditional = any(guard._standing.conditions for guard in self._line)
         # An advisory envelope must not cut what the enforced ones allow.
         enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
@@ -405,9 +439,10 @@ class Guard:
         tree.lock.acquire()
         try:
             now = tree.now()
-            far = not unpriced and far_from_caps(self._chain, now, tokens, cost)
+            held = bool(self._watched) and self._is_held(call, now)
+            far = not (unpriced or held) and far_from_caps(self._chain, now, tokens, cost)
             if not far and (
-                unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost)
+                unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost) or held
             ):
                 if bound is not None and not call.output_is_fixed:
                     bound = self._clamp(call, rates, bound)
@@ -530,6 +565,9 @@ class Guard:
                 return False
             now = tree.now()
             release(guard._chain, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
+            if ticket.breakers is not None:
+                taken = ticket.reserved_tokens, ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, -taken[0], -taken[1])
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
@@ -552,6 +590,9 @@ class Guard:
         for call in calls:
             if call.key is None:
                 call.key = arguments_key(call.arguments, ignore=ignored)
+            if call.kind == "function" and self._is_report(call):
+                # It is about the run, so it has no place among what the run may do.
+                call.kind = "output"
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -561,15 +602,21 @@ class Guard:
             now = tree.now()
             far = far_from_tool_caps(self._chain, now, len(calls))
             trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
+            shut: list[bool] = []
             for call in calls:
-                decision = self._decide_tool_call(call, trip, now)
+                decision = self._decide_tool_call(call, trip, now, shut)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
+            if shut:
+                self._end_round(all(shut))
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
                 self._record_batch(now, calls, decisions)
+                for decision in decisions:
+                    if isinstance(decision, Admit):
+                        self._record_delay(decision, now)
         finally:
             tree.lock.release()
         if warnings or tree.outbox:
@@ -588,6 +635,8 @@ class Guard:
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
+        outcomes: Sequence[CallOutcome] | None = None,
+        duration_ns: int | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -597,6 +646,8 @@ class Guard:
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
             error_fingerprint: The `fingerprint_error` of the error's text, likewise.
+            outcomes: What the call is to the circuit breakers that permitted it, likewise.
+            duration_ns: How long its body took, likewise.
 
         Returns:
             False when the call was settled before.
@@ -613,6 +664,9 @@ class Guard:
             ignored = _NOTHING if detector is None else detector.ignored_results
             key = result_key(result, ignore=ignored)
         call: ToolCall = ticket.call
+        held = ticket.breakers
+        # Before the lock: the user's code says what a failure is.
+        judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
@@ -622,6 +676,10 @@ class Guard:
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
             guard._bring(call, key, error=kind)
             now = tree.now()
+            if held is not None:
+                took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
+                duration_ns = took if judged else None
+                guard._record_changes(held.end(judged, took, now), now)
             for charged in guard._chain:
                 if now >= charged.mark_at:
                     warnings = guard._look(now)
@@ -634,6 +692,8 @@ class Guard:
                     fingerprint=digest_of(key),
                     error=_error_name(error),
                     error_fingerprint=kind,
+                    outcomes=tuple(judged),
+                    duration_ns=duration_ns,
                 )
         finally:
             tree.lock.release()
@@ -659,6 +719,8 @@ class Guard:
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
+            if ticket.breakers is not None:
+                withdraw_tool_call(guard._watched, ticket.breakers, now)
             guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
             guard._bring(call, _REFUSED)
             guard._keep_time(now)
@@ -666,6 +728,38 @@ class Guard:
                 guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
         tree.deliver()
         return True
+
+    def start_tool_call(self, ticket: Admit) -> None:
+        """Say that the body of a tool call begins now, for how long it takes. Not needed."""
+        held = ticket.breakers
+        if held is not None:
+            held.start_ns = max(held.start_ns, ticket.guard.clock.monotonic_ns())
+
+    def report_progress(self, arguments: object) -> str:
+        """Take in what the model says of its work: the body of the tool `report_progress`.
+
+        Args:
+            arguments: What the model passed: an object, or its JSON text. It is digested, not kept.
+
+        Returns:
+            The tool's result. Without `Budget.progress` nothing is done with it.
+        """
+        report = read_report(arguments)
+        if isinstance(report, str):
+            return report
+        self.note_progress(report)
+        return NOTED
+
+    def note_progress(self, report: ProgressReport) -> None:
+        """Take in a report that was read already (replay)."""
+        with self._tree.lock:
+            own = self._breakers
+            if own is not None and own.progress is not None:
+                own.progress.note(report)
+                self._standing.weigh()
+                if self._tree.sinks:
+                    self._record(ProgressReported, self._now(), **report._asdict())
+        self._tree.deliver()
 
     def check(self) -> Trip | None:
         """Ask whether the run has to end now, without starting anything; trips it if so.
@@ -693,7 +787,9 @@ class Guard:
         with self._tree.lock:
             if self._standing.detector is not None:
                 self._standing.detector.user_turn()
-                self._standing.weigh()
+            if self._breakers is not None and self._breakers.progress is not None:
+                self._breakers.progress.user_turn()
+            self._standing.weigh()
             if self._tree.sinks:
                 self._record(UserTurned, self._now())
         self._tree.deliver()
@@ -732,7 +828,7 @@ class Guard:
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = self._nudge()
+            message = self._nudge() or self._request()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
@@ -997,6 +1093,7 @@ class Guard:
                 warned=tuple(meter.warned),
                 window_warned=self._window_warned,
                 detector=None if standing.detector is None else standing.detector.state(),
+                breakers=None if self._breakers is None else self._breakers.state(now),
                 open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
                 earlier=self._earlier,
                 seq=self._tree.seq,
@@ -1018,6 +1115,7 @@ class Guard:
         clock: Clock | None = None,
         log_arguments: bool = False,
         within: Sequence[Guard] = (),
+        breakers: BreakerRegistry | None = None,
     ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
@@ -1037,6 +1135,7 @@ class Guard:
             log_arguments: Put the arguments of tool calls into events.
             within: Guards of one tree that the run is a part of: then it has their log, clock and
                 prices, and what it had used before is not charged to them again.
+            breakers: As in `Guard`.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
@@ -1079,6 +1178,7 @@ class Guard:
                     price_book=price_book,
                     clock=clock,
                     log_arguments=log_arguments,
+                    breakers=breakers,
                 )
             with guard._tree.lock:
                 guard._take_over(snapshot, fresh=budget is not None)
@@ -1148,6 +1248,8 @@ class Guard:
         detector, detection = self._standing.detector, self.budget.loop_detection
         if detection is not None and snapshot.detector is not None:
             detector = LoopDetector.from_state(detection, snapshot.detector)
+        if self._breakers is not None and snapshot.breakers is not None:
+            self._breakers.go_on_from(snapshot.breakers, self._now())
         self._standing.go_on_from(
             snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
         )
@@ -1206,6 +1308,8 @@ class Guard:
         found: list[tuple[Guard, list[Violation]]] = []
         for guard in self._line:
             held = limits.model_call_violations(guard._meter, now, call.retry, tokens, cost)
+            if guard._breakers is not None and guard._breakers.velocity is not None:
+                held += guard._breakers.velocity.model_call_violations(now)
             if unpriced and guard._meter.caps.refuses_unpriced:
                 held.append(limits.unpriced_model(call.model))
             found.append((guard, held))
@@ -1265,9 +1369,32 @@ class Guard:
             return None
         return detector.nudge()
 
+    def _is_held(self, call: ModelCall, now: int) -> bool:
+        """Ask the breakers whether a model call may start; a new turn ends the one before."""
+        own = self._breakers
+        if own is not None and own.progress is not None and not call.retry:
+            own.progress.iteration()
+            if own.tripped:
+                self._standing.weigh()
+        return not model_call_within_pace(self._watched, now)
+
+    def _request(self) -> str | None:
+        """Take the request for a report, or the correction after one, that is due."""
+        own = self._breakers
+        if own is None or own.progress is None or self._meter.looks_on:
+            return None
+        return own.progress.nudge()
+
+    def _is_report(self, call: ToolCall) -> bool:
+        own = self._breakers
+        return call.name == REPORT_PROGRESS and own is not None and own.progress is not None
+
     def _bring(self, call: ToolCall, result: str, *, error: str | None = None) -> None:
         """Show the loop detector a call that ended."""
         standing = self._standing
+        if self._is_report(call):
+            # What it says is looked at; that it is called again is as it should be.
+            return
         detector = standing.detector
         if detector is not None:
             detector.observe(call.name, call.key or "", result, error=error)
@@ -1302,6 +1429,8 @@ class Guard:
         tree.call_id += 1
         detector = self._standing.detector
         message = self._nudge() if detector is not None and detector.due else None
+        if message is None and self._breakers is not None:
+            message = self._request()
         # A message would change the run, and OBSERVE only looks on.
         kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
         ticket = kind(
@@ -1317,6 +1446,8 @@ class Guard:
             ticket.message = message
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
+        if self._watched:
+            ticket.breakers = hold_model_call(self._watched, now, tokens, cost)
         if tree.sinks:
             self._record(
                 ModelCallAdmitted,
@@ -1326,7 +1457,13 @@ class Guard:
                 admitted_output_tokens=ticket.max_output_tokens,
                 nudge=message,
             )
+            self._record_delay(ticket, now)
         return ticket
+
+    def _record_delay(self, ticket: Admit, now: int) -> None:
+        held = ticket.breakers
+        if held is not None and held.start_ns > now:
+            self._record(CallDelayed, now, call_id=ticket.call_id, delay_ns=held.start_ns - now)
 
     def _charge(
         self,
@@ -1345,6 +1482,11 @@ class Guard:
             given = ticket.call.input_tokens
             usage = TokenUsage(given, reserved_tokens - given, estimated=True)
         near = charge(self._chain, reserved_tokens, reserved_cost, usage, cost, failed, now)
+        if ticket.breakers is not None:
+            tokens = usage.input_tokens + usage.output_tokens - reserved_tokens
+            correct_model_call(
+                self._watched, ticket.breakers, now, tokens, (cost or 0) - reserved_cost
+            )
         if unmetered or (cost is None and self._needs_price and not failed):
             for guard in self._line:
                 caps = guard._meter.caps
@@ -1356,8 +1498,11 @@ class Guard:
                     guard._standing.hold(limits.unmetered_usage())
         return near
 
-    def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
+    def _decide_tool_call(
+        self, call: ToolCall, trip: Trip | None, now: int, shut: list[bool]
+    ) -> ToolDecision:
         kind = call.kind
+        held: CallBreakers | None = None
         if kind == "function":
             if trip is not None:
                 return self._refused(call, Stop(trip))
@@ -1377,6 +1522,17 @@ class Guard:
                     self._bring(call, _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
+            if self._watched:
+                answer = self._ask_breakers(call, now, shut)
+                if isinstance(answer, Stop):
+                    uncount_tool_call(self._chain, call.name)
+                    return self._refused(call, answer)
+                if isinstance(answer, Refuse):
+                    uncount_tool_call(self._chain, call.name)
+                    # Asking again and again for what is refused brings nothing new either.
+                    self._bring(call, result_key(answer.message))
+                    return self._refused(call, answer)
+                held = answer
         elif kind == "hosted":
             count_tool_call(self._chain, call.name)
             for guard in self._line:
@@ -1389,9 +1545,76 @@ class Guard:
         tree = self._tree
         tree.call_id += 1
         ticket = Admit(self, call, tree.call_id)
+        ticket.breakers = held
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
+
+    def _ask_breakers(
+        self, call: ToolCall, now: int, shut: list[bool]
+    ) -> CallBreakers | Refuse | Stop:
+        """Ask the breakers whether a tool call may start."""
+        if not tool_call_within_pace(self._watched, now):
+            trip = self._stop(
+                now,
+                [
+                    (guard, guard._breakers.velocity.tool_call_violations(now))
+                    for guard in self._line
+                    if guard._breakers is not None and guard._breakers.velocity is not None
+                ],
+            )
+            if trip is not None:
+                return Stop(trip)
+        classes = [
+            guard._meter.caps.class_of(call.name)
+            for guard in self._line
+            if guard._breakers is not None
+        ]
+        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, classes, now)
+        shut.append(is_shut)
+        self._record_changes(changes, now)
+        if away is not None:
+            if self._tree.sinks:
+                self._record(
+                    ToolCallTurnedAway,
+                    now,
+                    name=call.name,
+                    reason=away.reason,
+                    detail=away.detail,
+                )
+            return Refuse(away.reason, away.detail, away.message)
+        for guard in self._line:
+            mix = None if guard._breakers is None else guard._breakers.mix
+            alarm = None if mix is None else mix.observe(call.name)
+            if alarm is not None and self._tree.sinks:
+                guard._record(
+                    ToolMixUnusual,
+                    now,
+                    calls=alarm.calls,
+                    p_value=alarm.p_value,
+                    detail=alarm.detail,
+                )
+        return held
+
+    def _record_changes(self, changes: Iterable[StateTransition], now: int) -> None:
+        if self._tree.sinks:
+            for change in changes:
+                self._record(
+                    CircuitBreakerChanged,
+                    now,
+                    breaker=change.breaker[:_NAME_LENGTH],
+                    from_state=str(change.from_state),
+                    to_state=str(change.to_state),
+                    detail=change.detail,
+                )
+
+    def _end_round(self, shut: bool) -> None:
+        """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
+        for guard in self._line:
+            if guard._breakers is not None:
+                violation = guard._breakers.round_ended(shut)
+                if violation is not None:
+                    guard._standing.hold(violation)
 
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
         self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
@@ -1488,6 +1711,15 @@ class Guard:
         )
 
     # Outside the lock
+
+    def _judge(
+        self, held: CallBreakers, result: object, error: BaseException | str | None
+    ) -> list[CallOutcome]:
+        try:
+            return held.outcomes(result, error)
+        except Exception as raised:
+            self._tree.report("record_result", raised)
+            return held.outcomes(None, error)
 
     def _ask_conditions(self) -> None:
         for guard in self._line:

@@ -8,6 +8,7 @@ from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.loops import LoopDetector
 from budgetguard_core.meter import Meter
+from budgetguard_core.run_breakers import RunBreakers
 from budgetguard_core.stop import StopCondition, StopReason, Trip, Violation, as_condition
 
 
@@ -38,6 +39,7 @@ class Standing:
     """
 
     __slots__ = (
+        "_breakers",
         "_meter",
         "aborted",
         "conditions",
@@ -47,8 +49,11 @@ class Standing:
         "trip",
     )
 
-    def __init__(self, meter: Meter, budget: Budget, mode: Mode) -> None:
+    def __init__(
+        self, meter: Meter, budget: Budget, mode: Mode, breakers: RunBreakers | None
+    ) -> None:
         self._meter = meter
+        self._breakers = breakers
         self.begin(budget, mode)
 
     def begin(self, budget: Budget, mode: Mode) -> None:
@@ -86,6 +91,7 @@ class Standing:
             self.aborted is not None
             or bool(self.held)
             or (self.detector is not None and self.detector.tripped)
+            or (self._breakers is not None and self._breakers.tripped)
         )
         looks_on = self.observed is not None
         self._meter.set_halt(self.trip is not None or (own and not looks_on), looks_on)
@@ -126,6 +132,9 @@ class Standing:
             held.append(Violation(reason=StopReason.ABORTED, detail=self.aborted))
         if asking and self.detector is not None and self.detector.tripped:
             held.append(self.detector.violation())
+        progress = None if self._breakers is None else self._breakers.progress
+        if asking and progress is not None and progress.tripped:
+            held.append(progress.violation())
         return held
 
 

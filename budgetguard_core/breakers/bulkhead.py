@@ -35,12 +35,19 @@ class Place:
 
     __slots__ = ("_wake", "granted", "released", "wait_until_ns")
 
-    def __init__(
-        self, granted: bool, wait_until_ns: int, wake: Callable[[], object] | None
-    ) -> None:
+    def __init__(self, granted: bool, wait_until_ns: int) -> None:
         self.granted = granted
         self.released = False
         self.wait_until_ns = wait_until_ns
+        self._wake: Callable[[], object] | None = None
+
+    def on_granted(self, wake: Callable[[], object]) -> None:
+        """Have the one who waits called when the place is granted; look at `granted` after this.
+
+        Args:
+            wake: Called without arguments, in the thread that gave the place back
+                (`threading.Event.set`, or for a task `lambda: loop.call_soon_threadsafe(...)`).
+        """
         self._wake = wake
 
     def wake(self) -> None:
@@ -78,14 +85,11 @@ class Bulkhead:
         """Calls in the queue."""
         return len(self._queue)
 
-    def acquire(self, now_ns: int, wake: Callable[[], object] | None = None) -> Place | None:
+    def acquire(self, now_ns: int) -> Place | None:
         """Ask for a place.
 
         Args:
             now_ns: The time, of the clock that `wait_until_ns` is read against.
-            wake: Called without arguments when a call in the queue gets its place, in the thread
-                that gave the place back (`threading.Event.set`, or for a task
-                `lambda: loop.call_soon_threadsafe(event.set)`).
 
         Returns:
             A place: `granted`, or in the queue until `wait_until_ns`. None: refused at once.
@@ -93,10 +97,10 @@ class Bulkhead:
         with self._lock:
             if self._running < self.config.max_concurrent_calls:
                 self._running += 1
-                return Place(True, now_ns, None)
+                return Place(True, now_ns)
             if not self._max_wait_ns:
                 return None
-            place = Place(False, now_ns + self._max_wait_ns, wake)
+            place = Place(False, now_ns + self._max_wait_ns)
             self._queue.append(place)
             return place
 

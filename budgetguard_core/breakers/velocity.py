@@ -25,6 +25,9 @@ _WINDOW = 60
 _RING = 2 * _WINDOW + 2
 """Seconds that are kept: the window, now, and as far ahead as a call can be delayed."""
 
+FARTHEST_NS = (_WINDOW + 1) * NS_PER_SECOND
+"""How far ahead of now a call can be entered."""
+
 
 class VelocityLimits(Settings):
     """How fast a run may go: the most in any 60 seconds.

@@ -30,7 +30,9 @@ def test_it_admits_what_two_lists_do(places, waiting, traffic):
     everybody, inside, outside, woken = [], [], [], []
     for step, what in enumerate(traffic):
         if what == "come":
-            place = bulkhead.acquire(step, partial(woken.append, len(everybody)))
+            place = bulkhead.acquire(step)
+            if place is not None:
+                place.on_granted(partial(woken.append, len(everybody)))
             if len(inside) < places:
                 inside.append(place)
                 assert place.granted
@@ -70,8 +72,9 @@ def test_never_more_at_once_than_there_are_places_and_all_get_one():
         ready = threading.Event()
         barrier.wait()
         for _ in range(20):
-            place = bulkhead.acquire(0, ready.set)
+            place = bulkhead.acquire(0)
             assert place is not None
+            place.on_granted(ready.set)
             assert place.granted or ready.wait(10)
             ready.clear()
             with lock:
