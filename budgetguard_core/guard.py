@@ -436,6 +436,7 @@ class Guard:
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         warnings: Sequence[_Warning] = ()
+        clamped_by: StopReason | None = None
         tree.lock.acquire()
         try:
             now = tree.now()
@@ -445,7 +446,7 @@ class Guard:
                 unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost) or held
             ):
                 if bound is not None and not call.output_is_fixed:
-                    bound = self._clamp(call, rates, bound)
+                    bound, clamped_by = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
@@ -455,6 +456,8 @@ class Guard:
                 decision: ModelDecision = self._start_model_call(
                     call, rates, bound, tokens, cost, now
                 )
+                if clamped_by is not None:
+                    decision.clamped_by = clamped_by
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -1221,13 +1224,16 @@ class Guard:
         if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
-        tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
-        tree.open.update((ticket.call_id, ticket) for ticket in tickets)
-        for ticket in tickets:
-            for meter in self._chain:
-                if meter is not self._meter:
-                    # Its settlement will take this off everyone in the chain.
-                    meter.set_aside(ticket.reserved_tokens, ticket.reserved_cost)
+        # The guard of the earlier leg may still be in this tree: its open calls are these.
+        before = [one for one in tree.open.values() if one.guard.run_id == self.run_id]
+        for ticket in before:
+            del tree.open[ticket.call_id]
+            self._set_aside_above(-ticket.reserved_tokens, -ticket.reserved_cost)
+        for call in snapshot.open_calls:
+            ticket = self._ticket_of(call, first)
+            tree.open[ticket.call_id] = ticket
+            # Its settlement will take this off everyone in the chain.
+            self._set_aside_above(call.reserved_tokens, call.reserved_cost)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
@@ -1235,7 +1241,7 @@ class Guard:
                 self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
             return
         # What was in flight in another process is not what its time counts for.
-        self._waiting = {ticket.call_id for ticket in tickets}
+        self._waiting = {first + call.call_id for call in snapshot.open_calls}
         self._meter.go_on_from(
             snapshot.counters,
             snapshot.quotas,
@@ -1256,6 +1262,10 @@ class Guard:
         if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
             self.cancellation.cancel()
         self._window_warned = snapshot.window_warned
+
+    def _set_aside_above(self, tokens: int, cost: int) -> None:
+        for guard in self.lineage[1:]:
+            guard._meter.set_aside(tokens, cost)
 
     def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
         """Make a ticket again, so that its call can still be settled."""
@@ -1285,22 +1295,27 @@ class Guard:
     def _now(self) -> int:
         return self._tree.now()
 
-    def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
-        """Cut the completion bound to what is left of tokens and dollars; at least 1."""
+    def _clamp(
+        self, call: ModelCall, rates: Rates | None, bound: int
+    ) -> tuple[int, StopReason | None]:
+        """Cut the completion bound to what is left of tokens and dollars; say which cut it."""
+        reason: StopReason | None = None
         for meter in self._binding:
             caps = meter.caps
             if meter.looks_on:
                 continue
             if caps.tokens != INFINITY:
-                left = caps.tokens - meter.tokens - meter.reserved_tokens
-                bound = min(bound, int(left) - call.input_tokens)
+                left = int(caps.tokens) - meter.tokens - meter.reserved_tokens - call.input_tokens
+                if left < bound:
+                    bound, reason = left, StopReason.MAX_TOTAL_TOKENS
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
                 room = int(caps.cost) - meter.cost - meter.reserved_cost
                 room = max(room - rates.input_cost(call.input_tokens), 0)
                 full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
-                    bound = room * bound // full
-        return max(bound, 1)
+                    bound, reason = room * bound // full, StopReason.MAX_COST_USD
+        # With less than the provider takes the call does not fit, and is not admitted.
+        return max(bound, call.min_output_tokens), reason
 
     def _stop_model_call(
         self, now: int, call: ModelCall, tokens: int, cost: int, unpriced: bool
