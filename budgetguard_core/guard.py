@@ -453,11 +453,10 @@ class Guard:
             else:
                 trip = None
             if trip is None:
-                decision: ModelDecision = self._start_model_call(
-                    call, rates, bound, tokens, cost, now
-                )
+                admitted = self._start_model_call(call, rates, bound, tokens, cost, now)
                 if clamped_by is not None:
-                    decision.clamped_by = clamped_by
+                    admitted.clamped_by = clamped_by
+                decision: ModelDecision = admitted
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -1734,7 +1733,7 @@ class Guard:
             return held.outcomes(result, error)
         except Exception as raised:
             self._tree.report("record_result", raised)
-            return held.outcomes(None, error)
+            return held.successes()
 
     def _ask_conditions(self) -> None:
         for guard in self._line:
