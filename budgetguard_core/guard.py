@@ -196,6 +196,11 @@ class Guard:
         log_arguments: bool = False,
         breakers: BreakerRegistry | None = None,
     ) -> None:
+        if breakers is not None and not isinstance(breakers, BreakerRegistry):
+            raise ConfigurationError(
+                f"breakers must be a BreakerRegistry, got {type(breakers).__name__}. "
+                "Leave it out for one of the run's own."
+            )
         tree = Tree(
             clock or SystemClock(),
             price_book or PriceBook(),
@@ -215,6 +220,7 @@ class Guard:
         run_id: str | None,
         on_warning: WarningHandler | None,
         beside: Sequence[Guard] = (),
+        breakers: BreakerRegistry | None = None,
     ) -> None:
         if budget is not None and not isinstance(budget, Budget):
             raise ConfigurationError(
@@ -236,7 +242,7 @@ class Guard:
         self._breakers = (
             None
             if self.mode is Mode.OFF
-            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, tree.breakers)
+            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, breakers or tree.breakers)
         )
         self._standing = Standing(self._meter, self.budget, self.mode, self._breakers)
         above = () if parent is None else (parent, *beside)
@@ -959,6 +965,7 @@ class Guard:
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
         beside: Sequence[Guard] = (),
+        breakers: BreakerRegistry | None = None,
     ) -> Guard:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
@@ -971,9 +978,13 @@ class Guard:
             run_id: Its name in logs and checkpoints; a random one if left out.
             on_warning: Called at the warning shares of its own caps.
             beside: Other guards of this tree that it charges too, each of their ancestors once.
+            breakers: What its own circuit breakers and limits share with other runs; what this
+                tree of guards shares if left out.
         """
         child = Guard.__new__(type(self))
-        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
+        child._set_up(
+            self._tree, self, budget, mode or self.mode, run_id, on_warning, beside, breakers
+        )
         for one in beside:
             one.cancellation.adopt(child.cancellation)
         child._announce()
@@ -1170,6 +1181,7 @@ class Guard:
                     run_id=snapshot.run_id,
                     on_warning=on_warning,
                     beside=within[1:],
+                    breakers=breakers,
                 )
             else:
                 guard = cls(

@@ -81,6 +81,10 @@ class CallBreakers:
         """Say what the call is to each circuit breaker; the user's code runs in it."""
         return [breaker.config.outcome_of(result, error) for breaker, _ in self._circuits]
 
+    def successes(self) -> list[CallOutcome]:
+        """Say that the call is a success to each, where the user's code could not."""
+        return ["success" for _ in self._circuits]
+
     def end(self, outcomes: list[CallOutcome], duration_ns: int, now: int) -> list[StateTransition]:
         """Tell the breakers how the call ended, and give its places back."""
         changes: list[StateTransition] = []

@@ -301,6 +301,8 @@ class Run:
         """Say that a tool's body starts now: None, or the result to give in its place."""
         if call.refusal is None:
             call.state = "started"
+            for ticket in call.tickets:
+                ticket.guard.start_tool_call(ticket)
         return call.refusal
 
     def finished(

@@ -8,12 +8,12 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats as scipy_stats
 
 from budgetguard_core.breakers import ToolMix, ToolMixAlarm, ToolMixBaseline
 from budgetguard_core.breakers.tool_mix import chi_squared, chi_squared_p_value
 from budgetguard_core.errors import ConfigurationError
 
-scipy_stats = pytest.importorskip("scipy.stats")
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 
 USUAL = {"search": 300, "read_file": 500, "write_file": 150, "run_tests": 50, "ask": 2}
