@@ -157,6 +157,7 @@ class Guard:
     __slots__ = (
         "__weakref__",
         "_binding",
+        "_braked",
         "_breakers",
         "_chain",
         "_conditional",
@@ -269,8 +270,9 @@ class Guard:
         # Asked on every step and never changed by `extend`, so worked out once.
         self._warn_at = self.budget.warn_at
         self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
+        self._braked = tuple(guard for guard in self._line if guard._breakers is not None)
         self._watched = tuple(
-            guard._breakers for guard in self._line if guard._breakers is not None
+            guard._breakers for guard in self._braked if guard._breakers is not None
         )
         self._conditional = any(guard._standing.conditions for guard in self._line)
         # An advisory envelope must not cut what the enforced ones allow.
@@ -617,7 +619,7 @@ class Guard:
                     trip = decision.trip
                 decisions.append(decision)
             if shut:
-                self._end_round(all(shut))
+                self._end_round(False not in shut)
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
@@ -687,7 +689,9 @@ class Guard:
             if held is not None:
                 took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
                 duration_ns = took if judged else None
-                guard._record_changes(held.end(judged, took, now), now)
+                changes = held.end(judged, took, now)
+                if changes:
+                    guard._record_changes(changes, now)
             for charged in guard._chain:
                 if now >= charged.mark_at:
                     warnings = guard._look(now)
@@ -1585,20 +1589,17 @@ class Guard:
                 now,
                 [
                     (guard, guard._breakers.velocity.tool_call_violations(now))
-                    for guard in self._line
+                    for guard in self._braked
                     if guard._breakers is not None and guard._breakers.velocity is not None
                 ],
             )
             if trip is not None:
                 return Stop(trip)
-        classes = [
-            guard._meter.caps.class_of(call.name)
-            for guard in self._line
-            if guard._breakers is not None
-        ]
+        classes = [guard._meter.caps.class_of(call.name) for guard in self._braked]
         held, away, changes, is_shut = hold_tool_call(self._watched, call.name, classes, now)
         shut.append(is_shut)
-        self._record_changes(changes, now)
+        if changes:
+            self._record_changes(changes, now)
         if away is not None:
             if self._tree.sinks:
                 self._record(
@@ -1609,9 +1610,8 @@ class Guard:
                     detail=away.detail,
                 )
             return Refuse(away.reason, away.detail, away.message)
-        for guard in self._line:
-            mix = None if guard._breakers is None else guard._breakers.mix
-            alarm = None if mix is None else mix.observe(call.name)
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            alarm = None if one.mix is None else one.mix.observe(call.name)
             if alarm is not None and self._tree.sinks:
                 guard._record(
                     ToolMixUnusual,
@@ -1636,11 +1636,10 @@ class Guard:
 
     def _end_round(self, shut: bool) -> None:
         """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
-        for guard in self._line:
-            if guard._breakers is not None:
-                violation = guard._breakers.round_ended(shut)
-                if violation is not None:
-                    guard._standing.hold(violation)
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            violation = one.round_ended(shut)
+            if violation is not None:
+                guard._standing.hold(violation)
 
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
         self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))

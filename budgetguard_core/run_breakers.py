@@ -12,7 +12,10 @@ from typing import Any, TypeAlias, cast
 
 from budgetguard_core.breakers import (
     BreakerRegistry,
+    Bulkhead,
+    CircuitBreaker,
     ProgressSignal,
+    RateLimiter,
     StateTransition,
     ToolMixAlarm,
     VelocityMeter,
@@ -21,6 +24,14 @@ from budgetguard_core.breakers.call import CallBreakers, TurnedAway, turned_away
 from budgetguard_core.breakers.velocity import FARTHEST_NS
 from budgetguard_core.budget import BREAKERS, Budget
 from budgetguard_core.stop import StopReason, Violation
+
+_NAMES_KEPT = 1024
+
+_Tool: TypeAlias = tuple[
+    CircuitBreaker | None,
+    tuple[tuple[str, RateLimiter], ...],
+    tuple[tuple[str, Bulkhead], ...],
+]
 
 
 class RunBreakers:
@@ -38,6 +49,7 @@ class RunBreakers:
         "_budget",
         "_open_rounds",
         "_registry",
+        "_tools",
         "enforced",
         "mix",
         "progress",
@@ -65,6 +77,7 @@ class RunBreakers:
         self.velocity = None if budget.velocity is None else VelocityMeter(budget.velocity)
         self.mix = None if budget.tool_mix is None else ToolMixAlarm(budget.tool_mix)
         self._open_rounds = 0
+        self._tools: dict[str, _Tool] = {}
 
     @property
     def tripped(self) -> bool:
@@ -99,7 +112,7 @@ class RunBreakers:
 
     def turn_away(
         self, held: CallBreakers, name: str, tool_class: str, now: int
-    ) -> tuple[TurnedAway | None, list[StateTransition]]:
+    ) -> tuple[TurnedAway | None, tuple[StateTransition, ...]]:
         """Ask everything that one tool has to pass, and take a place in it.
 
         Args:
@@ -111,39 +124,50 @@ class RunBreakers:
         Returns:
             Why the call may not start, or None; and what changed in the circuit breakers.
         """
-        budget, registry = self._budget, self._registry
-        changes: list[StateTransition] = []
-        if budget.circuit_breaker is not None:
-            breaker = registry.circuit_breaker(name, budget.circuit_breaker, now)
+        tool = self._tools.get(name) or self._look_up(name, tool_class, now)
+        breaker, limiters, bulkheads = tool
+        changes: tuple[StateTransition, ...] = ()
+        if breaker is not None:
             permitted, changes = held.ask_circuit(breaker, now)
             if not permitted:
-                state = breaker.circuit_state(now)
-                return (
-                    turned_away(
-                        "tool_unavailable",
-                        name,
-                        f"the circuit breaker of {name[:200]!r} is {state}",
-                        breaker.retry_after(now),
-                    ),
-                    changes,
-                )
-        names = (name, f"{tool_class}/{name}")
-        for pattern, limit in budget.rate_limits.items():
-            if any(fnmatchcase(one, pattern) for one in names):
-                after = held.ask_limiter(
-                    registry.rate_limiter(pattern, limit, now), now, self.enforced
-                )
-                if after is not None:
-                    detail = f"rate_limits[{pattern!r}]: {limit.rate:g} calls a second are passed"
-                    return turned_away("rate_limited", name, detail, after), changes
-        for pattern, config in budget.bulkheads.items():
-            if any(fnmatchcase(one, pattern) for one in names) and not held.ask_bulkhead(
-                registry.bulkhead(pattern, config), now, self.enforced
-            ):
-                most = config.max_concurrent_calls
+                detail = f"the circuit breaker of {name[:200]!r} is {breaker.circuit_state(now)}"
+                after = breaker.retry_after(now)
+                return turned_away("tool_unavailable", name, detail, after), changes
+        for pattern, limiter in limiters:
+            after = held.ask_limiter(limiter, now, self.enforced)
+            if after is not None:
+                rate = limiter.limit.rate
+                detail = f"rate_limits[{pattern!r}]: {rate:g} calls a second are passed"
+                return turned_away("rate_limited", name, detail, after), changes
+        for pattern, bulkhead in bulkheads:
+            if not held.ask_bulkhead(bulkhead, now, self.enforced):
+                most = bulkhead.config.max_concurrent_calls
                 detail = f"bulkheads[{pattern!r}]: {most} calls are running"
                 return turned_away("busy", name, detail, None), changes
         return None, changes
+
+    def _look_up(self, name: str, tool_class: str, now: int) -> _Tool:
+        """Find what a tool has to pass."""
+        budget, registry = self._budget, self._registry
+        names = (name, f"{tool_class}/{name}")
+        config = budget.circuit_breaker
+        tool = (
+            None if config is None else registry.circuit_breaker(name, config, now),
+            tuple(
+                (pattern, registry.rate_limiter(pattern, limit, now))
+                for pattern, limit in budget.rate_limits.items()
+                if any(fnmatchcase(one, pattern) for one in names)
+            ),
+            tuple(
+                (pattern, registry.bulkhead(pattern, bulkhead))
+                for pattern, bulkhead in budget.bulkheads.items()
+                if any(fnmatchcase(one, pattern) for one in names)
+            ),
+        )
+        # Names come from the model: what is kept must not grow with what it invents.
+        if len(self._tools) < _NAMES_KEPT:
+            self._tools[name] = tool
+        return tool
 
     def state(self, now: int) -> dict[str, Any]:
         """Return what the breakers know, ready for JSON."""
@@ -181,6 +205,7 @@ class RunBreakers:
             circuit_breaker=budget.circuit_breaker,
             rate_limits=budget.rate_limits,
         )
+        self._tools.clear()
 
 
 BreakerLine: TypeAlias = Sequence[RunBreakers]
@@ -189,28 +214,30 @@ BreakerLine: TypeAlias = Sequence[RunBreakers]
 
 def model_call_within_pace(line: BreakerLine, now: int) -> bool:
     """Tell whether no ceiling holds against one more model call."""
-    return all(one.velocity is None or one.velocity.model_call_fits(now) for one in line)
+    for one in line:
+        if one.velocity is not None and not one.velocity.model_call_fits(now):
+            return False
+    return True
 
 
 def tool_call_within_pace(line: BreakerLine, now: int) -> bool:
     """Tell whether no ceiling holds against one more tool call."""
-    return all(one.velocity is None or one.velocity.tool_call_fits(now) for one in line)
+    for one in line:
+        if one.velocity is not None and not one.velocity.tool_call_fits(now):
+            return False
+    return True
 
 
 def hold_model_call(line: BreakerLine, now: int, tokens: int, cost: int) -> CallBreakers:
     """Enter a model call that is admitted."""
-    start = max(
-        (
-            one.velocity.start_of_model_call(now)
-            for one in line
-            if one.velocity is not None and one.enforced
-        ),
-        default=now,
-    )
+    start = now
+    for one in line:
+        if one.velocity is not None and one.enforced:
+            start = max(start, one.velocity.start_of_model_call(now))
     for one in line:
         if one.velocity is not None:
             one.velocity.book_model_call(start, tokens, cost)
-    return CallBreakers(max(start, now))
+    return CallBreakers(start)
 
 
 def correct_model_call(
@@ -224,7 +251,7 @@ def correct_model_call(
 
 def hold_tool_call(
     line: BreakerLine, name: str, classes: Sequence[str], now: int
-) -> tuple[CallBreakers, TurnedAway | None, list[StateTransition], bool]:
+) -> tuple[CallBreakers, TurnedAway | None, tuple[StateTransition, ...], bool]:
     """Ask for a tool call, and enter it where it is admitted.
 
     Args:
@@ -238,11 +265,12 @@ def hold_tool_call(
         whether a circuit breaker is open, also where only an advisory run has it.
     """
     held = CallBreakers(now)
-    changes: list[StateTransition] = []
+    changes: tuple[StateTransition, ...] = ()
     shut = False
     for one, tool_class in zip(line, classes, strict=True):
         away, changed = one.turn_away(held, name, tool_class, now)
-        changes += changed
+        if changed:
+            changes += changed
         if away is not None:
             shut = shut or away.kind == "tool_unavailable"
             if one.enforced:

@@ -40,18 +40,20 @@ class CallBreakers:
         # The place, and whether the call waits for it: under an advisory run it does not.
         self._places: list[tuple[Bulkhead, Place, bool]] = []
 
-    def ask_circuit(self, breaker: CircuitBreaker, now: int) -> tuple[bool, list[StateTransition]]:
+    def ask_circuit(
+        self, breaker: CircuitBreaker, now: int
+    ) -> tuple[bool, tuple[StateTransition, ...]]:
         """Ask a circuit breaker, once; tell whether it permits the call."""
-        if any(breaker is one for one, _ in self._circuits):
-            return True, []
+        if self._circuits and any(breaker is one for one, _ in self._circuits):
+            return True, ()
         answer = breaker.try_acquire_permission(now)
         if answer.permitted:
             self._circuits.append((breaker, answer.generation))
-        return answer.permitted, list(answer.transitions)
+        return answer.permitted, answer.transitions
 
     def ask_limiter(self, limiter: RateLimiter, now: int, waits: bool) -> float | None:
         """Take a token, once; None, or the seconds after which there is one."""
-        if any(limiter is one for one in self._limiters):
+        if self._limiters and any(limiter is one for one in self._limiters):
             return None
         turn = limiter.acquire(now)
         if not turn.admitted:
@@ -63,7 +65,7 @@ class CallBreakers:
 
     def ask_bulkhead(self, bulkhead: Bulkhead, now: int, waits: bool) -> bool:
         """Take a place, or one in the queue, once; tell whether there is one."""
-        if any(bulkhead is one for one, _, _ in self._places):
+        if self._places and any(bulkhead is one for one, _, _ in self._places):
             return True
         place = bulkhead.acquire(now)
         if place is not None:

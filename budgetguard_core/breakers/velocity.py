@@ -279,9 +279,9 @@ class _Window:
 
     def _pass_time(self, second: int) -> None:
         """Let what is older than the window go."""
-        passed = second - self._latest
-        if passed <= 0:
+        if second <= self._latest:
             return
+        passed = second - self._latest
         if passed >= _RING:
             self._ring = [0] * _RING
             self.total = 0
