@@ -1,17 +1,18 @@
-"""Breakers at the starting values of their README, on recorded runs of others."""
+"""Breakers: on recorded runs of others at the starting values of their README, and their cost."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from budgetguard_cli.trajectories import Trajectory
 
 import layout
+from budgetguard_cli.trajectories import Trajectory
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.breakers import (
     BulkheadConfig,
@@ -20,6 +21,7 @@ from budgetguard_core.breakers import (
     ToolMix,
     ToolMixBaseline,
     VelocityLimits,
+    VelocityMeter,
 )
 from budgetguard_core.events import (
     CallDelayed,
@@ -127,16 +129,37 @@ def written(rows):
     for name, found in rows.items():
         told = ", ".join(str(found[kind, "told"]) for kind in ("success", "failure", "runaway"))
         lines.append(
-            f"| {name} | {found['success', 'stopped']} of 441 | {found['failure', 'stopped']} of 260 "
+            f"| {name} | {found['success', 'stopped']} of 441 "
+            f"| {found['failure', 'stopped']} of 260 "
             f"| {found['runaway', 'stopped']} of 5 | {found['delayed']} | {found['turned away']} "
             f"| {told} |"
         )
     return "\n".join(lines)
 
 
+@pytest.mark.benchmark
 @pytest.mark.skipif(not TRAJECTORIES.is_dir(), reason="the recorded trajectories are not here")
 def test_at_the_starting_values_no_successful_run_is_stopped():
     rows = table()
     print(written(rows))
     assert all(found["success", "stopped"] == 0 for found in rows.values())
     assert written(rows) in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.benchmark
+def test_memory_of_the_pace_is_constant_at_a_million_events():
+    meter = VelocityMeter(
+        VelocityLimits(max_tokens_per_minute=10**12, max_tool_calls_per_minute=10**12)
+    )
+
+    def held():
+        windows = [meter._tokens, meter._tool_calls]
+        return [(len(window._ring), sys.getsizeof(window._ring)) for window in windows]
+
+    before = held()
+    for number in range(500_000):
+        now = number * 20_000_000
+        meter.book_model_call(meter.start_of_model_call(now), 7, 0)
+        meter.book_tool_call(meter.start_of_tool_call(now))
+    assert held() == before
+    assert len(json.dumps(meter.state(now))) < 3000
