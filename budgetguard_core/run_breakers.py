@@ -276,11 +276,13 @@ def hold_tool_call(
             if one.enforced:
                 held.give_back()
                 return held, away, changes, shut
+    start = now
     for one in line:
         if one.velocity is not None and one.enforced:
-            held.start_ns = max(held.start_ns, one.velocity.start_of_tool_call(now))
+            start = max(start, one.velocity.start_of_tool_call(now))
+    held.put_off(start)
     # A rate limit may hold it longer than a meter is kept ahead.
-    held.booked_ns = min(held.start_ns, now + FARTHEST_NS)
+    held.book(min(held.start_ns, now + FARTHEST_NS))
     for one in line:
         if one.velocity is not None:
             one.velocity.book_tool_call(held.booked_ns)

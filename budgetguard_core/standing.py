@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from budgetguard_core.breakers import REPORT_PROGRESS
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.loops import LoopDetector
@@ -119,6 +120,36 @@ class Standing:
         """Record the trip of an advisory run; from here on it looks on."""
         self.observed = trip
         self.weigh()
+
+    def take_nudge(self) -> str | None:
+        """Take the correction that is due; there is none where the run only looks on."""
+        if self.detector is None or not self.detector.due or self.observed is not None:
+            return None
+        return self.detector.nudge()
+
+    def take_request(self) -> str | None:
+        """Take the request for a report, or the correction after one, that is due."""
+        progress = None if self._breakers is None else self._breakers.progress
+        if progress is None or self.observed is not None:
+            return None
+        return progress.nudge()
+
+    def is_report(self, tool: str) -> bool:
+        """Whether a tool is the one that the model says with how far it is."""
+        return (
+            tool == REPORT_PROGRESS
+            and self._breakers is not None
+            and self._breakers.progress is not None
+        )
+
+    def show(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
+        """Show the loop detector a call that ended, by its fingerprints."""
+        detector = self.detector
+        # What a report says is looked at; that it is made again is as it should be.
+        if detector is not None and not self.is_report(tool):
+            detector.observe(tool, arguments, result, error=error)
+            if detector.tripped:
+                self.weigh()
 
     def violations(self, asking: bool) -> list[Violation]:
         """List what holds against any step, whatever it is.

@@ -40,6 +40,14 @@ class CallBreakers:
         # The place, and whether the call waits for it: under an advisory run it does not.
         self._places: list[tuple[Bulkhead, Place, bool]] = []
 
+    def put_off(self, start_ns: int) -> None:
+        """Let the call start no sooner than this."""
+        self.start_ns = max(self.start_ns, start_ns)
+
+    def book(self, at_ns: int) -> None:
+        """Note the time under which the call is entered in the velocity."""
+        self.booked_ns = at_ns
+
     def ask_circuit(
         self, breaker: CircuitBreaker, now: int
     ) -> tuple[bool, tuple[StateTransition, ...]]:
@@ -60,7 +68,7 @@ class CallBreakers:
             return turn.seconds
         self._limiters.append(limiter)
         if waits:
-            self.start_ns = max(self.start_ns, now + turn.wait_ns)
+            self.put_off(now + turn.wait_ns)
         return None
 
     def ask_bulkhead(self, bulkhead: Bulkhead, now: int, waits: bool) -> bool:
