@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 
+from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.canonical import digest_of
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
@@ -124,9 +125,11 @@ class Admit:
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
+        breakers: What the run's breakers have to do with the call; None where it has none.
     """
 
     __slots__ = (
+        "breakers",
         "call",
         "call_id",
         "clamped_by",
@@ -156,6 +159,7 @@ class Admit:
         self.rates = rates
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
+        self.breakers: CallBreakers | None = None
 
     @property
     def seconds(self) -> float | None:

@@ -9,6 +9,10 @@ from decimal import Decimal
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
+from budgetguard_core.breakers import BreakerRegistry, StateTransition
+from budgetguard_core.breakers.call import CallBreakers
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
+from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import (
@@ -37,7 +41,9 @@ from budgetguard_core.errors import AdapterError, CheckpointError, Configuration
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    CallDelayed,
     Checked,
+    CircuitBreakerChanged,
     ContextWindowNearlyFull,
     Event,
     EventBase,
@@ -49,6 +55,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ProgressReported,
     ReplyReported,
     RunEnded,
     RunPaused,
@@ -60,7 +67,9 @@ from budgetguard_core.events import (
     ToolCallRequested,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallTurnedAway,
     ToolCallWithdrawn,
+    ToolMixUnusual,
     UserTurned,
 )
 from budgetguard_core.frame import FRAME, Frame, current
@@ -80,6 +89,14 @@ from budgetguard_core.meter import (
 )
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook, Rates, to_usd
+from budgetguard_core.run_breakers import (
+    correct_model_call,
+    hold_model_call,
+    hold_tool_call,
+    model_call_within_pace,
+    tool_call_within_pace,
+    withdraw_tool_call,
+)
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode as Mode
 from budgetguard_core.state import NAME_LENGTH, RunState
@@ -113,6 +130,8 @@ class Guard(RunState):
         price_book: Where prices come from.
         clock: Where time comes from.
         log_arguments: Put the arguments of tool calls into events; only their hash otherwise.
+        breakers: The circuit breakers, rate limits and bulkheads that this run shares with others;
+            its own if left out. All who share it need one clock.
 
     Raises:
         ConfigurationError: The budget is not a `Budget`, or a sink takes no events.
@@ -131,12 +150,19 @@ class Guard(RunState):
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
+        breakers: BreakerRegistry | None = None,
     ) -> None:
+        if breakers is not None and not isinstance(breakers, BreakerRegistry):
+            raise ConfigurationError(
+                f"breakers must be a BreakerRegistry, got {type(breakers).__name__}. "
+                "Leave it out for one of the run's own."
+            )
         tree = Tree(
             clock or SystemClock(),
             price_book or PriceBook(),
             [as_sink(sink) for sink in sinks],
             log_arguments,
+            breakers or BreakerRegistry(),
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
         self._announce()
@@ -191,9 +217,10 @@ class Guard(RunState):
         tree.lock.acquire()
         try:
             now = tree.now()
-            far = not unpriced and far_from_caps(self._chain, now, tokens, cost)
+            held = bool(self._watched) and self._is_held(call, now)
+            far = not (unpriced or held) and far_from_caps(self._chain, now, tokens, cost)
             if not far and (
-                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced
+                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced or held
             ):
                 if bound is not None and not call.output_is_fixed:
                     bound, clamped_by = clamp(self._binding, call, rates, bound)
@@ -280,6 +307,10 @@ class Guard(RunState):
             used = ticket.estimate() if usage is None else usage
             if charge(guard._chain, ticket, used, cost, failed, now):
                 warnings = guard._look(now)
+            if ticket.breakers is not None:
+                tokens = used.total_tokens - ticket.reserved_tokens
+                dollars = (cost or 0) - ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, tokens, dollars)
             if (usage is None or cost is None) and not failed:
                 guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
@@ -320,6 +351,9 @@ class Guard(RunState):
                 return False
             now = tree.now()
             release(guard._chain, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
+            if ticket.breakers is not None:
+                taken = ticket.reserved_tokens, ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, -taken[0], -taken[1])
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
@@ -342,6 +376,9 @@ class Guard(RunState):
         for call in calls:
             if call.key is None:
                 call.key = arguments_key(call.arguments, ignore=ignored)
+            if call.kind == "function" and self._standing.is_report(call.name):
+                # It is about the run, so it has no place among what the run may do.
+                call.kind = "output"
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -351,16 +388,22 @@ class Guard(RunState):
             now = tree.now()
             far = far_from_tool_caps(self._chain, now, len(calls))
             trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
+            shut: list[bool] = []
             for call in calls:
-                decision = self._decide_tool_call(call, trip, now)
+                decision = self._decide_tool_call(call, trip, now, shut)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
+            if shut:
+                self._end_round(False not in shut)
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
                 requested = ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
                 self._record(ToolCallsRequested, now, calls=requested)
+                for decision in decisions:
+                    if isinstance(decision, Admit):
+                        self._record_delay(decision, now)
         finally:
             tree.lock.release()
         if warnings or tree.outbox:
@@ -379,6 +422,8 @@ class Guard(RunState):
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
+        outcomes: Sequence[CallOutcome] | None = None,
+        duration_ns: int | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -388,6 +433,8 @@ class Guard(RunState):
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
             error_fingerprint: The `fingerprint_error` of the error's text, likewise.
+            outcomes: What the call is to the circuit breakers that permitted it, likewise.
+            duration_ns: How long its body took, likewise.
 
         Returns:
             False when the call was settled before.
@@ -404,6 +451,9 @@ class Guard(RunState):
             ignored = _NOTHING if detector is None else detector.ignored_results
             key = result_key(result, ignore=ignored)
         call: ToolCall = ticket.call
+        held = ticket.breakers
+        # Before the lock: the user's code says what a failure is.
+        judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
@@ -411,13 +461,21 @@ class Guard(RunState):
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:NAME_LENGTH], status))
-            # As `show` does; each step pays for a call.
+            # As `show` does; each step pays for a call. A report of progress is no function.
             detector = guard._standing.detector
-            if detector is not None:
+            if detector is not None and (
+                call.kind == "function" or not guard._standing.is_report(call.name)
+            ):
                 detector.observe(call.name, call.key or "", key, error=kind)
                 if detector.tripped:
                     guard._standing.weigh()
             now = tree.now()
+            if held is not None:
+                took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
+                duration_ns = took if judged else None
+                changes = held.end(judged, took, now)
+                if changes:
+                    guard._record_changes(changes, now)
             for charged in guard._chain:
                 if now >= charged.mark_at:
                     warnings = guard._look(now)
@@ -430,6 +488,8 @@ class Guard(RunState):
                     fingerprint=digest_of(key),
                     error=_error_name(error),
                     error_fingerprint=kind,
+                    outcomes=tuple(judged),
+                    duration_ns=duration_ns,
                 )
         finally:
             tree.lock.release()
@@ -455,6 +515,8 @@ class Guard(RunState):
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
+            if ticket.breakers is not None:
+                withdraw_tool_call(guard._watched, ticket.breakers, now)
             guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
             guard._standing.show(call.name, call.key or "", _REFUSED)
             guard._keep_time(now)
@@ -462,6 +524,38 @@ class Guard(RunState):
                 guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
         tree.deliver()
         return True
+
+    def start_tool_call(self, ticket: Admit) -> None:
+        """Say that the body of a tool call begins now, for how long it takes. Not needed."""
+        held = ticket.breakers
+        if held is not None:
+            held.put_off(ticket.guard.clock.monotonic_ns())
+
+    def report_progress(self, arguments: object) -> str:
+        """Take in what the model says of its work: the body of the tool `report_progress`.
+
+        Args:
+            arguments: What the model passed: an object, or its JSON text. It is digested, not kept.
+
+        Returns:
+            The tool's result. Without `Budget.progress` nothing is done with it.
+        """
+        report = read_report(arguments)
+        if isinstance(report, str):
+            return report
+        self.note_progress(report)
+        return NOTED
+
+    def note_progress(self, report: ProgressReport) -> None:
+        """Take in a report that was read already (replay)."""
+        with self._tree.lock:
+            own = self._breakers
+            if own is not None and own.progress is not None:
+                own.progress.note(report)
+                self._standing.weigh()
+                if self._tree.sinks:
+                    self._record(ProgressReported, self._now(), **report._asdict())
+        self._tree.deliver()
 
     def check(self) -> Trip | None:
         """Ask whether the run has to end now, without starting anything; trips it if so.
@@ -489,7 +583,9 @@ class Guard(RunState):
         with self._tree.lock:
             if self._standing.detector is not None:
                 self._standing.detector.user_turn()
-                self._standing.weigh()
+            if self._breakers is not None and self._breakers.progress is not None:
+                self._breakers.progress.user_turn()
+            self._standing.weigh()
             if self._tree.sinks:
                 self._record(UserTurned, self._now())
         self._tree.deliver()
@@ -528,7 +624,7 @@ class Guard(RunState):
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = self._standing.take_nudge()
+            message = self._standing.take_nudge() or self._standing.take_request()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
@@ -658,6 +754,7 @@ class Guard(RunState):
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
         beside: Sequence[Self] = (),
+        breakers: BreakerRegistry | None = None,
     ) -> Self:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
@@ -670,9 +767,13 @@ class Guard(RunState):
             run_id: Its name in logs and checkpoints; a random one if left out.
             on_warning: Called at the warning shares of its own caps.
             beside: Other guards of this tree that it charges too, each of their ancestors once.
+            breakers: What its own circuit breakers and limits share with other runs; what this
+                tree of guards shares if left out.
         """
         child = type(self).__new__(type(self))
-        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
+        child._set_up(
+            self._tree, self, budget, mode or self.mode, run_id, on_warning, beside, breakers
+        )
         for one in beside:
             one.cancellation.adopt(child.cancellation)
         child._announce()
@@ -779,6 +880,7 @@ class Guard(RunState):
         clock: Clock | None = None,
         log_arguments: bool = False,
         within: Sequence[Guard] = (),
+        breakers: BreakerRegistry | None = None,
     ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
@@ -798,6 +900,7 @@ class Guard(RunState):
             log_arguments: Put the arguments of tool calls into events.
             within: Guards of one tree that the run is a part of: then it has their log, clock and
                 prices, and what it had used before is not charged to them again.
+            breakers: As in `Guard`.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
@@ -830,6 +933,7 @@ class Guard(RunState):
                     run_id=snapshot.run_id,
                     on_warning=on_warning,
                     beside=within[1:],
+                    breakers=breakers,
                 )
             else:
                 guard = cls(
@@ -840,6 +944,7 @@ class Guard(RunState):
                     price_book=price_book,
                     clock=clock,
                     log_arguments=log_arguments,
+                    breakers=breakers,
                 )
             with guard._tree.lock:
                 guard._take_over(snapshot, fresh=budget is not None)
@@ -880,6 +985,8 @@ class Guard(RunState):
         found: list[tuple[Self, list[Violation]]] = []
         for guard in self._line:
             held = limits.model_call_violations(guard._meter, now, call.retry, tokens, cost)
+            if guard._breakers is not None and guard._breakers.velocity is not None:
+                held += guard._breakers.velocity.model_call_violations(now)
             if unpriced and guard._meter.caps.refuses_unpriced:
                 held.append(limits.unpriced_model(call.model))
             found.append((guard, held))
@@ -912,11 +1019,15 @@ class Guard(RunState):
         detector = self._standing.detector
         if detector is not None and detector.due:
             message = self._standing.take_nudge()
-            # A message would change the run, and OBSERVE only looks on.
-            if message is not None and self.mode is Mode.ENFORCE:
-                ticket = Nudge(ticket, message)
+        if message is None and self._breakers is not None:
+            message = self._standing.take_request()
+        # A message would change the run, and OBSERVE only looks on.
+        if message is not None and self.mode is Mode.ENFORCE:
+            ticket = Nudge(ticket, message)
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
+        if self._watched:
+            ticket.breakers = hold_model_call(self._watched, now, tokens, cost)
         if tree.sinks:
             self._record(
                 ModelCallAdmitted,
@@ -926,7 +1037,13 @@ class Guard(RunState):
                 admitted_output_tokens=ticket.max_output_tokens,
                 nudge=message,
             )
+            self._record_delay(ticket, now)
         return ticket
+
+    def _record_delay(self, ticket: Admit, now: int) -> None:
+        held = ticket.breakers
+        if held is not None and held.start_ns > now:
+            self._record(CallDelayed, now, call_id=ticket.call_id, delay_ns=held.start_ns - now)
 
     def _hold_uncharged(
         self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
@@ -941,8 +1058,11 @@ class Guard(RunState):
             if unmetered and capped:
                 guard._standing.hold(limits.unmetered_usage())
 
-    def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
+    def _decide_tool_call(
+        self, call: ToolCall, trip: Trip | None, now: int, shut: list[bool]
+    ) -> ToolDecision:
         kind = call.kind
+        held: CallBreakers | None = None
         if kind == "function":
             if trip is not None:
                 return self._refused(call, Stop(trip))
@@ -962,6 +1082,17 @@ class Guard(RunState):
                     self._standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
+            if self._watched:
+                answer = self._ask_breakers(call, now, shut)
+                if isinstance(answer, Stop):
+                    uncount_tool_call(self._chain, call.name)
+                    return self._refused(call, answer)
+                if isinstance(answer, Refuse):
+                    uncount_tool_call(self._chain, call.name)
+                    # Asking again and again for what is refused brings nothing new either.
+                    self._standing.show(call.name, call.key or "", result_key(answer.message))
+                    return self._refused(call, answer)
+                held = answer
         elif kind == "hosted":
             count_tool_call(self._chain, call.name)
             for guard in self._line:
@@ -974,9 +1105,80 @@ class Guard(RunState):
         tree = self._tree
         tree.call_id += 1
         ticket = Admit(self, call, tree.call_id)
+        ticket.breakers = held
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
+
+    def _is_held(self, call: ModelCall, now: int) -> bool:
+        """Ask the breakers whether a model call may start; a new turn ends the one before."""
+        own = self._breakers
+        if own is not None and own.progress is not None and not call.retry:
+            own.progress.iteration()
+            if own.tripped:
+                self._standing.weigh()
+        return not model_call_within_pace(self._watched, now)
+
+    def _ask_breakers(
+        self, call: ToolCall, now: int, shut: list[bool]
+    ) -> CallBreakers | Refuse | Stop:
+        """Ask the breakers whether a tool call may start."""
+        if not tool_call_within_pace(self._watched, now):
+            trip = self._stop(
+                now,
+                [
+                    (guard, guard._breakers.velocity.tool_call_violations(now))
+                    for guard in self._braked
+                    if guard._breakers is not None and guard._breakers.velocity is not None
+                ],
+            )
+            if trip is not None:
+                return Stop(trip)
+        classes = [guard._meter.caps.class_of(call.name) for guard in self._braked]
+        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, classes, now)
+        shut.append(is_shut)
+        if changes:
+            self._record_changes(changes, now)
+        if away is not None:
+            if self._tree.sinks:
+                self._record(
+                    ToolCallTurnedAway,
+                    now,
+                    name=call.name,
+                    reason=away.reason,
+                    detail=away.detail,
+                )
+            return Refuse(away.reason, away.detail, away.message)
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            alarm = None if one.mix is None else one.mix.observe(call.name)
+            if alarm is not None and self._tree.sinks:
+                guard._record(
+                    ToolMixUnusual,
+                    now,
+                    calls=alarm.calls,
+                    p_value=alarm.p_value,
+                    detail=alarm.detail,
+                )
+        return held
+
+    def _record_changes(self, changes: Iterable[StateTransition], now: int) -> None:
+        if self._tree.sinks:
+            for change in changes:
+                self._record(
+                    CircuitBreakerChanged,
+                    now,
+                    breaker=change.breaker[:NAME_LENGTH],
+                    from_state=str(change.from_state),
+                    to_state=str(change.to_state),
+                    detail=change.detail,
+                )
+
+    def _end_round(self, shut: bool) -> None:
+        """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            violation = one.round_ended(shut)
+            if violation is not None:
+                guard._standing.hold(violation)
 
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
         self._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
@@ -1043,6 +1245,15 @@ class Guard(RunState):
         return [*warnings, (self, event)]
 
     # Outside the lock
+
+    def _judge(
+        self, held: CallBreakers, result: object, error: BaseException | str | None
+    ) -> list[CallOutcome]:
+        try:
+            return held.outcomes(result, error)
+        except Exception as raised:
+            self._tree.report("record_result", raised)
+            return held.successes()
 
     def _ask_conditions(self) -> None:
         for guard in self._line:
