@@ -14,6 +14,8 @@ import uuid
 from pathlib import Path
 from urllib.parse import quote
 
+import pytest
+
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
 from budgetguard_core.ledger.redis_store import RedisLedgerStore
@@ -51,6 +53,12 @@ def is_reachable(kind):
         except Exception:
             _found[kind] = False
     return _found[kind]
+
+
+def need(kind):
+    """Leave the test out, and say how to start the server, where it is absent."""
+    if not is_reachable(kind):
+        pytest.skip(HOW[kind])
 
 
 class Place:

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ledger_servers import HOW, STORES, Place, is_reachable
-
-
-def need(kind):
-    if not is_reachable(kind):
-        pytest.skip(HOW[kind])
+from ledger_servers import STORES, Place, need
 
 
 @pytest.fixture(params=STORES)
