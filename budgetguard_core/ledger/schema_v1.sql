@@ -95,9 +95,9 @@ BEGIN
          OR NOT FOUND AND (r.lu <> 0 AND n1 > r.lu OR r.lt <> 0 AND n2 > r.lt) THEN
         c1 := coalesce(c1, 0); c2 := coalesce(c2, 0);
         IF r.lu <> 0 AND c1 + n1 > r.lu THEN
-          detail := concat_ws(E'\x1f', r.o - 1, 0, c1, r.lu);
+          detail := concat_ws(E'\x1f', r.o - 1, 0, c1, r.lu, 1);
         ELSE
-          detail := concat_ws(E'\x1f', r.o - 1, 1, c2, r.lt);
+          detail := concat_ws(E'\x1f', r.o - 1, 1, c2, r.lt, 1);
         END IF;
         RAISE EXCEPTION USING ERRCODE = 'BG001', MESSAGE = detail;
       END IF;
@@ -232,7 +232,7 @@ BEGIN
           l := lim[2*i-2+d] - used[2*i-2+d] - (charge[d] - old[d]);
           IF l < n[d] THEN
             status := 'refused';
-            detail := concat_ws(E'\x1f', i - 1, d - 1, used[2*i-2+d], lim[2*i-2+d]);
+            detail := concat_ws(E'\x1f', i - 1, d - 1, used[2*i-2+d], lim[2*i-2+d], live);
           END IF;
           more[d] := least(more[d],
             greatest(n[d], floor(l::numeric / (p_share * live))::bigint), greatest(l, 0));

@@ -122,7 +122,8 @@ for k = 0, nk - 1 do
             local left = limit[d] - row[d] - (charge[d] - old[d])
             if left < N[d] then
               status = 'refused'
-              detail = string.format('%d%s%d%s%.0f%s%.0f', n - 1, SEP, d - 1, SEP, row[d], SEP, limit[d])
+              detail = table.concat({n - 1, d - 1, string.format('%.0f', row[d]),
+                string.format('%.0f', limit[d]), live}, SEP)
             end
             more[d] = min(more[d], max(N[d], math.floor(left / (share * live))), max(left, 0))
           end

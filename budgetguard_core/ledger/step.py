@@ -75,7 +75,7 @@ class Answer(NamedTuple):
     granted: Amount = ZERO
     """What the hold has now, in all."""
     detail: str = ""
-    """refused: window's place, dimension, charged, ceiling; killed: flag, its text; foreign: the
+    """refused: window's place, dimension, charged, ceiling, holders of leases; killed: flag, its text; foreign: the
     id of the ledger that was met, and whether it was adopted. `windows` says that an open hold was
     made in other windows than the step names, which is a mistake of the caller."""
     now: float = 0.0
@@ -198,7 +198,7 @@ def _grant(
             left = limit - row.charged[dimension] - added[dimension]
             need = step.need[dimension]
             if left < need:
-                facts = (place, dimension, row.charged[dimension], limit)
+                facts = (place, dimension, row.charged[dimension], limit, live)
                 return ZERO, SEPARATOR.join(map(str, facts))
             part = max(need, left // (step.share * max(1, live)))
             more[dimension] = min(more[dimension], part, max(left, 0))

@@ -120,7 +120,7 @@ class Naive:
                 left = ceiling[d] - charged
                 if left < step.need[d]:
                     # The report shows what was charged before this message.
-                    facts = (place, d, charged - self.moved(step, hold)[d], ceiling[d])
+                    facts = (place, d, charged - self.moved(step, hold)[d], ceiling[d], live)
                     return "refused", SEPARATOR.join(map(str, facts)), (0, 0)
                 fair = left // (2 * live)
                 more[d] = max(0, min(more[d], max(step.need[d], fair), left))
@@ -345,7 +345,7 @@ def test_the_stores_and_a_naive_model_agree(kinds, tmp_path):
     stores = [place.store() for place in places]
     try:
         agree(stores, 20, 40)
-        said = wander(stores, 1500)
+        said = wander(stores, 1000)
         assert {status for status, count in said.items() if count > 5} == {
             *("ok", "refused", "killed", "clock", "closed", "windows", "warned")
         }, said
