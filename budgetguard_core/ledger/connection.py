@@ -32,7 +32,7 @@ class Connection:
     def __init__(
         self, open_store: Callable[[], Store], clock: Clock, known: str = "", pause: float = 1.0
     ) -> None:
-        self._open = open_store
+        self.opener = open_store
         self._clock = clock
         self._known = known
         self._pause_ns = int(pause * 1e9)
@@ -60,7 +60,7 @@ class Connection:
                 store = self._store
                 if store is None:
                     self._fail_fast()
-                    opened = self._guarded(self._open)
+                    opened = self._guarded(self.opener)
                     self._meet(self._guarded(opened.identity), opened)
                     self._store = store = opened
         return store

@@ -54,6 +54,10 @@ class FileLock:
         self._pause = threading.Event()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
 
+    def acquire(self) -> bool:
+        """Take the lock if it is free; closing the file frees it."""
+        return _try_lock(self._fd)
+
     def __enter__(self) -> None:
         if _try_lock(self._fd):
             return

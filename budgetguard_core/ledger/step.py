@@ -69,15 +69,18 @@ class Step:
 
 
 class Answer(NamedTuple):
-    """What the store says."""
+    """What the store says.
+
+    `windows` says that an open hold was made in other windows than the step names, which is a
+    mistake of the caller.
+    """
 
     status: Status
     granted: Amount = ZERO
     """What the hold has now, in all."""
     detail: str = ""
-    """refused: window's place, dimension, charged, ceiling, holders of leases; killed: flag, its text; foreign: the
-    id of the ledger that was met, and whether it was adopted. `windows` says that an open hold was
-    made in other windows than the step names, which is a mistake of the caller."""
+    """refused: window's place, dimension, charged, ceiling, holders of leases; killed: flag, its
+    text; foreign: the id of the ledger that was met, and whether it was adopted."""
     now: float = 0.0
     """The store's clock; 0 where the step needed no clock."""
     warn: int = 0
