@@ -1,4 +1,4 @@
-"""The servers that the ledger's tests need: the ones on this machine, and instances of their own."""
+"""The servers that the ledger's tests need: this machine's, and instances of their own."""
 
 from __future__ import annotations
 
@@ -137,8 +137,10 @@ class RedisServer:
         import redis
 
         self.process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder]
-            + ["--save", "", *self._options],
+            [
+                *("redis-server", "--port", str(self.port), "--bind", "127.0.0.1"),
+                *("--dir", self.folder, "--save", "", *self._options),
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -191,8 +193,10 @@ class PostgresServer:
             shutil.chown(self.folder, "postgres", "postgres")
             self._as = {"user": "postgres", "group": "postgres", "extra_groups": []}
         done = subprocess.run(
-            [self.bin / "initdb", "-D", self.folder, "-U", "postgres", "-A", "trust"]
-            + ["-E", "UTF8", "--no-sync"],
+            [
+                *(self.bin / "initdb", "-D", self.folder, "-U", "postgres", "-A", "trust"),
+                *("-E", "UTF8", "--no-sync"),
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -206,8 +210,10 @@ class PostgresServer:
 
         settings = ["listen_addresses=127.0.0.1", "unix_socket_directories=", *self._settings]
         self.process = subprocess.Popen(
-            [self.bin / "postgres", "-D", self.folder, "-p", str(self.port)]
-            + [part for setting in settings for part in ("-c", setting)],
+            [
+                *(self.bin / "postgres", "-D", self.folder, "-p", str(self.port)),
+                *(part for setting in settings for part in ("-c", setting)),
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=self.folder,

@@ -60,10 +60,7 @@ class Heartbeat:
         while True:
             self._event.wait(self._seconds)
             self._event.clear()
-            if self._stopped:
-                more = False
-            else:
-                more = self._tick()
+            more = not self._stopped and self._tick()
             with self._lock:
                 if self._stopped or not (more or self._event.is_set()):
                     self._thread = None

@@ -402,10 +402,11 @@ class Ledger:
 
         def put(store: Store) -> None:
             for ceiling in ceilings:
-                if max(ceiling) >= store.largest_ceiling:
+                most = store.largest_ceiling
+                if max(ceiling) >= most:
                     raise ConfigurationError(
-                        f"a ceiling in this store must be below ${to_dollars(store.largest_ceiling)} "
-                        f"and {store.largest_ceiling} tokens, got more. Use another store."
+                        f"a ceiling in this store must be below ${to_dollars(most)} and {most} "
+                        "tokens, got more. Use another store."
                     )
             for kind, ceiling in zip(KINDS, ceilings, strict=True):
                 store.set_ceiling(key, kind, ceiling)
@@ -415,8 +416,12 @@ class Ledger:
     def clear_ceilings(self, tenant: str | None) -> None:
         """Let a tenant have the default again; with None, take the stored default away."""
         key = "" if tenant is None else check_name(tenant, "tenant")
-        for kind in KINDS:
-            self._connection.ask(lambda store, kind=kind: store.set_ceiling(key, kind, None))
+
+        def clear(store: Store) -> None:
+            for kind in KINDS:
+                store.set_ceiling(key, kind, None)
+
+        self._connection.ask(clear)
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
         """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m")."""
@@ -432,17 +437,18 @@ class Ledger:
             LedgerUnreachable: The store does not answer.
         """
         account = self._account(tenant)
-        now = self._connection.ask(lambda store: store.now())
-        stored = self._connection.ask(lambda store: store.ceilings())
-        found: list[WindowUsage] = []
-        for window in account.windows(now):
-            record = self._connection.ask(
-                lambda store, window=window: store.window(window.key, window.label)
-            )
-            kind = window.label[0]
-            ceiling = stored.get((window.key, kind)) or stored.get(("", kind)) or window.ceiling
-            found.append(usage_of(record._replace(ceiling=ceiling)))
-        return TenantUsage(*found)
+
+        def look(store: Store) -> TenantUsage:
+            stored = store.ceilings()
+            found: list[WindowUsage] = []
+            for window in account.windows(store.now()):
+                record = store.window(window.key, window.label)
+                kind = window.label[0]
+                ceiling = stored.get((window.key, kind), stored.get(("", kind), window.ceiling))
+                found.append(usage_of(record._replace(ceiling=ceiling)))
+            return TenantUsage(*found)
+
+        return self._connection.ask(look)
 
     def windows(self) -> list[WindowUsage]:
         """Return every window that the ledger keeps, with the ceiling that was last applied."""

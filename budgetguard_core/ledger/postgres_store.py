@@ -302,7 +302,16 @@ class PostgresLedgerStore:
         )
         return [
             HoldRecord(
-                row[0], row[1], Amount(*row[2:4]), Amount(*row[4:6]), *row[6:11], _pairs(row[11])
+                id=row[0],
+                owner=row[1],
+                granted=Amount(row[2], row[3]),
+                spent=Amount(row[4], row[5]),
+                op=row[6],
+                closed=row[7],
+                lease=row[8],
+                made=row[9],
+                expires=row[10],
+                windows=_pairs(row[11]),
             )
             for row in rows
         ]
@@ -330,7 +339,7 @@ def _bounded(connection: Any) -> Any:
     `tcp_user_timeout`, keepalives and `statement_timeout` all wait for it.
     """
 
-    class Bounded(connection):
+    class Bounded(connection):  # type: ignore[misc]
         timeout: float | None = None
 
         def wait(self, gen: Any, *args: Any, **options: Any) -> Any:

@@ -158,7 +158,7 @@ class RedisLedgerStore:
     def identity(self) -> str:
         """Return the id of the ledger, made at first use."""
         self._call("HSETNX", self._conf, "id", uuid.uuid4().hex)
-        return self._call("HGET", self._conf, "id").decode()
+        return str(self._call("HGET", self._conf, "id").decode())
 
     def adopt(self) -> str:
         """Say that this ledger is meant; return its id."""

@@ -81,7 +81,9 @@ class Naive:
         base = hold["granted"]
         self.holds[step.id] = hold
         more = (0, 0)
-        grows = not step.close and (step.op > 1 or any(w > n for w, n in zip(step.want, step.need)))
+        grows = not step.close and (
+            step.op > 1 or step.want[0] > step.need[0] or step.want[1] > step.need[1]
+        )
         if asks and status == "ok":
             status, detail, more = self.grant(step, hold, grows)
         if before is None and status != "ok":
@@ -93,10 +95,10 @@ class Naive:
         warn = 0
         for place, window in enumerate(step.windows):
             charged, ceiling = self.window(window.key, window.label), self.ceiling(window)
-            if asks and window[:2] not in self.warned:
-                if any(ceiling[d] and charged[d] >= 0.8 * ceiling[d] for d in (0, 1)):
-                    self.warned.add(window[:2])
-                    warn |= 1 << place
+            reached = any(ceiling[d] and charged[d] >= 0.8 * ceiling[d] for d in (0, 1))
+            if asks and reached and window[:2] not in self.warned:
+                self.warned.add(window[:2])
+                warn |= 1 << place
         return status, hold["granted"], detail, warn
 
     def grant(self, step, hold, grows):
@@ -128,7 +130,7 @@ class Naive:
 
     def moved(self, step, hold):
         """How much this message itself moved the charge, apart from what it asks for."""
-        return tuple(a - b for a, b in zip(self.charge(hold), self.before))
+        return tuple(a - b for a, b in zip(self.charge(hold), self.before, strict=True))
 
 
 AMOUNTS = st.tuples(st.integers(0, 700), st.integers(0, 30)).map(lambda pair: Amount(*pair))
@@ -314,7 +316,9 @@ def wander(stores, steps, seed=7):
         if kind < 0.5 or number < 5:
             chosen = set(rnd.sample([0, 1, 2], rnd.choice([1, 1, 2])))
             beyond, away = rnd.choice([0, 0, 5]), rnd.choice([0.0] * 30 + [20_000.0])
-            machine.reserve_or_lease(day, chosen, amount(300), beyond, away, rnd.choice([60.0, 0.0]))
+            machine.reserve_or_lease(
+                day, chosen, amount(300), beyond, away, rnd.choice([60.0, 0.0])
+            )
         elif kind < 0.52:
             machine.reports_what_nobody_knows(day, amount())
         elif kind < 0.75:

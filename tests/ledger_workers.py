@@ -1,0 +1,99 @@
+"""What the processes of the ledger's tests do. Imported by the fork server, so without a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+
+from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
+from budgetguard_core.ledger.amounts import Amount, to_dollars
+from budgetguard_core.ledger.errors import LedgerUnreachable
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["ledger_workers"])
+
+
+def start(target, *arguments):
+    process = CONTEXT.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def pairs(url, keys, ceiling, count, mode, seed, queue, out):
+    """Reserve and settle at random; says what was billed, refused, and how many trips it took."""
+    rnd = random.Random(seed)
+    ledger = Ledger(
+        url,
+        daily_usd=to_dollars(ceiling),
+        monthly_usd=to_dollars(ceiling * 2),
+        lease=mode,
+        timeout=30.0,
+        queue=queue,
+    )
+    spent = refused = 0
+    charged_at_refusal = None
+    run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
+    for _ in range(count):
+        usd = rnd.randrange(10**6, 10**8)
+        real = int(usd * rnd.uniform(0.1, 1.0))
+        if mode == "exact":
+            try:
+                reservation = ledger.reserve(keys, f"run-{seed}", usd=to_dollars(usd))
+            except LedgerRefused:
+                refused += 1
+                continue
+            reservation.settle(to_dollars(real))
+        else:
+            part = run.take(usd, 0) or run.obtain(usd, 0)
+            if isinstance(part, Refusal):
+                assert part.reason.startswith("tenant"), part
+                refused += 1
+                if charged_at_refusal is None:
+                    day = ledger.usage(keys[0]).daily
+                    charged_at_refusal = int((day.spent_usd + day.reserved_usd) * 10**9)
+                if refused > 2:  # each refusal waits for a recall
+                    break
+                continue
+            run.settle(part, Amount(usd, 0), Amount(real, 0))
+        spent += real
+    trips = ledger.trips
+    run.close()
+    ledger.close()
+    out.put((spent, refused, trips, charged_at_refusal))
+
+
+def bill_for_ever(url, keys, mode, path, seed, queue):
+    """Spend until killed; each bill is one write before its settlement."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rnd = random.Random(seed)
+    ledger = Ledger(url, daily_usd=10**6, lease=mode, timeout=1.0, queue=queue)
+    run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    while True:
+        usd = rnd.randrange(10**5, 10**7)
+        if mode == "exact":
+            try:
+                reservation = ledger.reserve(keys, usd=to_dollars(usd))
+            except LedgerRefused:
+                continue
+            os.write(fd, b"%d\n" % (usd // 2))
+            reservation.settle(to_dollars(usd // 2))
+        else:
+            part = run.take(usd, 0) or run.obtain(usd, 0)
+            if isinstance(part, Refusal):
+                continue
+            os.write(fd, b"%d\n" % (usd // 2))
+            run.settle(part, Amount(usd, 0), Amount(usd // 2, 0))
+
+
+def first_use(url, barrier, out):
+    """Open an empty ledger at the same moment as others."""
+    barrier.wait()
+    try:
+        ledger = Ledger(url, timeout=20.0)
+        ledger.reserve("acme", usd=1)
+        out.put(ledger.id)
+    except LedgerUnreachable as error:
+        out.put(str(error))
