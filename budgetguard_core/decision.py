@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 from pydantic import ConfigDict
 
 from budgetguard_core.canonical import digest_of
+from budgetguard_core.charges import Charges
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
@@ -119,11 +120,13 @@ class Admit:
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
+        charges: What is set aside with the ledgers of the run's tenants.
     """
 
     __slots__ = (
         "call",
         "call_id",
+        "charges",
         "guard",
         "max_output_tokens",
         "rates",
@@ -149,6 +152,7 @@ class Admit:
         self.rates = rates
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
+        self.charges: Charges = ()
 
     @property
     def seconds(self) -> float | None:

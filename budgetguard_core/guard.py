@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
 from budgetguard_core.budget import Budget
@@ -20,6 +21,7 @@ from budgetguard_core.canonical import (
     fingerprint_result,
     result_key,
 )
+from budgetguard_core.charges import NOTHING, Charge, Charges, measured, set_aside, settle_charges
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -95,6 +97,9 @@ from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tree import Tree, as_sink
 from budgetguard_core.usage import TokenUsage, Usage, check_token_usage
 
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import Ledger, LedgerRun, Refusal, Tenant, Warned
+
 _RECORDS_KEPT = 256
 _NAME_LENGTH = 200
 
@@ -129,9 +134,14 @@ class Guard:
         price_book: Where prices come from.
         clock: Where time comes from.
         log_arguments: Put the arguments of tool calls into events; only their hash otherwise.
+        ledger: The ledger that the run's model calls are charged to as well: a `Ledger`, or its
+            URL. Its tenant's ceilings stop the run (`tenant_daily`, `tenant_monthly`), and so do
+            its kill switches (`aborted`).
+        tenant: Whom the run is for: a name, a `Key`, or several that are charged together.
 
     Raises:
-        ConfigurationError: The budget is not a `Budget`, or a sink takes no events.
+        ConfigurationError: The budget is not a `Budget`, a sink takes no events, or only one of
+            `ledger` and `tenant` was given.
     """
 
     __slots__ = (
@@ -148,6 +158,8 @@ class Guard:
         "_output_bound",
         "_records",
         "_standing",
+        "_tenant",
+        "_tenants",
         "_tree",
         "_waiting",
         "_warn_at",
@@ -172,6 +184,8 @@ class Guard:
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
         tree = Tree(
             clock or SystemClock(),
@@ -180,6 +194,7 @@ class Guard:
             log_arguments,
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
+        self._charge_to(ledger, tenant)
         self._announce()
 
     def _set_up(
@@ -219,6 +234,8 @@ class Guard:
             guard for guard in self.lineage if guard.mode is not Mode.OFF
         )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
+        self._tenant: LedgerRun | None = None
+        self._tenants: tuple[Guard, ...] = self._charged()
         self._begin()
 
     def _begin(self) -> None:
@@ -245,6 +262,38 @@ class Guard:
             ),
             default=None,
         )
+
+    def _charge_to(self, ledger: Ledger | str | None, tenant: Tenant | None) -> None:
+        """Take the run's place in a ledger. Nothing is asked of its store yet."""
+        if ledger is None and tenant is None:
+            return
+        if ledger is None or tenant is None:
+            missing = "ledger" if ledger is None else "tenant"
+            raise ConfigurationError(
+                f"ledger and tenant must be given together, got no {missing}. "
+                'Use Guard(..., ledger="sqlite:///ledger.sqlite3", tenant="acme").'
+            )
+        from budgetguard_core.ledger import as_ledger
+
+        if self.mode is not Mode.OFF:
+            me = weakref.ref(self)
+            self._tenant = as_ledger(ledger).attach(
+                self.run_id,
+                tenant,
+                on_kill=lambda detail: _told(me, lambda guard: guard.abort(detail)),
+                on_warning=lambda warned: _told(me, lambda guard: guard._warn_tenant(warned)),
+            )
+            # A guard that nobody keeps has ended, whether or not somebody said so.
+            weakref.finalize(self, self._tenant.abandon).atexit = False
+            self._tenants = self._charged()
+
+    def _charged(self) -> tuple[Guard, ...]:
+        """Those of this guard and the ones above whose tenant pays, each tenant once."""
+        payers: dict[object, Guard] = {}
+        for guard in reversed(self._line):
+            if guard._tenant is not None:
+                payers.setdefault(guard._tenant.payer, guard)
+        return tuple(payers.values())
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -401,6 +450,8 @@ class Guard:
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
+        # Before the lock: a lease that is dry makes a trip to its store.
+        charges = self._set_aside(tokens, cost) if self._tenants else ()
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
@@ -417,9 +468,9 @@ class Guard:
             else:
                 trip = None
             if trip is None:
-                decision: ModelDecision = self._start_model_call(
-                    call, rates, bound, tokens, cost, now
-                )
+                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
+                ticket.charges = charges
+                decision: ModelDecision = ticket
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -430,6 +481,8 @@ class Guard:
                 decision = Stop(trip)
         finally:
             tree.lock.release()
+        if charges and trip is not None:
+            settle_charges(charges, NOTHING)
         if warnings or tree.outbox:
             self._finish(warnings)
         return decision
@@ -511,6 +564,11 @@ class Guard:
                 )
         finally:
             tree.lock.release()
+        if ticket.charges:
+            used = ticket.reserved_tokens
+            if usage is not None:
+                used = usage.input_tokens + usage.output_tokens
+            settle_charges(ticket.charges, measured(cost or 0, used))
         if warnings or tree.outbox:
             guard._finish(warnings)
         if problem is not None:
@@ -533,6 +591,7 @@ class Guard:
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
+        settle_charges(ticket.charges, NOTHING)
         tree.deliver()
         return True
 
@@ -861,6 +920,8 @@ class Guard:
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
         beside: Sequence[Guard] = (),
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> Guard:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
@@ -873,11 +934,14 @@ class Guard:
             run_id: Its name in logs and checkpoints; a random one if left out.
             on_warning: Called at the warning shares of its own caps.
             beside: Other guards of this tree that it charges too, each of their ancestors once.
+            ledger: As in `Guard`, for a tenant beside those above; each tenant is charged once.
+            tenant: As in `Guard`.
         """
         child = Guard.__new__(type(self))
         child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
         for one in beside:
             one.cancellation.adopt(child.cancellation)
+        child._charge_to(ledger, tenant)
         child._announce()
         return child
 
@@ -959,6 +1023,8 @@ class Guard:
         self.outcome = outcome
         if outcome.status == "paused":
             return
+        if self._tenant is not None:
+            self._tenant.close()
         self.emit(
             RunEnded,
             status=outcome.status,
@@ -1018,6 +1084,8 @@ class Guard:
         clock: Clock | None = None,
         log_arguments: bool = False,
         within: Sequence[Guard] = (),
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
@@ -1037,6 +1105,8 @@ class Guard:
             log_arguments: Put the arguments of tool calls into events.
             within: Guards of one tree that the run is a part of: then it has their log, clock and
                 prices, and what it had used before is not charged to them again.
+            ledger: As in `Guard`; what the run had used before is not charged again.
+            tenant: As in `Guard`.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
@@ -1069,6 +1139,8 @@ class Guard:
                     run_id=snapshot.run_id,
                     on_warning=on_warning,
                     beside=within[1:],
+                    ledger=ledger,
+                    tenant=tenant,
                 )
             else:
                 guard = cls(
@@ -1079,6 +1151,8 @@ class Guard:
                     price_book=price_book,
                     clock=clock,
                     log_arguments=log_arguments,
+                    ledger=ledger,
+                    tenant=tenant,
                 )
             with guard._tree.lock:
                 guard._take_over(snapshot, fresh=budget is not None)
@@ -1496,6 +1570,53 @@ class Guard:
 
     # Outside the lock
 
+    def _set_aside(self, tokens: int, cost: int) -> Charges:
+        """Charge a call to the tenants, ahead of it; a refusal stands against the step."""
+        charges: list[Charge] = []
+        if self.trip is not None:
+            return ()
+        amount = set_aside(cost, tokens)
+        for guard in self._tenants:
+            run = cast("LedgerRun", guard._tenant)
+            if not run.is_open:  # a guard that is shared by several runs, one after the other
+                run.open()
+            part = None
+            if not guard._meter.looks_on:
+                part = run.take(*amount) or run.obtain(*amount)
+                if part.refusal is not None:
+                    guard._stand_against(part.refusal)
+                    if guard.mode is Mode.ENFORCE:
+                        break
+                    part = None
+            charges.append((run, part, amount))
+        return tuple(charges)
+
+    def _stand_against(self, refusal: Refusal) -> None:
+        if refusal.reason == StopReason.ABORTED:
+            self.abort(refusal.detail)
+        else:
+            self.hold(
+                Violation(
+                    reason=StopReason(refusal.reason),
+                    limit=refusal.limit,
+                    used=refusal.used,
+                    detail=refusal.detail,
+                )
+            )
+
+    def _warn_tenant(self, warned: Warned) -> None:
+        with self._tree.lock:
+            event = self._tree.make(
+                LimitNearlyReached,
+                self.run_id,
+                self._now(),
+                dimension=warned.reason,
+                limit=_plain(warned.limit),
+                used=_plain(warned.used),
+            )
+            self._meter.warn(warned.reason)
+        self._finish([(self, event)])
+
     def _ask_conditions(self) -> None:
         for guard in self._line:
             if guard._meter.looks_on:
@@ -1523,6 +1644,12 @@ def _misfit(snapshot: Snapshot, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. Start the run anew."
     )
+
+
+def _told(me: weakref.ref[Guard], act: Callable[[Guard], object]) -> None:
+    guard = me()
+    if guard is not None:
+        act(guard)
 
 
 def _error_text(error: BaseException | str) -> str:

@@ -89,6 +89,21 @@ class Place:
             return RedisLedgerStore(self._redis, name=self.name, **options)
         return PostgresLedgerStore(self.url, **options)
 
+    def wipe(self):
+        """Empty the store, as a server does that keeps nothing over a restart."""
+        if self.kind == "sqlite":
+            for name in (self.path, *(Path(f"{self.path}{end}") for end in ("-wal", "-shm"))):
+                name.unlink(missing_ok=True)
+        elif self.kind == "redis":
+            self.remove()
+        else:
+            import psycopg
+
+            with psycopg.connect(self._postgres, autocommit=True) as db:
+                for table in ("notes", "windows", "holds", "ceilings"):
+                    extra = " WHERE name <> 'format'" if table == "notes" else ""
+                    db.execute(f"DELETE FROM {self.name}.bg_{table}{extra}")
+
     def remove(self):
         if self.kind == "redis":
             import redis

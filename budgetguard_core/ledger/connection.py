@@ -61,7 +61,11 @@ class Connection:
                 if store is None:
                     self._fail_fast()
                     opened = self._guarded(self.opener)
-                    self._meet(self._guarded(opened.identity), opened)
+                    try:
+                        self._meet(self._guarded(opened.identity), opened)
+                    except BaseException:
+                        opened.close()
+                        raise
                     self._store = store = opened
         return store
 

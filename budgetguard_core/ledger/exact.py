@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
+from budgetguard_core.charges import Amounts
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.connection import Connection
@@ -93,10 +94,10 @@ class Exact:
         part.record()
         return part
 
-    def settle(self, part: Part, reserved: Amount, spent: Amount) -> None:
+    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
         """Have it settled by the thread that talks to the store: this one may hold a lock."""
         part.settle(reserved, spent)
-        self._outbox.add(self.settlement(part, spent))
+        self._outbox.add(self.settlement(part, Amount(*spent)))
         self._wake()
 
     def settle_now(self, part: Part, reserved: Amount, spent: Amount) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from budgetguard_core.charges import Amounts
 from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount
@@ -40,7 +41,13 @@ _NS = 10**9
 
 
 class Part:
-    """What is leased in one set of windows. Its lease's lock protects it."""
+    """What is leased in one set of windows. Its lease's lock protects it.
+
+    Attributes:
+        refusal: None, so that a caller can tell it from a `Refusal` without importing that.
+    """
+
+    refusal: None = None
 
     __slots__ = ("granted", "id", "left", "local", "op", "spent", "tokens_left", "until", "windows")
 
@@ -66,7 +73,7 @@ class Part:
         self.tokens_left -= tokens
         return True
 
-    def settle(self, reserved: Amount, spent: Amount) -> None:
+    def settle(self, reserved: Amounts, spent: Amounts) -> None:
         """Replace what was set aside by what was measured."""
         self.spent = Amount(self.spent[0] + spent[0], self.spent[1] + spent[1])
         self.left += reserved[0] - spent[0]
@@ -145,7 +152,7 @@ class TenantMeter(Protocol):
         """Set an amount aside, with a trip to the store."""
         ...
 
-    def settle(self, part: Part, reserved: Amount, spent: Amount) -> None:
+    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
         """Replace what was set aside by what was measured, in memory."""
         ...
 
@@ -198,6 +205,7 @@ class Lease:
         self._io = threading.Lock()
         self._part = Part()
         self._draining: list[Part] = []
+        self._due: list[Warned] = []
         self._open = 0
         self._blocked = False
         self._low = ZERO
@@ -226,7 +234,7 @@ class Lease:
                 self._wake()
         return part
 
-    def settle(self, part: Part, reserved: Amount, spent: Amount) -> None:
+    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
         """Replace what was set aside by what was measured, in the part that it came from."""
         with self._lock:
             part.settle(reserved, spent)
@@ -238,7 +246,7 @@ class Lease:
             self._mean = (
                 Amount(mean[0] + ((spent[0] - mean[0]) >> 3), mean[1] + ((spent[1] - mean[1]) >> 3))
                 if mean != ZERO
-                else spent
+                else Amount(*spent)
             )
 
     @property
@@ -271,7 +279,12 @@ class Lease:
         Bounded by the store's time-out. A refused call waits once for what other processes give
         back, but not inside an event loop, which it would block.
         """
-        need = Amount(usd, tokens)
+        try:
+            return self._obtain_or_wait(Amount(usd, tokens), run)
+        finally:
+            self._tell()
+
+    def _obtain_or_wait(self, need: Amount, run: str) -> Obtained:
         obtained = self._obtain(need, run)
         if isinstance(obtained, _Recalled):
             if not _inside_event_loop():
@@ -292,8 +305,8 @@ class Lease:
                 for _ in range(_ATTEMPTS):
                     self._drain()
                     answer, windows, part = self._ask(need, run)
+                    self._due += warned_of(answer, windows)
                     if part is not None:
-                        self._warned(warned_of(answer, windows))
                         return part
                     if answer.status in ("refused", "killed"):
                         refusal = refusal_of(answer, windows)
@@ -444,21 +457,34 @@ class Lease:
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        with self._io:
-            self._drain()
-            now = self._now()
+        try:
+            with self._io:
+                self._tend()
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        # Outside of every lock: a listener may ask for another call.
+        if self._due:
             with self._lock:
-                part = self._part
-                over = part.local or now >= part.until
-                asks = self._runs_low or now - self._renewed_ns > self._options.ttl / 3 * _NS
-            if not part.windows:
-                return
-            if over:
-                self._end_part()
-                self._drain()
-            elif asks:
-                answer, windows, _ = self._ask(ZERO)
-                self._warned(warned_of(answer, windows))
+                due, self._due = tuple(self._due), []
+            self._warned(due)
+
+    def _tend(self) -> None:
+        self._drain()
+        now = self._now()
+        with self._lock:
+            part = self._part
+            over = part.local or now >= part.until
+            asks = self._runs_low or now - self._renewed_ns > self._options.ttl / 3 * _NS
+        if not part.windows:
+            return
+        if over:
+            self._end_part()
+            self._drain()
+        elif asks:
+            answer, windows, _ = self._ask(ZERO)
+            self._due += warned_of(answer, windows)
 
     def recall(self) -> None:
         """Give the idle part back, because somebody else was refused.

@@ -10,12 +10,14 @@ import platform
 import threading
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from budgetguard_core.charges import Amounts
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
@@ -27,7 +29,7 @@ from budgetguard_core.ledger.heartbeat import Heartbeat
 from budgetguard_core.ledger.lease import Lease, LeaseOptions, Part
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.refusal import Kill, Refusal, Warned, kill_of, plain
-from budgetguard_core.ledger.step import HoldRecord, Store, WindowRecord
+from budgetguard_core.ledger.step import HoldRecord, Step, Store, WindowRecord
 from budgetguard_core.ledger.url import default_path, parse_url
 from budgetguard_core.ledger.windows import KINDS, Key, Tenant, as_keys, check_name, zone_of
 
@@ -129,8 +131,9 @@ class LedgerRun:
     """
 
     __slots__ = (
-        "_ledger", "account", "meter", "on_kill", "on_warning", "run", "settle", "started", "take",
-    )  # fmt: skip
+        *("_ledger", "account", "is_open", "meter", "on_kill", "on_warning"),
+        *("payer", "run", "settle", "started", "take"),
+    )
 
     def __init__(
         self,
@@ -142,6 +145,9 @@ class LedgerRun:
         on_warning: Callable[[Warned], object],
     ) -> None:
         self._ledger = ledger
+        self.payer = (id(ledger), meter.account.names)
+        """The same for all runs that are charged to the same keys."""
+        self.is_open = True
         self.run = run
         self.meter = meter
         self.account = meter.account
@@ -156,9 +162,23 @@ class LedgerRun:
         """Set an amount aside, with a trip to the store; bounded, never under a lock."""
         return self.meter.obtain(usd, tokens, self.run)
 
+    def report(self, spent: Amounts) -> None:
+        """Charge what nothing was set aside for: the run only looks on, and was not refused."""
+        self._ledger.report(self.account, self.run, Amount(*spent))
+
+    def open(self) -> None:
+        """Say that the run goes on, after it was said to have ended."""
+        self.is_open = True
+        self._ledger.take_back(self)
+
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Say that the run has ended; what it set aside can still be settled."""
+        self.is_open = False
         self._ledger.detach(self)
+
+    def abandon(self) -> None:
+        """Say that nobody keeps the run any more: from a finalizer, so no lock is taken."""
+        self._ledger.forget(self)
 
 
 class Ledger:
@@ -241,6 +261,7 @@ class Ledger:
         self._announced_ns: int | None = None
         self._announced: frozenset[int] = frozenset()
         self._orphans_sent = False
+        self._gone: deque[LedgerRun] = deque()
 
     def __repr__(self) -> str:
         return f"Ledger({self.url!r})"
@@ -337,6 +358,26 @@ class Ledger:
         with self._lock:
             self._runs.pop(id(attached), None)
 
+    def forget(self, attached: LedgerRun) -> None:
+        """Take a run off the ledger at the next beat."""
+        self._gone.append(attached)
+
+    def take_back(self, attached: LedgerRun) -> None:
+        """Put a run on the ledger again: it goes on."""
+        with self._lock:
+            if id(attached) in self._runs:
+                return
+            self._runs[id(attached)] = attached
+            meter = attached.meter
+            self._meters.setdefault(attached.account.keys, meter)
+        self._heartbeat.wake()
+
+    def report(self, account: Account, run: str, spent: Amount) -> None:
+        """Charge what nothing was set aside for, as soon as the store answers."""
+        windows = account.windows(self._connection.now())
+        self._outbox.add(Step(uuid.uuid4().hex, 1, windows, spent=spent, close=True, owner=run))
+        self._heartbeat.wake()
+
     def _account(self, tenant: Tenant) -> Account:
         return Account(as_keys(tenant, self._time_zone), *self._defaults)
 
@@ -366,8 +407,21 @@ class Ledger:
     def _warn(self, account: Account, warned: tuple[Warned, ...]) -> None:
         for one in warned:
             _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
-            for run in self._runs_of(account):
-                _call(run.on_warning, one)
+            runs = self._runs_of(account)
+            if runs:
+                told = self._with_figures(one)
+                for run in runs:
+                    _call(run.on_warning, told)
+
+    def _with_figures(self, warned: Warned) -> Warned:
+        try:
+            record = self._connection.ask(lambda store: store.window(warned.key, warned.window))
+        except LedgerUnreachable:
+            return warned
+        charged, ceiling = record.charged, record.ceiling
+        if ceiling.usd and charged.usd * 5 >= ceiling.usd * 4:
+            return warned._replace(limit=to_dollars(ceiling.usd), used=to_dollars(charged.usd))
+        return warned._replace(limit=ceiling.tokens, used=charged.tokens)
 
     def _runs_of(self, account: Account) -> list[LedgerRun]:
         with self._lock:
@@ -573,6 +627,8 @@ class Ledger:
         self._beat()
 
     def _beat(self) -> None:
+        while self._gone:
+            self.detach(self._gone.popleft())
         with self._lock:
             runs = list(self._runs.values())
             meters = list(self._meters.values())

@@ -91,13 +91,21 @@ class PostgresLedgerStore:
     # Connection
 
     def _connect(self) -> Any:
-        milliseconds = int(self._timeout * 1000)
         db = self._class.connect(
             self._url,
             autocommit=True,
             connect_timeout=max(_LEAST_CONNECT_SECONDS, int(self._timeout)),
             application_name="budgetguard",
         )
+        try:
+            self._set_up(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _set_up(self, db: Any) -> None:
+        milliseconds = int(self._timeout * 1000)
         db.timeout = self._timeout + 0.2  # the server's own time-outs come first
         # A default of `repeatable read` would make most concurrent steps fail.
         db.execute(
@@ -107,7 +115,6 @@ class PostgresLedgerStore:
             "SET synchronous_commit = on"
         )
         self._migrate(db)
-        return db
 
     def _migrate(self, db: Any) -> None:
         encoding = db.info.parameter_status("server_encoding")

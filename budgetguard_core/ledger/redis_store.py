@@ -73,16 +73,16 @@ class RedisLedgerStore:
         self._prefix = "{" + quote(name, safe="") + "}"
         self._conf = f"{self._prefix}:conf"
         self._client = self._connect()
-        self._check_policy()
+        try:
+            self._check_policy()
+        except TypeError:  # an option that redis-py's connections do not take
+            raise _wrong_url() from None
 
     def _connect(self) -> Any:
         try:
             return self._class.from_url(self._url, **self._options)
         except (ValueError, TypeError):
-            raise ConfigurationError(
-                "a ledger's URL must be one that redis-py understands, got another. "
-                "Use redis://host:6379/0."
-            ) from None
+            raise _wrong_url() from None
 
     def _call(self, *command: Any) -> Any:
         try:
@@ -244,6 +244,13 @@ class RedisLedgerStore:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+
+def _wrong_url() -> ConfigurationError:
+    return ConfigurationError(
+        "a ledger's URL must be one that redis-py understands, got another. "
+        "Use redis://host:6379/0."
+    )
 
 
 def _unreachable(error: Exception) -> LedgerUnreachable:

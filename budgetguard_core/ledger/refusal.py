@@ -31,6 +31,11 @@ class Refusal(NamedTuple):
     used: Decimal | int | None = None
     """What counts against it: spent, reserved and leased."""
 
+    @property
+    def refusal(self) -> Refusal:
+        """Itself."""
+        return self
+
     def error(self) -> LedgerRefused:
         """Return it as an exception."""
         return LedgerRefused(*self)
@@ -44,6 +49,10 @@ class Warned(NamedTuple):
     """`tenant_daily` or `tenant_monthly`."""
     window: str
     """The label, `d:2026-11-22` or `m:2026-11`."""
+    limit: Decimal | int = 0
+    """The ceiling, in US dollars or tokens."""
+    used: Decimal | int = 0
+    """What counts against it: spent, reserved and leased."""
 
 
 class Kill(NamedTuple):

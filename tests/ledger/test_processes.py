@@ -46,14 +46,6 @@ def test_the_ceiling_holds_and_the_sums_agree(place, mode, tmp_path):
         row = store.window(key, label)
         assert row.charged.usd == row.spent.usd == spent, key
     store.close()
-    print(
-        place.kind,
-        mode,
-        f"{seconds() - started:.1f} s",
-        trips / (PROCESSES * count),
-        spent / ceiling,
-        results,
-    )
     if mode == "auto":
         assert trips <= 0.15 * PROCESSES * count
         first = min(result[3] for result in results if result[3])
