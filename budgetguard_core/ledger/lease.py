@@ -320,7 +320,7 @@ class Lease:
     def _recall(self, refusal: Refusal, key: str, others: bool) -> Refusal | _Recalled:
         if not others:
             return refusal
-        mark = uuid.uuid4().hex
+        mark = f"{self._connection.now():.3f} {uuid.uuid4().hex}"
         try:
             self._connection.ask(lambda store: store.write(f"w:{key}", mark))
         except LedgerUnreachable:
@@ -512,7 +512,7 @@ class Lease:
         """
         with self._io:
             self._end_part()
-            self._drain()
+            self._drain(final=True)
 
     def abandon(self) -> None:
         """Have everything that was not reported sent by the outbox: the process ends."""
@@ -539,12 +539,15 @@ class Lease:
                 self._part = Part()
                 part.give_back()
 
-    def _drain(self) -> None:
-        """Close what has ended; what is under way there settles where it was admitted."""
+    def _drain(self, *, final: bool = False) -> None:
+        """Close what has ended; what is under way there settles where it was admitted.
+
+        In the end what is under way stays charged, on the list of what is to be reconciled.
+        """
         for part in list(self._draining):
             with self._lock:
                 over = part.opened() == ZERO
-                due = self._now() - self._renewed_ns > self._options.ttl / 3 * _NS
+                due = final or self._now() - self._renewed_ns > self._options.ttl / 3 * _NS
                 if part.windows and not over and (part.local or not due):
                     continue
                 step = self._report(part, close=over)

@@ -37,6 +37,7 @@ _LOG = logging.getLogger("budgetguard")
 _ANNOUNCE_SECONDS = 10.0
 _SILENT_SECONDS = 30.0
 _IDLE_SECONDS = 5.0
+_RECALL_SECONDS = 5.0
 _RUNS_SHOWN = 1000
 
 
@@ -654,7 +655,15 @@ class Ledger:
         }
         marks = dict(zip(keys, found[len(flags) :], strict=True))
         known, self._marks = self._marks, marks
-        recalled = {key for key, mark in marks.items() if key in known and mark != known[key]}
+        since = self._connection.now() - _RECALL_SECONDS
+        recalled = {
+            key
+            for key, mark in marks.items()
+            if mark is not None
+            and mark != known.get(key)
+            # Of a mark that was there before this process looked first, the time tells.
+            and (key in known or float(mark.partition(" ")[0]) > since)
+        }
         for meter in meters:
             if isinstance(meter, Lease):
                 meter.block(any(flag in self._killed for flag in meter.account.flags))
@@ -711,17 +720,18 @@ class Ledger:
         with self._lock:
             meters, self._meters = list(self._meters.values()), {}
             self._runs.clear()
-        leases = [meter for meter in meters if isinstance(meter, Lease)]
+        for lease in meters:
+            if isinstance(lease, Lease):
+                try:
+                    lease.close()
+                except LedgerUnreachable:
+                    lease.abandon()
         try:
-            for lease in leases:
-                lease.close()
             self._outbox.deliver(self._connection.send)
             self._announce([])
         except LedgerUnreachable as error:
             _LOG.info("ledger: %s", error)
         try:
-            for lease in leases:
-                lease.abandon()
             self._outbox.save()
         except LedgerUnreachable as full:
             _LOG.warning("ledger: %s", full)
