@@ -29,6 +29,7 @@ from budgetguard_core.ledger.heartbeat import Heartbeat
 from budgetguard_core.ledger.lease import Lease, LeaseOptions, Part
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.refusal import Kill, Refusal, Warned, kill_of, plain
+from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
 from budgetguard_core.ledger.step import HoldRecord, Step, Store, WindowRecord
 from budgetguard_core.ledger.url import default_path, parse_url
 from budgetguard_core.ledger.windows import KINDS, Key, Tenant, as_keys, check_name, zone_of
@@ -512,6 +513,20 @@ class Ledger:
     def holds(self) -> list[HoldRecord]:
         """Return the reservations and leases that the store keeps."""
         return self._connection.ask(lambda store: store.holds())
+
+    def check(self) -> list[str]:
+        """Compare each window with the sum of its holds; what differs, in words.
+
+        Raises:
+            ConfigurationError: Only a SQLite file needs this, and can do it.
+        """
+        store = self._connection.store()
+        if not isinstance(store, SqliteLedgerStore):
+            raise ConfigurationError(
+                "check needs a ledger in SQLite, got a server, which checks its own files. "
+                "Use sqlite:///file."
+            )
+        return store.check()
 
     def now(self) -> float:
         """Return the store's clock, in seconds since the epoch."""

@@ -30,7 +30,8 @@ class Outbox:
         self._folder = folder
         self._lock = threading.Lock()
         self._waiting: dict[str, Step] = {}
-        self._recorded: set[str] = set()
+        self._recorded: dict[str, int] = {}
+        """On the disk: the latest message of each hold."""
         self._path: Path | None = None
         self._fd = -1
         self._held: FileLock | None = None
@@ -46,8 +47,7 @@ class Outbox:
             LedgerUnreachable: The disk does not take it.
         """
         with self._lock:
-            self._append(_to_line(step))
-            self._recorded.add(step.id)
+            self._write(step)
 
     def add(self, step: Step) -> None:
         """Have a report sent as soon as the store answers; in memory until then."""
@@ -62,8 +62,8 @@ class Outbox:
         """
         with self._lock:
             for step in self._waiting.values():
-                self._append(_to_line(step))
-                self._recorded.add(step.id)
+                if self._recorded.get(step.id, 0) < step.op:
+                    self._write(step)
 
     def deliver(self, send: Callable[[Step], object]) -> None:
         """Send what waits. What the store refuses to hear is dropped: it is a mistake of ours.
@@ -81,7 +81,7 @@ class Outbox:
                 if step.id in self._recorded:
                     # Else what was written as a precaution would be charged after all.
                     self._append(json.dumps({"id": step.id, "done": True}))
-                    self._recorded.discard(step.id)
+                    del self._recorded[step.id]
                 if not self._recorded and not self._waiting:
                     self._remove()
 
@@ -108,6 +108,10 @@ class Outbox:
             finally:
                 lock.close()
         return sent
+
+    def _write(self, step: Step) -> None:
+        self._append(_to_line(step))
+        self._recorded[step.id] = step.op
 
     def _append(self, line: str) -> None:
         try:
@@ -142,7 +146,7 @@ class Outbox:
             self._held.close()
         self._path = self._held = None
         self._waiting = {}
-        self._recorded = set()
+        self._recorded = {}
 
     def close(self) -> None:
         """Close the file; what it holds stays for the next process."""
