@@ -468,9 +468,9 @@ class Guard:
             else:
                 trip = None
             if trip is None:
-                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
-                ticket.charges = charges
-                decision: ModelDecision = ticket
+                decision: ModelDecision = self._start_model_call(
+                    call, rates, bound, tokens, cost, now, charges
+                )
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -1378,6 +1378,7 @@ class Guard:
         tokens: int,
         cost: int,
         now: int,
+        charges: Charges,
     ) -> Admit:
         tree = self._tree
         tree.call_id += 1
@@ -1396,6 +1397,7 @@ class Guard:
         )
         if type(ticket) is Nudge and message is not None:
             ticket.message = message
+        ticket.charges = charges
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
         if tree.sinks:
@@ -1406,6 +1408,7 @@ class Guard:
                 call=replace(call),
                 admitted_output_tokens=ticket.max_output_tokens,
                 nudge=message,
+                holds=tuple(part.id for _, part, _ in charges if part is not None),
             )
         return ticket
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import signal
 
 from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
@@ -97,3 +98,27 @@ def first_use(url, barrier, out):
         out.put(ledger.id)
     except LedgerUnreachable as error:
         out.put(str(error))
+
+
+def fill(url, queue, out):
+    """Fill the ledger's file up to a limit of its size."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+    spent, refused = 0, None
+    with Ledger(url, lease="exact", daily_usd=10**6, queue=queue) as ledger:
+        for number in range(5000):
+            try:
+                ledger.reserve("acme", usd=0.001, reservation_id=f"{number:0150d}").settle(0.001)
+            except LedgerRefused as full:
+                refused = str(full)
+                break
+            spent += 1
+    out.put((spent, refused))
+
+
+def allowed_and_killed(url, queue):
+    """Be allowed to spend while the store cannot be reached, and die before it can."""
+    ledger = Ledger(url, on_ledger_error="allow", timeout=0.1, queue=queue)
+    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
+    run.settle(run.obtain(2 * 10**8, 5), Amount(2 * 10**8, 5), Amount(10**8, 5))
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -234,7 +234,7 @@ def adopt(url: LedgerUrl = None) -> None:
 
 @ledger_app.command()
 def check(url: LedgerUrl = None) -> None:
-    """Compare every window with the sum of its reservations (SQLite). Ends with 1 if they differ."""
+    """Compare every window with the sum of its reservations (SQLite). Ends with 1 on a gap."""
     with _opened(url) as ledger:
         wrong = ledger.check()
     for line in wrong:
