@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
 import resource
 import signal
+import threading
 
 from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_dollars
-from budgetguard_core.ledger.errors import LedgerUnreachable
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ledger_workers"])
 
 
 def start(target, *arguments):
-    process = CONTEXT.Process(target=target, args=arguments, daemon=True)
+    process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
 
@@ -65,9 +66,34 @@ def pairs(url, keys, ceiling, count, mode, seed, queue, out):
     out.put((spent, refused, trips, charged_at_refusal))
 
 
+def kill_many(url, keys, kills, folder, queue):
+    """Start workers, two at a time, and kill each at a moment of its own."""
+    importlib.import_module("redis")  # once, and not in every child
+    importlib.import_module("psycopg")
+    rnd = random.Random(5)
+    pause = threading.Event()
+    for number in range(0, kills, 2):
+        children = []
+        for one in (number, number + 1):
+            path = os.path.join(folder, str(one))
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    bill_for_ever(url, keys, ("exact", "auto")[one % 2], path, one, queue)
+                finally:
+                    os._exit(1)
+            children.append((pid, path))
+        for pid, path in children:
+            while not (os.path.exists(path) and os.path.getsize(path)):
+                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "a worker ended by itself"
+                pause.wait(0.001)
+            pause.wait(rnd.uniform(0.0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def bill_for_ever(url, keys, mode, path, seed, queue):
     """Spend until killed; each bill is one write before its settlement."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     rnd = random.Random(seed)
     ledger = Ledger(url, daily_usd=10**6, lease=mode, timeout=1.0, queue=queue)
     run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
@@ -96,7 +122,7 @@ def first_use(url, barrier, out):
         ledger = Ledger(url, timeout=20.0)
         ledger.reserve("acme", usd=1)
         out.put(ledger.id)
-    except LedgerUnreachable as error:
+    except LedgerRefused as error:
         out.put(str(error))
 
 
@@ -106,6 +132,7 @@ def fill(url, queue, out):
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
     spent, refused = 0, None
     with Ledger(url, lease="exact", daily_usd=10**6, queue=queue) as ledger:
+        ledger.connection._pause_ns = 0
         for number in range(5000):
             try:
                 ledger.reserve("acme", usd=0.001, reservation_id=f"{number:0150d}").settle(0.001)

@@ -126,7 +126,7 @@ class PostgresLedgerStore:
         if _format(db) is None:
             with db.transaction():
                 db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION,))
-                if _format(db) is None:
+                if not _is_made(db):
                     schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
                     db.execute(schema.read_text("utf-8"))
                     db.execute("INSERT INTO bg_notes VALUES('format', %s)", (_FORMAT,))
@@ -374,6 +374,16 @@ def _until(
             state = gen.send(ready)
     except StopIteration as end:
         return cast("_R", end.value)
+
+
+def _is_made(db: Any) -> bool:
+    # The catalogue itself: what a name means is cached for the whole of a transaction, and this
+    # one began before another process made the tables.
+    (count,) = db.execute(
+        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE c.relname = 'bg_notes' AND n.nspname = ANY(current_schemas(false))"
+    ).fetchone()
+    return bool(count)
 
 
 def _format(db: Any) -> str | None:

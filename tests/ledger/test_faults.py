@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import shutil
+import signal
 import threading
 from decimal import Decimal
 from pathlib import Path
@@ -20,6 +20,7 @@ from ledger_servers import (
     Place,
     PostgresServer,
     RedisServer,
+    leave_out,
     postgres_binaries,
     seconds,
     wait_until,
@@ -31,27 +32,17 @@ KILLS = int(os.environ.get("BUDGETGUARD_TEST_KILLS", "200"))
 
 def billed(folder):
     """What the workers were billed, by their own record; a line may be cut off by the kill."""
-    lines = [line for path in Path(folder).iterdir() for line in path.open() if line.endswith("\n")]
-    return sum(map(int, lines))
+    texts = [path.read_text() for path in Path(folder).iterdir()]
+    return sum(int(line) for text in texts for line in text.rpartition("\n")[0].splitlines())
 
 
 def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
-    rnd, folder = random.Random(5), tmp_path / "billed"
+    folder = tmp_path / "billed"
     folder.mkdir()
-    batch = 4
-    for number in range(0, KILLS, batch):
-        running = []
-        for one in range(number, min(number + batch, KILLS)):
-            path, mode = folder / str(one), ("exact", "auto")[one % 2]
-            queue = tmp_path / "queue"
-            arguments = (place.url, ("acme", "u"), mode, str(path), one, queue)
-            running.append((workers.start(workers.bill_for_ever, *arguments), path))
-        for process, path in running:
-            wait_until(path.exists, 60)
-            threading.Event().wait(rnd.uniform(0.0, 0.02))
-            process.kill()
-        for process, _ in running:
-            process.join()
+    arguments = (place.url, ("acme", "u"), KILLS, str(folder), tmp_path / "queue")
+    killer = workers.start(workers.kill_many, *arguments)
+    killer.join(600)
+    assert killer.exitcode == 0
     store = place.store(timeout=10.0)
     with Ledger(place.url, queue=tmp_path / "queue") as ledger:
         label = ledger.usage("acme").daily.window
@@ -70,7 +61,7 @@ def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
 def need_server(kind):
     found = shutil.which("redis-server") if kind == "redis" else postgres_binaries()
     if not found:
-        pytest.skip(HOW[kind])
+        leave_out(HOW[kind])
 
 
 class Load:
@@ -253,12 +244,12 @@ def test_a_full_disk_is_refused_and_the_file_stays_sound(sqlite, tmp_path):
     process.join()
     assert spent > 10
     assert "SQLITE_" in refused
-    store = sqlite.store()
-    assert store.check() == []
-    (day,) = [row for row in store.windows() if row.label.startswith("d:")]
-    assert day.spent.usd in (spent * 10**6, (spent - 1) * 10**6)
-    assert day.charged.usd >= spent * 10**6
-    store.close()
+    with Ledger(sqlite.url, queue=tmp_path / "queue") as ledger:
+        ledger.beat()  # what could not be written waits in the queue
+        assert ledger.check() == []
+        day = ledger.usage("acme").daily
+    assert day.spent_usd * 1000 == spent
+    assert day.reserved_usd == 0
 
 
 def test_ten_processes_open_an_empty_ledger_at_once(place):

@@ -14,7 +14,7 @@ from budgetguard_core.decision import Admit, Stop
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
 from budgetguard_core.kit.envelope import Envelope
-from budgetguard_core.ledger import Ledger, LeaseOptions
+from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.replay import replay
 from ledger_servers import wait_until

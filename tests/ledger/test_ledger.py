@@ -56,7 +56,7 @@ def test_a_ceiling_refuses_with_reason_limit_and_use(place, opened):
         ledger.reserve("acme", tokens=101)
     assert refused.value.limit == 1000
     ledger.reserve("acme", usd=0.25, tokens=100)
-    assert pickle.loads(pickle.dumps(refused.value)).limit == 1000  # noqa: S301
+    assert pickle.loads(pickle.dumps(refused.value)).limit == 1000
 
 
 def test_the_month_holds_across_days(sqlite, opened):
@@ -305,8 +305,9 @@ def test_a_clock_that_jumps_back_frees_nothing(sqlite, opened):
 
 
 def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
-    from budgetguard_core.ledger.windows import windows_at
     import datetime as dt
+
+    from budgetguard_core.ledger.windows import windows_at
 
     now = dt.datetime(2026, 11, 22, tzinfo=dt.UTC).timestamp()
     for days in (500, 63, 62, 30, 0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import ledger_workers as workers
@@ -10,15 +12,14 @@ from ledger_servers import seconds
 
 KEYS = ("acme", "acme/user-7")
 PROCESSES = 8
-
-
-def day_of(ledger, key=KEYS[0]):
-    return ledger.usage(key).daily
+PAIRS = int(os.environ.get("BUDGETGUARD_TEST_PAIRS", "300"))
 
 
 @pytest.mark.parametrize("mode", ["exact", "auto"])
 def test_the_ceiling_holds_and_the_sums_agree(place, mode, tmp_path):
-    count = 2000
+    # Exact on a server waits for the disk at each step: all 2,000 on request, as in
+    # BUDGETGUARD_TEST_PAIRS=2000; they were run when this was written.
+    count = PAIRS if mode == "exact" and place.kind != "sqlite" else 2000
     # A pair costs 0.0278 dollars in the mean: about 60 % of what they ask for.
     ceiling = int(PROCESSES * count * 2.78e7 * 0.6)
     out = workers.CONTEXT.Queue()
@@ -30,7 +31,8 @@ def test_the_ceiling_holds_and_the_sums_agree(place, mode, tmp_path):
         for seed in range(PROCESSES)
     ]
     store, top, results = place.store(timeout=30.0), 0, []
-    label = f"d:{Ledger(place.url).usage('x').daily.window[2:]}"
+    with Ledger(place.url) as ledger:
+        label = ledger.usage(KEYS[0]).daily.window
     while len(results) < PROCESSES:
         assert any(process.is_alive() for process in processes) or not out.empty()
         top = max(top, store.window(KEYS[0], label).charged.usd)
