@@ -75,7 +75,7 @@ def kill_many(url, keys, kills, folder, queue):
     for number in range(0, kills, 2):
         children = []
         for one in (number, number + 1):
-            path = os.path.join(folder, str(one))
+            path = folder / str(one)
             pid = os.fork()
             if pid == 0:
                 try:
@@ -84,7 +84,7 @@ def kill_many(url, keys, kills, folder, queue):
                     os._exit(1)
             children.append((pid, path))
         for pid, path in children:
-            while not (os.path.exists(path) and os.path.getsize(path)):
+            while not (path.exists() and path.stat().st_size):
                 assert os.waitpid(pid, os.WNOHANG) == (0, 0), "a worker ended by itself"
                 pause.wait(0.001)
             pause.wait(rnd.uniform(0.0, 0.03))

@@ -1,4 +1,4 @@
-"""What breaks: killed workers, killed and stopped servers, a full disk, a reply that never comes."""
+"""What breaks: killed workers, killed and stopped servers, a full disk, no reply at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def billed(folder):
 def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     folder = tmp_path / "billed"
     folder.mkdir()
-    arguments = (place.url, ("acme", "u"), KILLS, str(folder), tmp_path / "queue")
+    arguments = (place.url, ("acme", "u"), KILLS, folder, tmp_path / "queue")
     killer = workers.start(workers.kill_many, *arguments)
     killer.join(600)
     assert killer.exitcode == 0
@@ -167,22 +167,18 @@ def test_redis_without_a_file_loses_all_and_is_refused(tmp_path, caplog):
 
 def test_redis_that_evicts_is_refused(tmp_path):
     need_server("redis")
-    with RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
-        with pytest.raises(LedgerError, match="maxmemory-policy must be noeviction, got allkeys"):
-            Place("redis", tmp_path, server.url).store()
+    with (
+        RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server,
+        pytest.raises(LedgerError, match="maxmemory-policy must be noeviction, got allkeys"),
+    ):
+        Place("redis", tmp_path, server.url).store()
     with RedisServer("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
         place = Place("redis", tmp_path, server.url)
         with Ledger(place.url, daily_usd=10**6, queue=tmp_path / "q") as ledger:
             ledger.connection._pause_ns = 0
-            refused = 0
-            for number in range(20_000):
-                try:
+            with pytest.raises(LedgerRefused, match="OutOfMemory"):
+                for number in range(20_000):
                     ledger.reserve("acme", usd=0.01, reservation_id=f"{number:0100d}")
-                except LedgerRefused as full:
-                    assert full.reason == "aborted"
-                    refused += 1
-                    break
-            assert refused
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgres"])

@@ -94,14 +94,14 @@ def test_it_grows_with_recent_spend_up_to_sixteen_calls(join, clock):
         clock.advance(0.1)
         spend(run)
         ledger.beat()
-    spent, reserved = charged(ledger)
+    _spent, reserved = charged(ledger)
     assert Decimal("0.04") <= reserved <= Decimal("0.17")
     assert reserved > Decimal("0.08")
 
 
 def test_a_holder_gets_at_most_half_its_share_of_what_is_left(join):
     first, run = join(daily_usd=0.5)
-    other, neighbour = join(daily_usd=0.5)
+    _other, neighbour = join(daily_usd=0.5)
     spend(run, usd=5 * CENT)
     assert sum(charged(first)) == Decimal("0.2")
     spend(neighbour, usd=5 * CENT)  # two holders: a quarter of the 0.30 that are left
@@ -127,7 +127,7 @@ def test_what_is_idle_is_given_back_to_who_is_refused(join, clock):
 
 def test_a_refused_call_waits_for_it_and_asks_once_more(join, clock, sqlite, opened):
     first, run = join(daily_usd=0.1)
-    other, neighbour = join(daily_usd=0.1, options=LeaseOptions(recall=1.0))
+    _other, neighbour = join(daily_usd=0.1, options=LeaseOptions(recall=1.0))
     spend(run)
     while sum(charged(first)) < Decimal("0.1"):
         spend(neighbour)
@@ -141,7 +141,7 @@ def test_a_refused_call_waits_for_it_and_asks_once_more(join, clock, sqlite, ope
 
 
 def test_not_inside_an_event_loop(join):
-    first, run = join(daily_usd=0.1)
+    _first, run = join(daily_usd=0.1)
     _, neighbour = join(daily_usd=0.1, options=LeaseOptions(recall=3600.0))
     spend(run)
 
@@ -298,7 +298,7 @@ def test_a_listener_that_throws_changes_nothing(sqlite, opened, clock, caplog):
 
 def test_a_warning_comes_with_the_figures(join):
     told = []
-    ledger, run = join(told=told, daily_tokens=10)
+    _ledger, run = join(told=told, daily_tokens=10)
     for _ in range(9):
         spend(run)
     (warned,) = told

@@ -87,7 +87,6 @@ def test_more_than_was_reserved_is_charged_and_refuses_what_follows(place, opene
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.remaining_usd) == (Decimal("1.25"), Decimal(0))
     with pytest.raises(LedgerRefused):
-        ledger.reserve("acme", usd=0)  # nothing fits any more, but nothing is asked for
         ledger.reserve("acme", usd=0.01)
 
 
@@ -239,7 +238,7 @@ def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
     ledger.reserve("acme", usd=1).settle(1)
     known = ledger.id
     place.wipe()
-    with pytest.raises(LedgerRefused, match="must be .*, got an empty store"):
+    with pytest.raises(LedgerRefused, match="got an empty store"):
         ledger.reserve("acme", usd=1)
     other = opened(place, daily_usd=1)
     assert other.id != known  # a new process cannot know; it makes a ledger
