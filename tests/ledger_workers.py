@@ -149,3 +149,15 @@ def allowed_and_killed(url, queue):
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.settle(run.obtain(2 * 10**8, 5), Amount(2 * 10**8, 5), Amount(10**8, 5))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def timed_pairs(url, count, seed, barrier, out):
+    """Exact pairs as fast as they go, from the moment at which all are ready."""
+    rnd = random.Random(seed)
+    with Ledger(url, lease="exact", timeout=30.0, daily_usd=10**6) as ledger:
+        ledger.reserve("acme", usd=0)
+        barrier.wait()
+        for _ in range(count):
+            usd = to_dollars(rnd.randrange(10**6, 10**8))
+            ledger.reserve("acme", usd=usd).settle(usd)
+    out.put(seed)

@@ -111,11 +111,10 @@ def _used(event: Mapping[str, Any]) -> Amount | None:
     if event["event"] == "model_call_withdrawn":
         return Amount()
     usage, cost = event.get("usage"), event.get("cost_usd")
-    if not isinstance(usage, dict) or cost is None:
+    if not isinstance(usage, list) or cost is None:
         return None
-    figures = cast("dict[str, Any]", usage)
-    tokens = int(figures["input_tokens"]) + int(figures["output_tokens"])
-    return Amount(to_nano(Decimal(str(cost))), tokens)
+    prompt, completion, *_ = cast("list[Any]", usage)
+    return Amount(to_nano(Decimal(str(cost))), int(prompt) + int(completion))
 
 
 def _events(files: Iterable[Path]) -> Iterable[Mapping[str, Any]]:

@@ -165,6 +165,11 @@ def test_redis_without_a_file_loses_all_and_is_refused(tmp_path, caplog):
                 ledger.reserve("acme", usd=1)
 
 
+def fill(ledger):
+    for number in range(20_000):
+        ledger.reserve("acme", usd=0.01, reservation_id=f"{number:0100d}")
+
+
 def test_redis_that_evicts_is_refused(tmp_path):
     need_server("redis")
     with (
@@ -177,8 +182,7 @@ def test_redis_that_evicts_is_refused(tmp_path):
         with Ledger(place.url, daily_usd=10**6, queue=tmp_path / "q") as ledger:
             ledger.connection._pause_ns = 0
             with pytest.raises(LedgerRefused, match="OutOfMemory"):
-                for number in range(20_000):
-                    ledger.reserve("acme", usd=0.01, reservation_id=f"{number:0100d}")
+                fill(ledger)
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgres"])
