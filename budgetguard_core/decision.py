@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.canonical import digest_of
+from budgetguard_core.charges import Charges
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
@@ -126,12 +127,14 @@ class Admit:
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
         breakers: What the run's breakers have to do with the call; None where it has none.
+        charges: What is set aside with the ledgers of the run's tenants.
     """
 
     __slots__ = (
         "breakers",
         "call",
         "call_id",
+        "charges",
         "clamped_by",
         "guard",
         "max_output_tokens",
@@ -160,6 +163,7 @@ class Admit:
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
         self.breakers: CallBreakers | None = None
+        self.charges: Charges = ()
 
     @property
     def seconds(self) -> float | None:

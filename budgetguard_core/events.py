@@ -113,6 +113,8 @@ class ModelCallAdmitted(ModelCallAsked):
     """The completion bound of the answer; that of the request is in `call`."""
     nudge: str | None
     """The corrective message that was due."""
+    holds: tuple[str, ...] = ()
+    """What pays for it in the ledgers of the run's tenants: proves what a dead process spent."""
 
 
 class ModelCallRefused(ModelCallAsked):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
 from budgetguard_core.breakers import BreakerRegistry, StateTransition
@@ -22,6 +23,7 @@ from budgetguard_core.canonical import (
     fingerprint_result,
     result_key,
 )
+from budgetguard_core.charges import NOTHING, Charge, Charges, measured, set_aside, settle_charges
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -105,6 +107,9 @@ from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tree import Tree, as_sink
 from budgetguard_core.usage import TokenUsage, check_token_usage
 
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import Ledger, LedgerRun, Refusal, Tenant, Warned
+
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _A = TypeVar("_A")
@@ -132,9 +137,14 @@ class Guard(RunState):
         log_arguments: Put the arguments of tool calls into events; only their hash otherwise.
         breakers: The circuit breakers, rate limits and bulkheads that this run shares with others;
             its own if left out. All who share it need one clock.
+        ledger: The ledger that the run's model calls are charged to as well: a `Ledger`, or its
+            URL. Its tenant's ceilings stop the run (`tenant_daily`, `tenant_monthly`), and so do
+            its kill switches (`aborted`).
+        tenant: Whom the run is for: a name, a `Key`, or several that are charged together.
 
     Raises:
-        ConfigurationError: The budget is not a `Budget`, or a sink takes no events.
+        ConfigurationError: The budget is not a `Budget`, a sink takes no events, or only one of
+            `ledger` and `tenant` was given.
     """
 
     __slots__ = ()
@@ -151,6 +161,8 @@ class Guard(RunState):
         clock: Clock | None = None,
         log_arguments: bool = False,
         breakers: BreakerRegistry | None = None,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
         if breakers is not None and not isinstance(breakers, BreakerRegistry):
             raise ConfigurationError(
@@ -165,7 +177,32 @@ class Guard(RunState):
             breakers or BreakerRegistry(),
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
+        self._charge_to(ledger, tenant)
         self._announce()
+
+    def _charge_to(self, ledger: Ledger | str | None, tenant: Tenant | None) -> None:
+        """Take the run's place in a ledger. Nothing is asked of its store yet."""
+        if ledger is None and tenant is None:
+            return
+        if ledger is None or tenant is None:
+            missing = "ledger" if ledger is None else "tenant"
+            raise ConfigurationError(
+                f"ledger and tenant must be given together, got no {missing}. "
+                'Use Guard(..., ledger="sqlite:///ledger.sqlite3", tenant="acme").'
+            )
+        from budgetguard_core.ledger import as_ledger
+
+        if self.mode is not Mode.OFF:
+            me = weakref.ref(self)
+            place = as_ledger(ledger).attach(
+                self.run_id,
+                tenant,
+                on_kill=lambda detail: _told(me, lambda guard: guard.abort(detail)),
+                on_warning=lambda warned: _told(me, lambda guard: guard._warn_tenant(warned)),
+            )
+            # A guard that nobody keeps has ended, whether or not somebody said so.
+            weakref.finalize(self, place.abandon).atexit = False
+            self._take_tenant(place)
 
     # Admission
 
@@ -212,6 +249,8 @@ class Guard(RunState):
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
+        # Before the lock: a lease that is dry makes a trip to its store.
+        charges = self._set_aside(tokens, cost) if self._tenants else ()
         warnings: Sequence[_Warning] = ()
         clamped_by: StopReason | None = None
         tree.lock.acquire()
@@ -230,7 +269,7 @@ class Guard(RunState):
             else:
                 trip = None
             if trip is None:
-                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
+                ticket = self._start_model_call(call, rates, bound, tokens, cost, now, charges)
                 ticket.clamped_by = clamped_by
                 decision: ModelDecision = ticket
                 if not far:
@@ -243,6 +282,8 @@ class Guard(RunState):
                 decision = Stop(trip)
         finally:
             tree.lock.release()
+        if charges and trip is not None:
+            settle_charges(charges, NOTHING)
         if warnings or tree.outbox:
             self._finish(warnings)
         return decision
@@ -332,6 +373,8 @@ class Guard(RunState):
                 )
         finally:
             tree.lock.release()
+        if ticket.charges:
+            settle_charges(ticket.charges, measured(cost or 0, used.total_tokens))
         if warnings or tree.outbox:
             guard._finish(warnings)
         if problem is not None:
@@ -357,6 +400,7 @@ class Guard(RunState):
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
+        settle_charges(ticket.charges, NOTHING)
         tree.deliver()
         return True
 
@@ -755,6 +799,8 @@ class Guard(RunState):
         on_warning: WarningHandler | None = None,
         beside: Sequence[Self] = (),
         breakers: BreakerRegistry | None = None,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> Self:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
@@ -769,6 +815,8 @@ class Guard(RunState):
             beside: Other guards of this tree that it charges too, each of their ancestors once.
             breakers: What its own circuit breakers and limits share with other runs; what this
                 tree of guards shares if left out.
+            ledger: As in `Guard`, for a tenant beside those above; each tenant is charged once.
+            tenant: As in `Guard`.
         """
         child = type(self).__new__(type(self))
         child._set_up(
@@ -776,6 +824,7 @@ class Guard(RunState):
         )
         for one in beside:
             one.cancellation.adopt(child.cancellation)
+        child._charge_to(ledger, tenant)
         child._announce()
         return child
 
@@ -857,6 +906,8 @@ class Guard(RunState):
         self.outcome = outcome
         if outcome.status == "paused":
             return
+        if self._tenant is not None:
+            self._tenant.close()
         self.emit(
             RunEnded,
             status=outcome.status,
@@ -881,6 +932,8 @@ class Guard(RunState):
         log_arguments: bool = False,
         within: Sequence[Guard] = (),
         breakers: BreakerRegistry | None = None,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
@@ -901,6 +954,8 @@ class Guard(RunState):
             within: Guards of one tree that the run is a part of: then it has their log, clock and
                 prices, and what it had used before is not charged to them again.
             breakers: As in `Guard`.
+            ledger: As in `Guard`; what the run had used before is not charged again.
+            tenant: As in `Guard`.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
@@ -934,6 +989,8 @@ class Guard(RunState):
                     on_warning=on_warning,
                     beside=within[1:],
                     breakers=breakers,
+                    ledger=ledger,
+                    tenant=tenant,
                 )
             else:
                 guard = cls(
@@ -945,6 +1002,8 @@ class Guard(RunState):
                     clock=clock,
                     log_arguments=log_arguments,
                     breakers=breakers,
+                    ledger=ledger,
+                    tenant=tenant,
                 )
             with guard._tree.lock:
                 guard._take_over(snapshot, fresh=budget is not None)
@@ -1003,6 +1062,7 @@ class Guard(RunState):
         tokens: int,
         cost: int,
         now: int,
+        charges: Charges,
     ) -> Admit:
         tree = self._tree
         tree.call_id += 1
@@ -1024,6 +1084,7 @@ class Guard(RunState):
         # A message would change the run, and OBSERVE only looks on.
         if message is not None and self.mode is Mode.ENFORCE:
             ticket = Nudge(ticket, message)
+        ticket.charges = charges
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
         if self._watched:
@@ -1036,6 +1097,7 @@ class Guard(RunState):
                 call=replace(call),
                 admitted_output_tokens=ticket.max_output_tokens,
                 nudge=message,
+                holds=tuple(part.id for _, part, _ in charges if part is not None),
             )
             self._record_delay(ticket, now)
         return ticket
@@ -1255,6 +1317,53 @@ class Guard(RunState):
             self._tree.report("record_result", raised)
             return held.successes()
 
+    def _set_aside(self, tokens: int, cost: int) -> Charges:
+        """Charge a call to the tenants, ahead of it; a refusal stands against the step."""
+        charges: list[Charge] = []
+        if self.trip is not None:
+            return ()
+        amount = set_aside(cost, tokens)
+        for guard in self._tenants:
+            run = cast("LedgerRun", guard._tenant)
+            if not run.is_open:  # a guard that is shared by several runs, one after the other
+                run.open()
+            part = None
+            if not guard._meter.looks_on:
+                part = run.take(*amount) or run.obtain(*amount)
+                if part.refusal is not None:
+                    guard._stand_against(part.refusal)
+                    if guard.mode is Mode.ENFORCE:
+                        break
+                    part = None
+            charges.append((run, part, amount))
+        return tuple(charges)
+
+    def _stand_against(self, refusal: Refusal) -> None:
+        if refusal.reason == StopReason.ABORTED:
+            self.abort(refusal.detail)
+        else:
+            self.hold(
+                Violation(
+                    reason=StopReason(refusal.reason),
+                    limit=refusal.limit,
+                    used=refusal.used,
+                    detail=refusal.detail,
+                )
+            )
+
+    def _warn_tenant(self, warned: Warned) -> None:
+        with self._tree.lock:
+            event = self._tree.make(
+                LimitNearlyReached,
+                self.run_id,
+                self._now(),
+                dimension=warned.reason,
+                limit=_plain(warned.limit),
+                used=_plain(warned.used),
+            )
+            self._meter.warn(warned.reason)
+        self._finish([(self, event)])
+
     def _ask_conditions(self) -> None:
         for guard in self._line:
             if guard._meter.looks_on:
@@ -1282,6 +1391,12 @@ def _misfit(snapshot: Snapshot, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. Start the run anew."
     )
+
+
+def _told(me: weakref.ref[Guard], act: Callable[[Guard], object]) -> None:
+    guard = me()
+    if guard is not None:
+        act(guard)
 
 
 def _error_text(error: BaseException | str) -> str:

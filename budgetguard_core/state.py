@@ -6,7 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from budgetguard_core import limits
 from budgetguard_core.breakers import BreakerRegistry
@@ -33,6 +33,9 @@ from budgetguard_core.standing import Mode, Standing, as_mode
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.tree import Tree
 from budgetguard_core.usage import Usage
+
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import LedgerRun
 
 _RECORDS_KEPT = 256
 NAME_LENGTH = 200
@@ -64,6 +67,8 @@ class RunState:
         "_output_bound",
         "_records",
         "_standing",
+        "_tenant",
+        "_tenants",
         "_tree",
         "_warn_at",
         "_watched",
@@ -120,7 +125,21 @@ class RunState:
             guard for guard in self.lineage if guard.mode is not Mode.OFF
         )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
+        self._tenant: LedgerRun | None = None
+        self._tenants: tuple[Self, ...] = self._payers()
         self._begin()
+
+    def _take_tenant(self, place: LedgerRun) -> None:
+        self._tenant = place
+        self._tenants = self._payers()
+
+    def _payers(self) -> tuple[Self, ...]:
+        """Those of this guard and the ones above whose tenant pays, each tenant once."""
+        payers: dict[object, Self] = {}
+        for guard in reversed(self._line):
+            if guard._tenant is not None:
+                payers.setdefault(guard._tenant.payer, guard)
+        return tuple(payers.values())
 
     def _begin(self) -> None:
         """Put everything to its beginning."""

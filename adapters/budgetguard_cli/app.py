@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from budgetguard_cli.ledger import register as register_ledger
 from budgetguard_cli.replay import JsonReport, TextReport, Unreadable, check, replay_files
 from budgetguard_core import Budget, BudgetGuardError, LoopDetection
 
@@ -20,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+register_ledger(app)
 
 
 class OnUnpriced(StrEnum):
