@@ -561,3 +561,11 @@ def test_a_replay_under_another_budget_shows_what_it_would_have_done():
     assert found.usage.tool_calls == 2
     candidate = Budget(loop_detection=None, velocity=VelocityLimits(max_tokens_per_minute=100))
     assert replay(bench.events, budget=candidate).trip.reason is StopReason.VELOCITY
+
+
+def test_names_that_a_model_invents_take_no_memory_and_are_limited_all_the_same():
+    bench = Bench(rate_limits={"*": RateLimit(rate=0.001, burst=1100)})
+    for number in range(1100):
+        assert isinstance(bench.tool(f"invented_{number}"), Admit)
+    assert isinstance(bench.tool("one_more"), Refuse)
+    assert len(bench.guard._breakers._tools) == 1024
