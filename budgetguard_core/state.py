@@ -126,7 +126,7 @@ class RunState:
         )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
         self._tenant: LedgerRun | None = None
-        self._tenants: tuple[Self, ...] = self._payers()
+        self._tenants: tuple[Any, ...] = self._payers()
         self._begin()
 
     def _take_tenant(self, place: LedgerRun) -> None:
