@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from budgetguard_core.budget import Budget
@@ -23,10 +23,11 @@ from budgetguard_core.testing.checks import (
     outcome_of,
     search_tool,
     shape_of,
+    sticky,
 )
 from budgetguard_core.testing.conformance import check_history, check_request
 from budgetguard_core.testing.driver import Driver, run_in_loop
-from budgetguard_core.testing.failures import NonConformance, expect
+from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.scenario import Mode, Scenario, Scratch
 from budgetguard_core.testing.script import ProviderError, Reply, Script, Tool, calls, says
@@ -63,39 +64,42 @@ def failed(driver: Driver, mode: Mode) -> None:
     if mode == "sync":
         return
 
-    def cancelled(stop: Callable[[asyncio.Task[Any]], object], reply: Reply) -> Guard:
-        events.clear()
-        guard = Guard(Budget(max_iterations=9), sinks=[events.append])
+    events.clear()
+    guard = Guard(Budget(max_iterations=9), sinks=[events.append])
+
+    async def leave() -> None:
+        reached = asyncio.Event()
+
+        def replies(number: int) -> Reply:
+            if number == 0:
+                return calls("search")
+            reached.set()
+            return Reply(hang=True)
+
         facts: dict[str, Any] = {"guard": guard, "tools": [search_tool()], "store": store}
+        scenario = Scenario(script=Script(replies), mode=mode, **facts)
+        task = asyncio.create_task(driver.run_async(scenario))
+        await reached.wait()
+        task.cancel()
+        (left,) = await asyncio.gather(task, return_exceptions=True)
+        cancelled = isinstance(left, asyncio.CancelledError)
+        expect(cancelled, f"the caller's cancellation was swallowed: {left}")
 
-        async def leave() -> None:
-            reached = asyncio.Event()
-
-            def replies(number: int) -> Reply:
-                if number == 0:
-                    return calls("search")
-                reached.set()
-                return reply
-
-            scenario = Scenario(script=Script(replies), mode=mode, **facts)
-            task = asyncio.create_task(driver.run_async(scenario))
-            reach = asyncio.create_task(reached.wait())
-            await asyncio.wait({task, reach}, return_when=asyncio.FIRST_COMPLETED)
-            reach.cancel()
-            stop(task)
-            try:
-                await task
-            except asyncio.CancelledError:
-                return
-            raise NonConformance("the caller's cancellation was swallowed")
-
-        _, leaked = run_in_loop(leave(), patience=driver.patience)
-        expect(not leaked, f"tasks left behind: {leaked}")
-        return guard
-
-    guard = cancelled(lambda task: task.cancel(), Reply(hang=True))
+    _, leaked = run_in_loop(leave(), patience=driver.patience)
+    expect(not leaked, f"tasks left behind: {leaked}")
     _check_failed(events, guard, store)
     check_equal("model calls of a cancelled run", guard.usage.model_calls, 2)
+    if mode == "async":
+        return
+    events.clear()
+    guard = Guard(Budget(max_iterations=9), sinks=[events.append])
+    facts: dict[str, Any] = {"guard": guard, "tools": [search_tool()], "store": store}
+    # Where the loop is the user's own, leaving is an end like any other.
+    act(driver, mode, sticky("search"), break_after=1, **facts)
+    ended = [event for event in events if isinstance(event, RunEnded)]
+    check_equal("run_ended events of a stream that was left", len(ended), 1)
+    expect(guard.outcome is not None, "a stream that was left has no outcome")
+    check_equal("calls in flight", guard.open_calls(), ())
 
 
 def cut_short(driver: Driver, mode: Mode) -> None:
