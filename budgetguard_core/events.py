@@ -14,6 +14,7 @@ from typing import IO, Annotated, Any, Literal, Protocol, Self, TypeAlias, cast,
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.decision import (
     Admit,
     ModelCall,
@@ -112,6 +113,8 @@ class ModelCallAdmitted(ModelCallAsked):
     """The completion bound of the answer; that of the request is in `call`."""
     nudge: str | None
     """The corrective message that was due."""
+    holds: tuple[str, ...] = ()
+    """What pays for it in the ledgers of the run's tenants: proves what a dead process spent."""
 
 
 class ModelCallRefused(ModelCallAsked):
@@ -210,6 +213,10 @@ class ToolCallSettled(EventBase):
     error_fingerprint: str | None = None
     """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
     paths and hexadecimal."""
+    outcomes: tuple[CallOutcome, ...] = ()
+    """What the call was to each circuit breaker that permitted it."""
+    duration_ns: int | None = None
+    """How long the body took, where a circuit breaker wants to know."""
 
 
 class ToolCallWithdrawn(EventBase):
@@ -217,6 +224,54 @@ class ToolCallWithdrawn(EventBase):
 
     event: Literal["tool_call_withdrawn"] = "tool_call_withdrawn"
     call_id: int
+
+
+class CallDelayed(EventBase):
+    """A call that was admitted has to wait before it starts: for the pace, or a rate limit."""
+
+    event: Literal["call_delayed"] = "call_delayed"
+    call_id: int
+    delay_ns: int
+
+
+class ToolCallTurnedAway(EventBase):
+    """A breaker did not let a tool call start; in OBSERVE it would not have."""
+
+    event: Literal["tool_call_turned_away"] = "tool_call_turned_away"
+    name: str
+    reason: str
+    """The stop reason that is next to it: `circuit_open`, or `velocity` for a limit or bulkhead."""
+    detail: str
+
+
+class CircuitBreakerChanged(EventBase):
+    """A circuit breaker changed its state, brought about by this run."""
+
+    event: Literal["circuit_breaker_changed"] = "circuit_breaker_changed"
+    breaker: str
+    """The tool that it is for."""
+    from_state: str
+    to_state: str
+    detail: str
+
+
+class ToolMixUnusual(EventBase):
+    """The run's tools are unlike those of the recorded runs. Once for each run."""
+
+    event: Literal["tool_mix_unusual"] = "tool_mix_unusual"
+    calls: int
+    p_value: float
+    detail: str
+
+
+class ProgressReported(EventBase):
+    """The model said how far it is."""
+
+    event: Literal["progress_reported"] = "progress_reported"
+    subgoal: str
+    """A digest of the next subgoal."""
+    estimate: int
+    """Steps that the model thinks are left."""
 
 
 class UserTurned(EventBase):
@@ -363,6 +418,11 @@ Event: TypeAlias = Annotated[
     | ToolCallsRequested
     | ToolCallSettled
     | ToolCallWithdrawn
+    | CallDelayed
+    | ToolCallTurnedAway
+    | CircuitBreakerChanged
+    | ToolMixUnusual
+    | ProgressReported
     | UserTurned
     | NudgeTaken
     | IterationsRestarted
@@ -390,7 +450,15 @@ def _adapter() -> TypeAdapter[Event]:
     return TypeAdapter(Event)
 
 
-_WARNINGS = (LimitNearlyReached, ContextWindowNearlyFull, Tripped, TripObserved, Aborted)
+_WARNINGS = (
+    LimitNearlyReached,
+    ContextWindowNearlyFull,
+    CircuitBreakerChanged,
+    ToolMixUnusual,
+    Tripped,
+    TripObserved,
+    Aborted,
+)
 
 
 @runtime_checkable

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
+from budgetguard_core.breakers import BreakerRegistry, StateTransition
+from budgetguard_core.breakers.call import CallBreakers
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
+from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import (
@@ -18,6 +23,7 @@ from budgetguard_core.canonical import (
     fingerprint_result,
     result_key,
 )
+from budgetguard_core.charges import NOTHING, Charge, Charges, measured, set_aside, settle_charges
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -29,15 +35,17 @@ from budgetguard_core.decision import (
     Stop,
     ToolCall,
     ToolDecision,
-    check_projection,
     given_cost,
     projected_cost,
+    wrong_projection,
 )
 from budgetguard_core.errors import AdapterError, CheckpointError, ConfigurationError
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    CallDelayed,
     Checked,
+    CircuitBreakerChanged,
     ContextWindowNearlyFull,
     Event,
     EventBase,
@@ -49,6 +57,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ProgressReported,
     ReplyReported,
     RunEnded,
     RunPaused,
@@ -60,7 +69,9 @@ from budgetguard_core.events import (
     ToolCallRequested,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallTurnedAway,
     ToolCallWithdrawn,
+    ToolMixUnusual,
     UserTurned,
 )
 from budgetguard_core.frame import FRAME, Frame, current
@@ -80,6 +91,14 @@ from budgetguard_core.meter import (
 )
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook, Rates, to_usd
+from budgetguard_core.run_breakers import (
+    correct_model_call,
+    hold_model_call,
+    hold_tool_call,
+    model_call_within_pace,
+    tool_call_within_pace,
+    withdraw_tool_call,
+)
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode as Mode
 from budgetguard_core.state import NAME_LENGTH, RunState
@@ -87,6 +106,9 @@ from budgetguard_core.state import WarningEvent as WarningEvent
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tree import Tree, as_sink
 from budgetguard_core.usage import TokenUsage, check_token_usage
+
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import Ledger, LedgerRun, Refusal, Tenant, Warned
 
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
@@ -113,9 +135,16 @@ class Guard(RunState):
         price_book: Where prices come from.
         clock: Where time comes from.
         log_arguments: Put the arguments of tool calls into events; only their hash otherwise.
+        breakers: The circuit breakers, rate limits and bulkheads that this run shares with others;
+            its own if left out. All who share it need one clock.
+        ledger: The ledger that the run's model calls are charged to as well: a `Ledger`, or its
+            URL. Its tenant's ceilings stop the run (`tenant_daily`, `tenant_monthly`), and so do
+            its kill switches (`aborted`).
+        tenant: Whom the run is for: a name, a `Key`, or several that are charged together.
 
     Raises:
-        ConfigurationError: The budget is not a `Budget`, or a sink takes no events.
+        ConfigurationError: The budget is not a `Budget`, a sink takes no events, or only one of
+            `ledger` and `tenant` was given.
     """
 
     __slots__ = ()
@@ -131,15 +160,49 @@ class Guard(RunState):
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
+        breakers: BreakerRegistry | None = None,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
+        if breakers is not None and not isinstance(breakers, BreakerRegistry):
+            raise ConfigurationError(
+                f"breakers must be a BreakerRegistry, got {type(breakers).__name__}. "
+                "Leave it out for one of the run's own."
+            )
         tree = Tree(
             clock or SystemClock(),
             price_book or PriceBook(),
             [as_sink(sink) for sink in sinks],
             log_arguments,
+            breakers or BreakerRegistry(),
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
+        self._charge_to(ledger, tenant)
         self._announce()
+
+    def _charge_to(self, ledger: Ledger | str | None, tenant: Tenant | None) -> None:
+        """Take the run's place in a ledger. Nothing is asked of its store yet."""
+        if ledger is None and tenant is None:
+            return
+        if ledger is None or tenant is None:
+            missing = "ledger" if ledger is None else "tenant"
+            raise ConfigurationError(
+                f"ledger and tenant must be given together, got no {missing}. "
+                'Use Guard(..., ledger="sqlite:///ledger.sqlite3", tenant="acme").'
+            )
+        from budgetguard_core.ledger import as_ledger
+
+        if self.mode is not Mode.OFF:
+            me = weakref.ref(self)
+            place = as_ledger(ledger).attach(
+                self.run_id,
+                tenant,
+                on_kill=lambda detail: _told(me, lambda guard: guard.abort(detail)),
+                on_warning=lambda warned: _told(me, lambda guard: guard._warn_tenant(warned)),
+            )
+            # A guard that nobody keeps has ended, whether or not somebody said so.
+            weakref.finalize(self, place.abandon).atexit = False
+            self._take_tenant(place)
 
     # Admission
 
@@ -176,18 +239,27 @@ class Guard(RunState):
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
-        check_projection(call, bound)
+        # Put so that NaN fails too: reserved, it would be above no cap for ever.
+        if (
+            not call.input_tokens >= 0
+            or not call.min_output_tokens >= 1
+            or (bound is not None and not bound >= 1)
+        ):
+            raise ConfigurationError(wrong_projection(call))
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
+        # Before the lock: a lease that is dry makes a trip to its store.
+        charges = self._set_aside(tokens, cost) if self._tenants else ()
         warnings: Sequence[_Warning] = ()
         clamped_by: StopReason | None = None
         tree.lock.acquire()
         try:
             now = tree.now()
-            far = not unpriced and far_from_caps(self._chain, now, tokens, cost)
+            held = bool(self._watched) and self._is_held(call, now)
+            far = not (unpriced or held) and far_from_caps(self._chain, now, tokens, cost)
             if not far and (
-                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced
+                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced or held
             ):
                 if bound is not None and not call.output_is_fixed:
                     bound, clamped_by = clamp(self._binding, call, rates, bound)
@@ -197,7 +269,7 @@ class Guard(RunState):
             else:
                 trip = None
             if trip is None:
-                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
+                ticket = self._start_model_call(call, rates, bound, tokens, cost, now, charges)
                 ticket.clamped_by = clamped_by
                 decision: ModelDecision = ticket
                 if not far:
@@ -210,6 +282,8 @@ class Guard(RunState):
                 decision = Stop(trip)
         finally:
             tree.lock.release()
+        if charges and trip is not None:
+            settle_charges(charges, NOTHING)
         if warnings or tree.outbox:
             self._finish(warnings)
         return decision
@@ -270,8 +344,16 @@ class Guard(RunState):
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None, now):
+            failed = error is not None
+            used = ticket.estimate() if usage is None else usage
+            if charge(guard._chain, ticket, used, cost, failed, now):
                 warnings = guard._look(now)
+            if ticket.breakers is not None:
+                tokens = used.total_tokens - ticket.reserved_tokens
+                dollars = (cost or 0) - ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, tokens, dollars)
+            if (usage is None or cost is None) and not failed:
+                guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
                 if full is not guard._window_warned:
@@ -291,6 +373,8 @@ class Guard(RunState):
                 )
         finally:
             tree.lock.release()
+        if ticket.charges:
+            settle_charges(ticket.charges, measured(cost or 0, used.total_tokens))
         if warnings or tree.outbox:
             guard._finish(warnings)
         if problem is not None:
@@ -310,9 +394,13 @@ class Guard(RunState):
                 return False
             now = tree.now()
             release(guard._chain, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
+            if ticket.breakers is not None:
+                taken = ticket.reserved_tokens, ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, -taken[0], -taken[1])
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
+        settle_charges(ticket.charges, NOTHING)
         tree.deliver()
         return True
 
@@ -332,6 +420,9 @@ class Guard(RunState):
         for call in calls:
             if call.key is None:
                 call.key = arguments_key(call.arguments, ignore=ignored)
+            if call.kind == "function" and self._standing.is_report(call.name):
+                # It is about the run, so it has no place among what the run may do.
+                call.kind = "output"
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -341,16 +432,22 @@ class Guard(RunState):
             now = tree.now()
             far = far_from_tool_caps(self._chain, now, len(calls))
             trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
+            shut: list[bool] = []
             for call in calls:
-                decision = self._decide_tool_call(call, trip, now)
+                decision = self._decide_tool_call(call, trip, now, shut)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
+            if shut:
+                self._end_round(False not in shut)
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
                 requested = ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
                 self._record(ToolCallsRequested, now, calls=requested)
+                for decision in decisions:
+                    if isinstance(decision, Admit):
+                        self._record_delay(decision, now)
         finally:
             tree.lock.release()
         if warnings or tree.outbox:
@@ -369,6 +466,8 @@ class Guard(RunState):
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
+        outcomes: Sequence[CallOutcome] | None = None,
+        duration_ns: int | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -378,6 +477,8 @@ class Guard(RunState):
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
             error_fingerprint: The `fingerprint_error` of the error's text, likewise.
+            outcomes: What the call is to the circuit breakers that permitted it, likewise.
+            duration_ns: How long its body took, likewise.
 
         Returns:
             False when the call was settled before.
@@ -394,6 +495,9 @@ class Guard(RunState):
             ignored = _NOTHING if detector is None else detector.ignored_results
             key = result_key(result, ignore=ignored)
         call: ToolCall = ticket.call
+        held = ticket.breakers
+        # Before the lock: the user's code says what a failure is.
+        judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
@@ -401,8 +505,21 @@ class Guard(RunState):
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:NAME_LENGTH], status))
-            guard._standing.show(call.name, call.key or "", key, error=kind)
+            # As `show` does; each step pays for a call. A report of progress is no function.
+            detector = guard._standing.detector
+            if detector is not None and (
+                call.kind == "function" or not guard._standing.is_report(call.name)
+            ):
+                detector.observe(call.name, call.key or "", key, error=kind)
+                if detector.tripped:
+                    guard._standing.weigh()
             now = tree.now()
+            if held is not None:
+                took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
+                duration_ns = took if judged else None
+                changes = held.end(judged, took, now)
+                if changes:
+                    guard._record_changes(changes, now)
             for charged in guard._chain:
                 if now >= charged.mark_at:
                     warnings = guard._look(now)
@@ -415,6 +532,8 @@ class Guard(RunState):
                     fingerprint=digest_of(key),
                     error=_error_name(error),
                     error_fingerprint=kind,
+                    outcomes=tuple(judged),
+                    duration_ns=duration_ns,
                 )
         finally:
             tree.lock.release()
@@ -440,6 +559,8 @@ class Guard(RunState):
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
+            if ticket.breakers is not None:
+                withdraw_tool_call(guard._watched, ticket.breakers, now)
             guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
             guard._standing.show(call.name, call.key or "", _REFUSED)
             guard._keep_time(now)
@@ -447,6 +568,38 @@ class Guard(RunState):
                 guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
         tree.deliver()
         return True
+
+    def start_tool_call(self, ticket: Admit) -> None:
+        """Say that the body of a tool call begins now, for how long it takes. Not needed."""
+        held = ticket.breakers
+        if held is not None:
+            held.put_off(ticket.guard.clock.monotonic_ns())
+
+    def report_progress(self, arguments: object) -> str:
+        """Take in what the model says of its work: the body of the tool `report_progress`.
+
+        Args:
+            arguments: What the model passed: an object, or its JSON text. It is digested, not kept.
+
+        Returns:
+            The tool's result. Without `Budget.progress` nothing is done with it.
+        """
+        report = read_report(arguments)
+        if isinstance(report, str):
+            return report
+        self.note_progress(report)
+        return NOTED
+
+    def note_progress(self, report: ProgressReport) -> None:
+        """Take in a report that was read already (replay)."""
+        with self._tree.lock:
+            own = self._breakers
+            if own is not None and own.progress is not None:
+                own.progress.note(report)
+                self._standing.weigh()
+                if self._tree.sinks:
+                    self._record(ProgressReported, self._now(), **report._asdict())
+        self._tree.deliver()
 
     def check(self) -> Trip | None:
         """Ask whether the run has to end now, without starting anything; trips it if so.
@@ -474,7 +627,9 @@ class Guard(RunState):
         with self._tree.lock:
             if self._standing.detector is not None:
                 self._standing.detector.user_turn()
-                self._standing.weigh()
+            if self._breakers is not None and self._breakers.progress is not None:
+                self._breakers.progress.user_turn()
+            self._standing.weigh()
             if self._tree.sinks:
                 self._record(UserTurned, self._now())
         self._tree.deliver()
@@ -513,7 +668,7 @@ class Guard(RunState):
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = self._standing.take_nudge()
+            message = self._standing.take_nudge() or self._standing.take_request()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
@@ -643,6 +798,9 @@ class Guard(RunState):
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
         beside: Sequence[Self] = (),
+        breakers: BreakerRegistry | None = None,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> Self:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
@@ -655,11 +813,18 @@ class Guard(RunState):
             run_id: Its name in logs and checkpoints; a random one if left out.
             on_warning: Called at the warning shares of its own caps.
             beside: Other guards of this tree that it charges too, each of their ancestors once.
+            breakers: What its own circuit breakers and limits share with other runs; what this
+                tree of guards shares if left out.
+            ledger: As in `Guard`, for a tenant beside those above; each tenant is charged once.
+            tenant: As in `Guard`.
         """
         child = type(self).__new__(type(self))
-        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
+        child._set_up(
+            self._tree, self, budget, mode or self.mode, run_id, on_warning, beside, breakers
+        )
         for one in beside:
             one.cancellation.adopt(child.cancellation)
+        child._charge_to(ledger, tenant)
         child._announce()
         return child
 
@@ -741,6 +906,8 @@ class Guard(RunState):
         self.outcome = outcome
         if outcome.status == "paused":
             return
+        if self._tenant is not None:
+            self._tenant.close()
         self.emit(
             RunEnded,
             status=outcome.status,
@@ -764,6 +931,9 @@ class Guard(RunState):
         clock: Clock | None = None,
         log_arguments: bool = False,
         within: Sequence[Guard] = (),
+        breakers: BreakerRegistry | None = None,
+        ledger: Ledger | str | None = None,
+        tenant: Tenant | None = None,
     ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
@@ -783,6 +953,9 @@ class Guard(RunState):
             log_arguments: Put the arguments of tool calls into events.
             within: Guards of one tree that the run is a part of: then it has their log, clock and
                 prices, and what it had used before is not charged to them again.
+            breakers: As in `Guard`.
+            ledger: As in `Guard`; what the run had used before is not charged again.
+            tenant: As in `Guard`.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
@@ -815,6 +988,9 @@ class Guard(RunState):
                     run_id=snapshot.run_id,
                     on_warning=on_warning,
                     beside=within[1:],
+                    breakers=breakers,
+                    ledger=ledger,
+                    tenant=tenant,
                 )
             else:
                 guard = cls(
@@ -825,6 +1001,9 @@ class Guard(RunState):
                     price_book=price_book,
                     clock=clock,
                     log_arguments=log_arguments,
+                    breakers=breakers,
+                    ledger=ledger,
+                    tenant=tenant,
                 )
             with guard._tree.lock:
                 guard._take_over(snapshot, fresh=budget is not None)
@@ -865,6 +1044,8 @@ class Guard(RunState):
         found: list[tuple[Self, list[Violation]]] = []
         for guard in self._line:
             held = limits.model_call_violations(guard._meter, now, call.retry, tokens, cost)
+            if guard._breakers is not None and guard._breakers.velocity is not None:
+                held += guard._breakers.velocity.model_call_violations(now)
             if unpriced and guard._meter.caps.refuses_unpriced:
                 held.append(limits.unpriced_model(call.model))
             found.append((guard, held))
@@ -881,14 +1062,11 @@ class Guard(RunState):
         tokens: int,
         cost: int,
         now: int,
+        charges: Charges,
     ) -> Admit:
         tree = self._tree
         tree.call_id += 1
-        detector = self._standing.detector
-        message = self._standing.take_nudge() if detector is not None and detector.due else None
-        # A message would change the run, and OBSERVE only looks on.
-        kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
-        ticket = kind(
+        ticket = Admit(
             self,
             call,
             tree.call_id,
@@ -897,10 +1075,20 @@ class Guard(RunState):
             tokens,
             cost,
         )
-        if type(ticket) is Nudge and message is not None:
-            ticket.message = message
+        message = None
+        detector = self._standing.detector
+        if detector is not None and detector.due:
+            message = self._standing.take_nudge()
+        if message is None and self._breakers is not None:
+            message = self._standing.take_request()
+        # A message would change the run, and OBSERVE only looks on.
+        if message is not None and self.mode is Mode.ENFORCE:
+            ticket = Nudge(ticket, message)
+        ticket.charges = charges
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
+        if self._watched:
+            ticket.breakers = hold_model_call(self._watched, now, tokens, cost)
         if tree.sinks:
             self._record(
                 ModelCallAdmitted,
@@ -909,39 +1097,34 @@ class Guard(RunState):
                 call=replace(call),
                 admitted_output_tokens=ticket.max_output_tokens,
                 nudge=message,
+                holds=tuple(part.id for _, part, _ in charges if part is not None),
             )
+            self._record_delay(ticket, now)
         return ticket
 
-    def _charge(
-        self,
-        ticket: Admit,
-        usage: TokenUsage | None,
-        cost: int | None,
-        failed: bool,
-        priced: bool,
-        now: int,
-    ) -> bool:
-        """Replace the reservation by what was used; True when a mark was reached."""
-        unmetered = False
-        reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
-        if usage is None:
-            unmetered = not (failed or reserved_tokens or reserved_cost)
-            given = ticket.call.input_tokens
-            usage = TokenUsage(given, reserved_tokens - given, estimated=True)
-        near = charge(self._chain, reserved_tokens, reserved_cost, usage, cost, failed, now)
-        if unmetered or (cost is None and self._needs_price and not failed):
-            for guard in self._line:
-                caps = guard._meter.caps
-                if cost is None and caps.refuses_unpriced:
-                    guard._standing.hold(limits.unpriced_model(ticket.call.model))
-                if unmetered and (
-                    caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)
-                ):
-                    guard._standing.hold(limits.unmetered_usage())
-        return near
+    def _record_delay(self, ticket: Admit, now: int) -> None:
+        held = ticket.breakers
+        if held is not None and held.start_ns > now:
+            self._record(CallDelayed, now, call_id=ticket.call_id, delay_ns=held.start_ns - now)
 
-    def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
+    def _hold_uncharged(
+        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
+    ) -> None:
+        """Let a call that cannot be charged stand against the next step, where that matters."""
+        unmetered = usage is None and not (ticket.reserved_tokens or ticket.reserved_cost)
+        for guard in self._line:
+            caps = guard._meter.caps
+            if cost is None and caps.refuses_unpriced:
+                guard._standing.hold(limits.unpriced_model(ticket.call.model))
+            capped = caps.tokens != INFINITY or (caps.cost != INFINITY and not cost_given)
+            if unmetered and capped:
+                guard._standing.hold(limits.unmetered_usage())
+
+    def _decide_tool_call(
+        self, call: ToolCall, trip: Trip | None, now: int, shut: list[bool]
+    ) -> ToolDecision:
         kind = call.kind
+        held: CallBreakers | None = None
         if kind == "function":
             if trip is not None:
                 return self._refused(call, Stop(trip))
@@ -961,6 +1144,17 @@ class Guard(RunState):
                     self._standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
+            if self._watched:
+                answer = self._ask_breakers(call, now, shut)
+                if isinstance(answer, Stop):
+                    uncount_tool_call(self._chain, call.name)
+                    return self._refused(call, answer)
+                if isinstance(answer, Refuse):
+                    uncount_tool_call(self._chain, call.name)
+                    # Asking again and again for what is refused brings nothing new either.
+                    self._standing.show(call.name, call.key or "", result_key(answer.message))
+                    return self._refused(call, answer)
+                held = answer
         elif kind == "hosted":
             count_tool_call(self._chain, call.name)
             for guard in self._line:
@@ -973,9 +1167,80 @@ class Guard(RunState):
         tree = self._tree
         tree.call_id += 1
         ticket = Admit(self, call, tree.call_id)
+        ticket.breakers = held
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
+
+    def _is_held(self, call: ModelCall, now: int) -> bool:
+        """Ask the breakers whether a model call may start; a new turn ends the one before."""
+        own = self._breakers
+        if own is not None and own.progress is not None and not call.retry:
+            own.progress.iteration()
+            if own.tripped:
+                self._standing.weigh()
+        return not model_call_within_pace(self._watched, now)
+
+    def _ask_breakers(
+        self, call: ToolCall, now: int, shut: list[bool]
+    ) -> CallBreakers | Refuse | Stop:
+        """Ask the breakers whether a tool call may start."""
+        if not tool_call_within_pace(self._watched, now):
+            trip = self._stop(
+                now,
+                [
+                    (guard, guard._breakers.velocity.tool_call_violations(now))
+                    for guard in self._braked
+                    if guard._breakers is not None and guard._breakers.velocity is not None
+                ],
+            )
+            if trip is not None:
+                return Stop(trip)
+        classes = [guard._meter.caps.class_of(call.name) for guard in self._braked]
+        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, classes, now)
+        shut.append(is_shut)
+        if changes:
+            self._record_changes(changes, now)
+        if away is not None:
+            if self._tree.sinks:
+                self._record(
+                    ToolCallTurnedAway,
+                    now,
+                    name=call.name,
+                    reason=away.reason,
+                    detail=away.detail,
+                )
+            return Refuse(away.reason, away.detail, away.message)
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            alarm = None if one.mix is None else one.mix.observe(call.name)
+            if alarm is not None and self._tree.sinks:
+                guard._record(
+                    ToolMixUnusual,
+                    now,
+                    calls=alarm.calls,
+                    p_value=alarm.p_value,
+                    detail=alarm.detail,
+                )
+        return held
+
+    def _record_changes(self, changes: Iterable[StateTransition], now: int) -> None:
+        if self._tree.sinks:
+            for change in changes:
+                self._record(
+                    CircuitBreakerChanged,
+                    now,
+                    breaker=change.breaker[:NAME_LENGTH],
+                    from_state=str(change.from_state),
+                    to_state=str(change.to_state),
+                    detail=change.detail,
+                )
+
+    def _end_round(self, shut: bool) -> None:
+        """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            violation = one.round_ended(shut)
+            if violation is not None:
+                guard._standing.hold(violation)
 
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
         self._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
@@ -1043,6 +1308,62 @@ class Guard(RunState):
 
     # Outside the lock
 
+    def _judge(
+        self, held: CallBreakers, result: object, error: BaseException | str | None
+    ) -> list[CallOutcome]:
+        try:
+            return held.outcomes(result, error)
+        except Exception as raised:
+            self._tree.report("record_result", raised)
+            return held.successes()
+
+    def _set_aside(self, tokens: int, cost: int) -> Charges:
+        """Charge a call to the tenants, ahead of it; a refusal stands against the step."""
+        charges: list[Charge] = []
+        if self.trip is not None:
+            return ()
+        amount = set_aside(cost, tokens)
+        for guard in self._tenants:
+            run = cast("LedgerRun", guard._tenant)
+            if not run.is_open:  # a guard that is shared by several runs, one after the other
+                run.open()
+            part = None
+            if not guard._meter.looks_on:
+                part = run.take(*amount) or run.obtain(*amount)
+                if part.refusal is not None:
+                    guard._stand_against(part.refusal)
+                    if guard.mode is Mode.ENFORCE:
+                        break
+                    part = None
+            charges.append((run, part, amount))
+        return tuple(charges)
+
+    def _stand_against(self, refusal: Refusal) -> None:
+        if refusal.reason == StopReason.ABORTED:
+            self.abort(refusal.detail)
+        else:
+            self.hold(
+                Violation(
+                    reason=StopReason(refusal.reason),
+                    limit=refusal.limit,
+                    used=refusal.used,
+                    detail=refusal.detail,
+                )
+            )
+
+    def _warn_tenant(self, warned: Warned) -> None:
+        with self._tree.lock:
+            event = self._tree.make(
+                LimitNearlyReached,
+                self.run_id,
+                self._now(),
+                dimension=warned.reason,
+                limit=_plain(warned.limit),
+                used=_plain(warned.used),
+            )
+            self._meter.warn(warned.reason)
+        self._finish([(self, event)])
+
     def _ask_conditions(self) -> None:
         for guard in self._line:
             if guard._meter.looks_on:
@@ -1070,6 +1391,12 @@ def _misfit(snapshot: Snapshot, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. Start the run anew."
     )
+
+
+def _told(me: weakref.ref[Guard], act: Callable[[Guard], object]) -> None:
+    guard = me()
+    if guard is not None:
+        act(guard)
 
 
 def _error_text(error: BaseException | str) -> str:

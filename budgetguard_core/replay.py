@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 
+from budgetguard_core.breakers.progress import ProgressReport
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import Admit, ToolCall
@@ -22,6 +23,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ProgressReported,
     ReplyReported,
     RunPaused,
     RunRestored,
@@ -209,6 +211,8 @@ class Replay:
                     result_fingerprint=event.fingerprint,
                     # Logs of others may hold the text's digest alone.
                     error_fingerprint=event.error_fingerprint or event.fingerprint,
+                    outcomes=event.outcomes or None,
+                    duration_ns=event.duration_ns,
                 )
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
@@ -220,6 +224,8 @@ class Replay:
             guard.abort(event.detail)
         elif isinstance(event, BudgetExtended):
             self._extend(guard, Budget.from_json(event.budget))
+        elif isinstance(event, ProgressReported):
+            guard.note_progress(ProgressReport(event.subgoal, event.estimate))
         elif isinstance(event, UserTurned):
             guard.user_turn()
         elif isinstance(event, ReplyReported):

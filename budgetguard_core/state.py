@@ -6,9 +6,10 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from budgetguard_core import limits
+from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.clock import Clock
@@ -26,11 +27,15 @@ from budgetguard_core.loops import LoopDetector
 from budgetguard_core.meter import COUNTERS, INFINITY, Chain, Meter
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates
+from budgetguard_core.run_breakers import BreakerLine, RunBreakers
 from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.standing import Mode, Standing, as_mode
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.tree import Tree
 from budgetguard_core.usage import Usage
+
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import LedgerRun
 
 _RECORDS_KEPT = 256
 NAME_LENGTH = 200
@@ -49,6 +54,8 @@ class RunState:
     __slots__ = (
         "__weakref__",
         "_binding",
+        "_braked",
+        "_breakers",
         "_chain",
         "_conditional",
         "_earlier",
@@ -60,8 +67,11 @@ class RunState:
         "_output_bound",
         "_records",
         "_standing",
+        "_tenant",
+        "_tenants",
         "_tree",
         "_warn_at",
+        "_watched",
         "_window_warned",
         "budget",
         "cancellation",
@@ -81,6 +91,7 @@ class RunState:
         run_id: str | None,
         on_warning: Callable[[Self, WarningEvent], object] | None,
         beside: Sequence[Self] = (),
+        breakers: BreakerRegistry | None = None,
     ) -> None:
         if budget is not None and not isinstance(budget, Budget):
             raise ConfigurationError(
@@ -99,7 +110,12 @@ class RunState:
         self._tree = tree
         self._on_warning = on_warning
         self._meter = Meter(self.budget)
-        self._standing = Standing(self._meter, self.budget, self.mode)
+        self._breakers = (
+            None
+            if self.mode is Mode.OFF
+            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, breakers or tree.breakers)
+        )
+        self._standing = Standing(self._meter, self.budget, self.mode, self._breakers)
         above = () if parent is None else (parent, *beside)
         self.lineage: tuple[Self, ...] = tuple(
             dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
@@ -109,11 +125,27 @@ class RunState:
             guard for guard in self.lineage if guard.mode is not Mode.OFF
         )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
+        self._tenant: LedgerRun | None = None
+        self._tenants: tuple[Self, ...] = self._payers()
         self._begin()
+
+    def _take_tenant(self, place: LedgerRun) -> None:
+        self._tenant = place
+        self._tenants = self._payers()
+
+    def _payers(self) -> tuple[Self, ...]:
+        """Those of this guard and the ones above whose tenant pays, each tenant once."""
+        payers: dict[object, Self] = {}
+        for guard in reversed(self._line):
+            if guard._tenant is not None:
+                payers.setdefault(guard._tenant.payer, guard)
+        return tuple(payers.values())
 
     def _begin(self) -> None:
         """Put everything to its beginning."""
         self._meter.begin(self.budget)
+        if self._breakers is not None:
+            self._breakers.begin()
         self._standing.begin(self.budget, self.mode)
         self._earlier = Usage()
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
@@ -121,6 +153,12 @@ class RunState:
         # Asked on every step and never changed by `extend`, so worked out once.
         self._warn_at = self.budget.warn_at
         self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
+        self._braked: tuple[Self, ...] = tuple(
+            guard for guard in self._line if guard._breakers is not None
+        )
+        self._watched: BreakerLine = tuple(
+            guard._breakers for guard in self._braked if guard._breakers is not None
+        )
         self._conditional = any(guard._standing.conditions for guard in self._line)
         # An advisory envelope must not cut what the enforced ones allow.
         enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
@@ -281,6 +319,7 @@ class RunState:
                 warned=tuple(meter.warned),
                 window_warned=self._window_warned,
                 detector=None if standing.detector is None else standing.detector.state(),
+                breakers=None if self._breakers is None else self._breakers.state(now),
                 open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
                 earlier=self._earlier,
                 seq=self._tree.seq,
@@ -324,6 +363,8 @@ class RunState:
         detector, detection = self._standing.detector, self.budget.loop_detection
         if detection is not None and snapshot.detector is not None:
             detector = LoopDetector.from_state(detection, snapshot.detector)
+        if self._breakers is not None and snapshot.breakers is not None:
+            self._breakers.go_on_from(snapshot.breakers, self._now())
         self._standing.go_on_from(
             snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
         )

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
 from budgetguard_core.errors import ConfigurationError
@@ -23,6 +24,7 @@ class Tree:
 
     __slots__ = (
         "attachments",
+        "breakers",
         "call_id",
         "clock",
         "delivering",
@@ -46,6 +48,7 @@ class Tree:
         price_book: PriceBook,
         sinks: Sequence[Sink],
         log_arguments: bool,
+        breakers: BreakerRegistry,
     ) -> None:
         # Re-entrant, because a signal handler may abort the run in the middle of an admission.
         self.lock = threading.RLock()
@@ -58,6 +61,7 @@ class Tree:
         self.sinks = tuple(sinks)
         self.failed: set[str] = set()
         self.log_arguments = log_arguments
+        self.breakers = breakers
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
         self.open: dict[int, Admit] = {}

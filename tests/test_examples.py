@@ -33,6 +33,11 @@ SHOWN = {
         "completed: Paris, I believe.",
         "max_model_calls: 8 model calls in all",
     ],
+    "tenants": [
+        "4 processes made ",
+        "they ended by tenant_daily",
+        "of $0.60, reserved $0",
+    ],
     "loop_async": [
         "the sub-agent: terminated, max_iterations",
         "completed: Take a coat. (5 model calls)",

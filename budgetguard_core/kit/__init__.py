@@ -7,6 +7,7 @@ and how the run ends is decided here, once for all adapters.
 
 from budgetguard_core.kit.ambient import Frame, current, current_call, current_guard, entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.delay import wait, wait_async
 from budgetguard_core.kit.envelope import (
     Envelope,
     EnvelopeOptions,
@@ -59,4 +60,6 @@ __all__ = [
     "supervised",
     "token_usage",
     "turned_away",
+    "wait",
+    "wait_async",
 ]

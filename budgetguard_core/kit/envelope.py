@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
+from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
@@ -24,9 +25,21 @@ from budgetguard_core.standing import as_mode
 from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.tree import as_sink
 
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import Ledger, Tenant
+
 OnTrip: TypeAlias = Literal["return", "raise"]
 
-_OF_THE_GUARD = ("mode", "sinks", "on_warning", "price_book", "clock")
+_OF_THE_GUARD = (
+    "mode",
+    "sinks",
+    "on_warning",
+    "price_book",
+    "clock",
+    "breakers",
+    "ledger",
+    "tenant",
+)
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -40,8 +53,11 @@ class EnvelopeOptions(TypedDict, total=False):
     on_outcome: Callable[[Outcome], object] | None
     price_book: PriceBook | None
     clock: Clock | None
+    breakers: BreakerRegistry | None
     store: CheckpointStore | None
     on_trip: OnTrip
+    ledger: Ledger | str | None
+    tenant: Tenant | Callable[[Any], Tenant] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +73,19 @@ class Envelope:
         on_warning: Of fresh guards: called at the warning share of a cap; it may extend or abort.
         price_book: Of fresh guards: where prices come from.
         clock: Of fresh guards: where time comes from.
+        breakers: Of fresh guards: the circuit breakers, rate limits and bulkheads that they share.
+            The runs of one envelope share theirs; give the same registry to several, or the part
+            of it that is for a profile or tenant (`registry.scoped(tenant)`).
         on_outcome: Called with the outcome of each run when it has ended or paused: completed,
             terminated, paused or failed. What it raises is in the guard's `errors`.
         store: Where checkpoints go.
         on_trip: `return` the partial result of a stopped run as the framework's normal result, or
             `raise` `BudgetExceeded` with the same outcome.
+        ledger: Of fresh guards: the ledger that their model calls are charged to as well, a
+            `Ledger` or its URL. It is shared by all processes.
+        tenant: Of fresh guards: whom a run is for, a name, a `Key` or several. Where the framework
+            has a configuration of the run, a function of it:
+            `lambda config: config["configurable"]["tenant"]`.
 
     Raises:
         ConfigurationError: The budget is neither, an option is none, or options of fresh guards
@@ -75,8 +99,11 @@ class Envelope:
     on_outcome: Callable[[Outcome], object] | None = None
     price_book: PriceBook | None = None
     clock: Clock | None = None
+    breakers: BreakerRegistry | None = field(default=None, compare=False)
     store: CheckpointStore | None = None
     on_trip: OnTrip = "return"
+    ledger: Ledger | str | None = None
+    tenant: Tenant | Callable[[Any], Tenant] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, Budget | Guard):
@@ -107,11 +134,32 @@ class Envelope:
                 f"clock must tell the time, got {type(self.clock).__name__}. "
                 "Pass an object with monotonic_ns and wall_ns."
             )
+        if self.breakers is not None and not isinstance(self.breakers, BreakerRegistry):
+            raise ConfigurationError(
+                f"breakers must be a BreakerRegistry, got {type(self.breakers).__name__}. "
+                "Leave it out for one of this envelope's own."
+            )
+        if self.breakers is None and isinstance(self.budget, Budget):
+            object.__setattr__(self, "breakers", BreakerRegistry())
         if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise ConfigurationError(
                 f"store must save, load and delete snapshots, got {type(self.store).__name__}. "
                 "Pass a MemoryStore, a SqliteStore or a CheckpointStore of your own."
             )
+        if (self.ledger is None) != (self.tenant is None):
+            missing = "ledger" if self.ledger is None else "tenant"
+            raise ConfigurationError(
+                f"ledger and tenant must be given together, got no {missing}. "
+                'Use ledger="sqlite:///ledger.sqlite3", tenant="acme".'
+            )
+        if self.ledger is not None and self.tenant is not None:
+            from budgetguard_core.ledger import as_ledger
+            from budgetguard_core.ledger.windows import as_keys
+
+            object.__setattr__(self, "ledger", as_ledger(self.ledger))
+            if not callable(self.tenant):
+                # Once: what is iterated over may be empty the second time.
+                object.__setattr__(self, "tenant", as_keys(self.tenant))
         if isinstance(self.budget, Guard):
             given = [name for name in _OF_THE_GUARD if getattr(self, name) != _DEFAULTS[name]]
             if given:
@@ -128,6 +176,7 @@ class Envelope:
         fresh: bool = False,
         run_id: str | None = None,
         loose: bool = False,
+        config: Any = None,
     ) -> Run:
         """Begin a run here: the caller's frame decides what it is a part of.
 
@@ -139,8 +188,10 @@ class Envelope:
             fresh: With `resume`: under a fresh budget, what was used before is only reported.
             run_id: The run's name; that of the snapshot, or a random one, if left out.
             loose: For single calls that belong together while nobody tells their end.
+            config: The framework's configuration of the run, for a `tenant` that is a function.
 
         Raises:
+            ConfigurationError: The function found no tenant in it.
             CheckpointError: The snapshot does not fit together.
         """
         frame = current()
@@ -148,7 +199,7 @@ class Envelope:
         if isinstance(self.budget, Guard):
             run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
-            guard = self._fresh(self.budget, frame, around, resume, fresh, run_id)
+            guard = self._fresh(self.budget, frame, around, resume, fresh, run_id, config)
             run = Run(self, guard, frame, around, loose=loose)
         if user_spoke and run.guard.tool_counts:
             run.guard.user_turn()
@@ -162,16 +213,19 @@ class Envelope:
         resume: Snapshot | None,
         fresh: bool,
         run_id: str | None,
+        config: Any,
     ) -> Guard:
         in_a_call = frame is not None and isinstance(frame.call, OpenModelCall)
         # What runs inside of a model call that is counted already is charged beside it: the first
         # call here is the same one, and only this budget has not seen it.
         near = [] if in_a_call else [one for one in around if one.is_kin_of(around[0])]
+        paid: dict[str, Any] = {"ledger": self.ledger, "tenant": self._tenant(config)}
         settings: dict[str, Any] = {
             "sinks": self.sinks,
             "on_warning": self.on_warning,
             "price_book": self.price_book or (around[0].price_book if around else None),
             "clock": self.clock or (around[0].clock if around else None),
+            "breakers": self.breakers,
         }
         if resume is not None:
             guard = Guard.restore(
@@ -180,6 +234,7 @@ class Envelope:
                 stop_when=() if fresh else budget.stop_when,
                 within=near,
                 **settings,
+                **paid,
             )
             guard.go_on()
             return guard
@@ -190,8 +245,22 @@ class Envelope:
                 run_id=run_id,
                 on_warning=self.on_warning,
                 beside=near[1:],
+                breakers=self.breakers,
+                **paid,
             )
-        return Guard(budget, mode=self.mode, run_id=run_id, **settings)
+        return Guard(budget, mode=self.mode, run_id=run_id, **settings, **paid)
+
+    def _tenant(self, config: Any) -> Tenant | None:
+        if not callable(self.tenant):
+            return self.tenant
+        try:
+            return self.tenant(config)
+        except Exception as error:
+            # A run that nobody pays for would be unbounded.
+            raise ConfigurationError(
+                "tenant must find a name in the run's configuration, got "
+                f"{type(error).__name__}. Give one with each call, or a name for all."
+            ) from error
 
     def _seated(
         self,
@@ -242,7 +311,7 @@ def joined() -> Run | None:
     return run
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Envelope)}
+_DEFAULTS = {one.name: one.default for one in fields(Envelope)}
 
 
 def envelope_of(

@@ -235,7 +235,14 @@ class Run:
         self.guard.hold(violation)
         return self.check()
 
-    def failed(self, call: OpenModelCall, error: BaseException | str, *, written: str = "") -> None:
+    def failed(
+        self,
+        call: OpenModelCall,
+        error: BaseException | str,
+        *,
+        written: str = "",
+        turned_away: bool = False,
+    ) -> None:
         """Charge a model call that failed, timed out or was cancelled, by the one rule for them.
 
         Args:
@@ -243,15 +250,19 @@ class Run:
             error: What ended it. A call that the provider turned away before any work costs no
                 tokens, any other its projected prompt and what was written.
             written: What a stream had brought until then.
+            turned_away: The provider did no work for it, as the framework says by a class of its
+                own; otherwise the error's status tells.
         """
         if not call.close():
             return
-        used = failed_usage(
-            error,
-            projected_input=call.call.input_tokens,
-            written=written,
-            reported=call.measured,
-        )
+        used: TokenUsage | None = TokenUsage()
+        if written or not turned_away:
+            used = failed_usage(
+                error,
+                projected_input=call.call.input_tokens,
+                written=written,
+                reported=call.measured,
+            )
         if call.above is not None:
             call.above.measured = used
         for ticket in call.tickets:
@@ -339,6 +350,8 @@ class Run:
         """Say that a tool's body starts now: None, or the result to give in its place."""
         if call.refusal is None:
             call.state = "started"
+            for ticket in call.tickets:
+                ticket.guard.start_tool_call(ticket)
         return call.refusal
 
     def finished(

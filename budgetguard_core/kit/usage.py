@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final, cast
 
 from budgetguard_core.kit.figures import fitted, larger, read_figures
-from budgetguard_core.kit.records import part
+from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 _RECORDS: Final = (
@@ -144,13 +144,14 @@ def _candidates(record: object) -> Iterator[object]:
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
     # Figures count under a name of usage only: what else is in there may be the user's own.
+    held = parts_of(record)
     for name in _RECORDS:
-        kept = part(record, name)
+        kept = held(name)
         if kept is not None:
             yield kept
     if not depth:
         return
-    for one in (_first(part(record, "generations")), *(part(record, name) for name in _WRAPPERS)):
+    for one in (_first(held("generations")), *map(held, _WRAPPERS)):
         if one is not None and not isinstance(one, str | bytes):
             yield from _kept_in(one, depth - 1)
 

@@ -333,6 +333,15 @@ class TestModelCalls:
         assert run.guard.usage.total_tokens == 0
         assert run.guard.usage.model_calls == 1
 
+    def test_a_framework_may_know_that_a_call_was_turned_away(self):
+        run = opened(Budget())
+        overflow = ValueError("too long")
+        run.failed(run.model_call(ModelCall(input_tokens=100)), overflow, turned_away=True)
+        assert run.guard.usage.total_tokens == 0
+        call = run.model_call(ModelCall(input_tokens=100))
+        run.failed(call, overflow, written="It is", turned_away=True)
+        assert run.guard.usage.total_tokens > 100
+
     def test_the_cost_of_the_provider_is_taken(self):
         run = opened(Budget())
         model_call(run, cost_usd=Decimal("0.5"), model="other")

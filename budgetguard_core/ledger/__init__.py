@@ -1,0 +1,44 @@
+"""One ledger for all processes: ceilings per tenant, reservations, kill switches.
+
+See README.md beside this file for when SQLite is enough, and what survives what.
+"""
+
+from budgetguard_core.ledger.errors import (
+    LedgerChanged,
+    LedgerError,
+    LedgerRefused,
+    LedgerUnreachable,
+)
+from budgetguard_core.ledger.lease import LeaseOptions, TenantMeter
+from budgetguard_core.ledger.ledger import (
+    AliveRun,
+    Ledger,
+    LedgerRun,
+    Reservation,
+    TenantUsage,
+    WindowUsage,
+    as_ledger,
+)
+from budgetguard_core.ledger.refusal import Kill, Refusal, Warned
+from budgetguard_core.ledger.windows import Key, Tenant
+
+__all__ = [
+    "AliveRun",
+    "Key",
+    "Kill",
+    "LeaseOptions",
+    "Ledger",
+    "LedgerChanged",
+    "LedgerError",
+    "LedgerRefused",
+    "LedgerRun",
+    "LedgerUnreachable",
+    "Refusal",
+    "Reservation",
+    "Tenant",
+    "TenantMeter",
+    "TenantUsage",
+    "Warned",
+    "WindowUsage",
+    "as_ledger",
+]

@@ -1,0 +1,103 @@
+"""Amounts: nano-dollars and tokens, whole numbers inside, `Decimal` outside."""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING, Context, Decimal
+from typing import NamedTuple
+
+from budgetguard_core.errors import ConfigurationError
+
+NANO_USD_PER_USD = 10**9
+"""The unit of money in a ledger. One cached token may cost 25 of them."""
+LARGEST_STEP = 2**52 - 1
+"""The most that one step may move, in either dimension: $4,503,599."""
+
+# Above any precision that an amount needs, whatever the caller's own context is.
+_CONTEXT = Context(prec=60, rounding=ROUND_CEILING)
+
+
+class Amount(NamedTuple):
+    """Money and tokens together."""
+
+    usd: int = 0
+    """Nano-dollars."""
+    tokens: int = 0
+
+
+ZERO = Amount()
+
+
+def to_nano(dollars: Decimal | float) -> int:
+    """Turn US dollars into nano-dollars, rounded up.
+
+    Raises:
+        ConfigurationError: It is no finite amount >= 0.
+    """
+    if type(dollars) not in (int, float, Decimal):
+        raise ConfigurationError(
+            f"usd must be an amount of US dollars (Decimal, int or float), got {_show(dollars)}. "
+            'Use Decimal("0.05") for five cents.'
+        )
+    # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
+    amount = dollars if isinstance(dollars, Decimal) else Decimal(repr(dollars))
+    if not (amount.is_finite() and amount >= 0 and amount.adjusted() < 30):
+        raise ConfigurationError(
+            f"usd must be finite, >= 0 and below 10**30, got {_show(dollars)}. Use 0 for nothing."
+        )
+    nano = amount.scaleb(9, _CONTEXT)
+    return int(nano.to_integral_value(ROUND_CEILING, _CONTEXT))
+
+
+def to_dollars(nano: int) -> Decimal:
+    """Turn nano-dollars into US dollars, exactly, without trailing zeros."""
+    text = f"{abs(nano):010d}"
+    whole, part = text[:-9], text[-9:].rstrip("0")
+    sign = "-" if nano < 0 else ""
+    return Decimal(f"{sign}{whole}.{part}" if part else f"{sign}{whole}")
+
+
+def from_femto(femto: int) -> int:
+    """Turn the engine's femto-dollars into nano-dollars, rounded up."""
+    return -(-femto // 10**6)
+
+
+def to_amount(usd: Decimal | float, tokens: int) -> Amount:
+    """Check what one step is to move.
+
+    Raises:
+        ConfigurationError: A figure makes no sense.
+    """
+    if type(tokens) is not int or tokens < 0:
+        raise ConfigurationError(
+            f"tokens must be a whole number >= 0, got {_show(tokens)}. Use 0 for none."
+        )
+    amount = Amount(to_nano(usd), tokens)
+    if max(amount) > LARGEST_STEP:
+        raise ConfigurationError(
+            f"a step must move less than $4,503,599 and 2**52 tokens, got {_show(max(amount))}. "
+            "Split it."
+        )
+    return amount
+
+
+def to_ceiling(usd: Decimal | float | None, tokens: int | None) -> Amount:
+    """Check a pair of ceilings; None is no ceiling, which is kept as 0.
+
+    Raises:
+        ConfigurationError: A figure makes no sense.
+    """
+    nano = 0 if usd is None else to_nano(usd)
+    if usd is not None and nano == 0:
+        raise ConfigurationError(
+            f"a ceiling must be > 0, got {usd}. Use None for no ceiling; kill a tenant to stop it."
+        )
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ConfigurationError(
+            f"a ceiling of tokens must be a whole number >= 1, got {_show(tokens)}. "
+            "Use None for no ceiling."
+        )
+    return Amount(nano, tokens or 0)
+
+
+def _show(value: object) -> str:
+    return repr(value)[:60]

@@ -1,0 +1,176 @@
+"""What a process knows of its store: whether it answers, which ledger it is, how its clock goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from budgetguard_core.clock import Clock
+from budgetguard_core.ledger.account import Account
+from budgetguard_core.ledger.errors import LedgerChanged, LedgerError, LedgerUnreachable
+from budgetguard_core.ledger.step import SEPARATOR, Answer, Step, Store
+from budgetguard_core.ledger.windows import Window
+
+_R = TypeVar("_R")
+
+_ATTEMPTS = 3
+
+
+class Connection:
+    """One store, opened when it is first needed.
+
+    Args:
+        open_store: Opens it.
+        clock: Of this process.
+        known: The id of the ledger that is expected; any is accepted at first if left out.
+        pause: Seconds after a failure in which the next step fails at once instead of waiting for
+            the time-out again.
+    """
+
+    def __init__(
+        self, open_store: Callable[[], Store], clock: Clock, known: str = "", pause: float = 1.0
+    ) -> None:
+        self.opener = open_store
+        self._clock = clock
+        self._known = known
+        self._pause_ns = int(pause * 1e9)
+        self._failed_ns: int | None = None
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._skew = 0.0
+        self.trips = 0
+
+    @property
+    def known(self) -> str:
+        """The id of the ledger, once it is known."""
+        return self._known
+
+    def store(self) -> Store:
+        """Return the store, opened.
+
+        Raises:
+            LedgerUnreachable: It does not answer, or did not a moment ago.
+            LedgerChanged: It is not the ledger that was expected.
+        """
+        store = self._store
+        if store is None:
+            with self._lock:
+                store = self._store
+                if store is None:
+                    self._fail_fast()
+                    opened = self._guarded(self.opener)
+                    try:
+                        self._meet(self._guarded(opened.identity), opened)
+                    except BaseException:
+                        opened.close()
+                        raise
+                    self._store = store = opened
+        return store
+
+    def _meet(self, met: str, store: Store) -> None:
+        if (
+            self._known
+            and met != self._known
+            and self._guarded(store.read, ("adopted",))[0] is None
+        ):
+            raise _changed(self._known, met)
+        self._known = met
+
+    def _fail_fast(self) -> None:
+        failed = self._failed_ns
+        if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
+            raise LedgerUnreachable(
+                "the ledger must answer in time, got nothing a moment ago. "
+                "Check that its store runs and can be reached."
+            )
+
+    def _guarded(self, call: Callable[..., _R], *arguments: object) -> _R:
+        try:
+            result = call(*arguments)
+        except LedgerUnreachable:
+            self._failed_ns = self._clock.monotonic_ns()
+            raise
+        self._failed_ns = None
+        return result
+
+    def ask(self, call: Callable[[Store], _R]) -> _R:
+        """Make one trip that is no step.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        store = self.store()
+        self._fail_fast()
+        return self._guarded(call, store)
+
+    def send(self, step: Step) -> Answer:
+        """Make one step.
+
+        Raises:
+            LedgerUnreachable: The store does not answer, or is not the ledger that is known.
+            LedgerError: The step names other windows than its hold was made in.
+        """
+        store = self.store()
+        self._fail_fast()
+        for _ in range(_ATTEMPTS):
+            self.trips += 1
+            answer = self._guarded(store.step, replace(step, ledger=self._known))
+            if answer.status != "foreign":
+                break
+            met, _, adopted = answer.detail.partition(SEPARATOR)
+            if not (met and adopted):
+                raise _changed(self._known, met)
+            self._known = met
+        if answer.status == "windows":
+            raise LedgerError(
+                "a hold must be reported in the windows that it was made in, got others. "
+                "Settle a reservation with the object that `reserve` returned."
+            )
+        return answer
+
+    def now(self) -> float:
+        """Return what this process takes for the store's time."""
+        return self._clock.wall_ns() / 1e9 + self._skew
+
+    def take(
+        self, account: Account, make: Callable[[Sequence[Window]], Step]
+    ) -> tuple[Answer, Sequence[Window]]:
+        """Make a step that asks for money, in the windows of now.
+
+        Ours is a guess, the store's clock decides: one more trip at an edge, none otherwise.
+
+        Raises:
+            LedgerUnreachable: The store does not answer, or its clock does not stand still.
+        """
+        for _ in range(_ATTEMPTS):
+            windows = account.windows(self.now())
+            answer = self.send(make(windows))
+            if answer.status != "clock":
+                return answer, windows
+            self._skew = answer.now - self._clock.wall_ns() / 1e9
+        raise LedgerUnreachable(
+            f"the store's clock must stand still for a moment, got {_ATTEMPTS} times outside of "
+            "its windows. Check the clocks."
+        )
+
+    def forked(self) -> None:
+        """Leave the connection to the parent process."""
+        self._lock = threading.Lock()
+        if self._store is not None:
+            self._store.forked()
+
+    def close(self) -> None:
+        """Close the connection; the next step opens it again."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+
+
+def _changed(known: str, met: str) -> LedgerChanged:
+    return LedgerChanged(
+        f"the ledger must be {known}, got {met or 'an empty store'}: it was wiped, or is another. "
+        "Restore it, or accept it as it is with `budgetguard ledger adopt`."
+    )

@@ -1,0 +1,50 @@
+"""What a ledger raises.
+
+Messages never hold a driver's own text: it may quote the URL, and with it the password.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from budgetguard_core.errors import BudgetGuardError
+
+
+class LedgerError(BudgetGuardError):
+    """The root of what a ledger raises."""
+
+
+class LedgerUnreachable(LedgerError):
+    """The store did not answer within the time-out, or answered with a failure of its own.
+
+    Whether the step took effect is not known; every step may be repeated.
+    """
+
+
+class LedgerChanged(LedgerUnreachable):
+    """The store is not the one that this process knows: it was wiped, or restored from elsewhere.
+
+    An empty store would hand the whole ceiling out again, so nothing is admitted until
+    `budgetguard ledger adopt` says that the new one is meant.
+    """
+
+
+class LedgerRefused(LedgerError):
+    """A reservation does not fit under a ceiling, or a kill switch is set.
+
+    Attributes:
+        reason: `tenant_daily`, `tenant_monthly` or `aborted`.
+        detail: One sentence for people.
+        limit: The ceiling, in US dollars or tokens; None for a kill switch.
+        used: What counts against it already, in the same unit.
+    """
+
+    def __init__(self, reason: str, detail: str, limit: Any = None, used: Any = None) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        self.limit = limit
+        self.used = used
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.detail, self.limit, self.used)

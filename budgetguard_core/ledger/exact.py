@@ -1,0 +1,119 @@
+"""A round trip for each call: reserved before it, settled after it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+
+from budgetguard_core.charges import Amounts
+from budgetguard_core.ledger.account import Account
+from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.lease import Obtained, Part
+from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.refusal import ABORTED, Refusal, Warned, refusal_of, warned_of
+from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.windows import Window
+
+_FOR_EVER = 2**63
+# A call that hangs may be billed long after it began; expiry only lists it.
+_TTL = 600.0
+
+
+class Exact:
+    """Exact reservations of one set of keys. The arguments are those of `Lease`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        account: Account,
+        outbox: Outbox,
+        *,
+        allow: bool = False,
+        wake: Callable[[], object],
+        warned: Callable[[tuple[Warned, ...]], object],
+    ) -> None:
+        self.account = account
+        self._connection = connection
+        self._outbox = outbox
+        self._allow = allow
+        self._wake = wake
+        self._warned = warned
+
+    def take(self, usd: int, tokens: int) -> Part | None:  # noqa: ARG002
+        """Return None: nothing is set aside ahead of need."""
+        return None
+
+    def obtain(self, usd: int, tokens: int, run: str = "") -> Obtained:
+        """Reserve, with one trip; one more at the edge of a window."""
+        return self.reserve(Amount(usd, tokens), run, uuid.uuid4().hex)
+
+    def reserve(self, amount: Amount, run: str, name: str) -> Obtained:
+        """Reserve under a name of the caller's: a repeat is the same reservation."""
+        flags = self.account.flags
+        if run:
+            flags = tuple(sorted((*flags, f"r:{run}")))
+
+        def make(windows: Sequence[Window]) -> Step:
+            return Step(
+                name, 1, windows, need=amount, want=amount, ttl=_TTL, flags=flags, owner=run
+            )
+
+        try:
+            answer, windows = self._connection.take(self.account, make)
+        except LedgerUnreachable as error:
+            return self._without_store(amount, run, name, error)
+        if answer.status != "ok":
+            return refusal_of(answer, windows)
+        if answer.warn:
+            self._warned(warned_of(answer, windows))
+        return self._part(name, amount, windows)
+
+    def _part(self, name: str, amount: Amount, windows: Sequence[Window]) -> Part:
+        part = Part(name)
+        part.message()
+        part.grant(amount, windows, _FOR_EVER)
+        part.take(*amount, 0)
+        return part
+
+    def _without_store(
+        self, amount: Amount, run: str, name: str, error: LedgerUnreachable
+    ) -> Obtained:
+        windows = self.account.windows(self._connection.now())
+        if not self._allow:
+            # It may have arrived: closed at nothing, also before it does.
+            self._outbox.add(Step(name, 2, windows, close=True, owner=run))
+            self._wake()
+            return Refusal(ABORTED, f"{error} (on_ledger_error is refuse)")
+        try:
+            self._outbox.record(Step(name, 1, windows, spent=amount, owner=run))
+        except LedgerUnreachable as full:
+            return Refusal(ABORTED, f"{error} {full}")
+        part = self._part(name, amount, windows)
+        part.record()
+        return part
+
+    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
+        """Have it settled by the thread that talks to the store: this one may hold a lock."""
+        part.settle(reserved, spent)
+        self._outbox.add(self.settlement(part, Amount(*spent)))
+        self._wake()
+
+    def settle_now(self, part: Part, reserved: Amount, spent: Amount) -> None:
+        """Settle with one trip; later, where the store does not answer."""
+        part.settle(reserved, spent)
+        step = self.settlement(part, spent)
+        if part.local:
+            self._outbox.add(step)
+        else:
+            try:
+                self._connection.send(step)
+            except LedgerUnreachable:
+                self._outbox.add(step)
+                self._outbox.save()
+                self._wake()
+
+    def settlement(self, part: Part, spent: Amount = ZERO) -> Step:
+        """Return the message that closes a reservation."""
+        return Step(part.id, 2, part.windows, spent=spent, close=True)

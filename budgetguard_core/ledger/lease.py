@@ -1,0 +1,592 @@
+"""Money taken ahead of need, spent in memory: what a guard asks under its lock.
+
+One lease per process and set of keys, shared by its runs. `take` and `settle` are integer
+arithmetic under a lock. `obtain` makes the trip to the store, and is called outside of any lock.
+
+Why the ceiling holds: a holder has `spent + open <= granted` as it knows, which is never more than
+granted in the store, because it raises its figure after the reply and lowers it before the
+request. What is charged to a window is the sum over its holds, and only a grant within the ceiling
+raises it. Time is in none of these steps; it only tells when a holder has to stop admitting.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from budgetguard_core.charges import Amounts
+from budgetguard_core.clock import Clock
+from budgetguard_core.ledger.account import Account
+from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.refusal import (
+    ABORTED,
+    Refusal,
+    Warned,
+    refusal_of,
+    refused_key,
+    warned_of,
+)
+from budgetguard_core.ledger.step import Answer, Step
+from budgetguard_core.ledger.windows import Window
+
+_ATTEMPTS = 3
+_NS = 10**9
+
+
+class Part:
+    """What is leased in one set of windows. Its lease's lock protects it.
+
+    Attributes:
+        refusal: None, so that a caller can tell it from a `Refusal` without importing that.
+    """
+
+    refusal: None = None
+
+    __slots__ = ("granted", "id", "left", "local", "op", "spent", "tokens_left", "until", "windows")
+
+    def __init__(self, name: str = "") -> None:
+        self.id = name or uuid.uuid4().hex
+        self.op = 0
+        self.granted = ZERO
+        self.spent = ZERO
+        self.left = 0
+        """Nano-dollars that are neither spent nor open."""
+        self.tokens_left = 0
+        self.until = 0
+        """Monotonic nanoseconds from which nothing is admitted."""
+        self.windows: Sequence[Window] = ()
+        self.local = False
+        """Not granted by the store, which could not be reached: recorded on the disk."""
+
+    def take(self, usd: int, tokens: int, now: int) -> bool:
+        """Set a call's amount aside if it is there."""
+        if now >= self.until or usd > self.left or tokens > self.tokens_left:
+            return False
+        self.left -= usd
+        self.tokens_left -= tokens
+        return True
+
+    def settle(self, reserved: Amounts, spent: Amounts) -> None:
+        """Replace what was set aside by what was measured."""
+        self.spent = Amount(self.spent[0] + spent[0], self.spent[1] + spent[1])
+        self.left += reserved[0] - spent[0]
+        self.tokens_left += reserved[1] - spent[1]
+
+    def opened(self) -> Amount:
+        """Return what calls under way have set aside."""
+        return Amount(
+            self.granted.usd - self.spent.usd - self.left,
+            self.granted.tokens - self.spent.tokens - self.tokens_left,
+        )
+
+    def message(self) -> int:
+        """Return the number of the next message."""
+        self.op += 1
+        return self.op
+
+    def grant(self, granted: Amount, windows: Sequence[Window], until: int) -> None:
+        """Take over what the store granted, in all."""
+        self.left += granted.usd - self.granted.usd
+        self.tokens_left += granted.tokens - self.granted.tokens
+        self.granted = granted
+        self.windows = windows
+        self.until = until
+
+    def give_back(self) -> None:
+        """Keep what is spent and open, and nothing for later."""
+        left = Amount(max(0, self.left), max(0, self.tokens_left))
+        self.granted = Amount(self.granted.usd - left.usd, self.granted.tokens - left.tokens)
+        self.left -= left.usd
+        self.tokens_left -= left.tokens
+
+    def assume(self, windows: Sequence[Window]) -> None:
+        """Remember the windows of a request whose outcome is unknown."""
+        self.windows = windows
+
+    def record(self) -> None:
+        """Say that the disk granted it, not the store."""
+        self.local = True
+
+    def expire(self) -> None:
+        """Admit nothing more."""
+        self.until = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOptions:
+    """How large a lease is. Measured: a cap by rate and by calls is what matters.
+
+    With 8 processes these take 0.1 trips a call, and the first refusal comes at 99.6 % of the
+    ceiling; with a share of what is left alone it comes at 0.02 %.
+    """
+
+    seconds: float = 30.0
+    """Of recent spend."""
+    least_calls: int = 4
+    most_calls: int = 16
+    share: int = 2
+    """At most this part of a holder's even share of what is left."""
+    ttl: float = 60.0
+    """Seconds until the store lists a silent holder for reconciliation."""
+    recall: float = 0.6
+    """Seconds that a refused call waits for what others give back: a little more than a beat."""
+    tight: float = 5.0
+    """Seconds after a recall in which only what is needed is asked for."""
+
+
+class TenantMeter(Protocol):
+    """What a guard asks of its tenant's ledger."""
+
+    def take(self, usd: int, tokens: int) -> Part | None:
+        """Set an amount aside, in memory. None: ask `obtain`, outside of every lock."""
+        ...
+
+    def obtain(self, usd: int, tokens: int, run: str = "") -> Obtained:
+        """Set an amount aside, with a trip to the store."""
+        ...
+
+    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
+        """Replace what was set aside by what was measured, in memory."""
+        ...
+
+
+Obtained: TypeAlias = "Part | Refusal"
+
+
+class Lease:
+    """One process's lease on one set of keys.
+
+    Args:
+        connection: To the store.
+        account: The keys.
+        holder: The process, in the list of holds.
+        clock: Monotonic time.
+        outbox: For what could not be sent.
+        options: How large.
+        allow: When the store cannot be reached: admit, and have it charged later.
+        wake: Called when the lease runs low.
+        warned: Called with the windows that reached 80 %.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        account: Account,
+        holder: str,
+        clock: Clock,
+        outbox: Outbox,
+        options: LeaseOptions,
+        *,
+        allow: bool = False,
+        wake: Callable[[], object],
+        warned: Callable[[tuple[Warned, ...]], object],
+    ) -> None:
+        self.account = account
+        self._connection = connection
+        self._holder = holder
+        self._now = clock.monotonic_ns
+        self._outbox = outbox
+        self._options = options
+        self._allow = allow
+        self._wake = wake
+        self._warned = warned
+        self._restart()
+
+    def _restart(self) -> None:
+        now = self._now()
+        self._lock = threading.Lock()
+        self._io = threading.Lock()
+        self._part = Part()
+        self._draining: list[Part] = []
+        self._due: list[Warned] = []
+        self._open = 0
+        self._blocked = False
+        self._low = ZERO
+        self._runs_low = False
+        self._mean = ZERO
+        self._rate = (0.0, 0.0)
+        self._rated_ns = now
+        self._since = ZERO
+        self._renewed_ns = now
+        self._used_ns = now
+        self._tight_until_ns = 0
+
+    # In memory
+
+    def take(self, usd: int, tokens: int) -> Part | None:
+        """Set an amount aside. None: dry, expired, killed, or its window has ended."""
+        now = self._now()
+        with self._lock:
+            part = self._part
+            if self._blocked or not part.take(usd, tokens, now):
+                return None
+            self._open += 1
+            if part.left < self._low[0] or part.tokens_left < self._low[1]:
+                self._low = ZERO  # once for each grant
+                self._runs_low = True
+                self._wake()
+        return part
+
+    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
+        """Replace what was set aside by what was measured, in the part that it came from."""
+        with self._lock:
+            part.settle(reserved, spent)
+            self._open -= 1
+            since, mean = self._since, self._mean
+            self._since = Amount(since[0] + spent[0], since[1] + spent[1])
+            if spent == ZERO:
+                return  # given back unused
+            self._mean = (
+                Amount(mean[0] + ((spent[0] - mean[0]) >> 3), mean[1] + ((spent[1] - mean[1]) >> 3))
+                if mean != ZERO
+                else Amount(*spent)
+            )
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that were admitted and have not been settled."""
+        return self._open
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way and everything was reported."""
+        with self._lock:
+            part = self._part
+            return not self._open and not self._draining and not part.windows
+
+    def idle_seconds(self) -> float:
+        """Return how long nothing has been asked for."""
+        with self._lock:
+            return 0.0 if self._open else (self._now() - self._used_ns) / _NS
+
+    def block(self, blocked: bool) -> None:
+        """Admit nothing from memory, because a kill switch is set; or do so again."""
+        with self._lock:
+            self._blocked = blocked
+
+    # Trips
+
+    def obtain(self, usd: int, tokens: int, run: str = "") -> Obtained:
+        """Set an amount aside, with a trip to the store.
+
+        Bounded by the store's time-out. A refused call waits once for what other processes give
+        back, but not inside an event loop, which it would block.
+        """
+        try:
+            return self._obtain_or_wait(Amount(usd, tokens), run)
+        finally:
+            self._tell()
+
+    def _obtain_or_wait(self, need: Amount, run: str) -> Obtained:
+        obtained = self._obtain(need, run)
+        if isinstance(obtained, _Recalled):
+            if not _inside_event_loop():
+                threading.Event().wait(self._options.recall)
+                again = self._obtain(need, run)
+                obtained = again.refusal if isinstance(again, _Recalled) else again
+            else:
+                obtained = obtained.refusal
+        return obtained
+
+    def _obtain(self, need: Amount, run: str) -> Obtained | _Recalled:
+        with self._io:
+            # Another thread's trip may have brought it.
+            part = self.take(*need)
+            if part is not None:
+                return part
+            try:
+                for _ in range(_ATTEMPTS):
+                    self._drain()
+                    answer, windows, part = self._ask(need, run)
+                    self._due += warned_of(answer, windows)
+                    if part is not None:
+                        return part
+                    if answer.status in ("refused", "killed"):
+                        refusal = refusal_of(answer, windows)
+                        if answer.status == "refused":
+                            return self._recall(refusal, *refused_key(answer, windows))
+                        return refusal
+            except LedgerUnreachable as error:
+                return self._without_store(need, error)
+        return Refusal(ABORTED, "the lease was settled by somebody else, again and again")
+
+    def _recall(self, refusal: Refusal, key: str, others: bool) -> Refusal | _Recalled:
+        if not others:
+            return refusal
+        mark = f"{self._connection.now():.3f} {uuid.uuid4().hex}"
+        try:
+            self._connection.ask(lambda store: store.write(f"w:{key}", mark))
+        except LedgerUnreachable:
+            return refusal
+        return _Recalled(refusal)
+
+    def _without_store(self, need: Amount, error: LedgerUnreachable) -> Obtained:
+        if not self._allow:
+            return Refusal(ABORTED, f"{error} (on_ledger_error is refuse)")
+        with self._lock:
+            want = self._target(need)
+        amount = Amount(max(need.usd, want.usd), max(need.tokens, want.tokens))
+        part = Part()
+        windows = self.account.windows(self._connection.now())
+        record = Step(part.id, part.message(), windows, spent=amount, owner=self._holder)
+        try:
+            self._outbox.record(record)
+        except LedgerUnreachable as full:
+            return Refusal(ABORTED, f"{error} {full}")
+        now = self._now()
+        with self._lock:
+            part.record()
+            self._draining.append(self._part)
+            self._part = part
+            part.grant(amount, windows, now + int(self._options.ttl * _NS))
+            part.take(*need, now)
+            self._open += 1
+        return part
+
+    def _ask(self, need: Amount, run: str = "") -> tuple[Answer, Sequence[Window], Part | None]:
+        """Make one trip, and set `need` aside from what it brings."""
+        now = self._now()
+        with self._lock:
+            self._used_ns = now
+            self._measure(now)
+            self._roll(now)
+            part = self._part
+            known, spent, windows = part.granted, part.spent, part.windows
+            # What was spent beyond the grant is charged already, kept or not.
+            keep = Amount(max(known.usd, spent.usd), max(known.tokens, spent.tokens))
+            usd = part.left + keep.usd - known.usd
+            tokens = part.tokens_left + keep.tokens - known.tokens
+            lack = Amount(
+                max(0, need.usd - usd) if need.usd else 0,
+                max(0, need.tokens - tokens) if need.tokens else 0,
+            )
+            target = ZERO if now < self._tight_until_ns else self._target(need)
+            want = Amount(max(lack.usd, target.usd - usd), max(lack.tokens, target.tokens - tokens))
+            op = part.message()
+            self._runs_low = False
+        flags = self.account.flags
+        if run:
+            flags = tuple(sorted((*flags, f"r:{run}")))
+
+        def make(windows: Sequence[Window]) -> Step:
+            return Step(
+                part.id,
+                op,
+                windows,
+                spent=spent,
+                keep=keep,
+                need=lack,
+                want=want,
+                ttl=self._options.ttl,
+                share=self._options.share,
+                flags=flags,
+                owner=self._holder,
+            )
+
+        if windows:  # a hold keeps the windows that it was made in
+            answer = self._connection.send(make(windows))
+        else:
+            try:
+                answer, windows = self._connection.take(self.account, make)
+            except LedgerUnreachable:
+                # It may have arrived: from now on it is made in these.
+                with self._lock:
+                    part.assume(self.account.windows(self._connection.now()))
+                raise
+        taken: Part | None = None
+        with self._lock:
+            if answer.status == "ok":
+                # From before the request, so never later than the store's own edge.
+                ttl = min(self._options.ttl * 0.8, min(w.end for w in windows) - answer.now)
+                part.grant(answer.granted, windows, now + int(ttl * _NS))
+                self._renewed_ns = now
+                if need != ZERO and not self._blocked and part.take(*need, now):
+                    self._open += 1
+                    taken = part
+                low = Amount(target.usd // 4, target.tokens // 4)
+                # Where little is left for everyone, only a call that lacks something asks again.
+                plenty = part.left > low.usd and part.tokens_left > low.tokens
+                self._low = low if plenty else ZERO
+            elif answer.status in ("clock", "closed"):
+                part.expire()  # its window ended, or somebody reconciled it
+        return answer, windows, taken
+
+    def _target(self, need: Amount) -> Amount:
+        """So many seconds of recent spend, within so many calls."""
+        options = self._options
+
+        def of(mean: int, rate: float, needed: int) -> int:
+            call = mean or needed
+            least, most = options.least_calls * call, options.most_calls * call
+            return max(least, min(int(rate * options.seconds), most))
+
+        return Amount(
+            of(self._mean.usd, self._rate[0], need.usd),
+            of(self._mean.tokens, self._rate[1], need.tokens),
+        )
+
+    def _measure(self, now: int) -> None:
+        seconds = (now - self._rated_ns) / _NS
+        if seconds > 0:
+            weight = min(1.0, max(0.25, seconds / self._options.seconds))
+            usd, tokens = self._rate
+            usd += (self._since.usd / seconds - usd) * weight
+            tokens += (self._since.tokens / seconds - tokens) * weight
+            self._rate = (usd, tokens)
+            self._since, self._rated_ns = ZERO, now
+
+    def _roll(self, now: int) -> None:
+        """At the edge of a window: calls under way settle where they were admitted."""
+        part = self._part
+        if part.windows and now >= part.until:
+            self._draining.append(part)
+            self._part = Part()
+
+    # Of the heartbeat
+
+    def tend(self) -> None:
+        """Report, renew, top up and close what has ended.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        try:
+            with self._io:
+                self._tend()
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        # Outside of every lock: a listener may ask for another call.
+        if self._due:
+            with self._lock:
+                due, self._due = tuple(self._due), []
+            self._warned(due)
+
+    def _tend(self) -> None:
+        self._drain()
+        now = self._now()
+        with self._lock:
+            part = self._part
+            over = part.local or now >= part.until
+            asks = self._runs_low or now - self._renewed_ns > self._options.ttl / 3 * _NS
+        if not part.windows:
+            return
+        if over:
+            self._end_part()
+            self._drain()
+        elif asks:
+            answer, windows, _ = self._ask(ZERO)
+            self._due += warned_of(answer, windows)
+
+    def recall(self) -> None:
+        """Give the idle part back, because somebody else was refused.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        with self._io:
+            now = self._now()
+            with self._lock:
+                self._tight_until_ns = now + int(self._options.tight * _NS)
+                part = self._part
+                if not part.windows or part.local or now >= part.until:
+                    return
+                part.give_back()
+                step = self._report(part, close=False)
+                self._low = ZERO
+            self._connection.send(step)
+
+    def close(self) -> None:
+        """Give everything back that is not open, and report the rest.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        with self._io:
+            self._end_part()
+            self._drain(final=True)
+
+    def abandon(self) -> None:
+        """Have everything that was not reported sent by the outbox: the process ends."""
+        with self._lock:
+            parts = [part for part in (*self._draining, self._part) if part.windows]
+            self._part, self._draining = Part(), []
+            for part in parts:
+                # What is under way may be billed: it is charged in full.
+                opened = part.opened()
+                spent = Amount(part.spent.usd + opened.usd, part.spent.tokens + opened.tokens)
+                self._outbox.add(
+                    Step(part.id, part.message(), part.windows, spent=spent, close=True)
+                )
+
+    def forked(self) -> None:
+        """Begin anew in a child process, which never spends its parent's lease."""
+        self._restart()
+
+    def _end_part(self) -> None:
+        with self._lock:
+            part = self._part
+            if part.windows:
+                self._draining.append(part)
+                self._part = Part()
+                part.give_back()
+
+    def _drain(self, *, final: bool = False) -> None:
+        """Close what has ended; what is under way there settles where it was admitted.
+
+        In the end what is under way stays charged, on the list of what is to be reconciled.
+        """
+        for part in list(self._draining):
+            with self._lock:
+                over = part.opened() == ZERO
+                due = final or self._now() - self._renewed_ns > self._options.ttl / 3 * _NS
+                if part.windows and not over and (part.local or not due):
+                    continue
+                step = self._report(part, close=over)
+            if part.local:
+                self._outbox.add(step)
+            elif part.windows:
+                self._connection.send(step)
+            if over or not part.windows:
+                with self._lock:
+                    self._draining.remove(part)
+
+    def _report(self, part: Part, *, close: bool) -> Step:
+        return Step(
+            part.id,
+            part.message(),
+            part.windows,
+            spent=part.spent,
+            keep=ZERO if close else part.granted,
+            close=close,
+            ttl=self._options.ttl,
+            owner=self._holder,
+        )
+
+
+class _Recalled:
+    """A refusal that may be lifted when others give their idle parts back."""
+
+    __slots__ = ("refusal",)
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+
+
+def _inside_event_loop() -> bool:
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None:
+        return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

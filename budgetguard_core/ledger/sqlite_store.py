@@ -1,0 +1,475 @@
+"""The ledger in a SQLite file: no set-up, correct under many processes of one machine."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.file_lock import FileLock
+from budgetguard_core.ledger.step import (
+    SEPARATOR,
+    TOMBSTONE_SECONDS,
+    Answer,
+    Change,
+    Hold,
+    HoldRecord,
+    Row,
+    Step,
+    WindowRecord,
+    decide,
+)
+
+_SCHEMA = """
+CREATE TABLE windows(
+    key TEXT, label TEXT,
+    cu INT NOT NULL DEFAULT 0, ct INT NOT NULL DEFAULT 0,
+    su INT NOT NULL DEFAULT 0, st INT NOT NULL DEFAULT 0,
+    warned INT NOT NULL DEFAULT 0, lu INT NOT NULL DEFAULT 0, lt INT NOT NULL DEFAULT 0,
+    fu INT NOT NULL DEFAULT 0, ft INT NOT NULL DEFAULT 0,
+    PRIMARY KEY(key, label)) WITHOUT ROWID;
+CREATE TABLE holds(
+    id TEXT PRIMARY KEY, root TEXT, gu INT, gt INT, su INT, st INT, op INT, closed INT,
+    made REAL, expires REAL, lease INT, owner TEXT, windows TEXT) WITHOUT ROWID;
+CREATE INDEX holds_open ON holds(root, expires) WHERE closed = 0;
+CREATE INDEX holds_done ON holds(expires) WHERE closed = 1;
+CREATE TABLE ceilings(key TEXT, kind TEXT, usd INT, tokens INT, PRIMARY KEY(key, kind))
+    WITHOUT ROWID;
+CREATE TABLE notes(name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID;
+"""
+_VERSION = 1
+_STEPS_BETWEEN_CLEANINGS = 500
+_CLEANED_AT_ONCE = 2000
+_SYNCHRONOUS = ("FULL", "NORMAL", "EXTRA")
+
+
+class SqliteLedgerStore:
+    """A `Store` in a file.
+
+    Args:
+        path: The file; it and its folder are made, readable by their owner only.
+        synchronous: FULL loses nothing. NORMAL loses nothing when a process is killed, but may
+            lose what was committed last when the machine loses its power.
+        timeout: Seconds until a step gives up.
+        clock: The ledger's clock; the machine's if left out.
+
+    Raises:
+        ConfigurationError: `synchronous` is none of SQLite's.
+        LedgerUnreachable: The file cannot be used.
+    """
+
+    largest_ceiling = 2**62
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        synchronous: str = "FULL",
+        timeout: float = 1.0,
+        clock: Clock | None = None,
+    ) -> None:
+        if synchronous.upper() not in _SYNCHRONOUS:
+            raise ConfigurationError(
+                f"synchronous must be one of {', '.join(_SYNCHRONOUS)}, got {synchronous[:20]!r}. "
+                "FULL is the default."
+            )
+        self._path = Path(path)
+        self._synchronous = synchronous.upper()
+        self._timeout = timeout
+        self._clock = clock or SystemClock()
+        self._mutex = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+        self._file: FileLock | None = None
+        self._inode: tuple[int, int] = (0, 0)
+        self._inherited: list[sqlite3.Connection] = []
+        self._steps = 0
+        with self._writing():
+            pass
+
+    # Connection
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = FileLock(self._path.with_name(self._path.name + ".lock"), self._timeout)
+            self._path.touch(mode=0o600)
+        except OSError as error:
+            raise LedgerUnreachable(
+                f"the ledger's file must be writable, got {error.strerror}. "
+                "Name another file, or make its folder writable."
+            ) from None
+        with self._file:
+            db = sqlite3.connect(
+                self._path,
+                timeout=self._timeout,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=64,
+            )
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {self._synchronous}")
+            # No write once the schema is there: many processes open the file at the same time.
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version < 1:
+                db.executescript(
+                    f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;"
+                )
+            elif version > _VERSION:
+                db.close()
+                raise LedgerUnreachable(
+                    f"the ledger's format must be <= {_VERSION}, got {version}. "
+                    "Upgrade BudgetGuard."
+                )
+        self._inode = self._inode_now()
+        self._db = db
+        return db
+
+    def _inode_now(self) -> tuple[int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0)
+        return (found.st_dev, found.st_ino)
+
+    def _disconnect(self) -> None:
+        if self._db is not None:
+            self._db.close()
+        if self._file is not None:
+            self._file.close()
+        self._db = self._file = None
+
+    @contextmanager
+    def _writing(self) -> Generator[sqlite3.Connection]:
+        """A transaction of the only writer; rolled back if the block fails."""
+        if not self._mutex.acquire(timeout=self._timeout):
+            raise LedgerUnreachable(
+                f"the ledger must be free within {self._timeout} s, got another thread's step that "
+                "took longer. Raise timeout."
+            )
+        try:
+            if self._db is not None and self._inode != self._inode_now():
+                # Removed or replaced: what is written to it from here on nobody would read.
+                self._disconnect()
+            db = self._db or self._connect()
+            with cast("FileLock", self._file):
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield db
+                    db.execute("COMMIT")
+                except BaseException:
+                    if db.in_transaction:  # a full disk may have rolled back already
+                        db.execute("ROLLBACK")
+                    raise
+        except sqlite3.Error as error:
+            self._disconnect()
+            name = getattr(error, "sqlite_errorname", type(error).__name__)
+            raise LedgerUnreachable(
+                f"the ledger's file must be usable, got {name}. "
+                "Check its disk, or name another file."
+            ) from None
+        finally:
+            self._mutex.release()
+
+    # The step
+
+    def step(self, step: Step) -> Answer:
+        """Apply a step once, in one transaction."""
+        with self._writing() as db:
+            now = self._clock.wall_ns() / 1e9  # under the write lock
+            notes = _notes(db, ("id", *(f"f:{flag}" for flag in step.flags)))
+            if step.ledger and notes.get("id") != step.ledger:
+                adopted = _notes(db, ("adopted",)).get("adopted", "")
+                return Answer("foreign", ZERO, notes.get("id", "") + SEPARATOR + adopted, now)
+            found = db.execute(
+                "SELECT gu, gt, su, st, op, closed, windows FROM holds WHERE id = ?", (step.id,)
+            ).fetchone()
+            hold = None
+            if found is not None:
+                hold = Hold(Amount(*found[:2]), Amount(*found[2:4]), found[4], bool(found[5]))
+                if not hold.closed and found[6] != _lines(step):
+                    return Answer("windows", now=now)
+            flag, live = "", 1
+            rows: list[Row] = []
+            ceilings: list[Amount] = []
+            for window in step.windows:
+                row = db.execute(
+                    "SELECT cu, ct, su, st, warned FROM windows WHERE key = ? AND label = ?",
+                    window[:2],
+                ).fetchone()
+                rows.append(
+                    Row(Amount(*row[:2]), Amount(*row[2:4]), bool(row[4])) if row else Row()
+                )
+                if row is None:
+                    kind = window.label[:2]
+                    db.execute(
+                        "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?",
+                        (window.key, kind, window.oldest or kind),
+                    )
+                if step.takes:
+                    ceiling = db.execute(
+                        "SELECT usd, tokens FROM ceilings WHERE key IN (?, '') AND kind = ? "
+                        "ORDER BY key DESC LIMIT 1",
+                        (window.key, window.label[0]),
+                    ).fetchone()
+                    ceilings.append(Amount(*ceiling) if ceiling else window.ceiling)
+                else:
+                    ceilings.append(ZERO)
+            if step.takes:
+                for one in step.flags:
+                    if f"f:{one}" in notes:
+                        flag = one + SEPARATOR + notes[f"f:{one}"]
+                        break
+                if step.leases:
+                    (others,) = db.execute(
+                        "SELECT count(*) FROM holds WHERE closed = 0 AND lease AND root = ? "
+                        "AND expires > ? AND id <> ?",
+                        (step.windows[0].key, now, step.id),
+                    ).fetchone()
+                    live = others + 1
+            answer, after, change = decide(step, now, hold, rows, ceilings, live, flag)
+            if after is not None and change is not None:
+                self._keep(db, step, now, hold is not None, after, change, ceilings)
+        return answer
+
+    def _keep(
+        self,
+        db: sqlite3.Connection,
+        step: Step,
+        now: float,
+        known: bool,
+        after: Hold,
+        change: Change,
+        ceilings: Sequence[Amount],
+    ) -> None:
+        db.executemany(
+            "INSERT INTO windows(key, label, cu, ct, su, st, warned, lu, lt) "
+            "VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(key, label) DO UPDATE SET "
+            "cu = cu + excluded.cu, ct = ct + excluded.ct, su = su + excluded.su, "
+            "st = st + excluded.st, warned = max(warned, excluded.warned), "
+            "lu = CASE WHEN ? THEN excluded.lu ELSE lu END, "
+            "lt = CASE WHEN ? THEN excluded.lt ELSE lt END",
+            [
+                (
+                    *window[:2],
+                    *change.charged,
+                    *change.spent,
+                    change.warn >> place & 1,
+                    *ceilings[place],
+                    step.takes,
+                    step.takes,
+                )
+                for place, window in enumerate(step.windows)
+            ],
+        )
+        expires = now + (TOMBSTONE_SECONDS if after.closed else step.ttl)
+        figures = (*after.granted, *after.spent, after.op, after.closed)
+        if known:
+            db.execute(
+                "UPDATE holds SET gu = ?, gt = ?, su = ?, st = ?, op = ?, closed = ?, "
+                "expires = ?, lease = lease OR ? WHERE id = ?",
+                (*figures, expires, step.leases, step.id),
+            )
+        else:
+            db.execute(
+                "INSERT INTO holds(gu, gt, su, st, op, closed, expires, lease, id, root, made, "
+                "owner, windows) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *figures,
+                    expires,
+                    step.leases,
+                    step.id,
+                    step.windows[0].key,
+                    now,
+                    step.owner,
+                    _lines(step),
+                ),
+            )
+        self._steps += 1
+        if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
+            _forget_closed(db, now)
+
+    # Notes, ceilings, reports
+
+    def now(self) -> float:
+        """Return the machine's clock, which is the ledger's."""
+        return self._clock.wall_ns() / 1e9
+
+    def identity(self) -> str:
+        """Return the id of the ledger, made at first use."""
+        with self._writing() as db:
+            return self._identity(db)
+
+    def adopt(self) -> str:
+        """Say that this ledger is meant; return its id."""
+        with self._writing() as db:
+            db.execute("INSERT OR REPLACE INTO notes VALUES('adopted', '1')")
+            return self._identity(db)
+
+    def _identity(self, db: sqlite3.Connection) -> str:
+        db.execute("INSERT OR IGNORE INTO notes VALUES('id', ?)", (uuid.uuid4().hex,))
+        return _notes(db, ("id",))["id"]
+
+    def read(self, names: Sequence[str]) -> list[str | None]:
+        """Return notes by name."""
+        with self._writing() as db:
+            found = _notes(db, names)
+        return [found.get(name) for name in names]
+
+    def scan(self, prefix: str) -> dict[str, str]:
+        """Return the notes whose name begins so."""
+        with self._writing() as db:
+            return dict(
+                db.execute(
+                    "SELECT name, text FROM notes WHERE name >= ? AND name < ?",
+                    (prefix, prefix + "\U0010ffff"),
+                ).fetchall()
+            )
+
+    def write(self, name: str, text: str | None) -> None:
+        """Set a note, or take it away."""
+        with self._writing() as db:
+            if text is None:
+                db.execute("DELETE FROM notes WHERE name = ?", (name,))
+            else:
+                db.execute("INSERT OR REPLACE INTO notes VALUES(?, ?)", (name, text))
+
+    def ceilings(self) -> dict[tuple[str, str], Amount]:
+        """Return the stored ceilings by key and kind; key "" is the default."""
+        with self._writing() as db:
+            rows = db.execute("SELECT key, kind, usd, tokens FROM ceilings").fetchall()
+        return {(key, kind): Amount(usd, tokens) for key, kind, usd, tokens in rows}
+
+    def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
+        """Store a ceiling, or take it away."""
+        with self._writing() as db:
+            if ceiling is None:
+                db.execute("DELETE FROM ceilings WHERE key = ? AND kind = ?", (key, kind))
+            else:
+                db.execute(
+                    "INSERT OR REPLACE INTO ceilings VALUES(?, ?, ?, ?)", (key, kind, *ceiling)
+                )
+
+    def windows(self) -> list[WindowRecord]:
+        """Return every window."""
+        with self._writing() as db:
+            rows = db.execute(
+                "SELECT key, label, cu, ct, su, st, lu, lt FROM windows ORDER BY key, label"
+            ).fetchall()
+        return [_window(row) for row in rows]
+
+    def window(self, key: str, label: str) -> WindowRecord:
+        """Return one window, also one that was never used."""
+        with self._writing() as db:
+            row = db.execute(
+                "SELECT key, label, cu, ct, su, st, lu, lt FROM windows "
+                "WHERE key = ? AND label = ?",
+                (key, label),
+            ).fetchone()
+        return _window(row or (key, label, 0, 0, 0, 0, 0, 0))
+
+    def holds(self) -> list[HoldRecord]:
+        """Return every hold of the last day, and all that are open."""
+        with self._writing() as db:
+            rows = db.execute(
+                "SELECT id, owner, gu, gt, su, st, op, closed, lease, made, expires, windows "
+                "FROM holds ORDER BY made"
+            ).fetchall()
+        return [
+            HoldRecord(
+                row[0],
+                row[1],
+                Amount(*row[2:4]),
+                Amount(*row[4:6]),
+                row[6],
+                bool(row[7]),
+                bool(row[8]),
+                row[9],
+                row[10],
+                _pairs(row[11]),
+            )
+            for row in rows
+        ]
+
+    def check(self) -> list[str]:
+        """Compare each window with the sum of its holds; a damaged file shows here.
+
+        SQLite's own check may say ok where pages of a committed transaction are missing.
+        """
+        sums: dict[tuple[str, str], list[int]] = {}
+        wrong: list[str] = []
+        with self._writing() as db:
+            for gu, gt, su, st, closed, windows in db.execute(
+                "SELECT gu, gt, su, st, closed, windows FROM holds"
+            ):
+                hold = Hold(Amount(gu, gt), Amount(su, st), 0, bool(closed))
+                for pair in _pairs(windows):
+                    total = sums.setdefault(pair, [0, 0, 0, 0])
+                    for place, figure in enumerate((*hold.charge, su, st)):
+                        total[place] += figure
+            for key, label, fu, ft, *figures in db.execute(
+                "SELECT key, label, fu, ft, cu, ct, su, st FROM windows"
+            ):
+                total = sums.pop((key, label), [0, 0, 0, 0])
+                expected = [total[0] + fu, total[1] + ft, total[2] + fu, total[3] + ft]
+                if figures != expected:
+                    wrong.append(f"{key!r} {label}: {figures} in the window, {expected} in holds")
+        wrong += [f"{key!r} {label}: the window is missing" for key, label in sorted(sums)]
+        return wrong
+
+    def forked(self) -> None:
+        """Leave the connection to the parent process; called in a forked child."""
+        if self._db is not None:
+            # Closing it here would drop the locks that the parent relies on.
+            self._inherited.append(self._db)
+        if self._file is not None:
+            self._file.close()
+        self._db = self._file = None
+        self._mutex = threading.Lock()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._mutex:
+            self._disconnect()
+
+
+def _notes(db: sqlite3.Connection, names: Sequence[str]) -> dict[str, str]:
+    marks = ",".join("?" * len(names))
+    statement = f"SELECT name, text FROM notes WHERE name IN ({marks})"  # noqa: S608
+    return dict(db.execute(statement, names).fetchall())
+
+
+def _forget_closed(db: sqlite3.Connection, now: float) -> None:
+    """Forget old tombstones; what they were charged is kept as one figure of the window."""
+    rows = db.execute(
+        "SELECT id, su, st, windows FROM holds WHERE closed = 1 AND expires < ? LIMIT ?",
+        (now, _CLEANED_AT_ONCE),
+    ).fetchall()
+    db.executemany(
+        "UPDATE windows SET fu = fu + ?, ft = ft + ? WHERE key = ? AND label = ?",
+        [(su, st, *pair) for _, su, st, windows in rows for pair in _pairs(windows)],
+    )
+    db.executemany("DELETE FROM holds WHERE id = ?", [(row[0],) for row in rows])
+
+
+def _lines(step: Step) -> str:
+    return "\n".join(f"{window.key}\t{window.label}" for window in step.windows)
+
+
+def _pairs(windows: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (key, label) for key, _, label in (line.partition("\t") for line in windows.split("\n"))
+    )
+
+
+def _window(row: Iterable[Any]) -> WindowRecord:
+    key, label, cu, ct, su, st, lu, lt = row
+    return WindowRecord(key, label, Amount(cu, ct), Amount(su, st), Amount(lu, lt))

@@ -1,0 +1,133 @@
+"""Stores by URL. A driver is imported only when its store is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+
+from budgetguard_core.clock import Clock
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.step import Store
+from budgetguard_core.ledger.windows import check_name
+
+_REDIS = frozenset({"redis", "rediss", "unix"})
+_POSTGRES = frozenset({"postgresql", "postgres"})
+
+
+class Address(NamedTuple):
+    """A store that can be opened, any number of times."""
+
+    shown: str
+    """The URL without user, password and options, for people."""
+    fingerprint: str
+    """Tells ledgers apart on the disk, without saying which."""
+    open: Callable[[], Store]
+
+
+def default_path() -> Path:
+    """Return the file of the ledger that has no URL."""
+    return Path.home() / ".budgetguard" / "ledger.sqlite3"
+
+
+def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = None) -> Address:
+    """Find the store that a URL names, and its driver; nothing is opened.
+
+    Args:
+        url: `sqlite:///relative.sqlite3` or `sqlite:////absolute/path`, with `?synchronous=normal`;
+            `redis://`, `rediss://`, with `?name=` for several ledgers in one data base;
+            `postgresql://`, with libpq's own options. None is a file in the home directory.
+        timeout: Seconds until a step gives up.
+        clock: The ledger's clock, for SQLite; servers have their own.
+
+    Raises:
+        ConfigurationError: The URL makes no sense, or the driver is missing.
+    """
+    if url is None:
+        url = f"sqlite:///{default_path()}"
+    if not isinstance(url, str):
+        raise ConfigurationError(
+            f"a ledger must be a URL or a Ledger, got {type(url).__name__}. "
+            "Use sqlite:///ledger.sqlite3, redis://host:6379/0 or postgresql://host/name."
+        )
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise _wrong("another") from None
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    shown = f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path}"
+    name = options.pop("name", "budgetguard") if parts.scheme in _REDIS else ""
+    if name:
+        shown += f"?name={check_name(name, 'name')}"
+    if parts.scheme == "sqlite":
+        return _sqlite(parts.netloc, unquote(parts.path), options, shown, timeout, clock)
+    if parts.scheme in _REDIS:
+        _need("redis", "redis", "Redis")
+        bare = urlunsplit(parts._replace(query=urlencode(options)))
+
+        def open_redis() -> Store:
+            from budgetguard_core.ledger.redis_store import RedisLedgerStore
+
+            return RedisLedgerStore(bare, name=name, timeout=timeout)
+
+        return _address(shown, open_redis)
+    if parts.scheme in _POSTGRES:
+        _need("psycopg", "postgres", "PostgreSQL")
+
+        def open_postgres() -> Store:
+            from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
+
+            return PostgresLedgerStore(url, timeout=timeout)
+
+        # Another schema is another ledger.
+        return _address(shown, open_postgres, options.get("options", ""))
+    raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
+
+
+def _sqlite(
+    netloc: str,
+    path: str,
+    options: dict[str, str],
+    shown: str,
+    timeout: float,
+    clock: Clock | None,
+) -> Address:
+    synchronous = options.pop("synchronous", "FULL")
+    if netloc or options or len(path) < 2:
+        raise ConfigurationError(
+            "a ledger in SQLite must be named sqlite:///file, with synchronous as its only option, "
+            f"got {shown[:80]!r}. Use sqlite:///ledger.sqlite3 or sqlite:////var/lib/ledger.sqlite3."
+        )
+    # sqlite:///a is relative and sqlite:////a absolute, as in SQLAlchemy.
+    file = Path(path[1:]).absolute()
+
+    def open_sqlite() -> Store:
+        from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+
+        return SqliteLedgerStore(file, synchronous=synchronous, timeout=timeout, clock=clock)
+
+    return _address(f"sqlite:///{file}", open_sqlite)
+
+
+def _address(shown: str, open_: Callable[[], Store], more: str = "") -> Address:
+    return Address(shown, sha256((shown + more).encode()).hexdigest()[:16], open_)
+
+
+def _need(module: str, extra: str, what: str) -> None:
+    if find_spec(module) is None:
+        raise ConfigurationError(
+            f"a ledger in {what} needs {module}, which is not installed. "
+            f'Install the extra from the checkout: pip install ".[{extra}]"'
+        )
+
+
+def _wrong(got: str) -> ConfigurationError:
+    # Not the URL itself: it may hold a password.
+    return ConfigurationError(
+        "a ledger's URL must begin with sqlite:///, redis://, rediss:// or postgresql://, "
+        f"got {got}. Use sqlite:///ledger.sqlite3 for a file."
+    )

@@ -1,0 +1,163 @@
+"""Keys and their windows: days and months in the key's time zone.
+
+Nothing is ever reset. A window is a row with a label of its own; at its edge another row begins.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.amounts import ZERO, Amount
+
+LONGEST_KEY = 200
+"""Bytes of a key in UTF-8."""
+KINDS = ("d", "m")
+"""Day and month: the first letter of a label."""
+
+# A clock that jumps back must meet the row of that day again, so rows stay for long.
+_DAYS_KEPT = 62
+_MONTHS_KEPT = 13
+
+
+class Window(NamedTuple):
+    """A day or a month of one key, as a client computes it. The store's clock decides."""
+
+    key: str
+    label: str
+    """`d:2026-11-22` or `m:2026-11`; without the zone, so that a change of zone frees nothing."""
+    start: float
+    """Seconds since the epoch."""
+    end: float
+    ceiling: Amount = ZERO
+    """The client's default, 0 for none; what the store holds for the key wins."""
+    oldest: str = ""
+    """Windows of this key and kind with a smaller label are forgotten when this one is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What has ceilings of its own: a tenant, a user, a team.
+
+    Attributes:
+        name: 1 to 200 bytes of UTF-8 without control characters; used as it is, never normalised,
+            so that look-alikes are different keys.
+        time_zone: Where its days and months begin, as in the IANA data base.
+    """
+
+    name: str
+    time_zone: str = "UTC"
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "tenant")
+        zone_of(self.time_zone)
+
+
+Tenant: TypeAlias = "str | Key | Iterable[str | Key]"
+"""One key, or several that are reserved together; the first is the tenant itself."""
+
+
+def check_name(name: object, what: str) -> str:
+    """Return a key's or a run's name, or say what is wrong with it.
+
+    Raises:
+        ConfigurationError: It is no name.
+    """
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"{what} must be a str, got {type(name).__name__}. Use the name that your bills use."
+        )
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        size = 0
+    if not 1 <= size <= LONGEST_KEY or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):
+        raise ConfigurationError(
+            f"{what} must have 1 to {LONGEST_KEY} bytes of UTF-8 and no control characters, "
+            f"got {name[:20]!a}. Use a plain identifier."
+        )
+    return name
+
+
+def zone_of(name: str) -> ZoneInfo:
+    """Return a time zone.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError, TypeError):
+        raise ConfigurationError(
+            f"time_zone must be a name of the IANA data base, got {str(name)[:60]!r}. "
+            'Use "Europe/Berlin" or "UTC".'
+        ) from None
+
+
+def as_keys(tenant: Tenant, time_zone: str = "UTC") -> tuple[Key, ...]:
+    """Turn what a user gives as `tenant` into keys, in the user's order.
+
+    Raises:
+        ConfigurationError: It is empty, or a name occurs twice.
+    """
+    if isinstance(tenant, Key):
+        return (tenant,)
+    if isinstance(tenant, str):
+        return (Key(tenant, time_zone),)
+    try:
+        parts = tuple(tenant)
+    except TypeError:
+        parts = ()
+    keys = tuple(one if isinstance(one, Key) else Key(one, time_zone) for one in parts)
+    names = [key.name for key in keys]
+    if not keys or len(set(names)) != len(names) or len(keys) > 16:
+        raise ConfigurationError(
+            f"tenant must be a name, a Key, or 1 to 16 different ones, got {len(keys)}. "
+            'Use tenant="acme" or tenant=("acme", "acme/user-7").'
+        )
+    return keys
+
+
+def windows_at(
+    key: str, now: float, zone: dt.tzinfo, daily: Amount = ZERO, monthly: Amount = ZERO
+) -> tuple[Window, Window]:
+    """Return the day and the month of `key` that hold the instant `now`."""
+    day = dt.datetime.fromtimestamp(now, zone).date()
+    start, end = _midnight(day, zone), _midnight(_after(day), zone)
+    # Where midnight comes twice or not at all, the date may be the neighbour's for an hour.
+    if now >= end:
+        day = _after(day)
+        start, end = end, _midnight(_after(day), zone)
+    elif now < start:
+        day -= dt.timedelta(days=1)
+        start, end = _midnight(day, zone), start
+    first = day.replace(day=1)
+    return (
+        Window(key, f"d:{day}", start, end, daily, f"d:{day - dt.timedelta(days=_DAYS_KEPT)}"),
+        Window(
+            key,
+            f"m:{first:%Y-%m}",
+            _midnight(first, zone),
+            _midnight(_months_after(first, 1), zone),
+            monthly,
+            f"m:{_months_after(first, -_MONTHS_KEPT):%Y-%m}",
+        ),
+    )
+
+
+def _after(day: dt.date) -> dt.date:
+    return day + dt.timedelta(days=1)
+
+
+def _months_after(first: dt.date, months: int) -> dt.date:
+    count = first.year * 12 + first.month - 1 + months
+    return dt.date(count // 12, count % 12 + 1, 1)
+
+
+def _midnight(day: dt.date, zone: dt.tzinfo) -> float:
+    # fold=0: the first midnight where it comes twice, the edge of the gap where it does not.
+    return dt.datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()

@@ -1,0 +1,170 @@
+"""What a step of the ledger costs beside the least that its store can do, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import statistics
+import time
+import uuid
+from decimal import Decimal
+
+import pytest
+
+import ledger_workers as workers
+from budgetguard_core import Guard, ModelCall, TokenUsage
+from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.windows import windows_at
+from ledger_servers import Place, RedisServer, need
+
+pytestmark = pytest.mark.benchmark
+ROUNDS, STEPS = 7, 300
+
+
+def ratio(arms, rounds=ROUNDS, steps=STEPS):
+    """Seconds per step of each arm: the median over rounds in which the arms take turns."""
+    taken = {name: [] for name in arms}
+    for act in arms.values():
+        for _ in range(20):
+            act()
+    for _ in range(rounds):
+        for name, act in arms.items():
+            started = time.perf_counter()
+            for _ in range(steps):
+                act()
+            taken[name].append((time.perf_counter() - started) / steps)
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    print({name: f"{median * 1e6:.1f} us" for name, median in medians.items()})
+    return medians
+
+
+def pair(store):
+    """One exact reservation and its settlement, with two windows."""
+    import datetime as dt
+
+    windows = windows_at("acme", store.now(), dt.UTC, Amount(2**50, 0), Amount(2**50, 0))
+    amount = Amount(1000, 10)
+
+    def act():
+        one = uuid.uuid4().hex
+        store.step(Step(one, 1, windows, need=amount, want=amount))
+        store.step(Step(one, 2, windows, spent=amount, close=True))
+
+    return act
+
+
+def test_a_redis_step_beside_a_trivial_script(tmp_path):
+    need("redis")
+    with RedisServer("--appendonly", "yes") as server:
+        store = Place("redis", tmp_path, server.url).store()
+        client = store._client
+        sha = client.script_load("return redis.call('INCRBY', KEYS[1], ARGV[1])")
+
+        def trivial():
+            for _ in range(2):
+                client.execute_command("EVALSHA", sha, 1, "counter", "5")
+
+        client.config_resetstat()
+        medians = ratio({"trivial": trivial, "again": trivial, "pair": pair(store)})
+        stats = client.info("commandstats")["cmdstat_evalsha"]
+        print("in the server, both scripts:", stats["usec_per_call"], "us a call")
+        store.close()
+    assert 0.8 < medians["again"] / medians["trivial"] < 1.25
+    assert medians["pair"] <= 3 * medians["trivial"]
+
+
+def test_redis_microseconds_in_the_server(tmp_path):
+    need("redis")
+    with RedisServer("--appendonly", "yes") as server:
+        store = Place("redis", tmp_path, server.url).store()
+        act = pair(store)
+        act()
+        store._client.config_resetstat()
+        for _ in range(2000):
+            act()
+        used = store._client.info("commandstats")["cmdstat_evalsha"]["usec_per_call"]
+        store.close()
+    print(used, "us")
+    assert used <= 60
+
+
+def test_a_postgres_step_beside_a_bare_transaction(tmp_path):
+    need("postgres")
+    place = Place("postgres", tmp_path)
+    store = place.store()
+    db = store._db
+    db.execute("CREATE TABLE bare(id int PRIMARY KEY, n bigint) WITH (fillfactor = 20)")
+    db.execute("INSERT INTO bare VALUES(1, 0)")
+
+    def bare():
+        for _ in range(2):
+            db.execute("UPDATE bare SET n = n + %s WHERE id = 1", ("5",))
+
+    medians = ratio({"bare": bare, "again": bare, "pair": pair(store)}, 5, 100)
+    store.close()
+    place.remove()
+    assert 0.8 < medians["again"] / medians["bare"] < 1.25
+    assert medians["pair"] <= 2.2 * medians["bare"]
+
+
+def test_a_sqlite_step_beside_a_bare_transaction(tmp_path):
+    store = SqliteLedgerStore(tmp_path / "ledger.sqlite3", synchronous="FULL", timeout=10.0)
+    with contextlib.closing(sqlite3.connect(tmp_path / "bare", isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("CREATE TABLE bare(id INTEGER PRIMARY KEY, n INT)")
+        db.execute("INSERT INTO bare VALUES(1, 0)")
+
+        def bare():
+            for _ in range(2):
+                db.execute("BEGIN IMMEDIATE")
+                db.execute("UPDATE bare SET n = n + 5 WHERE id = 1")
+                db.execute("COMMIT")
+
+        medians = ratio({"bare": bare, "again": bare, "pair": pair(store)})
+    store.close()
+    assert 0.8 < medians["again"] / medians["bare"] < 1.25
+    assert medians["bare"] / medians["pair"] >= 0.35
+
+
+def test_sqlite_pairs_of_eight_processes(tmp_path):
+    place, out, count = Place("sqlite", tmp_path), workers.CONTEXT.Queue(), 2000
+    barrier = workers.CONTEXT.Barrier(9)
+    for seed in range(8):
+        workers.start(workers.timed_pairs, place.url, count, seed, barrier, out)
+    barrier.wait()
+    started = time.perf_counter()
+    for _ in range(8):
+        out.get(timeout=120)
+    rate = 8 * count / (time.perf_counter() - started)
+    print(f"{rate:.0f} exact pairs a second")
+    assert rate >= 2500
+
+
+def test_a_guarded_step_with_a_lease_beside_one_without(tmp_path):
+    place = Place("sqlite", tmp_path)
+    call = ModelCall(cost_usd=Decimal("0.0001"), input_tokens=100, max_output_tokens=100)
+    usage = TokenUsage(100, 100)
+
+    def step(guard):
+        def act():
+            ticket = guard.admit_model_call(call)
+            guard.settle_model_call(ticket, usage, cost_usd=Decimal("0.0001"))
+
+        return act
+
+    # A lease for the whole measurement: calls take seconds, so that a trip in ten is not the step.
+    options = LeaseOptions(least_calls=10**6, most_calls=10**6)
+    with Ledger(place.url, daily_usd=10**6, options=options) as ledger:
+        arms = {
+            "without": step(Guard()),
+            "again": step(Guard()),
+            "lease": step(Guard(ledger=ledger, tenant="acme")),
+        }
+        medians = ratio(arms, 9, 2000)
+        print(ledger.trips, "trips")
+    assert 0.8 < medians["again"] / medians["without"] < 1.25
+    assert medians["lease"] <= 1.25 * medians["without"]

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from budgetguard_core.ledger import Ledger
+from ledger_servers import STORES, Place, need
+
+
+@pytest.fixture(params=STORES)
+def place(request, tmp_path):
+    """An empty ledger in each of the stores."""
+    need(request.param)
+    found = Place(request.param, tmp_path)
+    yield found
+    found.remove()
+
+
+@pytest.fixture
+def sqlite(tmp_path):
+    return Place("sqlite", tmp_path)
+
+
+@pytest.fixture
+def store(place):
+    made = place.store()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Open ledgers that are closed at the end of the test."""
+    made = []
+
+    def open_ledger(url, **options):
+        made.append(Ledger(getattr(url, "url", url), queue=tmp_path / "queue", **options))
+        return made[-1]
+
+    yield open_ledger
+    for ledger in made:
+        ledger.close()

@@ -1,0 +1,351 @@
+"""What breaks: killed workers, killed and stopped servers, a full disk, no reply at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import threading
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+import ledger_workers as workers
+from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, LedgerUnreachable
+from ledger_servers import (
+    HOW,
+    Place,
+    PostgresServer,
+    RedisServer,
+    leave_out,
+    postgres_binaries,
+    seconds,
+    wait_until,
+)
+
+# 1,000 over the manual runs: BUDGETGUARD_TEST_KILLS=1000.
+KILLS = int(os.environ.get("BUDGETGUARD_TEST_KILLS", "200"))
+
+
+def billed(folder):
+    """What the workers were billed, by their own record; a line may be cut off by the kill."""
+    texts = [path.read_text() for path in Path(folder).iterdir()]
+    return sum(int(line) for text in texts for line in text.rpartition("\n")[0].splitlines())
+
+
+def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
+    folder = tmp_path / "billed"
+    folder.mkdir()
+    arguments = (place.url, ("acme", "u"), KILLS, folder, tmp_path / "queue")
+    killer = workers.start(workers.kill_many, *arguments)
+    killer.join(600)
+    assert killer.exitcode == 0
+    store = place.store(timeout=10.0)
+    with Ledger(place.url, queue=tmp_path / "queue") as ledger:
+        label = ledger.usage("acme").daily.window
+        ledger.beat()  # sends what the dead left on the disk
+    real = billed(folder)
+    assert real > 0
+    for key in ("acme", "u"):
+        row = store.window(key, label)
+        assert row.charged.usd >= real
+        assert row.spent.usd <= real + 10**7 * KILLS
+    if place.kind == "sqlite":
+        assert store.check() == []
+    store.close()
+
+
+def need_server(kind):
+    found = shutil.which("redis-server") if kind == "redis" else postgres_binaries()
+    if not found:
+        leave_out(HOW[kind])
+
+
+class Load:
+    """Threads that reserve and settle while the server comes and goes."""
+
+    def __init__(self, url, queue, threads=4):
+        self.ledgers = [
+            Ledger(url, lease="exact", timeout=1.0, queue=queue, daily_usd=10**6)
+            for _ in range(threads)
+        ]
+        self.acknowledged, self.refused, self.longest = [0] * threads, 0, 0.0
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, args=(place,)) for place in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, place):
+        rnd = random.Random(place)
+        while not self._stop.is_set():
+            started = seconds()
+            try:
+                reservation = self.ledgers[place].reserve("acme", usd=0.001)
+            except LedgerRefused:
+                self.refused += 1
+                self._stop.wait(0.02)
+                continue
+            finally:
+                self.longest = max(self.longest, seconds() - started)
+            spent = rnd.randrange(1, 10**6)
+            reservation.settle(Decimal(spent) / 10**9)
+            self.acknowledged[place] += spent
+
+    def stop(self):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def settle_all(self):
+        for ledger in self.ledgers:
+            wait_until(lambda ledger=ledger: not _fails(ledger.beat) and not len(ledger._outbox))
+            ledger.close()
+
+
+def _fails(call):
+    try:
+        call()
+    except LedgerUnreachable:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("redis", ("--appendonly", "yes", "--appendfsync", "everysec")),
+        ("redis", ("--appendonly", "yes", "--appendfsync", "always")),
+        ("postgres", ()),
+    ],
+    ids=["redis everysec", "redis always", "postgres"],
+)
+def test_a_server_that_is_killed_under_load_loses_no_settlement(kind, options, tmp_path):
+    need_server(kind)
+    with (RedisServer if kind == "redis" else PostgresServer)(*options) as server:
+        place = Place(kind, tmp_path, server.url, server.url)
+        load = Load(place.url, tmp_path / "queue")
+        try:
+            for _ in range(2):
+                before = sum(load.acknowledged)
+                wait_until(lambda before=before: sum(load.acknowledged) > before + 10**6)
+                server.kill()
+                refused = load.refused
+                wait_until(lambda refused=refused: load.refused > refused)
+                server.start()
+            before = sum(load.acknowledged)
+            wait_until(lambda: sum(load.acknowledged) > before)
+        finally:
+            load.stop()
+        load.settle_all()
+        assert load.longest < 10
+        with Ledger(place.url) as ledger:
+            day = ledger.usage("acme").daily
+        assert day.spent_usd * 10**9 == sum(load.acknowledged)
+        assert day.reserved_usd == 0
+
+
+def test_redis_without_a_file_loses_all_and_is_refused(tmp_path, caplog):
+    need_server("redis")
+    with RedisServer() as server:
+        place = Place("redis", tmp_path, server.url)
+        with Ledger(place.url, daily_usd=1, queue=tmp_path / "queue") as ledger:
+            ledger.reserve("acme", usd=1).settle(1)
+            assert "keeps no append-only file" in caplog.text
+            server.kill()
+            with pytest.raises(LedgerRefused):
+                ledger.reserve("acme", usd=1)
+            server.start()
+            ledger.connection._pause_ns = 0
+            with pytest.raises(LedgerRefused, match="got an empty store"):
+                ledger.reserve("acme", usd=1)
+
+
+def fill(ledger):
+    for number in range(20_000):
+        ledger.reserve("acme", usd=0.01, reservation_id=f"{number:0100d}")
+
+
+def test_redis_that_evicts_is_refused(tmp_path):
+    need_server("redis")
+    with (
+        RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server,
+        pytest.raises(LedgerError, match="maxmemory-policy must be noeviction, got allkeys"),
+    ):
+        Place("redis", tmp_path, server.url).store()
+    with RedisServer("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
+        place = Place("redis", tmp_path, server.url)
+        with Ledger(place.url, daily_usd=10**6, queue=tmp_path / "q") as ledger:
+            ledger.connection._pause_ns = 0
+            with pytest.raises(LedgerRefused, match="OutOfMemory"):
+                fill(ledger)
+
+
+@pytest.mark.parametrize("kind", ["redis", "postgres"])
+def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_path):
+    need_server(kind)
+    with (RedisServer if kind == "redis" else PostgresServer)() as server:
+        place = Place(kind, tmp_path, server.url, server.url)
+        with Ledger(place.url, timeout=0.3, daily_usd=5, queue=tmp_path / "queue") as ledger:
+            ledger.reserve("acme", usd=1).settle(1)
+            server.send(signal.SIGSTOP)
+            try:
+                started = seconds()
+                with pytest.raises(LedgerRefused, match="must answer in time"):
+                    ledger.reserve("acme", usd=1)
+                assert seconds() - started < 3
+                started = seconds()
+                with pytest.raises(LedgerRefused):  # at once: it did not answer a moment ago
+                    ledger.reserve("acme", usd=1)
+                assert seconds() - started < 3
+            finally:
+                server.send(signal.SIGCONT)
+            wait_until(lambda: not _fails(lambda: ledger.usage("acme")))
+            wait_until(lambda: not _fails(ledger.beat) and not len(ledger._outbox))
+            # What was refused while it stood still was taken back.
+            assert ledger.usage("acme").daily.reserved_usd == 0
+
+
+def test_a_process_that_stands_still_in_the_file_holds_nobody(sqlite, opened):
+    from budgetguard_core.ledger.file_lock import FileLock
+
+    ledger = opened(sqlite, timeout=0.2)
+    ledger.reserve("acme", usd=1)
+    lock = FileLock(Path(f"{sqlite.path}.lock"), 0.2)
+    with lock:
+        started = seconds()
+        with pytest.raises(LedgerRefused, match="process that held it"):
+            ledger.reserve("acme", usd=1)
+        assert seconds() - started < 2
+    lock.close()
+
+
+def test_a_thread_that_takes_long_holds_nobody(place, opened):
+    if place.kind == "redis":
+        return  # its client has a connection for each thread
+    ledger = opened(place, timeout=0.2)
+    store = ledger.connection.store()
+    store._mutex.acquire()
+    try:
+        with pytest.raises(LedgerRefused, match="another thread's step"):
+            ledger.reserve("acme", usd=1)
+    finally:
+        store._mutex.release()
+
+
+def test_a_full_disk_is_refused_and_the_file_stays_sound(sqlite, tmp_path):
+    out = workers.CONTEXT.Queue()
+    process = workers.start(workers.fill, sqlite.url, tmp_path / "queue", out)
+    spent, refused = out.get(timeout=60)
+    process.join()
+    assert spent > 10
+    assert "SQLITE_" in refused
+    with Ledger(sqlite.url, queue=tmp_path / "queue") as ledger:
+        ledger.beat()  # what could not be written waits in the queue
+        assert ledger.check() == []
+        day = ledger.usage("acme").daily
+    assert day.spent_usd * 1000 == spent
+    assert day.reserved_usd == 0
+
+
+def test_ten_processes_open_an_empty_ledger_at_once(place):
+    barrier, out = workers.CONTEXT.Barrier(10), workers.CONTEXT.Queue()
+    processes = [workers.start(workers.first_use, place.url, barrier, out) for _ in range(10)]
+    found = {out.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert len(found) == 1
+    with Ledger(place.url) as ledger:
+        assert ledger.usage("acme").daily.reserved_usd == 10
+
+
+def test_what_a_dead_process_left_on_the_disk_is_sent_by_the_next(sqlite, opened, tmp_path):
+    queue = tmp_path / "queue"
+    sqlite.path.mkdir()
+    process = workers.start(workers.allowed_and_killed, sqlite.url, queue)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = queue.rglob("*.jsonl")
+    with left.open("a") as file:
+        file.write('{"id": "cut o')
+    sqlite.path.rmdir()
+    ledger = opened(sqlite)
+    ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.8"), 0)  # in full: 4 calls of 0.20
+    assert not left.exists()
+
+
+def test_a_file_of_a_newer_format_is_left_alone(sqlite, opened):
+    import sqlite3
+
+    store = sqlite.store()
+    store.close()
+    with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
+        db.execute("PRAGMA user_version = 9")
+    with pytest.raises(LedgerUnreachable, match="format must be <= 1, got 9"):
+        sqlite.store()
+    sqlite.path.write_bytes(b"no data base" * 100)
+    with pytest.raises(LedgerUnreachable, match="SQLITE_NOTADB"):
+        sqlite.store()
+
+
+def test_a_damaged_file_shows(sqlite, opened):
+    import sqlite3
+
+    ledger = opened(sqlite)
+    ledger.reserve("acme", usd=1).settle(1)
+    assert ledger.check() == []
+    with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
+        db.execute("UPDATE windows SET cu = 0 WHERE label LIKE 'd%'")
+        db.execute("DELETE FROM windows WHERE label LIKE 'm%'")
+        db.commit()
+    wrong = ledger.check()
+    assert len(wrong) == 2
+    assert "the window is missing" in wrong[1]
+
+
+def test_what_was_folded_into_its_window_is_still_there(sqlite, opened, monkeypatch):
+    from budgetguard_core.testing import ManualClock
+
+    monkeypatch.setattr("budgetguard_core.ledger.sqlite_store._STEPS_BETWEEN_CLEANINGS", 3)
+    clock = ManualClock()
+    ledger = opened(sqlite, clock=clock)
+    for _ in range(4):
+        ledger.reserve("acme", usd=1).settle(0.5)
+        clock.advance(90_000)
+    assert sum(hold.closed for hold in ledger.holds()) < 3
+    assert ledger.check() == []
+
+
+def test_ceilings_hold_where_the_data_base_defaults_to_repeatable_read(tmp_path):
+    need_server("postgres")
+    with PostgresServer("default_transaction_isolation=repeatable read") as server:
+        place = Place("postgres", tmp_path, "", server.url)
+        out = workers.CONTEXT.Queue()
+        arguments = (place.url, ("acme",), 5 * 10**9, 100, "exact")
+        for seed in range(4):
+            workers.start(workers.pairs, *arguments, seed, tmp_path / "q", out)
+        results = [out.get(timeout=120) for _ in range(4)]
+        with Ledger(place.url) as ledger:
+            day = ledger.usage("acme").daily
+        assert day.spent_usd * 10**9 == sum(result[0] for result in results)
+        assert day.spent_usd <= 5
+
+
+def test_a_data_base_of_another_encoding_is_refused(tmp_path):
+    need_server("postgres")
+    import psycopg
+
+    from budgetguard_core.errors import ConfigurationError
+    from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
+
+    with PostgresServer() as server:
+        with psycopg.connect(server.url, autocommit=True) as db:
+            db.execute("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+        with pytest.raises(ConfigurationError, match="must have the encoding UTF8, got LATIN1"):
+            PostgresLedgerStore(f"postgresql://postgres@127.0.0.1:{server.port}/latin")

@@ -1,0 +1,340 @@
+"""A guard whose calls are charged to a tenant as well, in memory and in every store."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from decimal import Decimal
+
+import pytest
+
+from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
+from budgetguard_core.decision import Admit, Stop
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.events import LimitNearlyReached, StopHeld
+from budgetguard_core.kit.envelope import Envelope
+from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.replay import replay
+from ledger_servers import wait_until
+
+NOTHING = LeaseOptions(recall=0.0)
+
+
+def call(usd="0.10"):
+    return ModelCall(cost_usd=Decimal(usd), input_tokens=10, max_output_tokens=10)
+
+
+def spend(guard, usd="0.10", tokens=20):
+    """One model call; its ticket, or why it was stopped."""
+    decision = guard.admit_model_call(call(usd))
+    if isinstance(decision, Stop):
+        return decision.trip.reason
+    usage = TokenUsage(input_tokens=tokens // 2, output_tokens=tokens - tokens // 2)
+    guard.settle_model_call(decision, usage, cost_usd=Decimal(usd))
+    return decision
+
+
+def day(ledger, key="acme"):
+    ledger.beat()
+    return ledger.usage(key).daily
+
+
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+def test_a_tenants_ceiling_stops_the_run(place, opened, mode):
+    ledger = opened(place, daily_usd=1, lease=mode, options=NOTHING)
+    guard = Guard(Budget(max_iterations=50), ledger=ledger, tenant="acme")
+    calls = 0
+    while isinstance(last := spend(guard), Admit):
+        calls += 1
+    assert (calls, last) == (10, "tenant_daily")
+    assert guard.trip.violations[0].limit == Decimal(1)
+    assert "'acme'" in guard.trip.detail
+    assert spend(guard) == "tenant_daily"  # sticky
+    other = Guard(ledger=ledger, tenant="beta")
+    assert isinstance(spend(other), Admit)
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_usd == Decimal(1)
+    assert ledger.usage("acme").daily.spent_tokens == 200
+
+
+def test_a_month_and_a_token_ceiling_have_their_reasons(sqlite, opened):
+    ledger = opened(sqlite, monthly_tokens=100, options=NOTHING)
+    guard = Guard(ledger=ledger, tenant="acme")
+    reasons = [spend(guard) for _ in range(6)]
+    assert reasons[-1] == "tenant_monthly"
+    assert guard.trip.violations[0].limit == 100
+
+
+def test_two_runs_of_a_tenant_share_its_ceiling(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=1, options=NOTHING)
+    guards = [Guard(ledger=ledger, tenant="acme") for _ in range(2)]
+    made = sum(isinstance(spend(guards[turn % 2]), Admit) for turn in range(14))
+    assert made == 10
+
+
+def test_threads_of_many_runs_never_pass_it(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=5, options=NOTHING)
+    made = []
+
+    def work():
+        guard = Guard(ledger=ledger, tenant="acme")
+        while isinstance(spend(guard), Admit):
+            made.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 50
+
+
+def test_a_used_up_ceiling_refuses_a_call_without_a_projection(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=0.1, options=NOTHING)
+    guard = Guard(ledger=ledger, tenant="acme")
+    ticket = guard.admit_model_call()
+    guard.settle_model_call(ticket, TokenUsage(5, 5), cost_usd=Decimal("0.1"))
+    assert isinstance(guard.admit_model_call(), Stop)
+
+
+def test_the_runs_own_caps_come_with_their_own_reason_and_give_the_place_back(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=1)
+    guard = Guard(Budget(max_iterations=1), ledger=ledger, tenant="acme")
+    spend(guard)
+    assert spend(guard) == "max_iterations"
+    assert spend(guard) == "max_iterations"
+    withdrawn = Guard(ledger=ledger, tenant="acme")
+    withdrawn.withdraw_model_call(withdrawn.admit_model_call(call()))
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_usd == Decimal("0.1")
+    assert ledger.usage("acme").daily.reserved_usd == 0
+
+
+def test_what_is_never_settled_stays_charged(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=1)
+    guard = Guard(ledger=ledger, tenant="acme")
+    guard.admit_model_call(call("0.4"))
+    ledger.close()
+    assert ledger.usage("acme").daily.remaining_usd == Decimal("0.6")
+
+
+def test_a_failed_call_without_usage_is_charged_as_reserved(sqlite, opened):
+    ledger = opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    ticket = guard.admit_model_call(call("0.4"))
+    assert guard.settle_model_call(ticket, error="timeout")
+    assert not guard.settle_model_call(ticket, error="timeout")
+    ledger.close()
+    usage = ledger.usage("acme").daily
+    assert (usage.spent_usd, usage.spent_tokens) == (Decimal("0.4"), 20)
+
+
+def test_sub_agents_are_charged_once(sqlite, opened):
+    ledger = opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    part = guard.child(ledger=ledger, tenant="acme")
+    other = part.child(ledger=ledger, tenant="beta")
+    spend(other)
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_usd == Decimal("0.1")
+    assert ledger.usage("beta").daily.spent_usd == Decimal("0.1")
+
+
+def test_an_ancestors_tenant_ends_both(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=0.2, options=NOTHING)
+    guard = Guard(ledger=ledger, tenant="acme")
+    part = guard.child(Budget(max_iterations=9))
+    spend(part)
+    spend(part)
+    assert spend(part) == "tenant_daily"
+    assert guard.trip is not None
+
+
+def test_observe_records_the_stop_and_charges_on(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=0.2, options=NOTHING)
+    guard = Guard(mode="observe", ledger=ledger, tenant="acme")
+    assert all(isinstance(spend(guard), Admit) for _ in range(4))
+    assert guard.trip is None
+    assert guard.observed_trip.reason == "tenant_daily"
+    assert day(ledger).spent_usd == Decimal("0.4")
+    off = Guard(mode="off", ledger=ledger, tenant="acme")
+    assert isinstance(spend(off), Admit)
+
+
+def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=1, lease="exact")
+    told, events = [], []
+    guard = Guard(
+        ledger=ledger,
+        tenant="acme",
+        on_warning=lambda guard, event: told.append((event.dimension, event.limit, event.used)),
+        sinks=[events.append],
+    )
+    for _ in range(9):
+        spend(guard)
+        ledger.beat()
+    assert told == [("tenant_daily", "1", "0.8")]
+    assert guard.warnings == ("tenant_daily",)
+    assert sum(isinstance(event, LimitNearlyReached) for event in events) == 1
+    tokens = opened(sqlite, daily_tokens=400, lease="exact")
+    guard = Guard(
+        ledger=tokens,
+        tenant="beta",
+        on_warning=lambda guard, event: told.append((event.limit, event.used)),
+    )
+    spend(guard, tokens=390)
+    spend(guard)
+    assert told[1:] == [(400, 410)] or told[1:] == []
+
+
+def test_a_kill_switch_aborts_runs_in_every_process(place, opened):
+    ledger, operator = opened(place), opened(place)
+    cancelled = threading.Event()
+    guard = Guard(ledger=ledger, tenant="acme", run_id="run-1")
+    guard.cancellation.on_cancel(cancelled.set)
+    untouched = Guard(ledger=ledger, tenant="acme", run_id="run-2")
+    spend(guard)
+    operator.kill(run="run-1", who="ann", why="loops")
+    assert cancelled.wait(5)  # by the heartbeat's own thread
+    assert spend(guard) == "aborted"
+    assert "killed by ann at" in guard.trip.detail
+    assert guard.trip.detail.endswith(": loops")
+    assert isinstance(spend(untouched), Admit)
+    operator.kill(tenant="acme")
+    late = Guard(ledger=ledger, tenant="acme")
+    ledger.beat()
+    assert spend(late) == "aborted"
+    operator.revive(tenant="acme")
+    ledger.beat()
+    assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
+
+
+def test_a_kill_reaches_a_call_that_hangs_in_an_event_loop(sqlite, opened):
+    ledger = opened(sqlite)
+
+    async def main():
+        guard = Guard(ledger=ledger, tenant="acme")
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        guard.cancellation.on_cancel(lambda: loop.call_soon_threadsafe(woken.set))
+        guard.admit_model_call(call())
+        await loop.run_in_executor(None, lambda: ledger.kill(everything=True, who="ann"))
+        await asyncio.wait_for(woken.wait(), 10)
+        return guard
+
+    assert asyncio.run(main()).check().reason == "aborted"
+
+
+def test_a_store_that_cannot_be_reached_ends_the_run_gracefully(opened):
+    ledger = opened("redis://127.0.0.1:1/0", timeout=0.2)
+    guard = Guard(Budget(max_iterations=5), ledger=ledger, tenant="acme")
+    assert spend(guard) == "aborted"
+    assert "must answer in time" in guard.trip.detail
+
+
+def test_or_lets_it_go_on_and_charges_it_later(sqlite, opened, tmp_path):
+    ledger = opened(sqlite, on_ledger_error="allow", timeout=0.1, daily_usd=0.5)
+    folder = sqlite.path.parent
+    sqlite.path.mkdir()  # a folder where the file should be
+    guard = Guard(ledger=ledger, tenant="acme")
+    assert isinstance(spend(guard), Admit)
+    assert isinstance(spend(guard), Admit)
+    assert len(list((tmp_path / "queue").rglob("*.jsonl"))) == 1
+    sqlite.path.rmdir()
+    wait_until(lambda: _is_charged(ledger, "0.2"))
+    assert list((tmp_path / "queue").rglob("*.jsonl")) == []
+    assert folder.exists()
+
+
+def _is_charged(ledger, usd):
+    try:
+        ledger.beat()
+        return ledger.usage("acme").daily.spent_usd == Decimal(usd)
+    except Exception:
+        return False
+
+
+def test_ledger_and_tenant_belong_together(sqlite):
+    with pytest.raises(ConfigurationError, match="got no tenant"):
+        Guard(ledger=sqlite.url)
+    with pytest.raises(ConfigurationError, match="got no ledger"):
+        Guard(tenant="acme")
+    with pytest.raises(ConfigurationError, match="got no tenant"):
+        Envelope(budget=Budget(), ledger=sqlite.url)
+    with pytest.raises(ConfigurationError, match="must be left out with a Guard"):
+        Envelope(budget=Guard(), ledger=Ledger(sqlite.url), tenant="acme")
+    with pytest.raises(ConfigurationError, match="must be a URL or a Ledger"):
+        Guard(ledger=7, tenant="acme")
+
+
+def test_an_envelope_charges_its_runs(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=0.2, options=NOTHING)
+    envelope = Envelope(budget=Budget(), ledger=ledger, tenant=iter(["acme", "team"]))
+    for _ in range(2):
+        run = envelope.open()
+        assert isinstance(spend(run.guard), Admit)
+        with_part = run.guard.child()
+        assert with_part.parent is run.guard
+    assert spend(envelope.open().guard) == "tenant_daily"
+    assert day(ledger, "team").spent_usd + day(ledger, "team").reserved_usd == Decimal("0.2")
+
+
+def test_a_tenant_from_the_frameworks_configuration(sqlite, opened):
+    ledger = opened(sqlite)
+    envelope = Envelope(
+        budget=Budget(), ledger=ledger, tenant=lambda config: config["configurable"]["tenant"]
+    )
+    run = envelope.open(config={"configurable": {"tenant": "acme"}})
+    spend(run.guard)
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_usd == Decimal("0.1")
+    with pytest.raises(ConfigurationError, match="tenant must find a name"):
+        envelope.open(config={})
+
+
+def test_a_restored_run_is_charged_for_what_is_new(sqlite, opened):
+    ledger = opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    spend(guard)
+    again = Guard.restore(guard.snapshot(), ledger=ledger, tenant="acme")
+    spend(again)
+    part = Guard.restore(guard.snapshot(), within=[again], ledger=ledger, tenant="beta")
+    spend(part)
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_usd == Decimal("0.3")
+    assert ledger.usage("beta").daily.spent_usd == Decimal("0.1")
+
+
+def conclude(guard, status, reason):
+    # pydantic keeps the locals of the frame that first builds a model.
+    usage = guard.usage
+    guard.conclude(Outcome(status=status, stop_reason=reason, run_id=guard.run_id, usage=usage))
+
+
+def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
+    ledger = opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    spend(guard)
+    conclude(guard, "paused", None)
+    assert len(ledger._runs) == 1
+    conclude(guard, "completed", "completed")
+    assert len(ledger._runs) == 0
+    spend(guard)  # shared by another run
+    assert len(ledger._runs) == 1
+    lost = Guard(ledger=ledger, tenant="acme")
+    del guard, lost
+    gc.collect()
+    ledger.beat()
+    wait_until(lambda: not ledger._runs)
+
+
+def test_the_stop_is_in_the_log(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=0.1, options=NOTHING)
+    events = []
+    guard = Guard(ledger=ledger, tenant="acme", sinks=[events.append])
+    spend(guard)
+    spend(guard)
+    (held,) = [event for event in events if isinstance(event, StopHeld)]
+    assert held.violation.reason == "tenant_daily"
+    assert replay(events).trip == guard.trip

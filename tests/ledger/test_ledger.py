@@ -1,0 +1,418 @@
+"""The rules of the ledger, through its own interface, on each of the stores."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import uuid
+from decimal import Decimal
+
+import pytest
+
+import budgetguard_core.ledger.ledger as module
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger import (
+    Key,
+    Ledger,
+    LedgerChanged,
+    LedgerError,
+    LedgerRefused,
+    LedgerUnreachable,
+    as_ledger,
+)
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.step import Step
+from budgetguard_core.testing import ManualClock
+
+
+def charged(ledger, key="acme"):
+    day = ledger.usage(key).daily
+    return day.spent_usd + day.reserved_usd
+
+
+def test_a_retry_after_a_lost_reply_counts_once(place, opened):
+    ledger = opened(place, daily_usd=1)
+    first = ledger.reserve("acme", usd=0.6, reservation_id="call-1")
+    again = ledger.reserve("acme", usd=0.6, reservation_id="call-1")
+    assert first.id == again.id
+    assert charged(ledger) == Decimal("0.6")
+    first.settle(0.25)
+    again.settle(0.25)
+    assert charged(ledger) == Decimal("0.25")
+
+
+def test_a_ceiling_refuses_with_reason_limit_and_use(place, opened):
+    ledger = opened(place, daily_usd=1, monthly_usd=1.5, daily_tokens=1000)
+    ledger.reserve("acme", usd=0.75, tokens=900).settle(0.75, 900)
+    with pytest.raises(LedgerRefused) as refused:
+        ledger.reserve("acme", usd=0.5)
+    assert (refused.value.reason, refused.value.limit, refused.value.used) == (
+        "tenant_daily",
+        Decimal(1),
+        Decimal("0.75"),
+    )
+    assert "'acme' has used or reserved $0.75 of $1 of the day" in refused.value.detail
+    with pytest.raises(LedgerRefused, match="900 of 1000 tokens of the day") as refused:
+        ledger.reserve("acme", tokens=101)
+    assert refused.value.limit == 1000
+    ledger.reserve("acme", usd=0.25, tokens=100)
+    assert pickle.loads(pickle.dumps(refused.value)).limit == 1000
+
+
+def test_the_month_holds_across_days(sqlite, opened):
+    clock = ManualClock()
+    ledger = opened(sqlite, daily_usd=1, monthly_usd=1.5, clock=clock)
+    ledger.reserve("acme", usd=1).settle(1)
+    clock.advance(86400)
+    with pytest.raises(LedgerRefused) as refused:
+        ledger.reserve("acme", usd=0.75)
+    assert refused.value.reason == "tenant_monthly"
+    assert "of the month 1970-01" in refused.value.detail
+    ledger.reserve("acme", usd=0.5).settle(0.5)
+
+
+def test_several_keys_are_reserved_together_or_not_at_all(place, opened):
+    ledger = opened(place, daily_usd=10)
+    ledger.set_ceilings("acme/user-7", daily_usd=0.1)
+    with pytest.raises(LedgerRefused, match="acme/user-7"):
+        ledger.reserve(("acme", "acme/user-7"), usd=0.2)
+    assert charged(ledger) == 0
+    ledger.reserve(("acme", "acme/user-7"), usd=0.1).settle(0.05)
+    assert charged(ledger) == charged(ledger, "acme/user-7") == Decimal("0.05")
+
+
+def test_more_than_was_reserved_is_charged_and_refuses_what_follows(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=0.5).settle(1.25)
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.remaining_usd) == (Decimal("1.25"), Decimal(0))
+    with pytest.raises(LedgerRefused):
+        ledger.reserve("acme", usd=0.01)
+
+
+def test_a_released_reservation_costs_nothing(place, opened):
+    ledger = opened(place, daily_usd=1, monthly_tokens=50)
+    ledger.reserve("acme", usd=1, tokens=10).release()
+    usage = ledger.usage("acme")
+    assert (usage.daily.remaining_usd, usage.monthly.remaining_tokens) == (1, 50)
+    assert (usage.daily.remaining_tokens, usage.monthly.remaining_usd) == (None, None)
+
+
+def test_stored_ceilings_win_over_defaults(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.set_ceilings(None, daily_usd=2)
+    ledger.reserve("any", usd=1.5)
+    ledger.set_ceilings("acme", daily_usd=3, monthly_tokens=10)
+    ledger.reserve("acme", usd=2.5)
+    with pytest.raises(LedgerRefused):
+        ledger.reserve("acme", tokens=11)
+    assert ledger.ceilings() == {
+        "": {"d": Amount(2 * 10**9, 0), "m": Amount(0, 0)},
+        "acme": {"d": Amount(3 * 10**9, 0), "m": Amount(0, 10)},
+    }
+    ledger.clear_ceilings("acme")
+    ledger.clear_ceilings(None)
+    assert ledger.ceilings() == {}
+    with pytest.raises(LedgerRefused):
+        ledger.reserve("acme", usd=0.1)
+    shown = {(row.key, row.window[0]): row.ceiling_usd for row in ledger.windows()}
+    assert shown["acme", "d"] == 3  # as it was when money was last given
+
+
+def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
+    ledger = opened(place)
+    most = store.largest_ceiling
+    with pytest.raises(ConfigurationError, match="must be below"):
+        ledger.set_ceilings("acme", daily_tokens=most)
+    ledger.set_ceilings("acme", daily_tokens=most - 1)
+
+
+HOSTILE = [
+    "x'; DROP TABLE windows; --",
+    "*",
+    "acme*",
+    "a:b:c",
+    "{budgetguard}:conf",
+    "%d %s {0}",
+    "../../etc/passwd",
+    "аcme",  # noqa: RUF001 - a Cyrillic letter
+    "acme ",
+    "ACME",
+    "acme\u202egpj",
+    "😀" * 50,
+]
+
+
+def test_hostile_names_reach_no_other_row_and_no_log_line(place, opened, caplog):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=0.9).settle(0.9)
+    for name in HOSTILE:
+        reservation = ledger.reserve(name, run=name, usd=0.9, reservation_id=name)
+        with pytest.raises(LedgerRefused) as refused:
+            ledger.reserve(name, usd=0.2)
+        reservation.settle(0.8)
+        assert charged(ledger, name) == Decimal("0.8"), name
+        ledger.set_ceilings(name, daily_usd=2)
+        ledger.kill(tenant=name, who=f"{name}\n\x1b[2J", why="a\r\nb")
+        with pytest.raises(LedgerRefused, match="was killed by") as refused:
+            ledger.reserve(name, usd=0.1)
+        assert refused.value.detail.isprintable(), name
+        ledger.revive(tenant=name)
+    assert charged(ledger) == Decimal("0.9")
+    assert {row.key for row in ledger.windows()} == {"acme", *HOSTILE}
+    assert set(ledger.ceilings()) == set(HOSTILE)
+    assert ledger.kills() == []
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+def test_a_kill_switch_refuses_until_it_is_taken_back(place, opened):
+    ledger, other = opened(place), opened(place)
+    for target in ({"tenant": "acme"}, {"run": "run-1"}, {"everything": True}):
+        kill = ledger.kill(**target, who="ann", why="too dear")
+        assert other.kills() == [kill]
+        with pytest.raises(LedgerRefused, match=r"killed by ann at 20.*: too dear") as refused:
+            other.reserve(("acme", "team"), "run-1", usd=0.1)
+        assert refused.value.reason == "aborted"
+        ledger.revive(**target)
+        other.reserve(("acme", "team"), "run-1", usd=0.1).release()
+    assert other.kills() == []
+
+
+def test_a_kill_switch_that_cannot_be_read_is_set_all_the_same(place, opened, store):
+    ledger = opened(place)
+    store.write("f:t:acme", "not JSON")
+    with pytest.raises(LedgerRefused, match="killed by nobody named"):
+        ledger.reserve("acme", usd=0.1)
+
+
+@pytest.mark.parametrize("target", [{}, {"tenant": "a", "run": "b"}, {"tenant": "a\n"}])
+def test_a_kill_switch_has_one_target(sqlite, opened, target):
+    ledger = opened(sqlite)
+    with pytest.raises(ConfigurationError):
+        ledger.kill(**target)
+
+
+def test_a_report_that_the_store_has_lost_is_taken(place, opened, store):
+    ledger = opened(place)
+    windows = ledger._account("acme").windows(ledger.now())
+    answer = store.step(Step("lost", 2, windows, spent=Amount(7, 3), close=True))
+    assert answer.status == "ok"
+    assert ledger.usage("acme").daily.spent_tokens == 3
+
+
+def test_a_reservation_is_settled_in_the_windows_that_it_was_made_in(place, opened):
+    ledger = opened(place)
+    reservation = ledger.reserve("acme", usd=1)
+    windows = ledger._account("beta").windows(ledger.now())
+    with pytest.raises(LedgerError, match="must be reported in the windows"):
+        ledger.connection.send(Step(reservation.id, 2, windows, close=True))
+    assert charged(ledger) == 1
+
+
+def test_a_reservation_taken_back_or_settled_is_not_made_again(place, opened):
+    ledger = opened(place)
+    ledger.reserve("acme", usd=1, reservation_id="one").release()
+    with pytest.raises(LedgerRefused, match="was settled or taken back"):
+        ledger.reserve("acme", usd=1, reservation_id="one")
+
+
+def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
+    ledger = opened(place, daily_usd=1, monthly_tokens=100)
+    told = []
+    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
+    ledger.reserve("acme", usd=0.79, tokens=10).settle(0.79, 10)
+    assert told == []
+    run.close()
+    with caplog.at_level("WARNING"):
+        ledger.reserve("acme", usd=0.01, tokens=70)
+        ledger.reserve("acme", usd=0.01, tokens=1)
+    told = [text for record in caplog.records if "reached" in (text := record.getMessage())]
+    assert [text[:40] for text in told] == [
+        "'acme' reached 80 % of its ceiling (d:20",
+        "'acme' reached 80 % of its ceiling (m:20",
+    ]
+
+
+def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=1).settle(1)
+    known = ledger.id
+    place.wipe()
+    with pytest.raises(LedgerRefused, match="got an empty store"):
+        ledger.reserve("acme", usd=1)
+    other = opened(place, daily_usd=1)
+    assert other.id != known  # a new process cannot know; it makes a ledger
+    with pytest.raises(LedgerRefused, match="it was wiped, or is another"):
+        ledger.reserve("acme", usd=1)
+    with pytest.raises(LedgerChanged):
+        opened(place, ledger_id=known).usage("acme")
+    assert ledger.adopt() == other.id
+    ledger.reserve("acme", usd=1)
+    opened(place, ledger_id=known).usage("acme")
+
+
+def test_the_stores_clock_decides(sqlite, opened):
+    from budgetguard_core.ledger.connection import Connection
+
+    ours, theirs = ManualClock(), ManualClock()
+    theirs.advance(3 * 86400)
+    account = opened(sqlite)._account("acme")
+    connection = Connection(lambda: sqlite.store(clock=theirs), ours)
+    make = lambda w: Step(uuid.uuid4().hex, 1, w, need=Amount(5, 0), want=Amount(5, 0))  # noqa: E731
+    answer, windows = connection.take(account, make)
+    assert (answer.status, windows[0].label) == ("ok", "d:1970-01-04")
+    assert connection.trips == 2
+    assert connection.take(account, make)[1] == windows
+    assert connection.trips == 3
+
+    class Racing:
+        def step(self, step):
+            theirs.advance(86400)
+            return store.step(step)
+
+        def identity(self):
+            return ""
+
+    store = sqlite.store(clock=theirs)
+    with pytest.raises(LedgerUnreachable, match="clock must stand still"):
+        Connection(Racing, ours).take(account, make)
+    store.close()
+    connection.close()
+
+
+def test_a_call_that_crosses_midnight_is_charged_to_the_day_it_was_made_in(sqlite, opened):
+    clock = ManualClock()
+    ledger = opened(sqlite, daily_usd=1, clock=clock)
+    clock.advance(86400 - 1)
+    reservation = ledger.reserve(Key("acme", "Europe/Berlin"), usd=0.5)
+    clock.advance(3600)
+    reservation.settle(0.4)
+    days = {row.window: row.spent_usd for row in ledger.windows() if row.window[0] == "d"}
+    assert days == {"d:1970-01-02": Decimal("0.4")}  # Berlin is an hour ahead
+
+
+def test_a_clock_that_jumps_back_frees_nothing(sqlite, opened):
+    clock = ManualClock()
+    clock.advance(86400 * 10)
+    ledger = opened(sqlite, daily_usd=1, clock=clock)
+    ledger.reserve("acme", usd=1).settle(1)
+    clock.advance(86400)
+    ledger.reserve("acme", usd=1).settle(1)
+    clock._now_ns -= 86400 * 10**9
+    with pytest.raises(LedgerRefused):
+        ledger.reserve("acme", usd=0.1)
+
+
+def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
+    import datetime as dt
+
+    from budgetguard_core.ledger.windows import windows_at
+
+    now = dt.datetime(2026, 11, 22, tzinfo=dt.UTC).timestamp()
+    for days in (500, 63, 62, 30, 0):
+        windows = windows_at("acme", now - days * 86400, dt.UTC)
+        store.step(Step(uuid.uuid4().hex, 1, windows, spent=Amount(1, 1), close=True))
+    labels = sorted(row.label for row in store.windows())
+    assert labels == [
+        "d:2026-09-21",
+        "d:2026-10-23",
+        "d:2026-11-22",
+        "m:2026-09",
+        "m:2026-10",
+        "m:2026-11",
+    ]
+
+
+def test_the_runs_that_processes_work_on_are_shown(place, opened):
+    ledger, other = opened(place), opened(place)
+    run = ledger.attach("run-1", ("acme", "u"), on_kill=print, on_warning=print)
+    ledger.beat()
+    (alive,) = other.runs()
+    assert (alive.run, alive.tenant, alive.silent) == ("run-1", ("acme", "u"), False)
+    run.close()
+    ledger.beat()
+    assert other.runs() == []
+
+
+def test_credentials_are_shown_nowhere(caplog):
+    for scheme in ("redis", "postgresql"):
+        ledger = Ledger(
+            f"{scheme}://ann:s3cret@127.0.0.1:1/0?application_name=s3cret"
+            if scheme == "postgresql"
+            else f"{scheme}://ann:s3cret@127.0.0.1:1/0",
+            timeout=0.2,
+        )
+        with pytest.raises(LedgerRefused) as refused:
+            ledger.reserve("acme", usd=1)
+        with pytest.raises(LedgerUnreachable) as failed:
+            ledger.usage("acme")
+        text = repr((ledger, ledger.url, refused.value, failed.value, caplog.text))
+        assert "s3cret" not in text
+        assert "ann" not in text
+        assert failed.value.__cause__ is None
+        assert "127.0.0.1:1" in ledger.url
+        ledger.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql://host/x",
+        "ledger.db",
+        "sqlite://host/x",
+        "sqlite:///",
+        "sqlite:///x?cache=shared",
+        "redis://host:port/0",
+        7,
+    ],
+)
+def test_a_url_that_names_no_store_is_refused(url):
+    with pytest.raises(ConfigurationError, match=r"must .*got .*\. Use "):
+        Ledger(url)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lease": "maybe"},
+        {"on_ledger_error": "ignore"},
+        {"timeout": 0},
+        {"timeout": True},
+        {"timeout": "1"},
+        {"time_zone": "Nowhere"},
+        {"daily_usd": -1},
+    ],
+)
+def test_wrong_options_are_refused(sqlite, options):
+    with pytest.raises(ConfigurationError):
+        Ledger(sqlite.url, **options)
+
+
+def test_a_missing_driver_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr("budgetguard_core.ledger.url.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r'pip install "\.\[redis\]"'):
+        Ledger("redis://127.0.0.1")
+    with pytest.raises(ConfigurationError, match=r'pip install "\.\[postgres\]"'):
+        Ledger("postgresql://127.0.0.1/x")
+
+
+def test_the_ledger_of_a_url_is_one_per_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ledger = as_ledger(f"sqlite:///{tmp_path}/l.sqlite3")
+    assert as_ledger(f"sqlite:///{tmp_path}/l.sqlite3") is ledger is as_ledger(ledger)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(ledger)
+    with Ledger() as default:
+        assert default.url == f"sqlite:///{tmp_path}/.budgetguard/ledger.sqlite3"
+        default.reserve("acme", usd=1)
+    assert (tmp_path / ".budgetguard" / "ledger.sqlite3").stat().st_mode & 0o77 == 0
+    module._BY_URL.clear()
+    ledger.close()
+
+
+def test_a_note_about_a_process_is_json(place, opened, store):
+    ledger = opened(place)
+    ledger.attach("run-1", "acme", on_kill=print, on_warning=print)
+    ledger.beat()
+    (text,) = store.scan("p:").values()
+    assert set(json.loads(text)) == {"host", "pid", "seen", "runs"}

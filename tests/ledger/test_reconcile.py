@@ -1,0 +1,201 @@
+"""Holds whose process has gone, and the command line that settles them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from decimal import Decimal
+
+import pytest
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
+from budgetguard_core import Guard, ModelCall, TokenUsage
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.events import JsonLinesSink
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.reconcile import expired_holds, is_long_gone, read_proofs
+from budgetguard_core.ledger.step import Step
+from budgetguard_core.outcome import Outcome
+
+
+def run(place, *arguments):
+    environment = {"BUDGETGUARD_LEDGER": place.url, "COLUMNS": "200"}
+    return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+def leave(place, ledger, name, granted, spent, ago):
+    """A hold whose process was last heard of `ago` seconds beyond its time to live."""
+    store = place.store()
+    windows = ledger._account("acme").windows(ledger.now())
+    amount = Amount(granted, 10)
+    step = Step(name, 1, windows, need=amount, want=amount, ttl=-ago, owner="worker")
+    assert store.step(step).status == "ok"
+    lease = Step(name, 2, windows, spent=Amount(spent, 1), keep=amount, ttl=-ago, owner="worker")
+    store.step(lease)
+    store.close()
+
+
+def test_expired_holds_stay_charged_and_are_listed(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=0.1)  # alive
+    leave(place, ledger, "dead", 5 * 10**8, 10**8, 61)
+    leave(place, ledger, "silent", 10**8, 0, 1)
+    found = {hold.id: hold for hold in expired_holds(ledger)}
+    assert set(found) == {"dead", "silent"}
+    assert is_long_gone(found["dead"], ledger.now())
+    assert not is_long_gone(found["silent"], ledger.now())
+    assert found["dead"].owner == "worker"
+    assert {key for key, _ in found["dead"].windows} == {"acme"}
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.1"), Decimal("0.6"))
+    listed = run(place, "ledger", "reconcile")
+    assert listed.exit_code == 1
+    assert "dead" in listed.output
+    assert "to be settled" in listed.output
+    early = run(place, "ledger", "reconcile", "--hold", "silent", "--usd", "0.01")
+    assert "its process may be alive" in early.output
+    word = run(place, "ledger", "reconcile", "--hold", "dead", "--usd", "0.2", "--tokens", "3")
+    assert "settled at $0.2  3 tokens" in word.output
+    rest = run(place, "ledger", "reconcile", "--full")
+    assert rest.exit_code == 0
+    assert "settled at $0.1  10 tokens" in rest.output
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.3"), Decimal("0.1"))
+    assert "nothing is to be reconciled" in run(place, "ledger", "reconcile").output
+
+
+def test_a_log_proves_what_a_dead_process_spent(sqlite, opened, tmp_path):
+    ledger = opened(sqlite)
+    log = tmp_path / "log.jsonl"
+    sink = JsonLinesSink(log)
+    guard = Guard(ledger=ledger, tenant="acme", sinks=[sink])
+    call = ModelCall(cost_usd=Decimal("0.2"), input_tokens=5, max_output_tokens=5)
+    for _ in range(2):
+        ticket = guard.admit_model_call(call)
+        guard.settle_model_call(ticket, TokenUsage(5, 4), cost_usd=Decimal("0.15"))
+    guard.withdraw_model_call(guard.admit_model_call(call))
+    sink.flush()
+    (hold,) = ledger.holds()
+    assert read_proofs([log])[hold.id] == (proof := read_proofs([log])[hold.id])
+    assert (proof.spent, proof.complete) == (Amount(3 * 10**8, 18), False)
+    usage = guard.usage
+    guard.conclude(
+        Outcome(status="completed", stop_reason="completed", run_id=guard.run_id, usage=usage)
+    )
+    sink.flush()
+    with log.open("a") as file:
+        file.write('[1]\n{"cut')
+    assert read_proofs([log])[hold.id].complete
+    # As if the process had been killed two minutes ago.
+    store = sqlite.store()
+    store.step(Step(hold.id, hold.op + 1, _windows(hold), keep=hold.granted, ttl=-61))
+    store.close()
+    done = run(sqlite, "ledger", "reconcile", "--log", str(log))
+    assert "settled at $0.3  18 tokens" in done.output, done.output
+    assert run(sqlite, "ledger", "reconcile", "--log", str(tmp_path / "none")).exit_code == 2
+
+
+def _windows(hold):
+    from budgetguard_core.ledger.windows import Window
+
+    return tuple(Window(key, label, 0.0, 0.0) for key, label in hold.windows)
+
+
+def test_a_call_without_a_cost_proves_nothing(sqlite, opened, tmp_path):
+    log = tmp_path / "log.jsonl"
+    events = [
+        {"run_id": "r", "event": "model_call_admitted", "call_id": 1, "holds": ["a"]},
+        {"run_id": "r", "event": "model_call_settled", "call_id": 1, "cost_usd": None},
+        {"run_id": "r", "event": "model_call_admitted", "call_id": 2, "holds": ["b"]},
+        {"run_id": "r", "event": "model_call_settled", "call_id": 9},
+        {"run_id": "r", "event": "run_ended"},
+    ]
+    log.write_text("\n".join(map(json.dumps, events)))
+    assert {name: proof.complete for name, proof in read_proofs([log]).items()} == {
+        "a": False,
+        "b": False,
+    }
+    with pytest.raises(ConfigurationError, match="must be a file that can be read"):
+        read_proofs([tmp_path])
+
+
+def test_show_set_and_export(place, opened):
+    assert run(place, "ledger", "set", "acme", "--daily-usd", "20").exit_code == 0
+    run(place, "ledger", "set", "acme", "--monthly-tokens", "5000")
+    run(place, "ledger", "set", "--default", "--daily-usd", "3")
+    ledger = opened(place)
+    ledger.reserve(("acme", "=cmd|x"), usd=2, tokens=9).settle(1.5, 7)
+    ledger.reserve("acme", usd=1)
+    shown = run(place, "ledger", "show").output
+    assert "acme" in shown
+    assert "$1.5  7 tokens" in shown
+    assert "12%" in shown  # 2.5 of 20
+    assert f"ledger {ledger.id}" in shown
+    record = json.loads(
+        run(place, "ledger", "show", "--json", "--tenant", "acme").stdout.split("\n")[0]
+    )
+    assert (record["spent_usd"], record["reserved_usd"], record["ceiling_usd"]) == (
+        "1.5",
+        "1",
+        "20",
+    )
+    rows = list(csv.DictReader(io.StringIO(run(place, "ledger", "export").stdout)))
+    assert {row["key"] for row in rows} == {"acme", "'=cmd|x"}
+    lines = run(place, "ledger", "export", "--format", "json").stdout.splitlines()
+    assert len(lines) == 4
+    run(place, "ledger", "set", "acme", "--daily-usd", "none")
+    assert ledger.ceilings()["acme"]["d"] == (0, 0)
+    run(place, "ledger", "set", "acme", "--clear")
+    assert set(ledger.ceilings()) == {""}
+
+
+def test_kill_revive_and_runs(place, opened):
+    ledger = opened(place)
+    attached = ledger.attach("run-1", "acme", on_kill=print, on_warning=print)
+    ledger.beat()
+    assert "run-1" in run(place, "runs").output
+    assert json.loads(run(place, "ledger", "runs", "--json").stdout)["run"] == "run-1"
+    assert "1" in run(place, "ledger", "show").output
+    killed = run(place, "kill", "--run", "run-1", "--who", "ann", "--why", "loops")
+    assert "killed by ann" in killed.output
+    assert "killed: this run was killed by ann" in run(place, "ledger", "show").output
+    assert run(place, "revive", "--run", "run-1").exit_code == 0
+    assert ledger.kills() == []
+    attached.close()
+    ledger.beat()
+    assert "no run is alive" in run(place, "runs").output
+
+
+def test_what_is_wrong_is_said_in_one_sentence(sqlite):
+    for arguments in (
+        ("kill",),
+        ("ledger", "set"),
+        ("ledger", "set", "acme"),
+        ("ledger", "set", "acme", "--clear", "--daily-usd", "1"),
+        ("ledger", "set", "acme", "--daily-usd", "many"),
+        ("ledger", "show", "--ledger", "mysql://x"),
+        ("ledger", "check", "--ledger", "redis://127.0.0.1:1"),
+    ):
+        done = run(sqlite, *arguments)
+        assert done.exit_code == 2, arguments
+        assert done.stderr.startswith("budgetguard: "), arguments
+        assert done.stderr.count("\n") == 1
+
+
+def test_check_and_adopt(sqlite, place, opened):
+    opened(place).reserve("acme", usd=1)
+    done = run(place, "ledger", "check")
+    assert done.exit_code == (0 if place.kind == "sqlite" else 2)
+    assert "adopted: ledger" in run(place, "ledger", "adopt").output
+    import contextlib
+    import sqlite3
+
+    opened(sqlite).reserve("acme", usd=1)
+    with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
+        db.execute("UPDATE windows SET cu = 0")
+        db.commit()
+    damaged = run(sqlite, "ledger", "check")
+    assert damaged.exit_code == 1
+    assert "in the window" in damaged.output

@@ -1,0 +1,163 @@
+"""What the processes of the ledger's tests do. Imported by the fork server, so without a test."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import threading
+
+from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
+from budgetguard_core.ledger.amounts import Amount, to_dollars
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["ledger_workers"])
+
+
+def start(target, *arguments):
+    process = CONTEXT.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def pairs(url, keys, ceiling, count, mode, seed, queue, out):
+    """Reserve and settle at random; says what was billed, refused, and how many trips it took."""
+    rnd = random.Random(seed)
+    ledger = Ledger(
+        url,
+        daily_usd=to_dollars(ceiling),
+        monthly_usd=to_dollars(ceiling * 2),
+        lease=mode,
+        timeout=30.0,
+        queue=queue,
+    )
+    spent = refused = 0
+    charged_at_refusal = None
+    run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
+    for _ in range(count):
+        usd = rnd.randrange(10**6, 10**8)
+        real = int(usd * rnd.uniform(0.1, 1.0))
+        if mode == "exact":
+            try:
+                reservation = ledger.reserve(keys, f"run-{seed}", usd=to_dollars(usd))
+            except LedgerRefused:
+                refused += 1
+                continue
+            reservation.settle(to_dollars(real))
+        else:
+            part = run.take(usd, 0) or run.obtain(usd, 0)
+            if isinstance(part, Refusal):
+                assert part.reason.startswith("tenant"), part
+                refused += 1
+                if charged_at_refusal is None:
+                    day = ledger.usage(keys[0]).daily
+                    charged_at_refusal = int((day.spent_usd + day.reserved_usd) * 10**9)
+                if refused > 2:  # each refusal waits for a recall
+                    break
+                continue
+            run.settle(part, Amount(usd, 0), Amount(real, 0))
+        spent += real
+    trips = ledger.trips
+    run.close()
+    ledger.close()
+    out.put((spent, refused, trips, charged_at_refusal))
+
+
+def kill_many(url, keys, kills, folder, queue):
+    """Start workers, two at a time, and kill each at a moment of its own."""
+    importlib.import_module("redis")  # once, and not in every child
+    importlib.import_module("psycopg")
+    rnd = random.Random(5)
+    pause = threading.Event()
+    for number in range(0, kills, 2):
+        children = []
+        for one in (number, number + 1):
+            path = folder / str(one)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    bill_for_ever(url, keys, ("exact", "auto")[one % 2], path, one, queue)
+                finally:
+                    os._exit(1)
+            children.append((pid, path))
+        for pid, path in children:
+            while not (path.exists() and path.stat().st_size):
+                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "a worker ended by itself"
+                pause.wait(0.001)
+            pause.wait(rnd.uniform(0.0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def bill_for_ever(url, keys, mode, path, seed, queue):
+    """Spend until killed; each bill is one write before its settlement."""
+    rnd = random.Random(seed)
+    ledger = Ledger(url, daily_usd=10**6, lease=mode, timeout=1.0, queue=queue)
+    run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    while True:
+        usd = rnd.randrange(10**5, 10**7)
+        if mode == "exact":
+            try:
+                reservation = ledger.reserve(keys, usd=to_dollars(usd))
+            except LedgerRefused:
+                continue
+            os.write(fd, b"%d\n" % (usd // 2))
+            reservation.settle(to_dollars(usd // 2))
+        else:
+            part = run.take(usd, 0) or run.obtain(usd, 0)
+            if isinstance(part, Refusal):
+                continue
+            os.write(fd, b"%d\n" % (usd // 2))
+            run.settle(part, Amount(usd, 0), Amount(usd // 2, 0))
+
+
+def first_use(url, barrier, out):
+    """Open an empty ledger at the same moment as others."""
+    barrier.wait()
+    try:
+        ledger = Ledger(url, timeout=20.0)
+        ledger.reserve("acme", usd=1)
+        out.put(ledger.id)
+    except LedgerRefused as error:
+        out.put(str(error))
+
+
+def fill(url, queue, out):
+    """Fill the ledger's file up to a limit of its size."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+    spent, refused = 0, None
+    with Ledger(url, lease="exact", daily_usd=10**6, queue=queue) as ledger:
+        ledger.connection._pause_ns = 0
+        for number in range(5000):
+            try:
+                ledger.reserve("acme", usd=0.001, reservation_id=f"{number:0150d}").settle(0.001)
+            except LedgerRefused as full:
+                refused = str(full)
+                break
+            spent += 1
+    out.put((spent, refused))
+
+
+def allowed_and_killed(url, queue):
+    """Be allowed to spend while the store cannot be reached, and die before it can."""
+    ledger = Ledger(url, on_ledger_error="allow", timeout=0.1, queue=queue)
+    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
+    run.settle(run.obtain(2 * 10**8, 5), Amount(2 * 10**8, 5), Amount(10**8, 5))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def timed_pairs(url, count, seed, barrier, out):
+    """Exact pairs as fast as they go, from the moment at which all are ready."""
+    rnd = random.Random(seed)
+    with Ledger(url, lease="exact", timeout=30.0, daily_usd=10**6) as ledger:
+        ledger.reserve("acme", usd=0)
+        barrier.wait()
+        for _ in range(count):
+            usd = to_dollars(rnd.randrange(10**6, 10**8))
+            ledger.reserve("acme", usd=usd).settle(usd)
+    out.put(seed)
