@@ -276,7 +276,7 @@ class Guard:
         from budgetguard_core.ledger import as_ledger
 
         if self.mode is not Mode.OFF:
-            me = weakref.ref(self)
+            me: weakref.ref[Guard] = weakref.ref(self)
             self._tenant = as_ledger(ledger).attach(
                 self.run_id,
                 tenant,
