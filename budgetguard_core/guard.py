@@ -193,7 +193,7 @@ class Guard(RunState):
         from budgetguard_core.ledger import as_ledger
 
         if self.mode is not Mode.OFF:
-            me = weakref.ref(self)
+            me: weakref.ref[Guard] = weakref.ref(self)
             place = as_ledger(ledger).attach(
                 self.run_id,
                 tenant,
