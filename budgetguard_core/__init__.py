@@ -2,7 +2,6 @@
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
-from budgetguard_core.checkpoint import CheckpointStore, MemoryStore, Snapshot, SqliteStore
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -20,7 +19,6 @@ from budgetguard_core.decision import (
 from budgetguard_core.ending import end_run, synthetic_metadata, synthetic_text
 from budgetguard_core.errors import (
     AdapterError,
-    BudgetExceeded,
     BudgetGuardError,
     CheckpointError,
     ConfigurationError,
@@ -28,8 +26,10 @@ from budgetguard_core.errors import (
 from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
 from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.loops import LoopDetection, fingerprint
-from budgetguard_core.outcome import Outcome, ToolCallRecord
+from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
 from budgetguard_core.pricing import Price, PriceBook
+from budgetguard_core.replay import replay
+from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.stop import (
     StopCondition,
     StopReason,
@@ -38,6 +38,7 @@ from budgetguard_core.stop import (
     after_iterations,
     tool_called,
 )
+from budgetguard_core.stores import CheckpointStore, MemoryStore, SqliteStore
 from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "ModelCall",
     "ModelDecision",
     "Nudge",
+    "OpenCall",
     "Outcome",
     "Price",
     "PriceBook",
@@ -87,6 +89,7 @@ __all__ = [
     "estimate_tokens",
     "fingerprint",
     "read_events",
+    "replay",
     "synthetic_metadata",
     "synthetic_text",
     "tool_called",

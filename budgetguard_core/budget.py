@@ -146,13 +146,15 @@ class Budget(BaseModel):
     max_output_tokens_per_call: Whole = None
     """Completion tokens of one call. Clamped to what is left; reserved before the call."""
     warn_at: Annotated[float, BeforeValidator(_share)] = 0.8
-    """The share of a cap at which a warning is given, once per cap and run."""
+    """The share of a cap at which a warning is given, once per cap and run. A sub-agent's budget
+    that leaves it out has its parent's."""
     stop_when: tuple[Callable[..., str | bool | None], ...] = ()
     """Conditions of the user's own, asked before each step."""
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     """What `max_cost_usd` does with a model of unknown price: stop the run, or count it as free."""
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
-    """How repetition and oscillation are found; None turns it off."""
+    """How repetition and oscillation are found; None turns it off. A sub-agent's budget that leaves
+    it out has its parent's."""
 
     def __init__(self, **caps: Any) -> None:
         try:
@@ -208,6 +210,17 @@ class Budget(BaseModel):
                 )
         return budget
 
+    def inheriting(self, above: Budget) -> Self:
+        """Copy the budget of a sub-agent, with what it leaves open set as in the one above.
+
+        That is `warn_at` and `loop_detection`, where neither was given. Caps are not among it:
+        every one above holds by itself.
+        """
+        open_ = {"warn_at", "loop_detection"} - self.model_fields_set
+        update = {name: getattr(above, name) for name in open_}
+        same = all(getattr(self, name) == value for name, value in update.items())
+        return self if same else self.model_copy(update=update)
+
     def to_json(self) -> dict[str, Any]:
         """Return the budget as plain data. Stop conditions are code and are left out."""
         return self.model_dump(mode="json", exclude={"stop_when"})
@@ -221,7 +234,7 @@ class Budget(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the budget, changed as `update` says; unlike pydantic's, the copy is validated."""
         del deep  # nothing in a budget can be changed, so a shallow copy is as good
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | dict(update or {})))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
+from pydantic import ConfigDict
+
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
-
-if TYPE_CHECKING:
-    from budgetguard_core.guard import Guard
-    from budgetguard_core.pricing import Rates
 
 NOT_EXECUTED = "Not executed: the run was stopped before this call started."
 """The result that a tool call gets when the run ends before it starts."""
@@ -32,6 +32,9 @@ class ModelCall:
 
     The figures are checked when the call is to be admitted.
     """
+
+    # In an event the call is a record like all others.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     model: str | None = None
     """The model's name as the provider knows it; needed for a price."""
@@ -70,11 +73,21 @@ class ToolCall:
     call is admitted, so that a tool that changes its arguments changes nothing here."""
 
 
+class Admitting(Protocol):
+    """What an answer asks of the guard that gave it."""
+
+    run_id: str
+
+    def time_left(self) -> float | None:
+        """Seconds until the deadline, or None."""
+        ...
+
+
 class Admit:
     """The call may start. The answer is also its ticket: settle it with the result.
 
     Attributes:
-        guard: The guard that admitted it.
+        guard: The `Guard` that admitted it.
         call: The request that was admitted.
         call_id: The number of the call within its tree of guards.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
@@ -95,7 +108,7 @@ class Admit:
 
     def __init__(
         self,
-        guard: Guard,
+        guard: Admitting,
         call: Any,
         call_id: int,
         max_output_tokens: int | None = None,
@@ -103,7 +116,8 @@ class Admit:
         reserved_tokens: int = 0,
         reserved_cost: int = 0,
     ) -> None:
-        self.guard = guard
+        # Whoever settles the call knows what it is; this module must not.
+        self.guard: Any = guard
         self.call = call
         self.call_id = call_id
         self.max_output_tokens = max_output_tokens
@@ -115,7 +129,7 @@ class Admit:
     def seconds(self) -> float | None:
         """Seconds that a model call may take from now on: its own limit, or the time left."""
         own: float | None = self.call.seconds
-        left = self.guard.time_left()
+        left: float | None = self.guard.time_left()
         if left is None or own is None:
             return own if left is None else left
         return min(own, left)
@@ -162,3 +176,46 @@ class Stop:
 
 ModelDecision: TypeAlias = Admit | Nudge | Stop
 ToolDecision: TypeAlias = Admit | Refuse | Stop
+
+
+def check_projection(call: ModelCall, bound: int | None) -> None:
+    """Refuse a projection that no call can have, under the completion bound that holds for it.
+
+    Raises:
+        ConfigurationError: The input is not >= 0, or the bound is not >= 1.
+    """
+    # Put so that NaN fails too: reserved, it would be above no cap for ever.
+    if not call.input_tokens >= 0:
+        raise ConfigurationError(
+            f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+        )
+    if bound is not None and not bound >= 1:
+        raise ConfigurationError(
+            f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
+        )
+
+
+def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
+    """Return what a call costs at most, in the unit of `pricing`; 0 where nothing is known.
+
+    Raises:
+        ConfigurationError: The caller's own projection makes no sense.
+    """
+    if call.cost_usd is not None:
+        return given_cost(call.cost_usd)
+    if rates is None or not (call.input_tokens or bound):
+        return 0
+    return rates.projected_cost(call.input_tokens, bound or 0)
+
+
+def given_cost(cost_usd: Decimal) -> int:
+    """Turn an amount that the caller gave into the unit of `pricing`.
+
+    Raises:
+        ConfigurationError: It is not a Decimal >= 0.
+    """
+    if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and cost_usd >= 0):
+        raise ConfigurationError(
+            f"cost_usd must be a Decimal >= 0, got {cost_usd!r}. Use None where it is not known."
+        )
+    return from_usd(cost_usd)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from budgetguard_core.checkpoint import CheckpointStore
 from budgetguard_core.events import CheckpointSaved, IncidentRecorded
 from budgetguard_core.guard import Guard
-from budgetguard_core.outcome import Outcome
+from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.stores import CheckpointStore
+
+_ERROR_LENGTH = 500
 
 
 def synthetic_text(guard: Guard) -> str:
@@ -40,6 +42,8 @@ def end_run(
     saved_messages: Sequence[Any] | None = None,
     next_step: str | None = None,
     resume: str | None = None,
+    paused: bool = False,
+    error: BaseException | None = None,
 ) -> Outcome:
     """End a run whose history the adapter has closed: checkpoint, incident record, outcome.
 
@@ -48,20 +52,23 @@ def end_run(
 
     Args:
         guard: The run's guard.
-        trip: What stopped the run, or None when it ended by itself. A shared guard may have
-            tripped for another run.
+        trip: What stopped the run, or None when no limit did. A shared guard may have tripped for
+            another run. Where a limit stopped it, the run is `terminated` whatever else is given.
         messages: The closed history, in the framework's own types.
         final: The final answer, or the text of the synthetic last message.
         store: Where the checkpoint goes.
         saved_messages: The history as plain data for the checkpoint; `messages` if left out.
-        next_step: What the run was about to do, for the incident record.
+        next_step: What the run was about to do, or what it waits for.
         resume: How to go on, for the outcome.
+        paused: The run waits for a person. Call `Guard.pause` before, so that the checkpoint says
+            so too.
+        error: The exception or the cancellation that left the run: it has `failed`.
     """
     if store is not None:
         try:
             store.save(guard.snapshot(messages if saved_messages is None else saved_messages))
-        except Exception as error:
-            guard.report("checkpoint", error)
+        except Exception as problem:
+            guard.report("checkpoint", problem)
         else:
             guard.emit(CheckpointSaved)
     if trip is not None:
@@ -78,12 +85,22 @@ def end_run(
             errors=guard.errors,
         )
     guard.flush()
+    status: Status = "completed"
+    if trip is not None:
+        status = "terminated"
+    elif error is not None:
+        status = "failed"
+    elif paused:
+        status = "paused"
+    reason = StopReason.COMPLETED if status == "completed" else None
     observed = guard.observed_trip
     outcome = Outcome(
         run_id=guard.run_id,
-        status="completed" if trip is None else "terminated",
-        stop_reason=StopReason.COMPLETED if trip is None else trip.reason,
+        status=status,
+        stop_reason=reason if trip is None else trip.reason,
         detail="" if trip is None else trip.detail,
+        error=None if error is None else _text(error),
+        next_step=next_step,
         violations=() if trip is None else trip.violations,
         usage=guard.usage,
         earlier_usage=guard.earlier_usage,
@@ -97,3 +114,12 @@ def end_run(
     )
     guard.conclude(outcome)
     return outcome
+
+
+def _text(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # the error's own code runs here, and the run has to end
+        return name
+    return f"{name}: {text}"[:_ERROR_LENGTH] if text else name

@@ -1,6 +1,6 @@
 """What happened in a run, as frozen records in the past tense, and the sinks that take them.
 
-The events that change a guard carry all that the guard was told, so that `Guard.replay` can tell
+The events that change a guard carry all that the guard was told, so that `replay` can tell
 it again. Argument values are not among it unless the user asked for them; their hash is.
 """
 
@@ -10,17 +10,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import IO, Annotated, Any, Literal, Protocol, Self, TypeAlias, cast, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from budgetguard_core.checkpoint import dump
-from budgetguard_core.decision import ToolKind
+from budgetguard_core.decision import ModelCall, ToolKind
 from budgetguard_core.errors import CheckpointError
+from budgetguard_core.outcome import Status
+from budgetguard_core.records import dump
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The version of the log. Version 1, which had the fields of a model call flat, is read as well."""
+
+_CALL = frozenset(ModelCall.__dataclass_fields__)
 
 
 class EventBase(BaseModel):
@@ -68,40 +72,41 @@ class TimeStarted(EventBase):
     event: Literal["time_started"] = "time_started"
 
 
-class ModelCallAdmitted(EventBase):
+class ModelCallAsked(EventBase):
+    """A model call was asked for."""
+
+    call: ModelCall
+    """The request, as the guard was given it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, fields: Any) -> Any:
+        """Read version 1, in which the fields of the call stood beside those of the event."""
+        if not isinstance(fields, dict) or "call" in fields:
+            return cast("Any", fields)
+        flat = cast("dict[str, Any]", fields)
+        rest = {name: value for name, value in flat.items() if name not in _CALL}
+        return {**rest, "call": {name: flat[name] for name in flat if name in _CALL}}
+
+
+class ModelCallAdmitted(ModelCallAsked):
     """A model call was allowed to start."""
 
     event: Literal["model_call_admitted"] = "model_call_admitted"
     call_id: int
-    model: str | None
-    provider: str | None
-    retry: bool
-    input_tokens: int
-    max_output_tokens: int | None
-    """The completion bound of the request."""
-    output_is_fixed: bool = False
-    seconds: float | None
-    """The time limit of the request."""
-    cost_usd: str | None
-    """The cost projected by the caller."""
+    """The number of the call within its tree of guards."""
     admitted_output_tokens: int | None
-    """The completion bound of the answer."""
+    """The completion bound of the answer; that of the request is in `call`."""
     nudge: str | None
+    """The corrective message that was due."""
 
 
-class ModelCallRefused(EventBase):
+class ModelCallRefused(ModelCallAsked):
     """A model call was not allowed to start."""
 
     event: Literal["model_call_refused"] = "model_call_refused"
-    model: str | None
-    provider: str | None
-    retry: bool
-    input_tokens: int
-    max_output_tokens: int | None
-    output_is_fixed: bool = False
-    seconds: float | None
-    cost_usd: str | None
     reason: str
+    """The stop reason."""
 
 
 class ModelCallSettled(EventBase):
@@ -119,6 +124,14 @@ class ModelCallSettled(EventBase):
     """The cost as the caller gave it, if it did."""
     error: str | None
     """The type of the error that ended it."""
+
+
+class ModelCallWithdrawn(EventBase):
+    """A model call that was admitted was never made: it counts as nothing."""
+
+    event: Literal["model_call_withdrawn"] = "model_call_withdrawn"
+    call_id: int
+    """The number of the call."""
 
 
 class ToolCallRequested(BaseModel):
@@ -266,12 +279,31 @@ class IncidentRecorded(EventBase):
     errors: tuple[str, ...]
 
 
+class RunPaused(EventBase):
+    """A run waits for a person; the guard's time stands still while nothing else is in flight."""
+
+    event: Literal["run_paused"] = "run_paused"
+    waiting: tuple[int, ...]
+    """The numbers of the calls that are open and wait with it."""
+
+
+class RunResumed(EventBase):
+    """A person's answer arrived, and the run goes on."""
+
+    event: Literal["run_resumed"] = "run_resumed"
+    waiting: tuple[int, ...]
+    """The numbers of the open calls that go on with it."""
+
+
 class RunEnded(EventBase):
     """The run's result was built."""
 
     event: Literal["run_ended"] = "run_ended"
-    status: Literal["completed", "terminated"]
-    stop_reason: str
+    status: Status
+    stop_reason: str | None
+    """None where the run is `paused` or `failed`."""
+    error: str | None = None
+    """The type of the error that left the run."""
     usage: Usage
 
 
@@ -282,6 +314,7 @@ Event: TypeAlias = Annotated[
     | ModelCallAdmitted
     | ModelCallRefused
     | ModelCallSettled
+    | ModelCallWithdrawn
     | ToolCallsRequested
     | ToolCallSettled
     | ToolCallWithdrawn
@@ -299,6 +332,8 @@ Event: TypeAlias = Annotated[
     | TripObserved
     | CheckpointSaved
     | IncidentRecorded
+    | RunPaused
+    | RunResumed
     | RunEnded,
     Field(discriminator="event"),
 ]
@@ -456,7 +491,7 @@ def _reason(line: str | bytes, error: ValidationError) -> str:
         version = json.loads(line).get("format_version", FORMAT_VERSION)
     except (ValueError, AttributeError, RecursionError):
         return "not a JSON object. Restore the file from its source, or cut the line."
-    if version != FORMAT_VERSION:
+    if version not in (1, FORMAT_VERSION):
         return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."
     problem = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in problem["loc"])

@@ -1,20 +1,18 @@
-"""The live meter of one run. Nothing else changes a counter."""
+"""The guard of one run: it admits model calls and tool calls, settles them, and trips once."""
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import replace
 from decimal import Decimal
-from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
+from budgetguard_core import limits
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
-from budgetguard_core.checkpoint import OpenCall, Snapshot
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -26,6 +24,9 @@ from budgetguard_core.decision import (
     Stop,
     ToolCall,
     ToolDecision,
+    check_projection,
+    given_cost,
+    projected_cost,
 )
 from budgetguard_core.errors import AdapterError, CheckpointError, ConfigurationError
 from budgetguard_core.events import (
@@ -41,9 +42,12 @@ from budgetguard_core.events import (
     ModelCallAdmitted,
     ModelCallRefused,
     ModelCallSettled,
+    ModelCallWithdrawn,
     NudgeTaken,
     RunEnded,
+    RunPaused,
     RunRestored,
+    RunResumed,
     RunStarted,
     Sink,
     StopHeld,
@@ -56,40 +60,39 @@ from budgetguard_core.events import (
     Tripped,
     UserTurned,
 )
-from budgetguard_core.limits import (
-    INFINITY,
-    Caps,
-    Marks,
-    Tool,
-    due_warnings,
-    in_order,
-    model_call_fits,
-    model_call_violations,
-    quota_passed,
-    reached,
-    tool_call_violations,
-    tool_calls_fit,
-    unmetered_usage,
-    unpriced_model,
-)
+from budgetguard_core.frame import FRAME, Frame, current
 from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
+from budgetguard_core.meter import (
+    COUNTERS,
+    INFINITY,
+    Chain,
+    Meter,
+    charge,
+    count_tool_call,
+    far_from_caps,
+    far_from_tool_caps,
+    model_call_fits,
+    reserve,
+    take_place,
+    tool_calls_fit,
+    uncount_tool_call,
+)
 from budgetguard_core.outcome import Outcome, ToolCallRecord
-from budgetguard_core.pricing import PriceBook, Rates, from_usd, to_usd
-from budgetguard_core.stop import StopReason, Trip, Violation, as_condition
+from budgetguard_core.pricing import PriceBook, Rates, to_usd
+from budgetguard_core.snapshot import OpenCall, Snapshot
+from budgetguard_core.standing import Mode as Mode
+from budgetguard_core.standing import Standing, as_mode
+from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tree import Tree, as_sink
-from budgetguard_core.usage import Counters, TokenUsage, Usage, check_token_usage
+from budgetguard_core.usage import TokenUsage, Usage, check_token_usage
 
-_LOG = logging.getLogger("budgetguard")
-_NAMES_KEPT = 1024
 _RECORDS_KEPT = 256
 _NAME_LENGTH = 200
 
 WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
-_E = TypeVar("_E", bound=EventBase)
 _A = TypeVar("_A")
-_ACTIVE: ContextVar[Guard | None] = ContextVar("budgetguard_active", default=None)
 _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = fingerprint_result(NOT_AVAILABLE)
@@ -99,17 +102,6 @@ _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
     Refuse: "refuse",
     Stop: "stop",
 }
-
-
-class Mode(StrEnum):
-    """What a guard does with its limits."""
-
-    ENFORCE = "enforce"
-    """Count, warn, and stop the run."""
-    OBSERVE = "observe"
-    """Count and warn, record the trip that ENFORCE would have made, refuse nothing."""
-    OFF = "off"
-    """Do nothing."""
 
 
 class Guard:
@@ -135,34 +127,25 @@ class Guard:
 
     __slots__ = (
         "__weakref__",
-        "_aborted",
         "_binding",
-        "_caps",
         "_chain",
         "_conditional",
-        "_conditions",
-        "_counters",
-        "_detector",
         "_earlier",
         "_enforced",
-        "_halt",
-        "_held",
-        "_mark_at",
-        "_marks",
+        "_line",
+        "_meter",
         "_needs_price",
-        "_observed",
         "_on_warning",
         "_output_bound",
         "_records",
-        "_started_ns",
-        "_tools",
+        "_standing",
         "_tree",
-        "_trip",
+        "_waiting",
         "_warn_at",
-        "_warned",
         "_window_warned",
         "budget",
         "cancellation",
+        "lineage",
         "mode",
         "outcome",
         "parent",
@@ -198,14 +181,16 @@ class Guard:
         mode: Mode | str,
         run_id: str | None,
         on_warning: WarningHandler | None,
+        beside: Sequence[Guard] = (),
     ) -> None:
         if budget is not None and not isinstance(budget, Budget):
             raise ConfigurationError(
                 f"budget must be a Budget, got {type(budget).__name__}. "
                 "Build one with Budget(max_iterations=25)."
             )
-        self.budget = budget or Budget()
-        self.mode = _as_mode(mode)
+        budget = budget or Budget()
+        self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
+        self.mode = as_mode(mode)
         self.run_id = run_id or uuid.uuid4().hex
         self.parent = parent
         self.outcome: Outcome | None = None
@@ -214,58 +199,43 @@ class Guard:
         )
         self._tree = tree
         self._on_warning = on_warning
-        above = () if parent is None else parent._chain
-        self._chain: tuple[Guard, ...] = above if self.mode is Mode.OFF else (self, *above)
+        self._meter = Meter(self.budget)
+        self._standing = Standing(self._meter, self.budget, self.mode)
+        above = () if parent is None else (parent, *beside)
+        self.lineage: tuple[Guard, ...] = tuple(
+            dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
+        )
+        # This guard and those above it, and what the steps of each are counted on.
+        self._line: tuple[Guard, ...] = tuple(
+            guard for guard in self.lineage if guard.mode is not Mode.OFF
+        )
+        self._chain: Chain = tuple(guard._meter for guard in self._line)
         self._begin()
 
     def _begin(self) -> None:
-        """Put every counter to its beginning."""
-        self._counters = Counters()
+        """Put everything to its beginning."""
+        self._meter.begin(self.budget)
+        self._standing.begin(self.budget, self.mode)
         self._earlier = Usage()
-        self._tools: dict[str, Tool] = {}
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
-        self._started_ns: int | None = None
-        self._trip: Trip | None = None
-        self._observed: Trip | None = None
-        self._aborted: str | None = None
-        self._held: list[Violation] = []
-        self._halt = False
-        self._warned: dict[str, None] = {}
+        self._waiting: set[int] = set()
         self._window_warned = False
-        self._warn_at = self.budget.warn_at
-        detection = None if self.mode is Mode.OFF else self.budget.loop_detection
-        self._detector = None if detection is None else LoopDetector(detection)
-        self._conditions = tuple(as_condition(one) for one in self.budget.stop_when)
-        self._compile()
         # Asked on every step and never changed by `extend`, so worked out once.
-        self._needs_price = any(guard._caps.refuses_unpriced for guard in self._chain)
-        self._conditional = any(guard._conditions for guard in self._chain)
+        self._warn_at = self.budget.warn_at
+        self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
+        self._conditional = any(guard._standing.conditions for guard in self._line)
         # An advisory envelope must not cut what the enforced ones allow.
-        self._binding = (
-            tuple(guard for guard in self._chain if guard.mode is Mode.ENFORCE) or self._chain
-        )
+        enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
+        self._enforced = bool(enforced)
+        self._binding: Chain = tuple(guard._meter for guard in enforced) or self._chain
         self._output_bound = min(
             (
-                guard.budget.max_output_tokens_per_call
-                for guard in self._binding
-                if guard.budget.max_output_tokens_per_call is not None
+                bound
+                for meter in self._binding
+                if (bound := meter.caps.budget.max_output_tokens_per_call) is not None
             ),
             default=None,
         )
-        self._enforced = any(guard.mode is Mode.ENFORCE for guard in self._chain)
-
-    def _compile(self, quotas_used: Mapping[str, int] | None = None) -> None:
-        caps = Caps(self.budget)
-        # In OBSERVE the caps are gone after the trip; the warnings are not.
-        self._set_caps(caps if self._observed is None else Caps(Budget()))
-        for quota in self._caps.quotas:
-            quota.used = (quotas_used or {}).get(quota.pattern, 0)
-        self._set_marks(Marks(caps, self._warned))
-
-    def _set_caps(self, caps: Caps) -> None:
-        self._caps = caps
-        for name, tool in self._tools.items():
-            tool.quotas = caps.quotas_of(name)
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -277,7 +247,7 @@ class Guard:
                     mode=str(self.mode),
                     parent_run_id=None if self.parent is None else self.parent.run_id,
                     price_book=self._tree.price_book.version,
-                    stop_conditions=len(self._conditions),
+                    stop_conditions=len(self.budget.stop_when),
                 )
             self._tree.deliver()
 
@@ -286,23 +256,23 @@ class Guard:
     @property
     def trip(self) -> Trip | None:
         """Why the run was stopped, or None while it may go on."""
-        return self._trip
+        return self._standing.trip
 
     @property
     def observed_trip(self) -> Trip | None:
         """In OBSERVE: the trip that ENFORCE would have made, at the step where it would have."""
-        return self._observed
+        return self._standing.observed
 
     @property
     def violations(self) -> tuple[Violation, ...]:
         """Everything that held when the run was stopped, in order."""
-        return () if self._trip is None else self._trip.violations
+        return () if self.trip is None else self.trip.violations
 
     @property
     def usage(self) -> Usage:
         """What the run has used so far, its sub-agents included."""
         with self._tree.lock:
-            return self._usage(self._now())
+            return self._meter.usage(self._now())
 
     @property
     def earlier_usage(self) -> Usage:
@@ -313,7 +283,7 @@ class Guard:
     def tool_counts(self) -> dict[str, int]:
         """How many bodies of each tool were started (the first 1,024 names)."""
         with self._tree.lock:
-            return self._tools_started()
+            return self._meter.tools_started()
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
@@ -332,7 +302,7 @@ class Guard:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The dimensions that have reached their warning share, in the order they did."""
-        return tuple(self._warned)
+        return tuple(self._meter.warned)
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -349,6 +319,16 @@ class Guard:
         """Where this guard's time comes from."""
         return self._tree.clock
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether anybody takes this guard's events."""
+        return bool(self._tree.sinks)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a run on this guard waits for a person."""
+        return self._meter.pauses > 0
+
     def open_tool_calls(self) -> tuple[Admit, ...]:
         """Return the tool calls that were started and have not been settled."""
         with self._tree.lock:
@@ -362,19 +342,26 @@ class Guard:
     def time_left(self) -> float | None:
         """Seconds until the deadline of this run or of an ancestor; 0 when it has passed.
 
-        None without a deadline. A deadline in OBSERVE cuts nothing and is not among them.
+        None without a deadline. A deadline in OBSERVE cuts nothing and is not among them. It does
+        not shrink while the time stands still (see `pause`).
         """
         with self._tree.lock:
-            return self._time_left(self._now())
+            now, left = self._now(), INFINITY
+            for guard in self._line:
+                if guard.mode is Mode.ENFORCE:
+                    meter = guard._meter
+                    left = min(left, meter.caps.nanoseconds - meter.elapsed(now))
+        return None if left == INFINITY else max(left, 0) / 1_000_000_000
 
     # Admission
 
     def start(self) -> None:
         """Let the run's time begin now instead of with the first admission."""
         with self._tree.lock:
-            if self._started_ns is None:
+            if self._meter.started_ns is None:
                 now = self._now()
-                self._start(now)
+                self._meter.start(now)
+                self._keep_time(now)
                 if self._tree.sinks:
                     self._record(TimeStarted, now)
         self._tree.deliver()
@@ -401,22 +388,22 @@ class Guard:
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
-        # Put so that NaN fails too: reserved, it would be above no cap for ever.
-        if not call.input_tokens >= 0 or (bound is not None and not bound >= 1):
-            raise ConfigurationError(_wrong_projection(call))
+        check_projection(call, bound)
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
-        cost = _projected_cost(call, rates, bound)
+        cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
             now = tree.now()
-            far = not unpriced and self._is_far_from_caps(now, tokens, cost)
-            if not far and (unpriced or not self._model_call_fits(now, call.retry, tokens, cost)):
+            far = not unpriced and far_from_caps(self._chain, now, tokens, cost)
+            if not far and (
+                unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost)
+            ):
                 if bound is not None and not call.output_is_fixed:
                     bound = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
-                    cost = _projected_cost(call, rates, bound)
+                    cost = projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
             else:
                 trip = None
@@ -425,7 +412,7 @@ class Guard:
                     call, rates, bound, tokens, cost, now
                 )
                 if not far:
-                    warnings = self._warn(now)
+                    warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
                     full = call.input_tokens >= rates.context_window * self._warn_at
                     if full is not self._window_warned:
@@ -479,7 +466,7 @@ class Guard:
         cost: int | None = None
         if cost_usd is not None:
             try:
-                cost = _amount(cost_usd)
+                cost = given_cost(cost_usd)
             except ConfigurationError as wrong:
                 cost_usd, problem = None, problem or wrong
         if cost_usd is None:
@@ -495,7 +482,7 @@ class Guard:
                 return False
             now = tree.now()
             if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None, now):
-                warnings = guard._warn(now)
+                warnings = guard._look(now)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
                 if full is not guard._window_warned:
@@ -521,6 +508,25 @@ class Guard:
             raise problem
         return True
 
+    def withdraw_model_call(self, ticket: Admit) -> bool:
+        """Take back a model call that was admitted and never made; it counts as nothing.
+
+        Returns:
+            False when the call was settled or withdrawn before.
+        """
+        guard: Guard = ticket.guard
+        tree = guard._tree
+        with tree.lock:
+            if tree.open.pop(ticket.call_id, None) is not ticket:
+                return False
+            now = tree.now()
+            release(guard._chain, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
+            guard._keep_time(now)
+            if tree.sinks:
+                guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
+        tree.deliver()
+        return True
+
     def admit_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolDecision]:
         """Ask for a whole batch of tool calls, in the order in which the model wrote them.
 
@@ -532,7 +538,8 @@ class Guard:
         if not self._chain:
             return [Admit(self, call, 0) for call in calls]
         tree = self._tree
-        ignored = _NOTHING if self._detector is None else self._detector.ignored
+        detector = self._standing.detector
+        ignored = _NOTHING if detector is None else detector.ignored
         for call in calls:
             if call.fingerprint is None:
                 call.fingerprint = fingerprint(call.arguments, ignore=ignored)
@@ -543,15 +550,15 @@ class Guard:
         tree.lock.acquire()
         try:
             now = tree.now()
-            far = self._is_far_from_tool_caps(now, len(calls))
-            trip = None if far or self._tool_calls_fit(now) else self._stop(now)
+            far = far_from_tool_caps(self._chain, now, len(calls))
+            trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
             for call in calls:
                 decision = self._decide_tool_call(call, trip, now)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
             if not far:
-                warnings = self._warn(now)
+                warnings = self._look(now)
             if tree.sinks:
                 self._record_batch(now, calls, decisions)
         finally:
@@ -596,15 +603,11 @@ class Guard:
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            detector = guard._detector
-            if detector is not None:
-                detector.observe(call.name, call.fingerprint or "", print_)
-                if detector.tripped:
-                    guard._halt = True
+            guard._bring(call, print_)
             now = tree.now()
             for charged in guard._chain:
-                if now >= charged._mark_at:
-                    warnings = guard._warn(now)
+                if now >= charged.mark_at:
+                    warnings = guard._look(now)
                     break
             if tree.sinks:
                 guard._record(
@@ -635,16 +638,14 @@ class Guard:
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
+            now = tree.now()
             if call.kind == "function":
-                guard._uncount_tool_call(call.name)
+                uncount_tool_call(guard._chain, call.name)
             guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-            detector = guard._detector
-            if detector is not None:
-                detector.observe(call.name, call.fingerprint or "", _REFUSED)
-                if detector.tripped:
-                    guard._halt = True
+            guard._bring(call, _REFUSED)
+            guard._keep_time(now)
             if tree.sinks:
-                guard._record(ToolCallWithdrawn, tree.now(), call_id=ticket.call_id)
+                guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
         tree.deliver()
         return True
 
@@ -659,9 +660,9 @@ class Guard:
             self._ask_conditions()
         with self._tree.lock:
             now = self._now()
-            before = [(guard._trip, guard._observed) for guard in self._chain]
+            before = [(guard.trip, guard.observed_trip) for guard in self._line]
             trip = self._stop(now)
-            changed = before != [(guard._trip, guard._observed) for guard in self._chain]
+            changed = before != [(guard.trip, guard.observed_trip) for guard in self._line]
             if changed and self._tree.sinks:
                 self._record(Checked, now)
         self._tree.deliver()
@@ -672,9 +673,9 @@ class Guard:
     def user_turn(self) -> None:
         """Say that the user spoke: asking the same again is no repetition any more."""
         with self._tree.lock:
-            if self._detector is not None:
-                self._detector.user_turn()
-                self._halt = self._is_halted()
+            if self._standing.detector is not None:
+                self._standing.detector.user_turn()
+                self._standing.weigh()
             if self._tree.sinks:
                 self._record(UserTurned, self._now())
         self._tree.deliver()
@@ -686,7 +687,7 @@ class Guard:
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = None if self._detector is None else self._detector.nudge()
+            message = self._nudge()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
@@ -700,12 +701,9 @@ class Guard:
         # Whatever it is given: an exception here would leave the work in flight running.
         detail = str(detail)
         with self._tree.lock:
-            going_on = self._trip is None
-            if going_on and self._aborted is None and self._observed is None:
-                self._aborted = detail
-                self._halt = True
-                if self._tree.sinks:
-                    self._record(Aborted, self._now(), detail=detail)
+            going_on = self.trip is None
+            if self._standing.abort(detail) and self._tree.sinks:
+                self._record(Aborted, self._now(), detail=detail)
         # Work in flight goes on where nothing is refused.
         if going_on and self.mode is Mode.ENFORCE:
             for error in self.cancellation.cancel():
@@ -718,7 +716,7 @@ class Guard:
         For a framework's own cap (`framework_limit`) and whatever else an adapter can see.
         """
         with self._tree.lock:
-            self._hold(violation)
+            self._standing.hold(violation)
             if self._tree.sinks:
                 self._record(StopHeld, self._now(), violation=violation)
         self._tree.deliver()
@@ -733,21 +731,58 @@ class Guard:
             AdapterError: The run was stopped already; resume it under a fresh budget instead.
         """
         with self._tree.lock:
-            if self._trip is not None:
+            if self.trip is not None:
                 raise AdapterError(
-                    f"a stopped run cannot be extended, got a run stopped by {self._trip.reason}. "
+                    f"a stopped run cannot be extended, got a run stopped by {self.trip.reason}. "
                     "Resume it under a fresh budget."
                 )
             self.budget = self.budget.raised(caps)
-            self._compile(self._quotas_used())
+            self._meter.extend(self.budget)
             if self._tree.sinks:
                 self._record(BudgetExtended, self._now(), budget=self.budget.to_json())
+        self._tree.deliver()
+
+    def pause(self, waiting: Iterable[Admit] = ()) -> None:
+        """Say that a run on this guard waits for a person, whose time is not run time.
+
+        From here on, until as many `go_on` as `pause`, time counts only while a call is in flight
+        that does not wait, here or in a sub-agent: several runs may share the guard, and the
+        others work on. Ancestors are not paused with it: each is paused by whoever knows that its
+        run waits as well. Nothing is refused meanwhile, and an admission does not end the pause.
+
+        Args:
+            waiting: The calls that are open and wait too, such as a tool whose body asks.
+        """
+        with self._tree.lock:
+            now, ids = self._now(), [ticket.call_id for ticket in waiting]
+            self._meter.pause()
+            self._waiting.update(ids)
+            self._keep_time(now)
+            if self._tree.sinks:
+                self._record(RunPaused, now, waiting=tuple(ids))
+        self._tree.deliver()
+
+    def go_on(self, waiting: Iterable[Admit] = ()) -> None:
+        """Say that the person has answered: the run's time counts again. Nothing without `pause`.
+
+        Args:
+            waiting: The calls that waited with the run and are in flight again.
+        """
+        with self._tree.lock:
+            if not self.paused:
+                return
+            now, ids = self._now(), [ticket.call_id for ticket in waiting]
+            self._meter.end_pause()
+            self._waiting.difference_update(ids)
+            self._keep_time(now)
+            if self._tree.sinks:
+                self._record(RunResumed, now, waiting=tuple(ids))
         self._tree.deliver()
 
     def restart_iterations(self) -> None:
         """Begin the iterations anew for another leg of the same run; all else runs on."""
         with self._tree.lock:
-            self._counters.iterations = 0
+            self._meter.restart_iterations()
             if self._tree.sinks:
                 self._record(IterationsRestarted, self._now())
         self._tree.deliver()
@@ -759,7 +794,7 @@ class Guard:
             AdapterError: Calls are in flight, here or in a sub-agent, or this is a sub-agent.
         """
         with self._tree.lock:
-            flying = sum(self in ticket.guard._chain for ticket in self._tree.open.values())
+            flying = sum(self in ticket.guard._line for ticket in self._tree.open.values())
             if flying or self.parent is not None:
                 raise AdapterError(
                     "reset needs a guard without a parent and without calls in flight, got "
@@ -780,34 +815,49 @@ class Guard:
         mode: Mode | str | None = None,
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
+        beside: Sequence[Guard] = (),
     ) -> Guard:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
         It charges this guard and all above it under one lock. Its trip ends the sub-agent alone;
         an ancestor's trip ends everything below. An advisory envelope takes `mode=Mode.OBSERVE`.
+
+        Args:
+            budget: Its own caps; without, it has none but those above.
+            mode: ENFORCE, OBSERVE or OFF; this guard's if left out.
+            run_id: Its name in logs and checkpoints; a random one if left out.
+            on_warning: Called at the warning shares of its own caps.
+            beside: Other guards of this tree that it charges too, each of their ancestors once.
         """
         child = Guard.__new__(type(self))
-        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning)
+        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
+        for one in beside:
+            one.cancellation.adopt(child.cancellation)
         child._announce()
         return child
 
     @contextmanager
     def activate(self) -> Generator[Self]:
-        """Make this the guard of the code in the block, wherever its configuration is out of reach.
+        """Bound every run of every adapter in the block, beside what bounds them already.
 
-        Adapters with an ambient hook find it: in this thread or task, in tasks that are started
-        here, and in threads that get a copy of the context.
+        It holds in this thread or task, in tasks that are started here, and in threads that get a
+        copy of the context.
         """
-        token = _ACTIVE.set(self)
+        token = FRAME.set(Frame(self, above=FRAME.get()))
         try:
             yield self
         finally:
-            _ACTIVE.reset(token)
+            FRAME.reset(token)
 
     @staticmethod
     def active() -> Guard | None:
-        """Return the guard of the innermost `activate` block around this code, or None."""
-        return _ACTIVE.get()
+        """Return the guard that calls from this code are charged to, or None outside of any."""
+        frame = current()
+        return None if frame is None else frame.guard
+
+    def is_kin_of(self, other: Guard) -> bool:
+        """Tell whether two guards are of one tree: admitted under one lock, in one log."""
+        return self._tree is other._tree
 
     def attachment(self, kind: type[_A]) -> _A:
         """Return what an adapter keeps with this tree of guards, made on first use.
@@ -834,6 +884,11 @@ class Guard:
                 self._record(kind, self._now(), **facts)
             self._tree.deliver()
 
+    def number_from(self, seq: int) -> None:
+        """Let the next event have the number after `seq`: for a guard that goes on with a log."""
+        with self._tree.lock:
+            self._tree.seq = seq
+
     def flush(self) -> None:
         """Have every sink make what it took safe. A failing sink is reported, not raised."""
         for sink in self._tree.sinks:
@@ -855,12 +910,15 @@ class Guard:
             self._tree.report(what, error)
 
     def conclude(self, outcome: Outcome) -> None:
-        """Keep the outcome of a run that ended, as `outcome`, and record its end."""
+        """Keep the outcome of a run, as `outcome`, and record its end, if it is one."""
         self.outcome = outcome
+        if outcome.status == "paused":
+            return
         self.emit(
             RunEnded,
             status=outcome.status,
             stop_reason=outcome.stop_reason,
+            error=None if outcome.error is None else outcome.error.partition(":")[0],
             usage=outcome.usage,
         )
 
@@ -874,29 +932,27 @@ class Guard:
         """
         with self._tree.lock:
             now = self._now()
+            meter, standing = self._meter, self._standing
             return Snapshot(
                 run_id=self.run_id,
                 parent_run_id=None if self.parent is None else self.parent.run_id,
                 mode=str(self.mode),
                 budget=self.budget.to_json(),
                 stop_conditions=len(self.budget.stop_when),
-                counters=self._counters.to_dict(),
-                quotas=self._quotas_used(),
-                tool_counts=self._tools_started(),
+                counters=meter.counters(),
+                quotas=meter.quotas_used(),
+                tool_counts=meter.tools_started(),
                 records=tuple(self._records),
-                elapsed_ns=None if self._started_ns is None else now - self._started_ns,
-                trip=self._trip,
-                observed=self._observed,
-                aborted=self._aborted,
-                held=tuple(self._held),
-                warned=tuple(self._warned),
+                elapsed_ns=None if meter.started_ns is None else meter.elapsed(now),
+                pauses=meter.pauses,
+                trip=standing.trip,
+                observed=standing.observed,
+                aborted=standing.aborted,
+                held=tuple(standing.held),
+                warned=tuple(meter.warned),
                 window_warned=self._window_warned,
-                detector=None if self._detector is None else self._detector.state(),
-                open_calls=tuple(
-                    OpenCall.of(ticket)
-                    for ticket in self._tree.open.values()
-                    if ticket.guard is self
-                ),
+                detector=None if standing.detector is None else standing.detector.state(),
+                open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
                 earlier=self._earlier,
                 seq=self._tree.seq,
                 call_id=self._tree.call_id,
@@ -916,15 +972,17 @@ class Guard:
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
-    ) -> Self:
+        within: Sequence[Guard] = (),
+    ) -> Guard:
         """Go on from a snapshot, in this process or another.
 
         Without a budget the guard is what it was: same caps, same counters, same trip. Under a
         fresh budget the caps count from zero, nothing is tripped, and what was used before is kept
-        in `earlier_usage`. Calls that were in flight keep their reservation in either case.
+        in `earlier_usage`. Calls that were in flight keep their reservation in either case. Where
+        the snapshot is of a paused run, so is the guard, until `go_on`.
 
         Args:
-            snapshot: What `snapshot` or a store returned.
+            snapshot: What `snapshot` or a store returned, or `Snapshot.of_outcome`.
             budget: A fresh budget; the recorded one, with what was used of it, if left out.
             stop_when: The conditions of the recorded budget, which are code and not in a snapshot.
             sinks: As in `Guard`; so are the arguments below.
@@ -932,16 +990,23 @@ class Guard:
             price_book: Where prices come from.
             clock: Where time comes from.
             log_arguments: Put the arguments of tool calls into events.
+            within: Guards of one tree that the run is a part of: then it has their log, clock and
+                prices, and what it had used before is not charged to them again.
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
                 were given; or it does not fit together.
-            ConfigurationError: Both `budget` and `stop_when` were given.
+            ConfigurationError: Both `budget` and `stop_when` were given; or neither a budget was,
+                nor does the snapshot know its caps.
         """
         if budget is not None and stop_when:
             raise ConfigurationError(
                 "stop_when must not be given beside a budget, got both. "
                 "Pass Budget(stop_when=...) in it."
+            )
+        if budget is None and snapshot.budget is None:
+            raise ConfigurationError(
+                "a run whose caps are not known needs a budget, got None. Pass a fresh Budget."
             )
         if budget is None and snapshot.stop_conditions and not stop_when:
             raise CheckpointError(
@@ -949,171 +1014,141 @@ class Guard:
                 "and not in a snapshot. Pass stop_when=, or a fresh budget= that has them."
             )
         try:
-            guard = cls(
-                budget or Budget.from_json({**snapshot.budget, "stop_when": tuple(stop_when)}),
-                mode=snapshot.mode,
-                run_id=snapshot.run_id,
-                on_warning=on_warning,
-                price_book=price_book,
-                clock=clock,
-                log_arguments=log_arguments,
+            caps = budget or Budget.from_json(
+                {**(snapshot.budget or {}), "stop_when": tuple(stop_when)}
             )
-            guard._take_over(snapshot, fresh=budget is not None)
+            if within:
+                guard = within[0].child(
+                    caps,
+                    mode=snapshot.mode,
+                    run_id=snapshot.run_id,
+                    on_warning=on_warning,
+                    beside=within[1:],
+                )
+            else:
+                guard = cls(
+                    caps,
+                    mode=snapshot.mode,
+                    run_id=snapshot.run_id,
+                    on_warning=on_warning,
+                    price_book=price_book,
+                    clock=clock,
+                    log_arguments=log_arguments,
+                )
+            with guard._tree.lock:
+                guard._take_over(snapshot, fresh=budget is not None)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. "
-                "Start the run anew."
-            ) from None
-        guard._tree.sinks = tuple(as_sink(sink) for sink in sinks)
+            raise _misfit(snapshot, error) from None
+        if not within:
+            guard._tree.sinks = tuple(as_sink(sink) for sink in sinks)
         guard.emit(RunRestored, snapshot=guard.snapshot().model_dump(mode="json"))
         return guard
 
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Take over what an earlier leg of a run had counted, under this guard's own caps.
+
+        For a guard that is made anew for each request while the run that it bounds waits for a
+        person: what was used before the answer counts after it.
+
+        Returns:
+            False when this guard has counted something itself; then nothing was changed.
+
+        Raises:
+            CheckpointError: The snapshot does not fit together.
+        """
+        with self._tree.lock:
+            if self._meter.model_calls or self._meter.tool_calls:
+                return False
+            try:
+                self._take_over(snapshot, fresh=False)
+            except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+                raise _misfit(snapshot, error) from None
+        self.emit(RunRestored, snapshot=self.snapshot().model_dump(mode="json"))
+        return True
+
     def _take_over(self, snapshot: Snapshot, *, fresh: bool) -> None:
         tree = self._tree
-        tree.seq = snapshot.seq
-        tree.call_id = snapshot.call_id
-        if snapshot.counters.keys() != set(Counters.__slots__):
+        # In a tree that goes on already, the numbers of the old one are taken.
+        first = tree.call_id if self.parent is not None else 0
+        if self.parent is None:
+            tree.seq = snapshot.seq
+        tree.call_id = first + snapshot.call_id
+        if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
-        for call in snapshot.open_calls:
-            ticket = call.ticket(self, tree.price_book)
-            tree.open[ticket.call_id] = ticket
+        tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
+        tree.open.update((ticket.call_id, ticket) for ticket in tickets)
+        for ticket in tickets:
+            for meter in self._chain:
+                if meter is not self._meter:
+                    # Its settlement will take this off everyone in the chain.
+                    meter.set_aside(ticket.reserved_tokens, ticket.reserved_cost)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
-            for ticket in tree.open.values():
-                self._counters.reserved_tokens += ticket.reserved_tokens
-                self._counters.reserved_cost += ticket.reserved_cost
+            for call in snapshot.open_calls:
+                self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
             return
-        self._counters = Counters(**snapshot.counters)
-        self._compile(snapshot.quotas)
-        for name, started in snapshot.tool_counts.items():
-            self._tool(name).started = started
-        if snapshot.elapsed_ns is not None:
-            self._start(self._now() - snapshot.elapsed_ns)
-        self._trip = snapshot.trip
-        self._aborted = snapshot.aborted
-        if snapshot.aborted is not None:
-            self.cancellation.cancel()
-        self._held = list(snapshot.held)
-        self._warned = dict.fromkeys(snapshot.warned)
-        self._window_warned = snapshot.window_warned
-        self._set_marks(Marks(self._caps, self._warned))
-        detection = self.budget.loop_detection
+        # What was in flight in another process is not what its time counts for.
+        self._waiting = {ticket.call_id for ticket in tickets}
+        self._meter.go_on_from(
+            snapshot.counters,
+            snapshot.quotas,
+            snapshot.tool_counts,
+            snapshot.warned,
+            self._now(),
+            snapshot.elapsed_ns,
+            snapshot.pauses,
+        )
+        detector, detection = self._standing.detector, self.budget.loop_detection
         if detection is not None and snapshot.detector is not None:
-            self._detector = LoopDetector.from_state(detection, snapshot.detector)
-        if snapshot.observed is not None:
-            self._observe_trip(snapshot.observed, self._now())
-        self._halt = self._is_halted()
+            detector = LoopDetector.from_state(detection, snapshot.detector)
+        self._standing.go_on_from(
+            snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
+        )
+        if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
+            self.cancellation.cancel()
+        self._window_warned = snapshot.window_warned
 
-    @classmethod
-    def replay(
-        cls,
-        events: Iterable[Event],
-        *,
-        budget: Budget | None = None,
-        price_book: PriceBook | None = None,
-        clock: Clock | None = None,
-    ) -> Guard:
-        """Let the same counting code live through a recorded log again.
-
-        With the budget of the log the result is what the original was, and the run can go on from
-        it. Under another budget the guard shows what that would have made of the run: once it
-        has stopped, only calls that were in flight are settled.
-
-        Args:
-            events: A log, as `read_events` reads it: whole, from the start of its run.
-            budget: A candidate budget for the run at the root.
-            price_book: Prices, where they are not to come from the default book.
-            clock: The clock of the guard when the log is through.
-
-        Raises:
-            CheckpointError: The log does not begin with its run's start, or does not fit together.
-        """
-        from budgetguard_core.replay import replay
-
-        guard, seq = replay(events, budget=budget, price_book=price_book, clock=clock)
-        guard._tree.seq = seq
-        return guard
+    def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
+        """Make a ticket again, so that its call can still be settled."""
+        call: ModelCall | ToolCall
+        rates: Rates | None = None
+        if open_call.kind == "model":
+            call = ModelCall(
+                model=open_call.model,
+                provider=open_call.provider,
+                input_tokens=open_call.input_tokens,
+                cost_usd=None if open_call.cost_usd is None else Decimal(open_call.cost_usd),
+            )
+            if open_call.model is not None:
+                rates = self.price_book.rates_for(open_call.model, open_call.provider)
+        else:
+            call = ToolCall(
+                name=open_call.name,
+                id=open_call.id,
+                kind=open_call.tool_kind,
+                fingerprint=open_call.fingerprint,
+            )
+        reserved = open_call.reserved_tokens, open_call.reserved_cost
+        return Admit(self, call, first + open_call.call_id, None, rates, *reserved)
 
     # Under the lock
 
     def _now(self) -> int:
         return self._tree.now()
 
-    def _quotas_used(self) -> dict[str, int]:
-        return {quota.pattern: quota.used for quota in self._caps.quotas}
-
-    def _elapsed(self, now: int) -> int:
-        return 0 if self._started_ns is None else now - self._started_ns
-
-    def _start(self, at_ns: int) -> None:
-        self._started_ns = at_ns
-        self._set_marks(self._marks)
-
-    def _set_marks(self, marks: Marks) -> None:
-        self._marks = marks
-        # The time from which a step is looked at closely: also the first, which starts the clock.
-        started = self._started_ns
-        self._mark_at = -INFINITY if started is None else started + marks.nanoseconds
-
-    def _is_far_from_caps(self, now: int, tokens: int, cost: int) -> bool:
-        """Tell whether one more model call leaves every dimension below its mark."""
-        for guard in self._chain:
-            counters, marks = guard._counters, guard._marks
-            if (
-                guard._halt
-                or now >= guard._mark_at
-                or counters.iterations + 1 >= marks.iterations
-                or counters.model_calls + 1 >= marks.model_calls
-                or counters.tokens + counters.reserved_tokens + tokens >= marks.tokens
-                or counters.cost + counters.reserved_cost + cost >= marks.cost
-                or counters.tool_calls >= marks.tool_calls
-            ):
-                return False
-        return True
-
-    def _model_call_fits(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
-        for guard in self._chain:
-            if guard._started_ns is None:
-                guard._start(now)
-            if guard._halt or not model_call_fits(
-                guard._counters, guard._caps, guard._elapsed(now), retry, tokens, cost
-            ):
-                return False
-        return True
-
-    def _is_far_from_tool_caps(self, now: int, calls: int) -> bool:
-        """Tell whether a batch of this size leaves every dimension below its mark."""
-        for guard in self._chain:
-            counters, marks = guard._counters, guard._marks
-            if (
-                guard._halt
-                or now >= guard._mark_at
-                or counters.tokens >= marks.tokens
-                or counters.cost >= marks.cost
-                or counters.tool_calls + calls >= marks.tool_calls
-            ):
-                return False
-        return True
-
-    def _tool_calls_fit(self, now: int) -> bool:
-        for guard in self._chain:
-            if guard._started_ns is None:
-                guard._start(now)
-            if guard._halt or not tool_calls_fit(guard._counters, guard._caps, guard._elapsed(now)):
-                return False
-        return True
-
     def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
         """Cut the completion bound to what is left of tokens and dollars; at least 1."""
-        for guard in self._binding:
-            counters, caps = guard._counters, guard._caps
+        for meter in self._binding:
+            caps = meter.caps
+            if meter.looks_on:
+                continue
             if caps.tokens != INFINITY:
-                left = caps.tokens - counters.tokens - counters.reserved_tokens
+                left = caps.tokens - meter.tokens - meter.reserved_tokens
                 bound = min(bound, int(left) - call.input_tokens)
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
-                room = int(caps.cost) - counters.cost - counters.reserved_cost
+                room = int(caps.cost) - meter.cost - meter.reserved_cost
                 room = max(room - rates.input_cost(call.input_tokens), 0)
                 full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
@@ -1124,16 +1159,14 @@ class Guard:
         self, now: int, call: ModelCall, tokens: int, cost: int, unpriced: bool
     ) -> Trip | None:
         found: list[tuple[Guard, list[Violation]]] = []
-        for guard in self._chain:
-            held = model_call_violations(
-                guard._counters, guard._caps, guard._elapsed(now), call.retry, tokens, cost
-            )
-            if unpriced and guard._caps.refuses_unpriced:
-                held.append(unpriced_model(call.model))
+        for guard in self._line:
+            held = limits.model_call_violations(guard._meter, now, call.retry, tokens, cost)
+            if unpriced and guard._meter.caps.refuses_unpriced:
+                held.append(limits.unpriced_model(call.model))
             found.append((guard, held))
         trip = self._stop(now, found)
         if trip is not None and self._tree.sinks:
-            self._record(ModelCallRefused, now, **_facts(call), reason=trip.reason)
+            self._record(ModelCallRefused, now, call=replace(call), reason=trip.reason)
         return trip
 
     def _stop(
@@ -1142,26 +1175,29 @@ class Guard:
         """Trip every guard of the chain whose limits hold; None when nothing stops this run."""
         if found is None:
             found = [
-                (guard, tool_call_violations(guard._counters, guard._caps, guard._elapsed(now)))
-                for guard in self._chain
+                (guard, limits.tool_call_violations(guard._meter, now)) for guard in self._line
             ]
-        if self._trip is not None:
-            return self._trip
-        for guard in self._chain:
-            if guard._trip is not None:
-                self._set_trip(guard._trip, now)
-                return guard._trip
+        if self.trip is not None:
+            return self.trip
+        for guard in self._line:
+            if guard.trip is not None:
+                self._set_trip(guard.trip, now)
+                return guard.trip
         every: list[Violation] = []
         owner = self
-        for guard, limits in found:
-            held = in_order([*limits, *guard._standing(self)])
+        for guard, caps in found:
+            if guard._meter.looks_on:
+                continue
+            held = limits.in_order([*caps, *guard._standing.violations(guard is self)])
             if not held:
                 continue
             own = Trip(reason=held[0].reason, violations=tuple(held), run_id=guard.run_id)
             if guard.mode is Mode.OBSERVE:
-                guard._observe_trip(own, now)
+                guard._standing.observe_trip(own)
+                if self._tree.sinks:
+                    guard._record(TripObserved, now, trip=own)
                 continue
-            every = in_order([*every, *held])
+            every = limits.in_order([*every, *held])
             if every[0] is held[0]:
                 owner = guard
             if guard is not self:
@@ -1172,47 +1208,41 @@ class Guard:
         self._set_trip(trip, now)
         return trip
 
-    def _standing(self, asking: Guard) -> list[Violation]:
-        """List what holds against any step, whatever it is."""
-        held = list(self._held)
-        if self._aborted is not None:
-            held.append(Violation(reason=StopReason.ABORTED, detail=self._aborted))
-        # An ancestor's loop is the ancestor's conversation: its own next step ends it.
-        if self is asking and self._detector is not None and self._detector.tripped:
-            held.append(self._detector.violation())
-        return held
-
     def _set_trip(self, trip: Trip, now: int) -> None:
-        self._trip = trip
-        self._halt = True
+        self._standing.set_trip(trip)
         if self._tree.sinks:
             self._record(Tripped, now, trip=trip)
 
-    def _observe_trip(self, trip: Trip, now: int) -> None:
-        """Record the trip once, and go on without caps: nothing is refused in OBSERVE."""
-        self._observed = trip
-        self._set_caps(Caps(Budget()))
-        self._conditions = ()
-        self._held = []
-        self._aborted = None
-        self._detector = None
-        self._halt = False
-        if self._tree.sinks:
-            self._record(TripObserved, now, trip=trip)
+    def _nudge(self) -> str | None:
+        """Take the correction that is due; there is none where the guard only looks on."""
+        detector = self._standing.detector
+        if detector is None or not detector.due or self._meter.looks_on:
+            return None
+        return detector.nudge()
 
-    def _is_halted(self) -> bool:
-        return (
-            self._trip is not None
-            or self._aborted is not None
-            or bool(self._held)
-            or (self._detector is not None and self._detector.tripped)
+    def _bring(self, call: ToolCall, result: str) -> None:
+        """Show the loop detector a call that ended."""
+        standing = self._standing
+        detector = standing.detector
+        if detector is not None:
+            detector.observe(call.name, call.fingerprint or "", result)
+            if detector.tripped:
+                standing.weigh()
+
+    def _keep_time(self, now: int) -> None:
+        """Let time stand still on every meter of a paused run that nothing is in flight on."""
+        for guard in self._line:
+            meter = guard._meter
+            if meter.pauses and not guard._is_busy():
+                meter.stand_still(now)
+            else:
+                meter.run_on(now)
+
+    def _is_busy(self) -> bool:
+        return any(
+            self in ticket.guard._line and call_id not in self._waiting
+            for call_id, ticket in self._tree.open.items()
         )
-
-    def _hold(self, violation: Violation) -> None:
-        if self._observed is not None or violation in self._held:
-            return
-        self._held.append(violation)
-        self._halt = True
 
     def _start_model_call(
         self,
@@ -1225,8 +1255,8 @@ class Guard:
     ) -> Admit:
         tree = self._tree
         tree.call_id += 1
-        detector = self._detector
-        message = detector.nudge() if detector is not None and detector.due else None
+        detector = self._standing.detector
+        message = self._nudge() if detector is not None and detector.due else None
         # A message would change the run, and OBSERVE only looks on.
         kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
         ticket = kind(
@@ -1241,19 +1271,13 @@ class Guard:
         if type(ticket) is Nudge and message is not None:
             ticket.message = message
         tree.open[tree.call_id] = ticket
-        for guard in self._chain:
-            counters = guard._counters
-            if not call.retry:
-                counters.iterations += 1
-            counters.model_calls += 1
-            counters.reserved_tokens += tokens
-            counters.reserved_cost += cost
+        reserve(self._chain, call.retry, tokens, cost)
         if tree.sinks:
             self._record(
                 ModelCallAdmitted,
                 now,
                 call_id=ticket.call_id,
-                **_facts(call),
+                call=replace(call),
                 admitted_output_tokens=ticket.max_output_tokens,
                 nudge=message,
             )
@@ -1269,45 +1293,22 @@ class Guard:
         now: int,
     ) -> bool:
         """Replace the reservation by what was used; True when a mark was reached."""
-        near = unmetered = False
+        unmetered = False
         reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
         if usage is None:
             unmetered = not (failed or reserved_tokens or reserved_cost)
             given = ticket.call.input_tokens
             usage = TokenUsage(given, reserved_tokens - given, estimated=True)
-        inputs, outputs, read, write, write_1h, reasoning, estimated = usage
-        for guard in self._chain:
-            counters = guard._counters
-            marks = guard._marks
-            counters.reserved_tokens -= reserved_tokens
-            counters.reserved_cost -= reserved_cost
-            counters.input_tokens += inputs
-            counters.output_tokens += outputs
-            counters.tokens += inputs + outputs
-            if counters.tokens >= marks.tokens or now >= guard._mark_at:
-                near = True
-            if read or write:
-                counters.cache_read_tokens += read
-                counters.cache_write_tokens += write
-                counters.cache_write_1h_tokens += write_1h
-            if reasoning:
-                counters.reasoning_tokens += reasoning
-            if estimated:
-                counters.estimated_calls += 1
-            if failed:
-                counters.failed_calls += 1
-            if cost is not None:
-                counters.cost += cost
-                if counters.cost >= marks.cost:
-                    near = True
-            else:
-                counters.unpriced_calls += 1
-                if guard._caps.refuses_unpriced and not failed:
-                    guard._hold(unpriced_model(ticket.call.model))
-            if unmetered:
-                caps = guard._caps
-                if caps.tokens != INFINITY or (caps.cost != INFINITY and not priced):
-                    guard._hold(unmetered_usage())
+        near = charge(self._chain, reserved_tokens, reserved_cost, usage, cost, failed, now)
+        if unmetered or (cost is None and self._needs_price and not failed):
+            for guard in self._line:
+                caps = guard._meter.caps
+                if cost is None and caps.refuses_unpriced:
+                    guard._standing.hold(limits.unpriced_model(ticket.call.model))
+                if unmetered and (
+                    caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)
+                ):
+                    guard._standing.hold(limits.unmetered_usage())
         return near
 
     def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
@@ -1315,26 +1316,29 @@ class Guard:
         if kind == "function":
             if trip is not None:
                 return self._refused(call, Stop(trip))
-            detector = self._detector
+            detector = self._standing.detector
             if detector is not None and detector.due:
                 # No model call came in between that could have brought the correction.
-                message = detector.nudge()
+                message = self._nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
-            if not self._take_place(call.name):
+            if not take_place(self._chain, call.name):
                 trip = self._stop_tool_calls(now)
                 if trip is not None:
                     return self._refused(call, Stop(trip))
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
-                    if detector is not None:
-                        # Asking again and again for what is refused brings nothing new either.
-                        detector.observe(call.name, call.fingerprint or "", _REFUSED)
-                        self._halt = self._is_halted()
+                    # Asking again and again for what is refused brings nothing new either.
+                    self._bring(call, _REFUSED)
                     return self._refused(call, refusal)
-                self._count_tool_call(call.name)
+                count_tool_call(self._chain, call.name)
         elif kind == "hosted":
-            self._count_tool_call(call.name, hosted=True)
+            count_tool_call(self._chain, call.name)
+            for guard in self._line:
+                for quota in guard._meter.tool(call.name).quotas:
+                    # Any other call past its quota is refused, or in OBSERVE would have been.
+                    if quota.used > quota.limit:
+                        guard._standing.hold(limits.quota_passed(quota))
         elif kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         tree = self._tree
@@ -1348,20 +1352,9 @@ class Guard:
         self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
         return decision
 
-    def _take_place(self, name: str) -> bool:
-        """Count the call if every guard of the chain has a place for it."""
-        for guard in self._chain:
-            if guard._counters.tool_calls >= guard._caps.tool_calls:
-                return False
-            for quota in (guard._tools.get(name) or guard._tool(name)).quotas:
-                if quota.used >= quota.limit:
-                    return False
-        self._count_tool_call(name)
-        return True
-
     def _quota_refusal(self, name: str) -> Refuse | None:
-        for guard in self._chain:
-            for quota in guard._tool(name).quotas:
+        for guard in self._line:
+            for quota in guard._meter.tool(name).quotas:
                 if quota.used >= quota.limit and guard.mode is Mode.ENFORCE:
                     return Refuse(
                         StopReason.TOOL_QUOTA,
@@ -1370,61 +1363,31 @@ class Guard:
         return None
 
     def _stop_tool_calls(self, now: int) -> Trip | None:
-        found: list[tuple[Guard, list[Violation]]] = []
-        for guard in self._chain:
-            counters, caps = guard._counters, guard._caps
-            if counters.tool_calls >= caps.tool_calls:
-                cap = reached(StopReason.MAX_TOOL_CALLS, counters, caps, guard._elapsed(now))
-                found.append((guard, [cap]))
+        found = [
+            (guard, [limits.reached(StopReason.MAX_TOOL_CALLS, guard._meter, now)])
+            for guard in self._line
+            if guard._meter.tool_calls >= guard._meter.caps.tool_calls
+        ]
         return self._stop(now, found) if found else None
 
-    def _count_tool_call(self, name: str, hosted: bool = False) -> None:
-        for guard in self._chain:
-            guard._counters.tool_calls += 1
-            tool = guard._tools.get(name) or guard._tool(name)
-            tool.started += 1
-            for quota in tool.quotas:
-                quota.used += 1
-                # Any other call past its quota is refused, and in OBSERVE would have been.
-                if hosted and quota.used > quota.limit:
-                    guard._hold(quota_passed(quota))
-
-    def _uncount_tool_call(self, name: str) -> None:
-        for guard in self._chain:
-            guard._counters.tool_calls -= 1
-            tool = guard._tool(name)
-            tool.started -= 1
-            for quota in tool.quotas:
-                quota.used -= 1
-
-    def _tool(self, name: str) -> Tool:
-        tool = self._tools.get(name)
-        if tool is None:
-            tool = Tool(self._caps.quotas_of(name))
-            # Names come from the model: what is kept must not grow with what it invents.
-            if len(self._tools) < _NAMES_KEPT:
-                self._tools[name] = tool
-        return tool
-
-    def _tools_started(self) -> dict[str, int]:
-        return {name: tool.started for name, tool in self._tools.items() if tool.started}
-
-    def _warn(self, now: int) -> Sequence[_Warning]:
+    def _look(self, now: int) -> Sequence[_Warning]:
+        """Look closely: does the time run, and is a warning due?"""
+        if any(guard._meter.pauses for guard in self._line):
+            self._keep_time(now)
         warnings: list[_Warning] = []
-        for guard in self._chain:
-            # The budget's caps: in OBSERVE those of the guard are gone after the trip.
-            caps = Caps(guard.budget)
-            for due in due_warnings(guard._counters, caps, guard._warned, guard._elapsed(now)):
-                guard._warned[due.reason.value] = None
-                event = guard._make(
+        for guard in self._line:
+            meter = guard._meter
+            for due in limits.due_warnings(meter, now):
+                event = self._tree.make(
                     LimitNearlyReached,
+                    guard.run_id,
                     now,
                     dimension=due.reason.value,
                     limit=_plain(due.limit),
                     used=_plain(due.used),
                 )
                 warnings.append((guard, event))
-                guard._set_marks(Marks(caps, guard._warned))
+                meter.warn(due.reason.value)
         return warnings
 
     def _watch_window(
@@ -1439,21 +1402,15 @@ class Guard:
         self._window_warned = not self._window_warned
         if not self._window_warned:
             return warnings
-        event = self._make(
+        event = self._tree.make(
             ContextWindowNearlyFull,
+            self.run_id,
             now,
             model=call.model or "",
             context_window=rates.context_window or 0,
             input_tokens=input_tokens,
         )
         return [*warnings, (self, event)]
-
-    def _time_left(self, now: int) -> float | None:
-        left = INFINITY
-        for guard in self._chain:
-            if guard.mode is Mode.ENFORCE:
-                left = min(left, guard._caps.nanoseconds - guard._elapsed(now))
-        return None if left == INFINITY else max(left, 0) / 1_000_000_000
 
     def _open_tool_calls(self) -> list[Admit]:
         return [
@@ -1462,41 +1419,8 @@ class Guard:
             if ticket.guard is self and type(ticket.call) is ToolCall
         ]
 
-    def _usage(self, now: int) -> Usage:
-        counters = self._counters
-        return Usage(
-            iterations=counters.iterations,
-            model_calls=counters.model_calls,
-            tool_calls=counters.tool_calls,
-            total_tokens=counters.tokens,
-            input_tokens=counters.input_tokens,
-            output_tokens=counters.output_tokens,
-            cache_read_tokens=counters.cache_read_tokens,
-            cache_write_tokens=counters.cache_write_tokens,
-            cache_write_1h_tokens=counters.cache_write_1h_tokens,
-            reasoning_tokens=counters.reasoning_tokens,
-            cost_usd=to_usd(counters.cost),
-            seconds=self._elapsed(now) / 1_000_000_000,
-            reserved_tokens=counters.reserved_tokens,
-            reserved_usd=to_usd(counters.reserved_cost),
-            unpriced_calls=counters.unpriced_calls,
-            estimated_calls=counters.estimated_calls,
-            failed_calls=counters.failed_calls,
-        )
-
-    def _make(self, kind: type[_E], now: int, **facts: Any) -> _E:
-        tree = self._tree
-        if tree.sinks:
-            tree.seq += 1
-        event = kind(
-            seq=tree.seq, run_id=self.run_id, at_ns=now, wall_ns=tree.clock.wall_ns(), **facts
-        )
-        if tree.sinks:
-            tree.outbox.append(event)  # type: ignore[arg-type]
-        return event
-
-    def _record(self, kind: type[_E], now: int, **facts: Any) -> None:
-        self._make(kind, now, **facts)
+    def _record(self, kind: type[EventBase], now: int, **facts: Any) -> None:
+        self._tree.make(kind, self.run_id, now, **facts)
 
     def _record_batch(
         self, now: int, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision]
@@ -1521,11 +1445,13 @@ class Guard:
     # Outside the lock
 
     def _ask_conditions(self) -> None:
-        for guard in self._chain:
-            for condition in guard._conditions:
+        for guard in self._line:
+            if guard._meter.looks_on:
+                continue
+            for condition in guard._standing.conditions:
                 try:
                     reason = condition(guard)
-                    if reason is not None and guard._trip is None:
+                    if reason is not None and guard.trip is None:
                         guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
                 except Exception as error:
                     self._tree.report("stop_when", error)
@@ -1541,47 +1467,10 @@ class Guard:
                     self._tree.report("on_warning", error)
 
 
-def _as_mode(mode: Mode | str) -> Mode:
-    try:
-        return Mode(mode)
-    except ValueError:
-        known = ", ".join(Mode)
-        raise ConfigurationError(f"mode must be one of {known}, got {mode!r}.") from None
-
-
-def _facts(call: ModelCall) -> dict[str, Any]:
-    return {
-        "model": call.model,
-        "provider": call.provider,
-        "retry": call.retry,
-        "input_tokens": call.input_tokens,
-        "max_output_tokens": call.max_output_tokens,
-        "output_is_fixed": call.output_is_fixed,
-        "seconds": call.seconds,
-        "cost_usd": None if call.cost_usd is None else str(call.cost_usd),
-    }
-
-
-def _wrong_projection(call: ModelCall) -> str:
-    if not call.input_tokens >= 0:
-        return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
-    return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
-
-
-def _amount(cost_usd: Decimal) -> int:
-    if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and cost_usd >= 0):
-        raise ConfigurationError(
-            f"cost_usd must be a Decimal >= 0, got {cost_usd!r}. Use None where it is not known."
-        )
-    return from_usd(cost_usd)
-
-
-def _projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
-    if call.cost_usd is not None:
-        return _amount(call.cost_usd)
-    if rates is None or not (call.input_tokens or bound):
-        return 0
-    return rates.projected_cost(call.input_tokens, bound or 0)
+def _misfit(snapshot: Snapshot, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. Start the run anew."
+    )
 
 
 def _error_text(error: BaseException | str) -> str:

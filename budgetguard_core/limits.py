@@ -1,207 +1,76 @@
-"""The built-in predicates: does the next step fit, and if not, everything that holds against it."""
+"""Violations in words: everything that holds against the next step of a run."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container
 from decimal import Decimal
-from fnmatch import fnmatchcase
 
-from budgetguard_core.budget import Budget
-from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.meter import Meter, Quota
+from budgetguard_core.pricing import to_usd
 from budgetguard_core.stop import PRECEDENCE, StopReason, Violation
-from budgetguard_core.usage import Counters
-
-INFINITY = math.inf
-"""The cap of a dimension without a cap."""
 
 
-class Quota:
-    """How many bodies of some tools may start, and how many did. Only `guard.py` writes it."""
-
-    __slots__ = ("limit", "pattern", "used")
-
-    def __init__(self, pattern: str, limit: int) -> None:
-        self.pattern = pattern
-        self.limit = limit
-        self.used = 0
-
-
-class Tool:
-    """What a guard knows of one tool: its quotas, and how many of its bodies were started."""
-
-    __slots__ = ("quotas", "started")
-
-    def __init__(self, quotas: tuple[Quota, ...]) -> None:
-        self.quotas = quotas
-        self.started = 0
-
-
-class Caps:
-    """A budget compiled for comparison: whole numbers, infinity where there is no cap."""
-
-    __slots__ = (
-        "_classes",
-        "budget",
-        "cost",
-        "iterations",
-        "model_calls",
-        "nanoseconds",
-        "output_tokens",
-        "quotas",
-        "refuses_unpriced",
-        "tokens",
-        "tool_calls",
-    )
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self.iterations = _or_infinity(budget.max_iterations)
-        self.model_calls = _or_infinity(budget.max_model_calls)
-        self.tool_calls = _or_infinity(budget.max_tool_calls)
-        self.tokens = _or_infinity(budget.max_total_tokens)
-        self.output_tokens = budget.max_output_tokens_per_call
-        self.nanoseconds = (
-            INFINITY if budget.max_seconds is None else int(budget.max_seconds * 1_000_000_000)
-        )
-        self.cost = INFINITY if budget.max_cost_usd is None else from_usd(budget.max_cost_usd)
-        self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
-        self.quotas = tuple(Quota(pattern, cap) for pattern, cap in budget.tool_quotas.items())
-        self._classes = dict(budget.tool_classes)
-
-    def quotas_of(self, name: str) -> tuple[Quota, ...]:
-        """Return the quotas that a tool has to pass."""
-        if not self.quotas:
-            return ()
-        names = (name, f"{self.class_of(name)}/{name}")
-        return tuple(
-            quota
-            for quota in self.quotas
-            if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
-        )
-
-    def class_of(self, name: str) -> str:
-        """Return the tool's class, or an empty string."""
-        for pattern, tool_class in self._classes.items():
-            if fnmatchcase(name, pattern):
-                return tool_class
-        return ""
-
-
-class Marks:
-    """The use from which a dimension is looked at closely: its warning share, then its cap.
-
-    Below every mark a step needs no other check, so a step far from its caps pays for one.
-    """
-
-    __slots__ = ("cost", "iterations", "model_calls", "nanoseconds", "tokens", "tool_calls")
-
-    def __init__(self, caps: Caps, warned: Container[str]) -> None:
-        share = caps.budget.warn_at
-
-        def mark(dimension: str, cap: float) -> float:
-            return cap if dimension in warned else cap * share
-
-        self.iterations = mark("max_iterations", caps.iterations)
-        self.model_calls = mark("max_model_calls", caps.model_calls)
-        self.tool_calls = mark("max_tool_calls", caps.tool_calls)
-        self.tokens = mark("max_total_tokens", caps.tokens)
-        self.nanoseconds = mark("max_seconds", caps.nanoseconds)
-        self.cost = mark("max_cost_usd", caps.cost)
-
-
-def due_warnings(
-    counters: Counters, caps: Caps, warned: Container[str], elapsed_ns: int
-) -> list[Violation]:
+def due_warnings(meter: Meter, now: int) -> list[Violation]:
     """List the dimensions that have reached their warning share and have not been warned of."""
+    caps = meter.caps
     use = (
-        (StopReason.MAX_ITERATIONS, counters.iterations, caps.iterations),
-        (StopReason.MAX_MODEL_CALLS, counters.model_calls, caps.model_calls),
-        (StopReason.MAX_TOOL_CALLS, counters.tool_calls, caps.tool_calls),
-        (StopReason.MAX_TOTAL_TOKENS, counters.tokens, caps.tokens),
-        (StopReason.MAX_SECONDS, elapsed_ns, caps.nanoseconds),
-        (StopReason.MAX_COST_USD, counters.cost, caps.cost),
+        (StopReason.MAX_ITERATIONS, meter.iterations, caps.iterations),
+        (StopReason.MAX_MODEL_CALLS, meter.model_calls, caps.model_calls),
+        (StopReason.MAX_TOOL_CALLS, meter.tool_calls, caps.tool_calls),
+        (StopReason.MAX_TOTAL_TOKENS, meter.tokens, caps.tokens),
+        (StopReason.MAX_SECONDS, meter.elapsed(now), caps.nanoseconds),
+        (StopReason.MAX_COST_USD, meter.cost, caps.cost),
     )
     share = caps.budget.warn_at
     return [
-        reached(dimension, counters, caps, elapsed_ns)
+        reached(dimension, meter, now)
         for dimension, used, cap in use
-        if dimension not in warned and used >= cap * share
+        if dimension not in meter.warned and used >= cap * share
     ]
 
 
-def model_call_fits(
-    counters: Counters, caps: Caps, elapsed_ns: int, retry: bool, tokens: int, cost: int
-) -> bool:
-    """Tell whether one more model call is within every cap.
-
-    Equal to `not model_call_violations(...)`; kept beside it because each step pays for it.
-    """
-    return (
-        (retry or counters.iterations < caps.iterations)
-        and counters.model_calls < caps.model_calls
-        and elapsed_ns < caps.nanoseconds
-        and counters.cost < caps.cost
-        and counters.cost + counters.reserved_cost + cost <= caps.cost
-        and counters.tokens < caps.tokens
-        and counters.tokens + counters.reserved_tokens + tokens <= caps.tokens
-        and counters.tool_calls <= caps.tool_calls
-    )
-
-
 def model_call_violations(
-    counters: Counters, caps: Caps, elapsed_ns: int, retry: bool, tokens: int, cost: int
+    meter: Meter, now: int, retry: bool, tokens: int, cost: int
 ) -> list[Violation]:
     """List every cap that holds against one more model call."""
-    found = tool_call_violations(counters, caps, elapsed_ns)
+    caps = meter.caps
+    found = tool_call_violations(meter, now)
     held = {violation.reason for violation in found}
-    if not retry and counters.iterations >= caps.iterations:
-        found.append(reached(StopReason.MAX_ITERATIONS, counters, caps, elapsed_ns))
-    if counters.model_calls >= caps.model_calls:
-        found.append(reached(StopReason.MAX_MODEL_CALLS, counters, caps, elapsed_ns))
-    if (
-        StopReason.MAX_COST_USD not in held
-        and counters.cost + counters.reserved_cost + cost > caps.cost
-    ):
-        dollars = to_usd(counters.reserved_cost + cost)
-        found.append(_projected(StopReason.MAX_COST_USD, counters, caps, elapsed_ns, dollars))
+    if not retry and meter.iterations >= caps.iterations:
+        found.append(reached(StopReason.MAX_ITERATIONS, meter, now))
+    if meter.model_calls >= caps.model_calls:
+        found.append(reached(StopReason.MAX_MODEL_CALLS, meter, now))
+    if StopReason.MAX_COST_USD not in held and meter.cost + meter.reserved_cost + cost > caps.cost:
+        dollars = to_usd(meter.reserved_cost + cost)
+        found.append(_projected(StopReason.MAX_COST_USD, meter, now, dollars))
     if (
         StopReason.MAX_TOTAL_TOKENS not in held
-        and counters.tokens + counters.reserved_tokens + tokens > caps.tokens
+        and meter.tokens + meter.reserved_tokens + tokens > caps.tokens
     ):
-        projected = counters.reserved_tokens + tokens
-        found.append(_projected(StopReason.MAX_TOTAL_TOKENS, counters, caps, elapsed_ns, projected))
-    if counters.tool_calls > caps.tool_calls:
+        projected = meter.reserved_tokens + tokens
+        found.append(_projected(StopReason.MAX_TOTAL_TOKENS, meter, now, projected))
+    if meter.tool_calls > caps.tool_calls:
         # Hosted tools are counted when the provider reports them, so they can pass the cap.
-        found.append(reached(StopReason.MAX_TOOL_CALLS, counters, caps, elapsed_ns))
+        found.append(reached(StopReason.MAX_TOOL_CALLS, meter, now))
     return in_order(found)
 
 
-def tool_calls_fit(counters: Counters, caps: Caps, elapsed_ns: int) -> bool:
-    """Tell whether a batch of tool calls may start at all; each call's place is asked for later."""
-    return (
-        elapsed_ns < caps.nanoseconds
-        and counters.cost < caps.cost
-        and counters.tokens < caps.tokens
-    )
-
-
-def tool_call_violations(counters: Counters, caps: Caps, elapsed_ns: int) -> list[Violation]:
+def tool_call_violations(meter: Meter, now: int) -> list[Violation]:
     """List every cap that holds against any tool call, but for the number of calls."""
+    caps = meter.caps
     found: list[Violation] = []
-    if elapsed_ns >= caps.nanoseconds:
-        found.append(reached(StopReason.MAX_SECONDS, counters, caps, elapsed_ns))
-    if counters.cost >= caps.cost:
-        found.append(reached(StopReason.MAX_COST_USD, counters, caps, elapsed_ns))
-    if counters.tokens >= caps.tokens:
-        found.append(reached(StopReason.MAX_TOTAL_TOKENS, counters, caps, elapsed_ns))
+    if meter.elapsed(now) >= caps.nanoseconds:
+        found.append(reached(StopReason.MAX_SECONDS, meter, now))
+    if meter.cost >= caps.cost:
+        found.append(reached(StopReason.MAX_COST_USD, meter, now))
+    if meter.tokens >= caps.tokens:
+        found.append(reached(StopReason.MAX_TOTAL_TOKENS, meter, now))
     return found
 
 
-def reached(reason: StopReason, counters: Counters, caps: Caps, elapsed_ns: int) -> Violation:
+def reached(reason: StopReason, meter: Meter, now: int) -> Violation:
     """Describe a cap with what was used of it."""
-    used = _used(reason, counters, elapsed_ns)
-    limit = getattr(caps.budget, reason.value)
+    used = _used(reason, meter, now)
+    limit = getattr(meter.caps.budget, reason.value)
     return Violation(
         reason=reason, limit=limit, used=used, detail=f"{reason}={limit} reached: {used} used"
     )
@@ -238,11 +107,9 @@ def in_order(violations: list[Violation]) -> list[Violation]:
     return sorted(violations, key=lambda violation: PRECEDENCE[violation.reason])
 
 
-def _projected(
-    reason: StopReason, counters: Counters, caps: Caps, elapsed_ns: int, projected: object
-) -> Violation:
-    used = _used(reason, counters, elapsed_ns)
-    limit = getattr(caps.budget, reason.value)
+def _projected(reason: StopReason, meter: Meter, now: int, projected: object) -> Violation:
+    used = _used(reason, meter, now)
+    limit = getattr(meter.caps.budget, reason.value)
     return Violation(
         reason=reason,
         limit=limit,
@@ -251,19 +118,15 @@ def _projected(
     )
 
 
-def _used(reason: StopReason, counters: Counters, elapsed_ns: int) -> float | Decimal:
+def _used(reason: StopReason, meter: Meter, now: int) -> float | Decimal:
     if reason is StopReason.MAX_SECONDS:
-        return elapsed_ns / 1_000_000_000
+        return meter.elapsed(now) / 1_000_000_000
     if reason is StopReason.MAX_COST_USD:
-        return to_usd(counters.cost)
+        return to_usd(meter.cost)
     if reason is StopReason.MAX_TOTAL_TOKENS:
-        return counters.tokens
+        return meter.tokens
     if reason is StopReason.MAX_ITERATIONS:
-        return counters.iterations
+        return meter.iterations
     if reason is StopReason.MAX_MODEL_CALLS:
-        return counters.model_calls
-    return counters.tool_calls
-
-
-def _or_infinity(cap: int | None) -> float:
-    return INFINITY if cap is None else cap
+        return meter.model_calls
+    return meter.tool_calls

@@ -1,11 +1,15 @@
-"""The one shape in which every run ends, completed or terminated."""
+"""The one shape in which every run ends, and the exception that carries it."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from budgetguard_core.stop import StopReason, Violation
+from budgetguard_core.errors import BudgetGuardError
+from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import Usage
+
+Status: TypeAlias = Literal["completed", "terminated", "paused", "failed"]
+"""How a run ended: by itself, stopped by a limit, waiting for a person, or left by an exception."""
 
 
 class ToolCallRecord(BaseModel):
@@ -30,12 +34,19 @@ class Outcome(BaseModel):
 
     run_id: str
     """The run's id, as in its log and checkpoints."""
-    status: Literal["completed", "terminated"]
-    """Whether the run ended by itself or was stopped."""
-    stop_reason: StopReason
-    """`completed`, or the first limit that held against the next step."""
+    status: Status
+    """`completed`: the run ended by itself. `terminated`: a limit stopped it. `paused`: it waits
+    for a person, and goes on under the same counters. `failed`: an exception or a cancellation
+    left it."""
+    stop_reason: StopReason | None
+    """`completed`, or the first limit that held against the next step; None where the run is
+    `paused` or `failed`, because no limit ended it."""
     detail: str = ""
     """One sentence for people: limit and use. It is never shown to the model."""
+    error: str | None = None
+    """What a run was left by: the exception's type and text, cut to 500 characters."""
+    next_step: str | None = None
+    """What the run was about to do, or what it waits for, where the adapter knows."""
     violations: tuple[Violation, ...] = ()
     """Every limit that held, in order."""
     usage: Usage
@@ -56,3 +67,21 @@ class Outcome(BaseModel):
     """How to go on, where the run can be resumed."""
     errors: tuple[str, ...] = ()
     """What failed on the way (sinks, stores, listeners) without changing the ending."""
+
+
+class BudgetExceeded(BudgetGuardError):
+    """A run was stopped and the caller asked for an exception instead of a partial result.
+
+    Attributes:
+        trip: Why the run was stopped: reason, limits and what was used.
+        outcome: The partial result, or None where the exception is raised before it is built
+            (inside a hand-written loop that a `bounded` block will end).
+    """
+
+    def __init__(self, trip: Trip, outcome: Outcome | None = None) -> None:
+        super().__init__(f"{trip.reason}: {trip.detail}")
+        self.trip = trip
+        self.outcome = outcome
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.trip, self.outcome)

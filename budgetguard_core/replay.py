@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.checkpoint import Snapshot
 from budgetguard_core.clock import Clock, SystemClock
-from budgetguard_core.decision import Admit, ModelCall, ToolCall
+from budgetguard_core.decision import Admit, ToolCall
 from budgetguard_core.errors import BudgetGuardError, CheckpointError
 from budgetguard_core.events import (
     Aborted,
@@ -20,8 +20,11 @@ from budgetguard_core.events import (
     ModelCallAdmitted,
     ModelCallRefused,
     ModelCallSettled,
+    ModelCallWithdrawn,
     NudgeTaken,
+    RunPaused,
     RunRestored,
+    RunResumed,
     RunStarted,
     StopHeld,
     TimeStarted,
@@ -32,6 +35,7 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.snapshot import Snapshot
 
 _LARGEST_COST = 10**9
 
@@ -145,33 +149,28 @@ class Replay:
 
     def _restore(self, event: RunRestored) -> None:
         snapshot = Snapshot.model_validate(event.snapshot)
-        budget = self._budget or Budget.from_json(snapshot.budget)
+        budget = self._budget or Budget.from_json(snapshot.budget or {})
         # A budget that is given makes the leg a fresh one; the recorded leg had its own counters.
+        begun = self._guards.get(event.run_id)
+        within = () if begun is None or begun.parent is None else (begun.parent,)
+        if within:
+            budget = Budget.from_json(snapshot.budget or {})
         guard = Guard.restore(
             snapshot.model_copy(update={"budget": budget.to_json(), "stop_conditions": 0}),
             price_book=self._prices,
             clock=self._clock,
+            within=within,
         )
         if self.root is None or self.root.run_id == event.run_id:
             self.root = guard
         self._guards[event.run_id] = guard
-        for ticket in guard.open_calls():
-            self._tickets[event.run_id, ticket.call_id] = ticket
+        for open_call, ticket in zip(snapshot.open_calls, guard.open_calls(), strict=True):
+            self._tickets[event.run_id, open_call.call_id] = ticket
 
     def _tell(self, guard: Guard, event: Event) -> None:
         if isinstance(event, ModelCallAdmitted | ModelCallRefused):
-            decision = guard.admit_model_call(
-                ModelCall(
-                    model=event.model,
-                    provider=event.provider,
-                    retry=event.retry,
-                    input_tokens=event.input_tokens,
-                    max_output_tokens=event.max_output_tokens,
-                    output_is_fixed=event.output_is_fixed,
-                    seconds=event.seconds,
-                    cost_usd=_dollars(event.cost_usd, event),
-                )
-            )
+            _check_cost(event.call.cost_usd, event)
+            decision = guard.admit_model_call(replace(event.call))
             if isinstance(event, ModelCallAdmitted) and isinstance(decision, Admit):
                 self._tickets[event.run_id, event.call_id] = decision
         elif isinstance(event, ModelCallSettled):
@@ -184,6 +183,10 @@ class Replay:
                     model=event.model,
                     cost_usd=_dollars(event.given_cost_usd, event),
                 )
+        elif isinstance(event, ModelCallWithdrawn):
+            ticket = self._tickets.pop((event.run_id, event.call_id), None)
+            if ticket is not None:
+                guard.withdraw_model_call(ticket)
         elif isinstance(event, ToolCallsRequested):
             decisions = guard.admit_tool_calls(
                 [
@@ -222,8 +225,17 @@ class Replay:
             guard.restart_iterations()
         elif isinstance(event, Checked):
             guard.check()
+        elif isinstance(event, RunPaused):
+            guard.pause(self._open(event))
+        elif isinstance(event, RunResumed):
+            guard.go_on(self._open(event))
         elif isinstance(event, GuardReset):
             guard.reset()
+
+    def _open(self, event: RunPaused | RunResumed) -> list[Admit]:
+        # Under another budget they may never have started.
+        numbered = ((event.run_id, call_id) for call_id in event.waiting)
+        return [self._tickets[one] for one in numbered if one in self._tickets]
 
     def _extend(self, guard: Guard, extended: Budget) -> None:
         caps = guard.budget.caps()
@@ -235,20 +247,26 @@ class Replay:
 
 
 def _dollars(text: str | None, event: Event) -> Decimal | None:
-    """Read an amount; one with a huge exponent would take all memory as an exact integer."""
     if text is None:
         return None
     try:
         amount = Decimal(text)
     except InvalidOperation:
         amount = Decimal("NaN")
+    _check_cost(amount, event)
+    return amount
+
+
+def _check_cost(amount: Decimal | None, event: Event) -> None:
+    """Refuse a cost with a huge exponent: it would take all memory as an exact integer."""
+    if amount is None:
+        return
     sound = amount.is_finite() and 0 <= amount <= _LARGEST_COST
     if not sound or amount.as_tuple().exponent < -100:  # type: ignore[operator]
         raise CheckpointError(
             f"event {event.seq}: a cost must be an amount from 0 to {_LARGEST_COST} US dollars, "
-            f"got {text[:40]!r}. Restore the log from its source."
+            f"got {str(amount)[:40]!r}. Restore the log from its source."
         )
-    return amount
 
 
 class _Numbers:
@@ -262,7 +280,9 @@ class _Numbers:
         parent = event.parent_run_id if isinstance(event, RunStarted) else None
         root = self._roots.get(parent or event.run_id)
         begins = isinstance(event, RunStarted) and parent not in self._roots
-        if root is None or begins or isinstance(event, RunRestored):
+        # A part of a run that goes on from a snapshot stays in the log of the whole.
+        restored = isinstance(event, RunRestored) and root in (None, event.run_id)
+        if root is None or begins or restored:
             root = event.run_id
         elif event.seq != self._last[root] + 1:
             raise CheckpointError(
@@ -282,12 +302,27 @@ def replay(
     budget: Budget | None = None,
     price_book: PriceBook | None = None,
     clock: Clock | None = None,
-) -> tuple[Guard, int]:
-    """Do what `Guard.replay` says; return the number of the last event with the guard."""
+) -> Guard:
+    """Let the same counting code live through a recorded log again.
+
+    With the budget of the log the result is what the original was, and the run can go on from
+    it. Under another budget the guard shows what that would have made of the run: once it has
+    stopped, only calls that were in flight are settled.
+
+    Args:
+        events: A log, as `read_events` reads it: whole, from the start of its run.
+        budget: A candidate budget for the run at the root.
+        price_book: Prices, where they are not to come from the default book.
+        clock: The clock of the guard when the log is through.
+
+    Raises:
+        CheckpointError: The log does not begin with its run's start, or does not fit together.
+    """
     run = Replay(budget, price_book=price_book, clock=clock)
     numbers = _Numbers()
     for event in events:
         numbers.check(event)
         run.apply(event)
     guard = run.end()
-    return guard, numbers.last(guard.run_id)
+    guard.number_from(numbers.last(guard.run_id))
+    return guard

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from decimal import Decimal
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 from budgetguard_core.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from budgetguard_core.guard import Guard
+from budgetguard_core.usage import Usage
 
 
 class StopReason(StrEnum):
@@ -78,6 +76,20 @@ class Trip(BaseModel):
         return self.violations[0].detail
 
 
+class Readings(Protocol):
+    """What the conditions here read of the guard that asks them."""
+
+    @property
+    def usage(self) -> Usage:
+        """What the run has used so far."""
+        ...
+
+    @property
+    def tool_counts(self) -> dict[str, int]:
+        """How many bodies of each tool were started."""
+        ...
+
+
 class StopCondition(ABC):
     """A condition of the user's own, asked before each step; it answers with a reason or None.
 
@@ -86,8 +98,12 @@ class StopCondition(ABC):
     """
 
     @abstractmethod
-    def __call__(self, guard: Guard) -> str | None:
-        """Return why the run should stop before its next step, or None to go on."""
+    def __call__(self, guard: Any) -> str | None:
+        """Return why the run should stop before its next step, or None to go on.
+
+        Args:
+            guard: The `Guard` of the run.
+        """
 
     def __and__(self, other: Condition) -> StopCondition:
         return _All(self, as_condition(other))
@@ -96,7 +112,7 @@ class StopCondition(ABC):
         return _Any(self, as_condition(other))
 
 
-Condition: TypeAlias = "StopCondition | Callable[[Guard], str | bool | None]"
+Condition: TypeAlias = StopCondition | Callable[..., str | bool | None]
 
 
 class _All(StopCondition):
@@ -104,7 +120,7 @@ class _All(StopCondition):
         self._left = left
         self._right = right
 
-    def __call__(self, guard: Guard) -> str | None:
+    def __call__(self, guard: Any) -> str | None:
         left = self._left(guard)
         if left is None:
             return None
@@ -117,16 +133,16 @@ class _Any(StopCondition):
         self._left = left
         self._right = right
 
-    def __call__(self, guard: Guard) -> str | None:
+    def __call__(self, guard: Any) -> str | None:
         left = self._left(guard)
         return self._right(guard) if left is None else left
 
 
 class _Callable(StopCondition):
-    def __init__(self, function: Callable[[Guard], str | bool | None]) -> None:
+    def __init__(self, function: Callable[..., str | bool | None]) -> None:
         self._function = function
 
-    def __call__(self, guard: Guard) -> str | None:
+    def __call__(self, guard: Any) -> str | None:
         answer = self._function(guard)
         if not answer:
             return None
@@ -141,7 +157,7 @@ class tool_called(StopCondition):
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
 
-    def __call__(self, guard: Guard) -> str | None:
+    def __call__(self, guard: Readings) -> str | None:
         """Return which tool was called, or None."""
         for name in guard.tool_counts:
             if fnmatchcase(name, self._pattern):
@@ -155,7 +171,7 @@ class after_iterations(StopCondition):
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def __call__(self, guard: Guard) -> str | None:
+    def __call__(self, guard: Readings) -> str | None:
         """Return how many iterations have started, or None."""
         if guard.usage.iterations < self._count:
             return None

@@ -6,15 +6,16 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.events import Event, Listener, Sink
+from budgetguard_core.events import Event, EventBase, Listener, Sink
 from budgetguard_core.pricing import PriceBook
 
 _LOG = logging.getLogger("budgetguard")
+_E = TypeVar("_E", bound=EventBase)
 
 
 class Tree:
@@ -62,6 +63,15 @@ class Tree:
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
+
+    def make(self, kind: type[_E], run_id: str, now: int, **facts: Any) -> _E:
+        """Build an event, and let it wait for the sinks if there are any. Under the lock."""
+        if self.sinks:
+            self.seq += 1
+        event = kind(seq=self.seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns(), **facts)
+        if self.sinks:
+            self.outbox.append(event)  # type: ignore[arg-type]
+        return event
 
     def deliver(self) -> None:
         """Hand the waiting events to the sinks, in order, outside the lock."""

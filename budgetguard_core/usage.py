@@ -1,7 +1,8 @@
 """What one model call used, and what a run has used so far."""
 
+import string
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -87,63 +88,41 @@ def _problem(usage: TokenUsage) -> str:
     )
 
 
+_HUNDREDTHS: Final = (
+    (string.ascii_lowercase.encode(), 25),
+    (b" ", 0),
+    (string.punctuation.encode(), 52),
+    (string.digits.encode(), 80),
+    (string.ascii_uppercase.encode(), 50),
+    (bytes(range(0x20)), 110),
+    (bytes(range(0x80, 0xC0)), 0),
+    (bytes(range(0xC0, 0xE0)), 40),
+    (bytes(range(0xE0, 0xF0)), 85),
+    (bytes(range(0xF0, 0x100)), 200),
+)
+"""Tokens of one byte, by the kind of text that it is a part of.
+
+Other scripts are told by the first byte of a character. Fitted to OpenAI's o200k encoding on
+English prose, Markdown, Python, JSON, arguments of tool calls and eleven other languages, where
+the estimate is between 0.84 times (Hungarian) and 1.25 times the real size.
+"""
+
+
 def estimate_tokens(text: str) -> int:
-    """Estimate the tokens of a text whose provider reported none: one per three bytes of UTF-8.
+    """Estimate the tokens of a text by the letters, digits and signs that it is made of.
 
-    English prose has about four bytes to a token, code and other scripts fewer; three errs on the
-    side of counting too much. Never 0, so that an unreported call is never free.
+    English prose, code and JSON come out at up to a quarter too much and hardly ever too low.
+    Never 0, so that an unreported call is never free.
     """
-    return len(text.encode("utf-8", "replace")) // 3 + 1
-
-
-class Counters:
-    """The running totals of one guard. Only `guard.py` writes them."""
-
-    __slots__ = (
-        "cache_read_tokens",
-        "cache_write_1h_tokens",
-        "cache_write_tokens",
-        "cost",
-        "estimated_calls",
-        "failed_calls",
-        "input_tokens",
-        "iterations",
-        "model_calls",
-        "output_tokens",
-        "reasoning_tokens",
-        "reserved_cost",
-        "reserved_tokens",
-        "tokens",
-        "tool_calls",
-        "unpriced_calls",
-    )
-
-    cache_read_tokens: int
-    cache_write_1h_tokens: int
-    cache_write_tokens: int
-    cost: int
-    estimated_calls: int
-    failed_calls: int
-    input_tokens: int
-    iterations: int
-    model_calls: int
-    output_tokens: int
-    reasoning_tokens: int
-    reserved_cost: int
-    reserved_tokens: int
-    tokens: int
-    tool_calls: int
-    unpriced_calls: int
-
-    def __init__(self, **totals: int) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
-        for name, total in totals.items():
-            setattr(self, name, total)
-
-    def to_dict(self) -> dict[str, int]:
-        """Return every total by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    rest = text.encode("utf-8", "replace")
+    hundredths = 0
+    for kind, weight in _HUNDREDTHS:
+        other = rest.translate(None, kind)
+        hundredths += (len(rest) - len(other)) * weight
+        if not other:
+            break
+        rest = other
+    return hundredths // 100 + 1
 
 
 class Usage(BaseModel):

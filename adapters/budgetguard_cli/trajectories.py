@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from budgetguard_core import Budget, Event, PriceBook, TokenUsage, fingerprint
+from budgetguard_core import Budget, Event, ModelCall, PriceBook, TokenUsage, fingerprint
 from budgetguard_core.events import (
     ModelCallAdmitted,
     ModelCallSettled,
@@ -111,18 +112,12 @@ class Trajectory(_Part):
                 yield UserTurned(**told.next())
             elif isinstance(step, _Assistant):
                 call_id += 1
-                cost = None if step.cost is None else repr(step.cost)
+                cost = None if step.cost is None else Decimal(repr(step.cost))
                 yield ModelCallAdmitted(
                     **told.next(),
                     call_id=call_id,
-                    model=self.model,
-                    provider=None,
-                    retry=False,
-                    input_tokens=0,
-                    max_output_tokens=None,
-                    seconds=None,
-                    # Without it a dollar cap would refuse the call as one of unknown price.
-                    cost_usd=None if priced else cost,
+                    # Without a cost a dollar cap would refuse a call of unknown price.
+                    call=ModelCall(model=self.model, cost_usd=None if priced else cost),
                     admitted_output_tokens=None,
                     nudge=None,
                 )
@@ -134,8 +129,8 @@ class Trajectory(_Part):
                     call_id=call_id,
                     model=None,
                     usage=_usage(step.usage, characters, written),
-                    cost_usd=cost,
-                    given_cost_usd=cost,
+                    cost_usd=None if cost is None else str(cost),
+                    given_cost_usd=None if cost is None else str(cost),
                     error=None,
                 )
                 characters += written

@@ -16,8 +16,6 @@ from budgetguard_core import (
     Outcome,
     Snapshot,
 )
-from budgetguard_core.pricing import from_usd
-from budgetguard_core.usage import Counters
 from budgetguard_loop import _history as history
 from budgetguard_loop._ambient import current_guard, guard_for
 from budgetguard_loop._run import Run
@@ -100,7 +98,7 @@ def _earlier(resume: Resume | None, store: CheckpointStore | None) -> Snapshot |
     if resume is None or isinstance(resume, Snapshot):
         return resume
     if isinstance(resume, Outcome):
-        return _snapshot_of(resume)
+        return Snapshot.of_outcome(resume)
     if store is None:
         raise ConfigurationError(
             f"resume={resume!r} names a run in a store, got store=None. Pass the store, or resume "
@@ -124,7 +122,7 @@ def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume |
     above = current_guard()
     if above is not None:
         # A part of another run spends that run's budget, also after a resume.
-        return above.child(budget or Budget.from_json(earlier.budget), run_id=earlier.run_id)
+        return above.child(budget or Budget.from_json(earlier.budget or {}), run_id=earlier.run_id)
     if budget is None and earlier.parent_run_id is not None:
         # Its own caps are not all that bounded it, and those above it are not in its snapshot.
         raise ConfigurationError(
@@ -132,39 +130,3 @@ def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume |
             "alone, got None. Pass a fresh Budget, or a Guard."
         )
     return Guard.restore(earlier, budget)
-
-
-def _snapshot_of(outcome: Outcome) -> Snapshot:
-    usage = outcome.usage
-    used = usage.model_dump() | {
-        "tokens": usage.total_tokens,
-        "cost": from_usd(usage.cost_usd),
-        "reserved_tokens": 0,
-        "reserved_cost": 0,
-    }
-    counters: dict[str, int] = {name: used[name] for name in Counters.__slots__}
-    return Snapshot(
-        run_id=outcome.run_id,
-        parent_run_id=None,
-        mode="enforce",
-        budget={},
-        stop_conditions=0,
-        counters=counters,
-        quotas={},
-        tool_counts={},
-        records=tuple((call.id, call.name, call.status) for call in outcome.tool_calls),
-        elapsed_ns=round(usage.seconds * 1_000_000_000),
-        trip=None,
-        observed=None,
-        aborted=None,
-        held=(),
-        warned=(),
-        window_warned=False,
-        detector=None,
-        open_calls=(),
-        earlier=outcome.earlier_usage,
-        seq=0,
-        call_id=0,
-        price_book="",
-        messages=outcome.messages,
-    )

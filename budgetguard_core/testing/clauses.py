@@ -10,10 +10,8 @@ from decimal import Decimal
 from typing import Any, cast
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.checkpoint import MemoryStore, Snapshot
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.decision import NOT_AVAILABLE, NOT_EXECUTED, OUTCOME_UNKNOWN
-from budgetguard_core.errors import BudgetExceeded
 from budgetguard_core.events import (
     Event,
     IncidentRecorded,
@@ -22,9 +20,11 @@ from budgetguard_core.events import (
     TripObserved,
 )
 from budgetguard_core.guard import Guard
-from budgetguard_core.outcome import Outcome
+from budgetguard_core.outcome import BudgetExceeded, Outcome
 from budgetguard_core.pricing import Price, PriceBook
+from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stop import StopReason, tool_called
+from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import (
     Clause,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.checkpoint import CheckpointStore
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome
+from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.testing.script import Agent, Script, Tool
 
 Mode: TypeAlias = Literal["sync", "async", "streamed"]

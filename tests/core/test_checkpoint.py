@@ -117,7 +117,7 @@ def test_what_json_cannot_hold_is_refused(guard):
         ("{", "snapshot is damaged (the whole: "),
         ("[]", "snapshot is damaged (the whole: "),
         ("{}", "snapshot is damaged (format_version: "),
-        ('{"format_version": 2}', "snapshot format must be <= 1, got 2. Upgrade BudgetGuard, or"),
+        ('{"format_version": 3}', "snapshot format must be <= 2, got 3. Upgrade BudgetGuard, or"),
         ('{"format_version": 1}', "snapshot is damaged (run_id: "),
     ],
 )

@@ -20,6 +20,7 @@ from budgetguard_core import (
     Stop,
     TokenUsage,
     ToolCall,
+    replay,
 )
 from budgetguard_core.testing import ManualClock
 
@@ -159,7 +160,7 @@ def test_sinks_get_every_event_once_and_in_order():
     assert [event.seq for event in slow] == seen
     assert guard.snapshot().seq == len(seen)
     # The log is the run: what was counted in it, in its order, is what the guard counted.
-    replayed = Guard.replay(slow)
+    replayed = replay(slow)
     assert replayed.usage.iterations == guard.usage.iterations == 300
     assert replayed.usage.tool_calls == guard.usage.tool_calls
     assert replayed.trip == guard.trip

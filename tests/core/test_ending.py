@@ -95,6 +95,8 @@ def test_checkpoint_then_record_then_flush_then_return():
         "status": "terminated",
         "stop_reason": StopReason.MAX_ITERATIONS,
         "detail": "max_iterations=1 reached: 1 used",
+        "error": None,
+        "next_step": "call the model",
         "messages": ("m",),
         "final": "text",
         "warnings": ("max_iterations",),

@@ -25,9 +25,11 @@ from budgetguard_core import (
     Violation,
     end_run,
     read_events,
+    replay,
 )
 from budgetguard_core.events import Listener, Sink
 from budgetguard_core.testing import ManualClock
+from budgetguard_core.tree import Tree
 
 SECRET = "hunter2-s3cr3t"
 BOOK = PriceBook({"m": Price(input=1, output=2, context_window=10)})
@@ -188,7 +190,7 @@ def test_no_name_can_forge_a_line(tmp_path, caplog):
         "aborted",
     ]
     # Half a surrogate pair is no text; all else is as the model wrote it.
-    assert events[1].model == NASTY.replace("\ud800", "?")
+    assert events[1].call.model == NASTY.replace("\ud800", "?")
     assert all("\n" not in r.getMessage() and "\x1b" not in r.getMessage() for r in caplog.records)
 
 
@@ -216,7 +218,7 @@ def test_the_standard_log_builds_nothing_that_nobody_reads(caplog):
 
 def test_no_event_is_built_without_a_sink(monkeypatch):
     guard = Guard(Budget(max_iterations=100))
-    monkeypatch.setattr(Guard, "_make", lambda *a, **k: pytest.fail("built an event"))
+    monkeypatch.setattr(Tree, "make", lambda *a, **k: pytest.fail("built an event"))
     guard.start()
     guard.settle_model_call(guard.admit_model_call(), TokenUsage(1, 1))
     guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="a")), "x")
@@ -313,8 +315,8 @@ def test_a_line_that_is_no_event_is_named_with_its_field(lines):
 
 
 def test_a_newer_format_is_named(lines):
-    newer = json.dumps(json.loads(lines[0]) | {"format_version": 2, "new_field": 1}) + "\n"
-    assert message([newer]) == "line 1: format 2 is newer than 1. Upgrade BudgetGuard."
+    newer = json.dumps(json.loads(lines[0]) | {"format_version": 3, "new_field": 1}) + "\n"
+    assert message([newer]) == "line 1: format 3 is newer than 2. Upgrade BudgetGuard."
 
 
 def test_nesting_without_end_is_a_damaged_line():
@@ -337,7 +339,7 @@ def test_a_log_goes_on_after_a_killed_process(tmp_path):
     second.close()
     JsonLinesSink(path).close()
     with path.open() as log:
-        replayed = Guard.replay(read_events(log), clock=ManualClock())
+        replayed = replay(read_events(log), clock=ManualClock())
     assert replayed.usage.model_calls == again.usage.model_calls == 2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from budgetguard_core import Admit, Budget, Guard, ModelCall, Stop, StopReason
+from budgetguard_core import Admit, Budget, Guard, ModelCall, Stop, StopReason, replay
 from budgetguard_core.testing import ManualClock
 
 
@@ -28,6 +28,6 @@ def test_a_fixed_bound_that_fits_is_reserved_and_replayed():
     call = ModelCall(input_tokens=60, max_output_tokens=40, output_is_fixed=True)
     guard.settle_model_call(guard.admit_model_call(call))
     guard.admit_model_call(call)
-    replayed = Guard.replay(events)
+    replayed = replay(events)
     assert replayed.usage.total_tokens == guard.usage.total_tokens == 100
     assert replayed.trip == guard.trip

@@ -31,6 +31,7 @@ from budgetguard_core import (
     TokenUsage,
     ToolCall,
     read_events,
+    replay,
 )
 from budgetguard_core.events import CheckpointSaved
 from budgetguard_core.testing import ManualClock
@@ -423,7 +424,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         # The log's last word on the time.
         self.root.emit(CheckpointSaved)
-        replayed = Guard.replay(read_events(self.log), clock=self.clock, price_book=BOOK)
+        replayed = replay(read_events(self.log), clock=self.clock, price_book=BOOK)
         copies = [self.root, self.restored(), replayed]
         assert known(copies[1]) == known(copies[0])
         assert known(copies[2]) == known(copies[0])

@@ -11,17 +11,13 @@ from hypothesis import strategies as st
 
 from budgetguard_core import Budget, StopReason
 from budgetguard_core.limits import (
-    Caps,
-    Marks,
     due_warnings,
     in_order,
-    model_call_fits,
     model_call_violations,
     tool_call_violations,
-    tool_calls_fit,
 )
+from budgetguard_core.meter import COUNTERS, Caps, Marks, Meter
 from budgetguard_core.stop import PRECEDENCE
-from budgetguard_core.usage import Counters
 
 FEMTO = 10**15
 fixed = settings(derandomize=True, deadline=None, max_examples=300, database=None)
@@ -36,10 +32,21 @@ capped = st.builds(
     max_seconds=cap,
     max_cost_usd=cap,
 )
+
+
+def metered(budget, warned=(), **counters):
+    """Make a meter that has counted this, and whose time began at 0."""
+    meter = Meter(budget)
+    meter.go_on_from(dict.fromkeys(COUNTERS, 0) | counters, {}, {}, warned, 0, 0, 0)
+    return meter
+
+
 counted = st.builds(
-    lambda cost, reserved, **rest: Counters(
-        cost=cost * FEMTO, reserved_cost=reserved * FEMTO, **rest
-    ),
+    lambda cost, reserved, **rest: {
+        "cost": cost * FEMTO,
+        "reserved_cost": reserved * FEMTO,
+        **rest,
+    },
     cost=near,
     reserved=near,
     iterations=near,
@@ -56,9 +63,9 @@ elapsed = near.map(lambda seconds: seconds * 10**9)
 def test_a_model_call_fits_exactly_when_nothing_holds_against_it(
     budget, counters, ns, retry, tokens, dollars
 ):
-    caps = Caps(budget)
-    found = model_call_violations(counters, caps, ns, retry, tokens, dollars * FEMTO)
-    assert model_call_fits(counters, caps, ns, retry, tokens, dollars * FEMTO) is not bool(found)
+    counters = metered(budget, **counters)
+    found = model_call_violations(counters, ns, retry, tokens, dollars * FEMTO)
+    assert counters.fits_model_call(ns, retry, tokens, dollars * FEMTO) is not bool(found)
     assert found == in_order(found)
     assert len({violation.reason for violation in found}) == len(found)
 
@@ -100,18 +107,18 @@ def test_a_model_call_fits_exactly_when_nothing_holds_against_it(
     ],
 )
 def test_each_cap_by_itself_holds_from_the_right_use_on(field, counter, first_held, used):
-    caps = Caps(Budget(**{field: 3}))
-    counters = Counters(**{counter: used * FEMTO if "cost" in counter else used})
-    assert model_call_fits(counters, caps, 0, False, 0, 0) is (used < first_held)
-    assert bool(model_call_violations(counters, caps, 0, False, 0, 0)) is (used >= first_held)
+    used_now = {counter: used * FEMTO if "cost" in counter else used}
+    meter = metered(Budget(**{field: 3}), **used_now)
+    assert meter.fits_model_call(0, False, 0, 0) is (used < first_held)
+    assert bool(model_call_violations(meter, 0, False, 0, 0)) is (used >= first_held)
 
 
 @given(capped, counted, elapsed)
 @fixed
 def test_a_tool_call_fits_exactly_when_nothing_holds_against_it(budget, counters, ns):
-    caps = Caps(budget)
-    found = tool_call_violations(counters, caps, ns)
-    assert tool_calls_fit(counters, caps, ns) is not bool(found)
+    meter = metered(budget, **counters)
+    found = tool_call_violations(meter, ns)
+    assert meter.fits_tool_calls(ns) is not bool(found)
     reasons = {str(violation.reason) for violation in found}
     assert reasons <= {"max_seconds", "max_cost_usd", "max_total_tokens"}
 
@@ -124,8 +131,8 @@ def test_a_tool_call_fits_exactly_when_nothing_holds_against_it(budget, counters
 )
 @fixed
 def test_below_every_mark_nothing_holds_and_no_warning_is_due(budget, counters, ns, warned):
-    caps = Caps(budget)
-    marks = Marks(caps, warned)
+    counters = metered(budget, tuple(warned), **counters)
+    marks = counters.marks
     below = (
         counters.iterations < marks.iterations
         and counters.model_calls < marks.model_calls
@@ -135,23 +142,22 @@ def test_below_every_mark_nothing_holds_and_no_warning_is_due(budget, counters, 
         and ns < marks.nanoseconds
     )
     if below:
-        assert due_warnings(counters, caps, warned, ns) == []
-        assert tool_calls_fit(counters, caps, ns)
-        assert counters.iterations < caps.iterations
-        assert counters.model_calls < caps.model_calls
+        assert due_warnings(counters, ns) == []
+        assert counters.fits_tool_calls(ns)
+        assert counters.iterations < counters.caps.iterations
+        assert counters.model_calls < counters.caps.model_calls
 
 
 def test_a_warning_is_due_from_its_share_on_and_only_once():
-    caps = Caps(Budget(max_iterations=10, max_cost_usd=1, max_seconds=10))
-    assert due_warnings(Counters(iterations=7, cost=FEMTO * 79 // 100), caps, (), 7 * 10**9) == []
-    due = due_warnings(Counters(iterations=8, cost=FEMTO * 80 // 100), caps, (), 8 * 10**9)
+    budget = Budget(max_iterations=10, max_cost_usd=1, max_seconds=10)
+    assert due_warnings(metered(budget, iterations=7, cost=FEMTO * 79 // 100), 7 * 10**9) == []
+    due = due_warnings(metered(budget, iterations=8, cost=FEMTO * 80 // 100), 8 * 10**9)
     assert [(str(v.reason), v.limit, v.used) for v in due] == [
         ("max_iterations", 10, 8),
         ("max_seconds", 10.0, 8.0),
         ("max_cost_usd", Decimal(1), Decimal("0.8")),
     ]
-    counters = Counters(iterations=9)
-    assert due_warnings(counters, caps, {"max_iterations": None}, 0) == []
+    assert due_warnings(metered(budget, ("max_iterations",), iterations=9), 0) == []
 
 
 @pytest.mark.parametrize("limit", [5, 10, 25, 100, 1000, 10**6])

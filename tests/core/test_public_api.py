@@ -34,6 +34,7 @@ NAMES = [
     "NOT_EXECUTED",
     "Nudge",
     "OUTCOME_UNKNOWN",
+    "OpenCall",
     "Outcome",
     "Price",
     "PriceBook",
@@ -57,6 +58,7 @@ NAMES = [
     "estimate_tokens",
     "fingerprint",
     "read_events",
+    "replay",
     "synthetic_metadata",
     "synthetic_text",
     "tool_called",
@@ -76,7 +78,8 @@ def test_requests_are_keyword_only(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Budget", "LoopDetection", "Outcome", "Snapshot", "Trip", "Usage", "Violation"]
+    "name",
+    ["Budget", "LoopDetection", "OpenCall", "Outcome", "Snapshot", "Trip", "Usage", "Violation"],
 )
 def test_records_are_frozen_and_refuse_what_they_do_not_know(name):
     kind = getattr(budgetguard_core, name)
@@ -91,7 +94,7 @@ def test_records_are_frozen_and_refuse_what_they_do_not_know(name):
         (budgetguard_core.Guard, ["budget"]),
         (budgetguard_core.Guard.child, ["self", "budget"]),
         (budgetguard_core.Guard.restore, ["snapshot", "budget"]),
-        (budgetguard_core.Guard.replay, ["events"]),
+        (budgetguard_core.replay, ["events"]),
         (budgetguard_core.Guard.settle_model_call, ["self", "ticket", "usage"]),
         (budgetguard_core.Guard.settle_tool_call, ["self", "ticket", "result"]),
         (budgetguard_core.end_run, ["guard"]),

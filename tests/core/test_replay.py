@@ -20,6 +20,7 @@ from budgetguard_core import (
     Violation,
     end_run,
     read_events,
+    replay,
 )
 from budgetguard_core.events import CheckpointSaved
 from budgetguard_core.testing import ManualClock
@@ -52,7 +53,7 @@ class Run:
     def replayed(self, **options):
         # The log's last word on the time.
         self.guard.emit(CheckpointSaved)
-        return Guard.replay(self.events, **({"clock": self.clock, "price_book": BOOK} | options))
+        return replay(self.events, **({"clock": self.clock, "price_book": BOOK} | options))
 
     def step(self, tokens=10, tools=("a",), cost=None):
         guard = self.guard
@@ -105,7 +106,7 @@ def test_time_before_the_first_call_and_after_the_last_event(run):
     early.clock.advance(4)
     early.step()
     assert early.replayed().usage.seconds == 5
-    assert Guard.replay(early.events).usage.seconds < 10
+    assert replay(early.events).usage.seconds < 10
 
 
 def test_everything_the_outside_told_the_run_is_told_again():
@@ -230,7 +231,7 @@ def test_two_runs_that_share_a_sink_are_told_apart():
 
 def refused(events, **options):
     with pytest.raises(CheckpointError) as caught:
-        Guard.replay(events, **options)
+        replay(events, **options)
     return str(caught.value)
 
 

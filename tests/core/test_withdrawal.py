@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Admit, Budget, Guard, Refuse, Stop, StopReason, ToolCall
+from budgetguard_core import Admit, Budget, Guard, Refuse, Stop, StopReason, ToolCall, replay
 from budgetguard_core.testing import ManualClock
 
 
@@ -47,7 +47,7 @@ def test_a_withdrawal_is_replayed():
     first, second = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
     guard.withdraw_tool_call(first)
     guard.settle_tool_call(second, "done")
-    replayed = Guard.replay(events)
+    replayed = replay(events)
     assert replayed.usage.tool_calls == 1
     assert replayed.tool_counts == {"b": 1}
     assert replayed.tool_calls == guard.tool_calls
@@ -78,5 +78,5 @@ def test_a_withdrawal_of_a_call_that_another_budget_refused_is_passed_over():
     guard = Guard(Budget(max_tool_calls=2), sinks=[events.append], clock=ManualClock())
     calls = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
     guard.withdraw_tool_call(calls[1])
-    replayed = Guard.replay(events, budget=Budget(max_tool_calls=1))
+    replayed = replay(events, budget=Budget(max_tool_calls=1))
     assert replayed.usage.tool_calls == 1

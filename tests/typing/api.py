@@ -33,6 +33,7 @@ from budgetguard_core import (
     ToolCall,
     after_iterations,
     read_events,
+    replay,
     tool_called,
 )
 from budgetguard_loop import (
@@ -133,4 +134,4 @@ def hand_written() -> Outcome:
 
 def again(path: str) -> Guard:
     with Path(path).open("rb") as lines:
-        return Guard.replay(read_events(lines), budget=budget)
+        return replay(read_events(lines), budget=budget)

@@ -1,0 +1,46 @@
+"""The run around the code that runs, and the call that is open in it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from budgetguard_core.frame import FRAME, Frame, current
+from budgetguard_core.guard import Guard
+
+__all__ = ["Frame", "current", "current_guard", "entered", "in_force"]
+
+
+def current_guard() -> Guard | None:
+    """Return the guard that a call from this code is charged to, or None outside of any run."""
+    frame = current()
+    return None if frame is None else frame.guard
+
+
+@contextmanager
+def entered(frame: Frame) -> Generator[Frame]:
+    """Make a frame the current one in this block."""
+    token = FRAME.set(frame)
+    try:
+        yield frame
+    finally:
+        FRAME.reset(token)
+
+
+def in_force(frame: Frame | None) -> list[Guard]:
+    """List the guards that every call in a frame is charged to, the innermost first.
+
+    None of them is charged through another one: an ancestor of a listed guard is left out.
+    """
+    guards: list[Guard] = []
+    while frame is not None:
+        if frame.is_live:
+            run = frame.run
+            for guard in (frame.guard,) if run is None else run.guards:
+                if not any(guard in one.lineage for one in guards):
+                    guards.append(guard)
+            if run is not None:
+                # A run was opened within all that is around it.
+                break
+        frame = frame.above
+    return guards

@@ -1,0 +1,183 @@
+"""The calls of a run: a model call from its admission to its end, and a batch of tool calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from budgetguard_core.decision import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Admit,
+    ModelCall,
+    ToolCall,
+)
+from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.usage import TokenUsage
+
+if TYPE_CHECKING:
+    from budgetguard_core.frame import Frame
+
+ToolState: TypeAlias = Literal["waiting", "refused", "started", "completed", "failed", "withdrawn"]
+
+
+class OpenModelCall:
+    """A model call that may go out. It is told apart from others by its identity.
+
+    Attributes:
+        call: What was asked for.
+        frame: The code that makes the call runs in this frame, so that a layer below finds it.
+        tickets: The admissions of the guards that charge it. Empty where a layer above has
+            admitted this very call, and settles it.
+        nudge: What the model should be told first, about the work only; None for nothing.
+        max_output_tokens: Completion tokens that the request may ask for; None for no bound.
+        is_same: A layer above counts the call; what is reported here it gets to know.
+        measured: What a layer below has found out about this call, for the layer that settles it.
+    """
+
+    __slots__ = (
+        "_open",
+        "above",
+        "call",
+        "frame",
+        "max_output_tokens",
+        "measured",
+        "nudge",
+        "seen",
+        "tickets",
+    )
+
+    def __init__(
+        self,
+        call: ModelCall,
+        tickets: Sequence[Admit],
+        *,
+        nudge: str | None,
+        max_output_tokens: int | None,
+        above: OpenModelCall | None,
+    ) -> None:
+        self.call = call
+        self.tickets = tuple(tickets)
+        self.nudge = nudge
+        self.max_output_tokens = max_output_tokens
+        self.above = above
+        self.seen = False
+        self.measured: TokenUsage | None = None
+        self.frame: Frame
+        self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the call has not been settled yet."""
+        return self._open
+
+    @property
+    def charged(self) -> tuple[Admit, ...]:
+        """Every admission that stands for this call, those of the layers above included."""
+        above = () if self.above is None else self.above.charged
+        return (*self.tickets, *above)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that the call may take from now on; None without a limit."""
+        limits = [ticket.seconds for ticket in self.tickets]
+        if not limits and self.above is not None:
+            return self.above.seconds
+        return min((one for one in limits if one is not None), default=self.call.seconds)
+
+    def close(self) -> bool:
+        """Take the right to settle the call; False when it was taken before."""
+        was, self._open = self._open, False
+        return was
+
+
+class OpenToolCall:
+    """One tool call of a batch, from its admission to its end.
+
+    Attributes:
+        call: What the model asked for.
+        frame: The tool's body runs in this frame.
+        tickets: The admissions of the guards that charge it.
+        state: `waiting` to start, `refused`, `started`, `completed`, `failed` or `withdrawn`.
+        refusal: The call's result where it may not start; None where it may.
+        reason: Why it was refused.
+        trip: The stop that refused it; None for a quota, after which the run goes on.
+        result: What it returned, or the text of what it raised; None before its end.
+    """
+
+    __slots__ = ("call", "frame", "reason", "refusal", "result", "seen", "state", "tickets", "trip")
+
+    def __init__(self, call: ToolCall, tickets: Sequence[Admit]) -> None:
+        self.call = call
+        self.tickets = tuple(tickets)
+        self.state: ToolState = "waiting"
+        self.refusal: str | None = None
+        self.reason: StopReason | None = None
+        self.trip: Trip | None = None
+        self.result: Any = None
+        self.seen = False
+        self.frame: Frame
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the body was started and has not reported its end."""
+        return self.state == "started"
+
+    @property
+    def ticket(self) -> Admit | None:
+        """The run's own admission, None for a refused call. It has the `idempotency_key`."""
+        return self.tickets[0] if self.tickets else None
+
+    @property
+    def answer(self) -> Any:
+        """What the history has to say of the call: its result, or why there is none."""
+        if self.state in ("completed", "failed"):
+            return self.result
+        if self.state == "started":
+            return OUTCOME_UNKNOWN
+        return self.refusal or NOT_EXECUTED
+
+
+class Batch:
+    """The tool calls of one reply, in the order in which the model wrote them.
+
+    A call is found by its id and its place among those of the same id, so that ids which a
+    provider repeats or leaves out make no difference.
+    """
+
+    def __init__(self, calls: Sequence[OpenToolCall]) -> None:
+        self._calls = tuple(calls)
+        self._waiting = list(calls)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[OpenToolCall]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def take(self, id: str | None, name: str | None = None) -> OpenToolCall | None:  # noqa: A002
+        """Return the next call that was not taken yet, by its id; None where there is none.
+
+        Args:
+            id: The call's id as the framework hands it over; None or empty where it has none.
+            name: The tool's name, for calls without an id and to tell repeated ids apart.
+        """
+        with self._lock:
+            for call in self._waiting:
+                mine = call.call.id == id if id else not call.call.id
+                if mine and name in (None, call.call.name):
+                    self._waiting.remove(call)
+                    return call
+        return None
+
+    @property
+    def refused(self) -> list[OpenToolCall]:
+        """The calls that may not start."""
+        return [call for call in self._calls if call.state == "refused"]
+
+    @property
+    def unstarted(self) -> list[OpenToolCall]:
+        """The calls that were admitted and whose body has not started."""
+        return [call for call in self._calls if call.state == "waiting"]

@@ -1,0 +1,257 @@
+"""What every adapter takes as its budget, checked in one place, and how a run is opened on it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.clock import Clock
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.events import Event, Sink
+from budgetguard_core.frame import Frame, current
+from budgetguard_core.guard import Guard, Mode, WarningHandler
+from budgetguard_core.kit.ambient import in_force
+from budgetguard_core.kit.calls import OpenModelCall
+from budgetguard_core.kit.run import Run
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.pricing import PriceBook
+from budgetguard_core.snapshot import Snapshot
+from budgetguard_core.standing import as_mode
+from budgetguard_core.stores import CheckpointStore
+from budgetguard_core.tree import as_sink
+
+OnTrip: TypeAlias = Literal["return", "raise"]
+
+_OF_THE_GUARD = ("mode", "sinks", "on_warning", "price_book", "clock")
+_SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+class EnvelopeOptions(TypedDict, total=False):
+    """The options that every adapter takes beside its budget; `Envelope` documents them."""
+
+    mode: Mode | str
+    sinks: Iterable[Sink | Callable[[Event], object]]
+    on_warning: WarningHandler | None
+    on_outcome: Callable[[Outcome], object] | None
+    price_book: PriceBook | None
+    clock: Clock | None
+    store: CheckpointStore | None
+    on_trip: OnTrip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Envelope:
+    """A budget with everything that belongs to it: what each adapter takes.
+
+    Args:
+        budget: A `Budget`: a fresh guard for each run, which within another run is a part of that.
+            A `Guard`: shared by reference, nothing resets; of runs on it at the same time each
+            looks for loops by itself.
+        mode: Of fresh guards: ENFORCE, OBSERVE or OFF.
+        sinks: Of fresh guards: where events go.
+        on_warning: Of fresh guards: called at the warning share of a cap; it may extend or abort.
+        price_book: Of fresh guards: where prices come from.
+        clock: Of fresh guards: where time comes from.
+        on_outcome: Called with the outcome of each run when it has ended or paused: completed,
+            terminated, paused or failed. What it raises is in the guard's `errors`.
+        store: Where checkpoints go.
+        on_trip: `return` the partial result of a stopped run as the framework's normal result, or
+            `raise` `BudgetExceeded` with the same outcome.
+
+    Raises:
+        ConfigurationError: The budget is neither, an option is none, or options of fresh guards
+            were given with a `Guard`, which has its own.
+    """
+
+    budget: Budget | Guard
+    mode: Mode | str = Mode.ENFORCE
+    sinks: Iterable[Sink | Callable[[Event], object]] = ()
+    on_warning: WarningHandler | None = None
+    on_outcome: Callable[[Outcome], object] | None = None
+    price_book: PriceBook | None = None
+    clock: Clock | None = None
+    store: CheckpointStore | None = None
+    on_trip: OnTrip = "return"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, Budget | Guard):
+            raise ConfigurationError(
+                f"budget must be a Budget, a Guard or an Envelope, got "
+                f"{type(self.budget).__name__}. Build one with Budget(max_iterations=25)."
+            )
+        if self.on_trip not in ("return", "raise"):
+            raise ConfigurationError(
+                f"on_trip must be 'return' or 'raise', got {self.on_trip!r}. "
+                "Leave it out for a normal result."
+            )
+        object.__setattr__(self, "mode", as_mode(self.mode))
+        object.__setattr__(self, "sinks", tuple(as_sink(sink) for sink in self.sinks))
+        for name in ("on_warning", "on_outcome"):
+            handler = getattr(self, name)
+            if handler is not None and not callable(handler):
+                raise ConfigurationError(
+                    f"{name} must be callable, got {type(handler).__name__}. Pass a function."
+                )
+        if self.price_book is not None and not isinstance(self.price_book, PriceBook):
+            raise ConfigurationError(
+                f"price_book must be a PriceBook, got {type(self.price_book).__name__}. "
+                "Build one with PriceBook(overrides={...})."
+            )
+        if self.clock is not None and not isinstance(self.clock, Clock):
+            raise ConfigurationError(
+                f"clock must tell the time, got {type(self.clock).__name__}. "
+                "Pass an object with monotonic_ns and wall_ns."
+            )
+        if self.store is not None and not all(
+            callable(getattr(self.store, verb, None)) for verb in ("save", "load", "delete")
+        ):
+            raise ConfigurationError(
+                f"store must save, load and delete snapshots, got {type(self.store).__name__}. "
+                "Pass a MemoryStore, a SqliteStore or a CheckpointStore of your own."
+            )
+        if isinstance(self.budget, Guard):
+            given = [name for name in _OF_THE_GUARD if getattr(self, name) != _DEFAULTS[name]]
+            if given:
+                raise ConfigurationError(
+                    f"{', '.join(given)} must be left out with a Guard, which has its own, got "
+                    "both. Give them to Guard(...), or give a Budget."
+                )
+
+    def open(
+        self,
+        *,
+        user_spoke: bool = False,
+        resume: Snapshot | None = None,
+        fresh: bool = False,
+        run_id: str | None = None,
+    ) -> Run:
+        """Begin a run here: the caller's frame decides what it is a part of.
+
+        Args:
+            user_spoke: The run begins with new words of the user's: what is asked again is no
+                repetition.
+            resume: Go on from this snapshot: with its counters, under this envelope's caps and
+                mode. What a snapshot holds never becomes a bound.
+            fresh: With `resume`: under a fresh budget, what was used before is only reported.
+            run_id: The run's name; that of the snapshot, or a random one, if left out.
+
+        Raises:
+            CheckpointError: The snapshot does not fit together.
+        """
+        frame = current()
+        around = in_force(frame)
+        if isinstance(self.budget, Guard):
+            run = self._seated(self.budget, frame, around, resume)
+        else:
+            guard = self._fresh(self.budget, frame, around, resume, fresh, run_id)
+            run = Run(self, guard, frame, around)
+        if user_spoke and run.guard.tool_counts:
+            run.guard.user_turn()
+        return run
+
+    def _fresh(
+        self,
+        budget: Budget,
+        frame: Frame | None,
+        around: Sequence[Guard],
+        resume: Snapshot | None,
+        fresh: bool,
+        run_id: str | None,
+    ) -> Guard:
+        in_a_call = frame is not None and isinstance(frame.call, OpenModelCall)
+        # What runs inside of a model call that is counted already is charged beside it: the first
+        # call here is the same one, and only this budget has not seen it.
+        near = [] if in_a_call else [one for one in around if one.is_kin_of(around[0])]
+        settings: dict[str, Any] = {
+            "sinks": self.sinks,
+            "on_warning": self.on_warning,
+            "price_book": self.price_book or (around[0].price_book if around else None),
+            "clock": self.clock or (around[0].clock if around else None),
+        }
+        if resume is not None:
+            guard = Guard.restore(
+                resume.model_copy(update={"mode": str(self.mode), "budget": budget.to_json()}),
+                budget if fresh else None,
+                stop_when=() if fresh else budget.stop_when,
+                within=near,
+                **settings,
+            )
+            guard.go_on()
+            return guard
+        if near:
+            return near[0].child(
+                budget,
+                mode=None if self.mode is Mode.ENFORCE else self.mode,
+                run_id=run_id,
+                on_warning=self.on_warning,
+                beside=near[1:],
+            )
+        return Guard(budget, mode=self.mode, run_id=run_id, **settings)
+
+    def _seated(
+        self,
+        budget: Guard,
+        frame: Frame | None,
+        around: Sequence[Guard],
+        resume: Snapshot | None,
+    ) -> Run:
+        if resume is not None:
+            if resume.run_id != budget.run_id:
+                # Made anew for this request; one that counts already has counted the leg before.
+                budget.adopt(resume)
+            budget.go_on()
+        part = next((one for one in around if budget in one.lineage), None)
+        if part is not None:
+            kin = [one for one in around if one is not part and one.is_kin_of(part)]
+            return Run(self, part.child(beside=kin), frame, around)
+        kin = [one for one in around if one.is_kin_of(budget) and one not in budget.lineage]
+        with _LOCK:
+            seat = _SEATS.get(budget)
+            before = None if seat is None else seat()
+            if kin or (before is not None and not before.ended):
+                return Run(self, budget.child(beside=kin), frame, around)
+            run = Run(self, budget, frame, around)
+            _SEATS[budget] = weakref.ref(run)
+            return run
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Envelope)}
+
+
+def envelope_of(
+    budget: Budget | Guard | Envelope | None,
+    *,
+    default: Budget | None = None,
+    **options: Unpack[EnvelopeOptions],
+) -> Envelope:
+    """Return the envelope of whatever an adapter was given as its budget.
+
+    Args:
+        budget: A budget, a guard, or an envelope, which has its own options.
+        default: The budget of an adapter that is given none.
+        options: The adapter's own options, as `Envelope` takes them.
+
+    Raises:
+        ConfigurationError: It is none of these; an option is none of an envelope's; or an
+            envelope came with options.
+    """
+    if isinstance(budget, Envelope):
+        changed = sorted(name for name, value in options.items() if value != _DEFAULTS.get(name))
+        if changed:
+            raise ConfigurationError(
+                f"{', '.join(changed)} must be left out with an Envelope, which has its own, got "
+                "both. Give them to Envelope(...)."
+            )
+        return budget
+    unknown = sorted(set(options) - set(_DEFAULTS))
+    if unknown:
+        raise ConfigurationError(
+            f"{unknown[0]} is no option of an envelope. Use one of: "
+            f"{', '.join(name for name in _DEFAULTS if name != 'budget')}."
+        )
+    return Envelope(budget=default if budget is None else budget, **options)  # type: ignore[arg-type]

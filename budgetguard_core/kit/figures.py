@@ -1,0 +1,280 @@
+"""The figures of one usage record, under the names that each provider gives them.
+
+From the providers' references and the types of their SDKs:
+
+| record | prompt | of it cached | completion | of it reasoning |
+|---|---|---|---|---|
+| OpenAI chat completions, LiteLLM, Mistral, compatible servers | `prompt_tokens` | inside | `completion_tokens` | inside; beside it at xAI |
+| OpenAI Responses, OpenAI Agents SDK | `input_tokens` | inside | `output_tokens` | inside |
+| Anthropic | `input_tokens` | beside it | `output_tokens` | inside |
+| Bedrock Converse, Strands | `inputTokens` | beside it, or as the total says | `outputTokens` | inside |
+| Gemini | `prompt_token_count`, `tool_use_prompt_token_count` | inside | `candidates_token_count` | beside it |
+| LangChain | `input_tokens` | inside | `output_tokens` | inside |
+| DeepSeek | `prompt_tokens` | inside | `completion_tokens` | inside |
+| Cohere | `tokens.input_tokens` | inside | `tokens.output_tokens` | not told |
+| Ollama | `prompt_eval_count` | not told | `eval_count` | inside |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, Final, cast
+
+from budgetguard_core.kit.records import fields_of, part
+from budgetguard_core.usage import TokenUsage
+
+# No call of any model has more: what is above it is no count, and would not fit every store.
+_MOST_TOKENS: Final = 10**12
+_LONGEST_NUMBER: Final = 32
+
+
+class _Figure(Enum):
+    PROMPT = 1
+    PROMPT_BESIDE = 2
+    NOT_CACHED = 3
+    OUTPUT = 4
+    OUTPUT_BESIDE = 5
+    TOTAL = 6
+    READ = 7
+    WRITE = 8
+    WRITE_5M = 9
+    WRITE_1H = 10
+    REASONING = 11
+
+
+_NAMES: Final = {
+    "input_tokens": _Figure.PROMPT,
+    "prompt_tokens": _Figure.PROMPT,
+    "inputTokens": _Figure.PROMPT,
+    "inputTokenCount": _Figure.PROMPT,
+    "prompt_token_count": _Figure.PROMPT,
+    "promptTokenCount": _Figure.PROMPT,
+    "prompt_eval_count": _Figure.PROMPT,
+    "tool_use_prompt_token_count": _Figure.PROMPT_BESIDE,
+    "toolUsePromptTokenCount": _Figure.PROMPT_BESIDE,
+    "prompt_cache_miss_tokens": _Figure.NOT_CACHED,
+    "output_tokens": _Figure.OUTPUT,
+    "completion_tokens": _Figure.OUTPUT,
+    "outputTokens": _Figure.OUTPUT,
+    "outputTokenCount": _Figure.OUTPUT,
+    "candidates_token_count": _Figure.OUTPUT,
+    "candidatesTokenCount": _Figure.OUTPUT,
+    "response_token_count": _Figure.OUTPUT,
+    "responseTokenCount": _Figure.OUTPUT,
+    "eval_count": _Figure.OUTPUT,
+    "thoughts_token_count": _Figure.OUTPUT_BESIDE,
+    "thoughtsTokenCount": _Figure.OUTPUT_BESIDE,
+    "total_tokens": _Figure.TOTAL,
+    "totalTokens": _Figure.TOTAL,
+    "total_token_count": _Figure.TOTAL,
+    "totalTokenCount": _Figure.TOTAL,
+    "cached_tokens": _Figure.READ,
+    "cache_read_tokens": _Figure.READ,
+    "cache_read_input_tokens": _Figure.READ,
+    "cacheReadInputTokens": _Figure.READ,
+    "cacheReadInputTokenCount": _Figure.READ,
+    "cached_content_token_count": _Figure.READ,
+    "cachedContentTokenCount": _Figure.READ,
+    "cached_prompt_text_tokens": _Figure.READ,
+    "prompt_cache_hit_tokens": _Figure.READ,
+    "cache_write_tokens": _Figure.WRITE,
+    "cache_creation_input_tokens": _Figure.WRITE,
+    "cacheWriteInputTokens": _Figure.WRITE,
+    "cacheWriteInputTokenCount": _Figure.WRITE,
+    "cache_write_1h_tokens": _Figure.WRITE_1H,
+    "reasoning_tokens": _Figure.REASONING,
+}
+_NAMES_IN_DETAILS: Final = {
+    "cached_tokens": _Figure.READ,
+    "cache_read": _Figure.READ,
+    "cache_write_tokens": _Figure.WRITE,
+    "cache_creation_tokens": _Figure.WRITE,
+    "cache_creation": _Figure.WRITE,
+    "ephemeral_5m_input_tokens": _Figure.WRITE_5M,
+    "ephemeral_1h_input_tokens": _Figure.WRITE_1H,
+    "reasoning_tokens": _Figure.REASONING,
+    "thinking_tokens": _Figure.REASONING,
+    "reasoning": _Figure.REASONING,
+}
+# LangChain puts one of OpenAI's service tiers in front, and does not count these elsewhere.
+_OF_A_TIER: Final = {
+    "_cache_read": _Figure.READ,
+    "_cache_creation": _Figure.WRITE,
+    "_reasoning": _Figure.REASONING,
+}
+_DETAILS: Final = frozenset(
+    {
+        "cache_creation",
+        "cache_creation_token_details",
+        "completion_tokens_details",
+        "input_token_details",
+        "input_tokens_details",
+        "output_token_details",
+        "output_tokens_details",
+        "prompt_tokens_details",
+    }
+)
+_COHERE: Final = frozenset({"billed_units", "tokens"})
+_ANTHROPIC_CACHE: Final = frozenset({"cache_creation_input_tokens", "cache_read_input_tokens"})
+_BEDROCK_PROMPT: Final = frozenset({"inputTokenCount", "inputTokens"})
+
+
+class _Tally:
+    """The largest of the figures that a record gives under names for the same thing."""
+
+    def __init__(self) -> None:
+        self._largest: dict[_Figure, int] = {}
+        self._of_tiers: dict[_Figure, int] = {}
+        self.legible = True
+
+    def __contains__(self, figure: _Figure) -> bool:
+        return figure in self._largest
+
+    def __getitem__(self, figure: _Figure) -> int:
+        return self._largest.get(figure, 0) + self._of_tiers.get(figure, 0)
+
+    def take(self, fields: Mapping[Any, Any], names: Mapping[str, _Figure], depth: int = 2) -> None:
+        """Note all figures of a record and of the parts that belong to it."""
+        for name, value in fields.items():
+            if value is None or not isinstance(name, str):
+                continue
+            inner = fields_of(value) if name in _DETAILS or name in _COHERE else None
+            if inner is not None:
+                if depth:
+                    of_cohere = name in _COHERE
+                    self.take(inner, _NAMES if of_cohere else _NAMES_IN_DETAILS, depth - 1)
+            elif name in names:
+                self._note(names[name], value)
+            elif name == "cacheDetails":
+                self._note_lifetimes(value)
+            elif names is _NAMES_IN_DETAILS:
+                self._note_tier(name, value)
+
+    def _note(self, figure: _Figure, value: object) -> None:
+        count = count_of(value)
+        if count is None:
+            self.legible = False
+        else:
+            self._largest[figure] = max(count, self._largest.get(figure, 0))
+
+    def _note_tier(self, name: str, value: object) -> None:
+        for ending, figure in _OF_A_TIER.items():
+            if name.endswith(ending):
+                self._of_tiers[figure] = self._of_tiers.get(figure, 0) + (count_of(value) or 0)
+
+    def _note_lifetimes(self, writes: object) -> None:
+        for write in cast("list[object]", writes) if isinstance(writes, list) else ():
+            if part(write, "ttl") == "1h":
+                self._note(_Figure.WRITE_1H, part(write, "inputTokens"))
+
+
+def count_of(value: object) -> int | None:
+    """Read a number of tokens: whole, as a float, or in digits; None for what is none."""
+    if isinstance(value, str):
+        if not (value.isascii() and value.isdecimal() and len(value) <= _LONGEST_NUMBER):
+            return None
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # NaN is in no range.
+    return math.ceil(value) if 0 <= value <= _MOST_TOKENS else None
+
+
+def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
+    """Read one usage record.
+
+    Args:
+        record: An object of an SDK, or plain data.
+        steps: Look at the steps that Anthropic lists: what compaction and an advisor used is in
+            them alone.
+
+    Returns:
+        None when it has no figures, or zero throughout. Zeros beside a `total_cost` of 0 are how
+        LangChain marks an answer from its own cache, which used nothing: `TokenUsage()`.
+    """
+    if isinstance(record, TokenUsage):
+        return fitted(record)
+    fields = fields_of(record)
+    if fields is None:
+        # Messages of protobuf (xAI's SDK) have properties only.
+        fields = {name: getattr(record, name, None) for name in _NAMES}
+    if "input_tokens" in fields and count_of(fields.get("total_cost")) == 0:
+        return TokenUsage()
+    tally = _Tally()
+    tally.take(fields, _NAMES)
+    usage = _add_up(tally, beside=_is_beside(fields))
+    listed = fields.get("iterations")
+    if steps and isinstance(listed, list):
+        used = [read_figures(step, steps=False) for step in cast("list[object]", listed)]
+        usage = larger(usage, _sum(one for one in used if one is not None))
+    return usage if usage.total_tokens else None
+
+
+def fitted(usage: TokenUsage) -> TokenUsage:
+    """Return figures of which no part is above its whole: the whole is raised.
+
+    What is no count is 0, and the usage then marked as estimated.
+    """
+    counts = [count_of(value) for value in usage[:-1]]
+    prompt, output, read, write, write_1h, reasoning = (count or 0 for count in counts)
+    write = max(write, write_1h)
+    return TokenUsage(
+        max(prompt, read + write),
+        max(output, reasoning),
+        read,
+        write,
+        write_1h,
+        reasoning,
+        estimated=usage.estimated is True or None in counts,
+    )
+
+
+def larger(one: TokenUsage, other: TokenUsage) -> TokenUsage:
+    """Return the larger of each figure of two; estimated where the first is."""
+    counts = map(max, one[:-1], other[:-1])
+    return fitted(TokenUsage._make((*counts, one.estimated)))
+
+
+def _sum(usages: Iterable[TokenUsage]) -> TokenUsage:
+    counts = [sum(column) for column in zip(*usages, strict=True)]
+    return TokenUsage._make((*counts[:-1], False)) if counts else TokenUsage()
+
+
+def _is_beside(fields: Mapping[Any, Any]) -> bool:
+    """Tell whether a record may count its prompt without what went through the cache."""
+    if "input_tokens" in fields:
+        return not _ANTHROPIC_CACHE.isdisjoint(fields)
+    return not _BEDROCK_PROMPT.isdisjoint(fields)
+
+
+def _add_up(tally: _Tally, *, beside: bool) -> TokenUsage:
+    prompt, output, total = tally[_Figure.PROMPT], tally[_Figure.OUTPUT], tally[_Figure.TOTAL]
+    read, reasoning = tally[_Figure.READ], tally[_Figure.REASONING]
+    write_1h = tally[_Figure.WRITE_1H]
+    write = max(tally[_Figure.WRITE], write_1h + tally[_Figure.WRITE_5M])
+    cached = read + write
+    # Strands fills in the same record for providers that count the cache inside.
+    if beside and (total != prompt + output or cached > prompt):
+        prompt += cached
+    prompt = max(prompt, cached, read + tally[_Figure.NOT_CACHED]) + tally[_Figure.PROMPT_BESIDE]
+    if reasoning > output:
+        output += reasoning
+    output += tally[_Figure.OUTPUT_BESIDE]
+    reasoning += tally[_Figure.OUTPUT_BESIDE]
+
+    has_prompt, has_output = _Figure.PROMPT in tally, _Figure.OUTPUT in tally
+    if has_output and not has_prompt and total >= prompt + output > 0:
+        prompt, has_prompt = total - output, True
+    elif has_prompt and not has_output and total >= prompt + output > 0:
+        has_output = True
+    return TokenUsage(
+        prompt,
+        max(output, total - prompt),
+        read,
+        write,
+        write_1h,
+        reasoning,
+        estimated=not (tally.legible and has_prompt and has_output),
+    )

@@ -1,0 +1,315 @@
+"""Sizes of prompts before they are sent: everything in them, each message looked at once."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from pydantic import BaseModel, TypeAdapter
+
+from budgetguard_core.kit.media import block_tokens, data_tokens, named_tokens
+from budgetguard_core.kit.records import fields_of, part
+from budgetguard_core.usage import TokenUsage, estimate_tokens
+
+_MESSAGE_TOKENS: Final = 4
+"""Role and separators of a message: three to four with OpenAI's models."""
+_ENCRYPTED_BYTES: Final = 5
+"""Bytes of Base64 to a token of the reasoning that is encrypted in it."""
+_MOST_PARTS: Final = 100_000
+"""Parts that are looked at in one message; objects may refer to themselves."""
+
+_NOT_SENT: Final = frozenset(
+    {
+        "additional_kwargs",
+        "annotations",
+        "artifact",
+        "cachePoint",
+        "cache_control",
+        "call_id",
+        "citations",
+        "created_at",
+        "extras",
+        "finish_reason",
+        "id",
+        "invalid_tool_calls",
+        "kind",
+        "logprobs",
+        "metadata",
+        "model",
+        "object",
+        "provider_data",
+        "provider_specific_fields",
+        "response_metadata",
+        "role",
+        "signature",
+        "status",
+        "stop_reason",
+        "thinking_blocks",
+        "thoughtSignature",
+        "thought_signature",
+        "toolUseId",
+        "tool_call_chunks",
+        "tool_call_id",
+        "tool_use_id",
+        "type",
+        "usage",
+        "usage_metadata",
+    }
+)
+"""What messages and their blocks hold beside the text that a model reads."""
+_JSON: Final = frozenset(
+    {"args", "arguments", "input", "json", "parameters", "response", "structuredContent"}
+)
+"""What is written as JSON for the model: all of it counts, whatever the names in it."""
+_ENCRYPTED: Final = frozenset({"encrypted_content", "redactedContent", "redacted_content"})
+_CALLS: Final = frozenset({"function_call", "tool_call", "tool_use"})
+_INPUT_SCHEMAS: Final = (
+    "tool_call_schema",
+    "params_json_schema",
+    "input_json_schema",
+    "inputSchema",
+    "args_schema",
+)
+"""Where the tools of LangChain, the OpenAI Agents SDK and MCP keep the schema of their input."""
+_ABOUT: Final = ("name", "tool_name", "description", "tool_description")
+
+
+def estimate(content: object) -> int:
+    """Estimate the tokens of content: a message, a block, a text, or a list of them.
+
+    Counted is what a model reads: texts, names and arguments of tool calls, results. Images,
+    sound, video and files count as `budgetguard_core.kit.media` says.
+
+    Args:
+        content: In the format of any provider or framework, as plain data or objects.
+    """
+    total = 0
+    waiting = [content]
+    for _ in range(_MOST_PARTS):
+        if not waiting:
+            break
+        one = waiting.pop()
+        if one is None or isinstance(one, bool | int | float):
+            continue
+        allowance = data_tokens(one)
+        if allowance is not None:
+            total += allowance
+        elif isinstance(one, str):
+            total += estimate_tokens(one) if one else 0
+        elif isinstance(one, list | tuple):
+            waiting.extend(cast("Sequence[object]", one))
+        elif (fields := fields_of(one)) is not None:
+            total += _estimate_fields(fields, waiting)
+    return total
+
+
+def estimate_schema(schema: object) -> int:
+    """Estimate the tokens of a tool or of an output schema.
+
+    Args:
+        schema: As a provider takes it, a tool of a framework, a type, or a function.
+    """
+    return 0 if schema is None else estimate_tokens(_schema_text(schema))
+
+
+def project(
+    messages: object,
+    *,
+    system: object = None,
+    tools: object = (),
+    output_schema: object = None,
+) -> int:
+    """Estimate the tokens of one prompt. `Prompt` does the same for a conversation.
+
+    Args:
+        messages: A text, a message, or a list of messages.
+        system: What is sent in front of the messages and is none of them.
+        tools: All that the model may call, as for `estimate_schema`.
+        output_schema: What the answer has to fit, as for `estimate_schema`.
+    """
+    return Prompt().project(messages, system=system, tools=tools, output_schema=output_schema)
+
+
+class _Seen(NamedTuple):
+    length: int = 0
+    first: object = None
+    last: object = None
+    tokens: int = 0
+
+
+class Prompt:
+    """Projects the prompts of one conversation, at a cost that does not grow with it.
+
+    A prompt that goes on from the one before, as told by its number of messages, the first of them
+    and the last that is known, is that one and what came after it; any other is looked at anew. A
+    message that is changed in place later counts as it was.
+
+    Args:
+        server_side: The provider keeps the history, so that each prompt holds only what is new.
+    """
+
+    __slots__ = ("_fixed", "_seen", "_server_side")
+
+    def __init__(self, *, server_side: bool = False) -> None:
+        self._server_side = server_side
+        # One attribute each, so that calls at the same time never see halves of two prompts.
+        self._seen = _Seen()
+        self._fixed: tuple[tuple[object, ...], int] = ((), 0)
+
+    def project(
+        self,
+        messages: object,
+        *,
+        system: object = None,
+        tools: object = (),
+        output_schema: object = None,
+    ) -> int:
+        """Estimate the tokens of the prompt that is about to be sent; arguments as `project`'s."""
+        listed = _listed(messages)
+        fixed = self._size_of_fixed(system, _listed(tools), output_schema)
+        seen = self._seen
+        if self._server_side:
+            return max(seen.tokens + fixed + _estimate_messages(listed), 0)
+        if not _goes_on(seen, listed):
+            seen = _Seen()
+        if len(listed) > seen.length:
+            new = listed[seen.length :]
+            tokens = seen.tokens + _estimate_messages(new)
+            seen = _Seen(len(listed), listed[0], listed[-1], tokens)
+        self._seen = seen
+        return max(seen.tokens + fixed, 0)
+
+    def measured(self, usage: TokenUsage | None) -> None:
+        """Take what the provider measured for the last prompt as the base of the next.
+
+        Args:
+            usage: Of the call; figures that were estimated, and None, change nothing.
+        """
+        if usage is None or usage.estimated or not usage.input_tokens:
+            return
+        tokens = usage.total_tokens if self._server_side else usage.input_tokens
+        self._seen = self._seen._replace(tokens=tokens - self._fixed[1])
+
+    def _size_of_fixed(self, system: object, tools: Sequence[object], output_schema: object) -> int:
+        parts = (system, *tools, output_schema)
+        known, tokens = self._fixed
+        if not _same(known, parts):
+            tokens = estimate(system) + sum(map(estimate_schema, (*tools, output_schema)))
+            self._fixed = (parts, tokens)
+        return tokens
+
+
+def _listed(given: object) -> Sequence[object]:
+    if given is None:
+        return ()
+    if isinstance(given, list | tuple):
+        return cast("Sequence[object]", given)
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        return list(cast("Sequence[object]", given))
+    return (given,)
+
+
+def _goes_on(seen: _Seen, messages: Sequence[object]) -> bool:
+    if not seen.length or len(messages) < seen.length:
+        return not seen.length
+    return _same(seen.first, messages[0]) and _same(seen.last, messages[seen.length - 1])
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # the comparison is the framework's or the user's own
+        return False
+
+
+def _estimate_messages(messages: Sequence[object]) -> int:
+    return sum(_MESSAGE_TOKENS + estimate(message) for message in messages)
+
+
+def _estimate_fields(fields: Mapping[Any, Any], waiting: list[object]) -> int:
+    """Estimate a message or block, and leave what is inside it to be estimated later."""
+    allowance = block_tokens(fields)
+    if allowance is not None:
+        return allowance
+    total = 0
+    for name, value in fields.items():
+        if name in _NOT_SENT or value is None:
+            continue
+        if name == "tool_calls" and _are_in_content(fields.get("content")):
+            continue
+        allowance = named_tokens(name, value)
+        if allowance is not None:
+            total += allowance
+        elif _is_encrypted(name, value, fields):
+            total += len(value) // _ENCRYPTED_BYTES + 1
+        elif name in _JSON and not isinstance(value, str):
+            total += estimate_tokens(_json(value))
+        else:
+            waiting.append(value)
+    return total
+
+
+def _are_in_content(content: object) -> bool:
+    """Tell whether calls are blocks of the content too, as in LangChain's messages."""
+    blocks = cast("list[object]", content) if isinstance(content, list) else ()
+    return any(part(block, "type") in _CALLS for block in blocks)
+
+
+def _is_encrypted(name: object, value: object, fields: Mapping[Any, Any]) -> bool:
+    if not isinstance(value, str | bytes):
+        return False
+    return name in _ENCRYPTED or (name == "data" and fields.get("type") == "redacted_thinking")
+
+
+def _schema_text(schema: object) -> str:
+    if isinstance(schema, str):
+        return schema
+    if isinstance(schema, Mapping):
+        return _json(cast("object", schema))
+    if inspect.isroutine(schema):
+        return f"{schema.__name__}{inspect.signature(schema)}\n{inspect.getdoc(schema)}"
+    if isinstance(schema, type):
+        return _json(cast("object", schema))
+    whole = getattr(schema, "tool_spec", None) or _called(getattr(schema, "json_schema", None))
+    if whole is not None:
+        return _json(whole)
+    for name in _INPUT_SCHEMAS:
+        inner = getattr(schema, name, None)
+        if inner is not None:
+            about = (getattr(schema, each, None) for each in _ABOUT)
+            return _json([inner, *filter(None, about)])
+    return _json(schema)
+
+
+def _called(method: object) -> object:
+    """Return what a method without arguments returns; None where it is none, or raises."""
+    try:
+        return method() if callable(method) else None
+    except Exception:  # OpenAI Agents: the output is plain text and has no schema
+        return None
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, skipkeys=True, default=_plain)
+    except Exception:  # it refers to itself, or its own code failed
+        return type(value).__name__
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, type):
+        return _schema_of(cast("type[object]", value))
+    if isinstance(value, bytes | bytearray | memoryview):
+        return None
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
+    return str(value)
+
+
+def _schema_of(of: type[object]) -> object:
+    try:
+        return TypeAdapter(of).json_schema()
+    except Exception:  # no schema can be made for it
+        return of.__name__

@@ -1,0 +1,538 @@
+"""One run: everything that an adapter tells the engine, and is told by it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.decision import Admit, ModelCall, Nudge, Stop, ToolCall
+from budgetguard_core.ending import end_run
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.frame import Frame, current
+from budgetguard_core.guard import Guard
+from budgetguard_core.kit.ambient import entered
+from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.failed_calls import failed_usage
+from budgetguard_core.kit.outcomes import remember
+from budgetguard_core.kit.usage import answered_usage
+from budgetguard_core.outcome import Outcome, Status
+from budgetguard_core.stop import Trip
+from budgetguard_core.usage import TokenUsage
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+    from budgetguard_core.kit.envelope import Envelope
+
+
+class Run:
+    """One run of one adapter, from its opening to its one end. Made by `Envelope.open`.
+
+    Attributes:
+        envelope: What the adapter was given.
+        guard: The guard of this run.
+        guards: Every guard that the run's calls are charged to: its own first, then a part of each
+            guard of another tree that is in force around it.
+        above: The frame that the run was opened in; None at the top.
+        trip: Why the run was stopped; None while it may go on.
+        outcome: How the run ended, or where it paused; None before.
+        ended: The run is over. Nothing that it left behind is a part of it any more.
+    """
+
+    def __init__(
+        self, envelope: Envelope, guard: Guard, above: Frame | None, around: Sequence[Guard]
+    ) -> None:
+        self.envelope = envelope
+        self.guard = guard
+        self.guards = (guard, *_beside(guard, around))
+        self.above = above
+        self.trip: Trip | None = None
+        self.outcome: Outcome | None = None
+        self.ended = False
+        self._refused: Trip | None = None
+        self._around = {one.run_id for nearest in around for one in nearest.lineage}
+        self._saving = threading.RLock()
+        self._messages: Sequence[Any] = ()
+        self._children: weakref.WeakSet[Run] = weakref.WeakSet()
+        if self._parent is not None:
+            self._parent._children.add(self)
+
+    # The code of the run
+
+    @contextmanager
+    def entered(self, call: OpenModelCall | OpenToolCall | None = None) -> Generator[None]:
+        """Make the code in this block a part of the run, and of one of its calls."""
+        with entered(self.frame() if call is None else call.frame):
+            yield
+
+    def frame(self, call: OpenModelCall | OpenToolCall | None = None) -> Frame:
+        """Return a frame for code of the run, to be set where a block cannot be used."""
+        return Frame(self.guard, run=self, call=call, above=self.above)
+
+    @property
+    def has_children(self) -> bool:
+        """Whether runs inside this one go on; at a deadline they end first, by themselves."""
+        return any(not child.ended for child in list(self._children))
+
+    # Model calls
+
+    def model_call(self, call: ModelCall) -> OpenModelCall | Stop:
+        """Ask for a model call, of every guard that it is charged to.
+
+        A call that a layer above has admitted and that no layer has seen since is the same call:
+        it is counted once. Another one within it is a retry.
+
+        Returns:
+            The call, to be reported with `answered` or `failed`; or `Stop`: the run ends.
+
+        Raises:
+            ConfigurationError: A figure of the call makes no sense; nothing was counted.
+        """
+        outer = _open_model_call()
+        charged = () if outer is None else outer.charged
+        same = outer is not None and not outer.seen
+        if outer is not None:
+            outer.seen = True
+        tickets: list[Admit] = []
+        nudge: str | None = None
+        for guard in self.guards:
+            request = call
+            if _covers(charged, guard):
+                if same:
+                    continue
+                request = replace(call, retry=True)
+            try:
+                decision = guard.admit_model_call(request)
+            except BaseException:
+                self._give_back(tickets)
+                raise
+            if isinstance(decision, Stop):
+                self._give_back(tickets)
+                return self._stopped(decision)
+            if isinstance(decision, Nudge):
+                nudge = nudge or decision.message
+            tickets.append(decision)
+        bounds = [one.max_output_tokens for one in tickets]
+        if same and outer is not None:
+            bounds.append(outer.max_output_tokens)
+        opened = OpenModelCall(
+            call,
+            tickets,
+            nudge=nudge,
+            max_output_tokens=min((one for one in bounds if one is not None), default=None),
+            above=outer if same else None,
+        )
+        opened.frame = self.frame(opened)
+        return opened
+
+    def answered(
+        self,
+        call: OpenModelCall,
+        usage: object = None,
+        *,
+        text: str = "",
+        model: str | None = None,
+        cost_usd: Decimal | None = None,
+        speaker: str | None = None,
+        final: bool = False,
+    ) -> None:
+        """Charge a model call that answered; a second report changes nothing.
+
+        Args:
+            call: What `model_call` returned.
+            usage: What the provider reported: a `TokenUsage`, or a response or record as
+                `token_usage` reads it. Where it reported nothing, the prompt is the projection
+                and the answer is estimated from its text; where nothing was projected either, the
+                call is unmetered.
+            text: Everything that the model wrote, the arguments of its tool calls included.
+            model: The model that was really called, if the provider says so.
+            cost_usd: What the provider says it cost, used in place of the price book.
+            speaker: Who spoke: an agent's or a node's name.
+            final: The reply has no tool call, so its text is looked at for repetition.
+        """
+        if not call.close():
+            return
+        used = answered_usage(
+            call.measured if usage is None else usage,
+            projected_input=call.call.input_tokens,
+            written=text,
+        )
+        if call.above is not None:
+            call.above.measured = used
+        for ticket in call.tickets:
+            self._settle(ticket, used, model=model, cost_usd=cost_usd)
+        if final:
+            self.guard.report_reply(text, speaker=speaker)
+
+    def failed(
+        self, call: OpenModelCall, error: BaseException | str, *, written: str = ""
+    ) -> None:
+        """Charge a model call that failed, timed out or was cancelled, by the one rule for them.
+
+        Args:
+            call: What `model_call` returned.
+            error: What ended it. A call that the provider turned away before any work costs no
+                tokens, any other its projected prompt and what was written.
+            written: What a stream had brought until then.
+        """
+        if not call.close():
+            return
+        used = failed_usage(
+            error,
+            projected_input=call.call.input_tokens,
+            written=written,
+            reported=call.measured,
+        )
+        if call.above is not None:
+            call.above.measured = used
+        for ticket in call.tickets:
+            self._settle(ticket, used, error=error)
+
+    def unmade(self, call: OpenModelCall) -> None:
+        """Take back a model call that was admitted and never made; it counts as nothing."""
+        if call.close():
+            self._give_back(call.tickets)
+            if call.above is not None:
+                call.above.seen = False
+
+    # Tool calls
+
+    def batch(self, calls: Iterable[ToolCall]) -> Batch:
+        """Ask for the tool calls of one reply together, in the model's order.
+
+        Every guard that they are charged to has to admit a call; where one refuses, the places
+        that others gave are given back.
+        """
+        asked = list(calls)
+        opened: list[OpenToolCall | None] = [None] * len(asked)
+        places = list(range(len(asked)))
+        tickets: dict[int, list[Admit]] = {place: [] for place in places}
+        for guard in self.guards:
+            decisions = guard.admit_tool_calls([asked[place] for place in places])
+            left: list[int] = []
+            for place, decision in zip(places, decisions, strict=True):
+                if isinstance(decision, Admit):
+                    tickets[place].append(decision)
+                    left.append(place)
+                    continue
+                for ticket in tickets[place]:
+                    ticket.guard.withdraw_tool_call(ticket)
+                if isinstance(decision, Stop):
+                    self._stopped(decision)
+                refused = opened[place] = OpenToolCall(asked[place], ())
+                refused.state = "refused"
+                refused.refusal = decision.message
+                refused.reason = (
+                    decision.trip.reason if isinstance(decision, Stop) else decision.reason
+                )
+                refused.trip = decision.trip if isinstance(decision, Stop) else None
+            places = left
+        for place in places:
+            opened[place] = OpenToolCall(asked[place], tickets[place])
+        batch = Batch([one for one in opened if one is not None])
+        for one in batch:
+            one.frame = self.frame(one)
+        return batch
+
+    def tool_call(self, call: ToolCall) -> OpenToolCall:
+        """Ask for one tool call: a batch of one.
+
+        A call that a layer above has admitted and whose body has not been seen since is the same
+        call: it has no tickets of its own, and is counted once.
+        """
+        frame = current()
+        outer = None if frame is None else frame.call
+        if (
+            isinstance(outer, OpenToolCall)
+            and not outer.seen
+            and outer.call.name == call.name
+            and all(_covers(outer.tickets, guard) for guard in self.guards)
+        ):
+            outer.seen = True
+            opened = OpenToolCall(call, ())
+            opened.frame = self.frame(opened)
+            return opened
+        return next(iter(self.batch((call,))))
+
+    def start(self, call: OpenToolCall) -> str | None:
+        """Say that a tool's body starts now: None, or the result to give in its place."""
+        if call.refusal is None:
+            call.state = "started"
+        return call.refusal
+
+    def finished(
+        self, call: OpenToolCall, result: Any = None, *, error: BaseException | str | None = None
+    ) -> None:
+        """Report how a tool's body ended; a second report changes nothing.
+
+        Args:
+            call: What `batch` returned.
+            result: What the tool returned, or what its framework made of what it raised.
+            error: What it raised. A tool that failed is reported with it even where the framework
+                turned the exception into a text.
+        """
+        if call.state not in ("started", "waiting"):
+            return
+        call.state = "completed" if error is None else "failed"
+        call.result = result
+        for ticket in call.tickets:
+            ticket.guard.settle_tool_call(ticket, result, error=error)
+
+    def withdrawn(self, call: OpenToolCall) -> None:
+        """Take back a call that was admitted and whose body did not start; it is not counted."""
+        if call.state == "waiting":
+            call.state = "withdrawn"
+            for ticket in call.tickets:
+                ticket.guard.withdraw_tool_call(ticket)
+
+    # What holds
+
+    def check(self) -> Trip | None:
+        """Ask whether the run has to end now, without starting anything."""
+        for guard in self.guards:
+            trip = guard.check()
+            if trip is not None:
+                self._stopped(Stop(trip))
+                break
+        return self.trip
+
+    def time_left(self) -> float | None:
+        """Seconds until the nearest deadline around this run; None without one."""
+        return min(
+            (left for guard in self.guards if (left := guard.time_left()) is not None),
+            default=None,
+        )
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the run, or one around it, was aborted."""
+        return any(guard.cancellation.cancelled for guard in self.guards)
+
+    def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call back once when the run or one around it is aborted, in the aborting thread.
+
+        Returns:
+            A function that takes the callback back.
+        """
+        forget = [guard.cancellation.on_cancel(callback) for guard in self.guards]
+
+        def forget_all() -> None:
+            for one in forget:
+                one()
+
+        return forget_all
+
+    def nudge(self) -> str | None:
+        """Take the corrective message that is due, to deliver it in a tool's result."""
+        return next((text for guard in self.guards if (text := guard.take_nudge())), None)
+
+    def is_of_the_run_around(self, trip: Trip) -> bool:
+        """Tell whether a stop is that of a run around this one.
+
+        Such a stop goes through: the adapter closes its history and raises, so that nobody takes
+        its partial result for an answer. Only a run's own envelope gives its parent one.
+        """
+        return trip.run_id in self._around
+
+    # Checkpoints, pauses and the end
+
+    def save(self, messages: Sequence[Any] | None = None) -> None:
+        """Save a checkpoint of this run and of those that it is a part of; blocking.
+
+        Args:
+            messages: The conversation as plain data; that of the last checkpoint if left out.
+        """
+        # Under a lock, so that no older checkpoint overwrites a newer one.
+        with self._saving:
+            if messages is not None:
+                self._messages = messages
+            if self.envelope.store is not None:
+                try:
+                    self.envelope.store.save(self.guard.snapshot(self._messages))
+                except Exception as error:
+                    self.guard.report("checkpoint", error)
+        if self._parent is not None:
+            self._parent.save()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `save` has anything to do."""
+        parent = self._parent
+        return self.envelope.store is not None or (parent is not None and parent.is_saved)
+
+    def end(
+        self,
+        messages: Sequence[Any] = (),
+        final: Any = None,
+        *,
+        trip: Trip | None = None,
+        saved_messages: Sequence[Any] | None = None,
+        next_step: str | None = None,
+        resume: str | None = None,
+    ) -> Outcome:
+        """End a run that came to its end or was stopped; blocking, and done once.
+
+        The adapter has closed its history. The checkpoint is saved, the incident recorded, the
+        outcome given to `on_outcome`. A run in which something was refused by its own limits is a
+        terminated one, even if whatever asked made an answer of that.
+
+        Args:
+            messages: The closed history, in the framework's own types.
+            final: The final answer, or the text of the synthetic last message.
+            trip: Why the run was stopped, where the adapter knows better than `trip`.
+            saved_messages: The history as plain data for the checkpoint; `messages` if left out.
+            next_step: What the run was about to do, for the incident record.
+            resume: How to go on, for the outcome of a stopped run.
+        """
+        self.trip = trip or self.stopped_by
+        return self._concluded(
+            "completed" if self.trip is None else "terminated",
+            messages,
+            final,
+            saved_messages,
+            next_step=next_step,
+            resume=None if self.trip is None else resume,
+        )
+
+    def fail(
+        self,
+        error: BaseException,
+        messages: Sequence[Any] = (),
+        *,
+        saved_messages: Sequence[Any] | None = None,
+        resume: str | None = None,
+    ) -> Outcome:
+        """End a run that an exception or a cancellation left; the outcome is on the exception."""
+        outcome = self._concluded(
+            "failed", messages, None, saved_messages, error=error, resume=resume
+        )
+        remember(error, outcome)
+        return outcome
+
+    def pause(
+        self,
+        messages: Sequence[Any] = (),
+        *,
+        saved_messages: Sequence[Any] | None = None,
+        resume: str | None = None,
+    ) -> Outcome:
+        """Say that the run waits for a person: its time stands still until it goes on.
+
+        This leg of it is over. Keep `run.guard.snapshot()` with the framework's own state, and go
+        on with `Envelope.open(resume=snapshot)` when the answer comes: in the same object, in a
+        new one or in another process. The calls that are open wait with the run.
+        """
+        self.guard.pause(self.guard.open_calls())
+        return self._concluded("paused", messages, None, saved_messages, resume=resume)
+
+    async def in_thread(self, end: Callable[[], Outcome]) -> Outcome:
+        """Do one of the three above from an event loop without blocking it: in a thread, if I/O."""
+        if self.envelope.store is None and not self.guard.has_sinks and self._parent is None:
+            return end()
+        return await asyncio.to_thread(end)
+
+    @property
+    def stopped_by(self) -> Trip | None:
+        """Why the run has to end: its own stop, or that of a part of it by a limit of its own."""
+        return self.trip or self._refused
+
+    @property
+    def is_to_raise(self) -> bool:
+        """Whether the caller wants `BudgetExceeded` for a stop instead of the partial result."""
+        return self.envelope.on_trip == "raise" and self.trip is not None
+
+    def _concluded(
+        self,
+        status: Status,
+        messages: Sequence[Any],
+        final: Any,
+        saved_messages: Sequence[Any] | None,
+        *,
+        error: BaseException | None = None,
+        next_step: str | None = None,
+        resume: str | None = None,
+    ) -> Outcome:
+        if self.outcome is not None:
+            return self.outcome
+        self.ended = True
+        for guard in self.guards[1:]:
+            end_run(guard, trip=self.trip, paused=status == "paused", error=error)
+        self.outcome = end_run(
+            self.guard,
+            trip=self.trip,
+            messages=messages,
+            final=final,
+            store=self.envelope.store,
+            saved_messages=saved_messages,
+            next_step=next_step,
+            resume=resume,
+            paused=status == "paused",
+            error=error,
+        )
+        if self.envelope.on_outcome is not None:
+            try:
+                self.envelope.on_outcome(self.outcome)
+            except Exception as raised:
+                self.guard.report("on_outcome", raised)
+        return self.outcome
+
+    # What others tell
+
+    @property
+    def _parent(self) -> Run | None:
+        frame = self.above
+        return None if frame is None else frame.run
+
+    def _stopped(self, stop: Stop) -> Stop:
+        self.trip = self.trip or stop.trip
+        run = self._parent
+        while run is not None:
+            if any(stop.trip.run_id == one.run_id for g in run.guards for one in g.lineage):
+                run._refused = run._refused or stop.trip  # noqa: SLF001 - another run's own field
+            run = run._parent  # noqa: SLF001
+        return stop
+
+    def _give_back(self, tickets: Iterable[Admit]) -> None:
+        for ticket in tickets:
+            ticket.guard.withdraw_model_call(ticket)
+
+    def _settle(self, ticket: Admit, usage: TokenUsage | None, **facts: Any) -> None:
+        try:
+            ticket.guard.settle_model_call(ticket, usage, **facts)
+        except ConfigurationError as error:
+            # The reservation was charged; a provider's wrong figures must not end the run.
+            self.guard.report("usage", error)
+
+
+def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
+    """Make a part of each guard of another tree; their loops are not looked for here."""
+    parts: list[Guard] = []
+    trees: list[list[Guard]] = []
+    for one in around:
+        if one.is_kin_of(guard):
+            continue
+        kin = next((tree for tree in trees if tree[0].is_kin_of(one)), None)
+        if kin is None:
+            trees.append([one])
+        else:
+            kin.append(one)
+    for first, *rest in trees:
+        parts.append(first.child(Budget(loop_detection=None), beside=rest))
+    return parts
+
+
+def _open_model_call() -> OpenModelCall | None:
+    frame = current()
+    call = None if frame is None else frame.call
+    return call if isinstance(call, OpenModelCall) and call.is_open else None
+
+
+def _covers(tickets: Iterable[Admit], guard: Guard) -> bool:
+    """Tell whether one of these admissions has charged a guard, or what it is a part of."""
+    return any(guard in one.guard.lineage or one.guard in guard.lineage for one in tickets)

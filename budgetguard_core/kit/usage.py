@@ -1,0 +1,182 @@
+"""What a model call used and cost, read from whatever reports it.
+
+The figures of each provider are in `budgetguard_core.kit.figures`; here is where they are found,
+and what is charged when some of them are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Final, cast
+
+from budgetguard_core.kit.figures import fitted, larger, read_figures
+from budgetguard_core.kit.records import part
+from budgetguard_core.usage import TokenUsage, estimate_tokens
+
+_RECORDS: Final = (
+    "usage_metadata",
+    "usageMetadata",
+    "usage",
+    "token_usage",
+    "meta",
+    "amazon-bedrock-invocationMetrics",
+)
+"""Where a response keeps its usage record."""
+_WRAPPERS: Final = (
+    "message",
+    "response",
+    "metadata",
+    "llm_output",
+    "response_metadata",
+    "delta",
+    "event",
+    "data",
+    "chunk",
+    "x_groq",
+)
+"""What a response is wrapped in: by events and chunks of streams, and by frameworks."""
+_DEEPEST: Final = 4
+_LONGEST_AMOUNT: Final = 40
+_XAI_DECIMALS: Final = 10
+
+
+def token_usage(record: object) -> TokenUsage | None:
+    """Read what a model call used.
+
+    No figure lowers another: the completion is at least the total less the prompt, reasoning that
+    is larger than the completion is added to it, and a prompt is at least what was read from and
+    written to the cache.
+
+    Args:
+        record: A response, a message, a chunk or event of a stream, or a usage record; as an
+            object of an SDK or as plain data. Figures may be floats (`100.0`) or digits (`"100"`).
+
+    Returns:
+        Figures that `check_token_usage` accepts. `estimated` is True where prompt or completion
+        can not be read (left out, negative, not a number); such a figure is what the others say at
+        least, and `answered_usage` estimates it. None when nothing is reported, or zero
+        throughout, which no real call uses. Zeros that LangChain marks as an answer from its own
+        cache, and a `TokenUsage` of zeros, are `TokenUsage()`.
+    """
+    if isinstance(record, TokenUsage):
+        return fitted(record)
+    return next(filter(None.__ne__, map(read_figures, _candidates(record))), None)
+
+
+def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUsage | None:
+    """Join what two chunks of one stream report.
+
+    A chunk has totals so far, or the figures of one side (Anthropic: the prompt first, the
+    completion last), so the larger of each counts. Not for chunks that each report their own
+    share, as LangChain's do: their sum is the message that the framework puts together.
+    """
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    merged = larger(earlier, later)
+    whole = merged.input_tokens > 0 and merged.output_tokens > 0
+    return merged._replace(estimated=earlier.estimated and later.estimated and not whole)
+
+
+def answered_usage(record: object, *, projected_input: int, written: str = "") -> TokenUsage | None:
+    """Return what an answered call is charged: what was reported, and the rest estimated.
+
+    Args:
+        record: What `token_usage` reads, its result, or None.
+        projected_input: Tokens of the prompt as projected; 0 where nothing was projected.
+        written: All that came back: text, reasoning, and the arguments of tool calls.
+
+    Returns:
+        None where nothing was reported and nothing projected: such a call is unmetered. A side
+        that the record does not tell is at least its estimate, and the usage marked so.
+    """
+    usage = token_usage(record)
+    if usage is None:
+        if projected_input <= 0:
+            return None
+        return TokenUsage(projected_input, estimate_tokens(written), estimated=True)
+    inputs, outputs = usage.input_tokens, usage.output_tokens
+    if usage == TokenUsage() or not (usage.estimated or not inputs or not outputs):
+        return usage
+    if usage.estimated or not inputs:
+        inputs = max(inputs, projected_input)
+    if written and (usage.estimated or not outputs):
+        outputs = max(outputs, estimate_tokens(written))
+    told = (inputs, outputs) == usage[:2] and not usage.estimated
+    return usage._replace(input_tokens=inputs, output_tokens=outputs, estimated=not told)
+
+
+def reported_cost(record: object) -> Decimal | None:
+    """Read what a provider or gateway says that a call cost.
+
+    That is `usage.cost` of OpenRouter (and, for a call under a key of the user's own, what the
+    provider behind it charges) and of Perplexity (its `total_cost`), `cost_in_usd_ticks` of xAI
+    (10**10 to the dollar), `response_cost` of LiteLLM (computed from LiteLLM's price list, without
+    the overrides of a price book), and the `total_cost` of 0 that LangChain gives an answer from
+    its own cache.
+
+    Args:
+        record: What `token_usage` takes.
+
+    Returns:
+        US dollars, exact; None when no cost is told that can be read.
+    """
+    cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
+    if cost is not None:
+        return cost
+    costs = map(_cost_of, _candidates(record))
+    return next((cost for cost in costs if cost is not None), None)
+
+
+def _candidates(record: object) -> Iterator[object]:
+    """Name what may be the usage record of a response, the likeliest first."""
+    yield record
+    yield from _kept_in(record, _DEEPEST)
+
+
+def _kept_in(record: object, depth: int) -> Iterator[object]:
+    # Figures count under a name of usage only: what else is in there may be the user's own.
+    for name in _RECORDS:
+        kept = part(record, name)
+        if kept is not None:
+            yield kept
+    if not depth:
+        return
+    for one in (_first(part(record, "generations")), *(part(record, name) for name in _WRAPPERS)):
+        if one is not None and not isinstance(one, str | bytes):
+            yield from _kept_in(one, depth - 1)
+
+
+def _first(answers: object) -> object:
+    """Return the first of LangChain's answers: a list, or a list of lists."""
+    first = answers
+    while isinstance(first, list) and first:
+        first = cast("list[object]", first)[0]
+    return cast("object", first)
+
+
+def _cost_of(usage: object) -> Decimal | None:
+    ticks = _amount(part(usage, "cost_in_usd_ticks"))
+    if ticks is not None:
+        return ticks.scaleb(-_XAI_DECIMALS)
+    if read_figures(usage) == TokenUsage():
+        return Decimal(0)
+    cost = part(usage, "cost")
+    total = _amount(cost)
+    if total is None:
+        return _amount(part(cost, "total_cost"))
+    if part(usage, "is_byok") is True:
+        behind = _amount(part(part(usage, "cost_details"), "upstream_inference_cost"))
+        return total + (behind or 0)
+    return total
+
+
+def _amount(value: object) -> Decimal | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
+        return None
+    text = str(value)
+    try:
+        amount = Decimal(text) if len(text) <= _LONGEST_AMOUNT else None
+    except ArithmeticError:
+        return None
+    return amount if amount is not None and amount.is_finite() and amount >= 0 else None

@@ -1,0 +1,171 @@
+"""The deadline and an abort: one watcher, on an event loop or beside a blocking call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from budgetguard_core.kit.run import Run
+from budgetguard_core.stop import Trip
+
+GRACE = 0.05
+"""Seconds that runs inside a run get to end by themselves, with a partial result to hand over."""
+PATIENCE = 5
+"""How many times they get them."""
+UNCANCELLABLE = 1.0
+"""Seconds after which work that does not let itself be cancelled is left behind."""
+
+
+class _Timer(Protocol):
+    def cancel(self) -> object: ...
+
+
+class Watch:
+    """Cuts work in flight when its run's deadline passes or the run is aborted.
+
+    Where an event loop runs, `cut` is called on it; elsewhere in a thread of its own, which is for
+    closing a socket or setting a flag. The deadline and the abort are looked at again before,
+    because a handler may have extended the run. Runs inside the run end first.
+
+    Args:
+        run: The run to watch.
+        cut: Ends the work in flight, once.
+
+    Attributes:
+        trip: Why the work was cut, or None.
+    """
+
+    def __init__(self, run: Run, cut: Callable[[], object]) -> None:
+        self._run = run
+        self._cut = cut
+        self._patience = PATIENCE
+        self._timer: _Timer | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self.trip: Trip | None = None
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        self._forget = run.on_abort(self._aborted)
+        self._arm()
+
+    def close(self) -> None:
+        """Stop watching; safe to call again."""
+        with self._lock:
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+        self._forget()
+
+    def _arm(self) -> None:
+        left = self._run.time_left()
+        if left is not None:
+            self._look_in(left)
+
+    def _look_in(self, seconds: float) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._loop is not None:
+                self._timer = self._loop.call_later(seconds, self._look)
+            else:
+                timer = threading.Timer(seconds, self._look)
+                timer.daemon = True
+                timer.start()
+                self._timer = timer
+
+    def _aborted(self) -> None:
+        loop = self._loop
+        if loop is None:
+            self._look()
+        elif not loop.is_closed():
+            # Comes from any thread.
+            loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        # An abort may have been on its way from another thread when the work ended.
+        if self._closed or self.trip is not None:
+            return
+        if not self._run.aborted and self._run.time_left():
+            self._arm()
+            return
+        if self._run.has_children and self._patience:
+            self._patience -= 1
+            self._look_in(GRACE)
+            return
+        self.trip = self._run.check()
+        if self.trip is not None:
+            self._cut()
+
+
+@contextmanager
+def cut_short(run: Run) -> Generator[Watch | None]:
+    """Cancel what the current task does in this block when the run ends; None without a loop.
+
+    Leaving the block swallows that cancellation and no other, as `asyncio.timeout` does: ask
+    `watch.trip`.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    if task is None:
+        yield None
+        return
+    earlier = task.cancelling()
+    watch = Watch(run, task.cancel)
+    try:
+        yield watch
+    except asyncio.CancelledError:
+        if watch.trip is None or task.uncancel() > earlier:
+            raise
+    else:
+        # The work ended in the moment in which it was to be cut.
+        if watch.trip is not None:
+            task.uncancel()
+    finally:
+        watch.close()
+
+
+async def supervised(run: Run, work: asyncio.Task[Any]) -> Trip | None:
+    """Wait for a task; cancel it at the deadline and when the run is aborted.
+
+    Returns:
+        Why it was cut, None when it ended by itself: then ask the task how. Work that does not
+        let itself be cancelled is left behind after a second.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; the work was cancelled with it.
+    """
+    woken = asyncio.get_running_loop().create_future()
+
+    def cut() -> None:
+        work.cancel()
+        woken.cancel()
+
+    watch = Watch(run, cut)
+    try:
+        await asyncio.wait({work, woken}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            await asyncio.wait({work}, timeout=UNCANCELLABLE)
+        if not work.done():
+            run.guard.report("a call in flight did not let itself be cancelled")
+            work.add_done_callback(_look_at)
+    except asyncio.CancelledError:
+        work.cancel()
+        await asyncio.wait({work}, timeout=UNCANCELLABLE)
+        raise
+    finally:
+        watch.close()
+        woken.cancel()
+    return watch.trip
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Take what an abandoned task ends with one day; nobody is left to hear of it."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,525 @@
+"""One guard's counters, caps and quotas. It takes the time as a number and knows no guard.
+
+The functions below the class take the meters of a whole chain, the asking run's first: all of them
+are asked, then all are moved. Only this module moves a counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.usage import TokenUsage, Usage
+
+INFINITY = math.inf
+"""The cap of a dimension without a cap."""
+
+COUNTERS = (
+    "cache_read_tokens",
+    "cache_write_1h_tokens",
+    "cache_write_tokens",
+    "cost",
+    "estimated_calls",
+    "failed_calls",
+    "input_tokens",
+    "iterations",
+    "model_calls",
+    "output_tokens",
+    "reasoning_tokens",
+    "reserved_cost",
+    "reserved_tokens",
+    "tokens",
+    "tool_calls",
+    "unpriced_calls",
+)
+"""The running totals of a meter, by name; money in the unit of `pricing`."""
+
+_NAMES_KEPT = 1024
+
+
+class Quota:
+    """How many bodies of some tools may start, and how many did."""
+
+    __slots__ = ("limit", "pattern", "used")
+
+    def __init__(self, pattern: str, limit: int, used: int = 0) -> None:
+        self.pattern = pattern
+        self.limit = limit
+        self.used = used
+
+
+class Tool:
+    """What a meter knows of one tool: its quotas, and how many of its bodies were started."""
+
+    __slots__ = ("quotas", "started")
+
+    def __init__(self, quotas: tuple[Quota, ...], started: int = 0) -> None:
+        self.quotas = quotas
+        self.started = started
+
+
+class Caps:
+    """A budget compiled for comparison: whole numbers, infinity where there is no cap."""
+
+    __slots__ = (
+        "_classes",
+        "budget",
+        "cost",
+        "iterations",
+        "model_calls",
+        "nanoseconds",
+        "quotas",
+        "refuses_unpriced",
+        "tokens",
+        "tool_calls",
+    )
+
+    def __init__(self, budget: Budget, used: Mapping[str, int] | None = None) -> None:
+        self.budget = budget
+        self.iterations = _or_infinity(budget.max_iterations)
+        self.model_calls = _or_infinity(budget.max_model_calls)
+        self.tool_calls = _or_infinity(budget.max_tool_calls)
+        self.tokens = _or_infinity(budget.max_total_tokens)
+        self.nanoseconds = (
+            INFINITY if budget.max_seconds is None else int(budget.max_seconds * 1_000_000_000)
+        )
+        self.cost = INFINITY if budget.max_cost_usd is None else from_usd(budget.max_cost_usd)
+        self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
+        self.quotas = tuple(
+            Quota(pattern, cap, (used or {}).get(pattern, 0))
+            for pattern, cap in budget.tool_quotas.items()
+        )
+        self._classes = dict(budget.tool_classes)
+
+    def quotas_of(self, name: str) -> tuple[Quota, ...]:
+        """Return the quotas that a tool has to pass."""
+        if not self.quotas:
+            return ()
+        names = (name, f"{self.class_of(name)}/{name}")
+        return tuple(
+            quota
+            for quota in self.quotas
+            if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
+        )
+
+    def class_of(self, name: str) -> str:
+        """Return the tool's class, or an empty string."""
+        for pattern, tool_class in self._classes.items():
+            if fnmatchcase(name, pattern):
+                return tool_class
+        return ""
+
+
+class Marks:
+    """The use from which a dimension is looked at closely: its warning share, then its cap.
+
+    Below every mark a step needs no other check, so a step far from its caps pays for one.
+    """
+
+    __slots__ = ("cost", "iterations", "model_calls", "nanoseconds", "tokens", "tool_calls")
+
+    def __init__(self, caps: Caps, warned: Container[str]) -> None:
+        share = caps.budget.warn_at
+
+        def mark(dimension: str, cap: float) -> float:
+            return cap if dimension in warned else cap * share
+
+        self.iterations = mark("max_iterations", caps.iterations)
+        self.model_calls = mark("max_model_calls", caps.model_calls)
+        self.tool_calls = mark("max_tool_calls", caps.tool_calls)
+        self.tokens = mark("max_total_tokens", caps.tokens)
+        self.nanoseconds = mark("max_seconds", caps.nanoseconds)
+        self.cost = mark("max_cost_usd", caps.cost)
+
+
+class Meter:
+    """What one guard has counted, and what it may count up to.
+
+    Attributes:
+        caps: The budget, compiled.
+        marks: From where a step is looked at closely.
+        mark_at: The same for the time, as a reading of the clock.
+        halt: Something other than a cap stands against every step.
+        looks_on: The caps hold nothing back: an advisory envelope has recorded its trip.
+        tools: What is known of each tool, by name.
+        warned: The dimensions that were warned of, in order.
+        started_ns: When the time began, moved on by every pause; None before the first step.
+        stood_ns: Since when the time stands still; None while it runs.
+        pauses: How many of the guard's runs wait for a person.
+    """
+
+    __slots__ = (
+        *COUNTERS,
+        "caps",
+        "halt",
+        "looks_on",
+        "mark_at",
+        "marks",
+        "pauses",
+        "started_ns",
+        "stood_ns",
+        "tools",
+        "warned",
+    )
+
+    cache_read_tokens: int
+    cache_write_1h_tokens: int
+    cache_write_tokens: int
+    cost: int
+    estimated_calls: int
+    failed_calls: int
+    input_tokens: int
+    iterations: int
+    model_calls: int
+    output_tokens: int
+    reasoning_tokens: int
+    reserved_cost: int
+    reserved_tokens: int
+    tokens: int
+    tool_calls: int
+    unpriced_calls: int
+
+    def __init__(self, budget: Budget) -> None:
+        self.begin(budget)
+
+    def begin(self, budget: Budget) -> None:
+        """Put every counter to its beginning."""
+        for name in COUNTERS:
+            setattr(self, name, 0)
+        self.halt = False
+        self.looks_on = False
+        self.pauses = 0
+        self.started_ns: int | None = None
+        self.stood_ns: int | None = None
+        self.tools: dict[str, Tool] = {}
+        self.warned: dict[str, None] = {}
+        self._set_caps(Caps(budget))
+
+    def go_on_from(
+        self,
+        counters: Mapping[str, int],
+        quotas: Mapping[str, int],
+        tool_counts: Mapping[str, int],
+        warned: tuple[str, ...],
+        now: int,
+        elapsed_ns: int | None,
+        pauses: int,
+    ) -> None:
+        """Take over what another meter had counted; a paused one stands still."""
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
+        self.warned = dict.fromkeys(warned)
+        self.pauses = pauses
+        if elapsed_ns is not None:
+            self.started_ns = now - elapsed_ns
+        self._set_caps(Caps(self.caps.budget, quotas))
+        for name, started in tool_counts.items():
+            tool = self.tool(name)
+            tool.started = started
+        if pauses:
+            self.stand_still(now)
+
+    def extend(self, budget: Budget) -> None:
+        """Go on under raised caps."""
+        self._set_caps(Caps(budget, self.quotas_used()))
+
+    def set_halt(self, halt: bool, looks_on: bool) -> None:
+        """Take in what stands against the run besides its caps."""
+        self.halt = halt
+        self.looks_on = looks_on
+
+    def warn(self, dimension: str) -> None:
+        """Remember that a dimension was warned of; its mark is its cap from now on."""
+        self.warned[dimension] = None
+        self._set_marks()
+
+    def restart_iterations(self) -> None:
+        """Begin the iterations anew."""
+        self.iterations = 0
+
+    def set_aside(self, tokens: int, cost: int) -> None:
+        """Keep the reservation of a call of an earlier leg that may still cost it."""
+        self.reserved_tokens += tokens
+        self.reserved_cost += cost
+
+    # Time
+
+    def start(self, at_ns: int) -> None:
+        """Let the time begin."""
+        self.started_ns = at_ns
+        self._set_mark_at()
+
+    def elapsed(self, now: int) -> int:
+        """Return the nanoseconds of the run; pauses are not among them."""
+        if self.started_ns is None:
+            return 0
+        return (now if self.stood_ns is None else self.stood_ns) - self.started_ns
+
+    def pause(self) -> None:
+        """Note that one more run waits; every step is looked at closely while one does."""
+        self.pauses += 1
+        self._set_mark_at()
+
+    def end_pause(self) -> None:
+        """Note that one run less waits."""
+        self.pauses -= 1
+
+    def stand_still(self, now: int) -> None:
+        """Stop the time."""
+        if self.started_ns is not None and self.stood_ns is None:
+            self.stood_ns = now
+        self._set_mark_at()
+
+    def run_on(self, now: int) -> None:
+        """Let the time run again, from where it stopped."""
+        if self.started_ns is not None and self.stood_ns is not None:
+            self.started_ns += now - self.stood_ns
+            self.stood_ns = None
+        self._set_mark_at()
+
+    # Questions
+
+    def fits_model_call(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
+        """Tell whether one more model call is within every cap.
+
+        Equal to `not model_call_violations(...)`; kept beside it because each step pays for it.
+        """
+        caps = self.caps
+        return (
+            (retry or self.iterations < caps.iterations)
+            and self.model_calls < caps.model_calls
+            and self.elapsed(now) < caps.nanoseconds
+            and self.cost < caps.cost
+            and self.cost + self.reserved_cost + cost <= caps.cost
+            and self.tokens < caps.tokens
+            and self.tokens + self.reserved_tokens + tokens <= caps.tokens
+            and self.tool_calls <= caps.tool_calls
+        )
+
+    def fits_tool_calls(self, now: int) -> bool:
+        """Tell whether a batch of tool calls may start; each call's place is asked for later."""
+        caps = self.caps
+        return (
+            self.elapsed(now) < caps.nanoseconds
+            and self.cost < caps.cost
+            and self.tokens < caps.tokens
+        )
+
+    def tool(self, name: str) -> Tool:
+        """Return what is known of a tool."""
+        tool = self.tools.get(name)
+        if tool is None:
+            tool = Tool(self.caps.quotas_of(name))
+            # Names come from the model: what is kept must not grow with what it invents.
+            if len(self.tools) < _NAMES_KEPT:
+                self.tools[name] = tool
+        return tool
+
+    def tools_started(self) -> dict[str, int]:
+        """Return how many bodies of each tool were started."""
+        return {name: tool.started for name, tool in self.tools.items() if tool.started}
+
+    def quotas_used(self) -> dict[str, int]:
+        """Return what was used of each quota, by pattern."""
+        return {quota.pattern: quota.used for quota in self.caps.quotas}
+
+    def counters(self) -> dict[str, int]:
+        """Return every running total by name."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def usage(self, now: int) -> Usage:
+        """Return the totals as users read them."""
+        return Usage(
+            iterations=self.iterations,
+            model_calls=self.model_calls,
+            tool_calls=self.tool_calls,
+            total_tokens=self.tokens,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            cache_read_tokens=self.cache_read_tokens,
+            cache_write_tokens=self.cache_write_tokens,
+            cache_write_1h_tokens=self.cache_write_1h_tokens,
+            reasoning_tokens=self.reasoning_tokens,
+            cost_usd=to_usd(self.cost),
+            seconds=self.elapsed(now) / 1_000_000_000,
+            reserved_tokens=self.reserved_tokens,
+            reserved_usd=to_usd(self.reserved_cost),
+            unpriced_calls=self.unpriced_calls,
+            estimated_calls=self.estimated_calls,
+            failed_calls=self.failed_calls,
+        )
+
+    def _set_caps(self, caps: Caps) -> None:
+        self.caps = caps
+        self.tools = {
+            name: Tool(caps.quotas_of(name), tool.started) for name, tool in self.tools.items()
+        }
+        self._set_marks()
+
+    def _set_marks(self) -> None:
+        self.marks = Marks(self.caps, self.warned)
+        self._set_mark_at()
+
+    def _set_mark_at(self) -> None:
+        # Also the first step, which starts the time, and every one during a pause.
+        started = self.started_ns
+        if started is None or self.pauses:
+            self.mark_at = -INFINITY
+        else:
+            self.mark_at = started + self.marks.nanoseconds
+
+
+Chain: TypeAlias = tuple[Meter, ...]
+"""The meters that a step is charged to: the asking run's first, then those above it."""
+
+
+def far_from_caps(chain: Chain, now: int, tokens: int, cost: int) -> bool:
+    """Tell whether one more model call leaves every dimension below its mark."""
+    for meter in chain:
+        marks = meter.marks
+        if (
+            meter.halt
+            or now >= meter.mark_at
+            or meter.iterations + 1 >= marks.iterations
+            or meter.model_calls + 1 >= marks.model_calls
+            or meter.tokens + meter.reserved_tokens + tokens >= marks.tokens
+            or meter.cost + meter.reserved_cost + cost >= marks.cost
+            or meter.tool_calls >= marks.tool_calls
+        ):
+            return False
+    return True
+
+
+def far_from_tool_caps(chain: Chain, now: int, calls: int) -> bool:
+    """Tell whether a batch of this size leaves every dimension below its mark."""
+    for meter in chain:
+        marks = meter.marks
+        if (
+            meter.halt
+            or now >= meter.mark_at
+            or meter.tokens >= marks.tokens
+            or meter.cost >= marks.cost
+            or meter.tool_calls + calls >= marks.tool_calls
+        ):
+            return False
+    return True
+
+
+def model_call_fits(chain: Chain, now: int, retry: bool, tokens: int, cost: int) -> bool:
+    """Tell whether every meter admits one more model call; starts the time of those asked."""
+    for meter in chain:
+        if meter.started_ns is None:
+            meter.start(now)
+        if meter.halt or not (meter.looks_on or meter.fits_model_call(now, retry, tokens, cost)):
+            return False
+    return True
+
+
+def tool_calls_fit(chain: Chain, now: int) -> bool:
+    """Tell whether every meter admits a batch of tool calls; starts the time of those asked."""
+    for meter in chain:
+        if meter.started_ns is None:
+            meter.start(now)
+        if meter.halt or not (meter.looks_on or meter.fits_tool_calls(now)):
+            return False
+    return True
+
+
+def reserve(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
+    """Count a model call that starts, and set aside what it may use."""
+    for meter in chain:
+        if not retry:
+            meter.iterations += 1
+        meter.model_calls += 1
+        meter.reserved_tokens += tokens
+        meter.reserved_cost += cost
+
+
+def release(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
+    """Take back a model call that was never made, and what was set aside for it."""
+    for meter in chain:
+        if not retry and meter.iterations:
+            meter.iterations -= 1
+        meter.model_calls -= 1
+        meter.reserved_tokens -= tokens
+        meter.reserved_cost -= cost
+
+
+def charge(
+    chain: Chain,
+    reserved_tokens: int,
+    reserved_cost: int,
+    usage: TokenUsage,
+    cost: int | None,
+    failed: bool,
+    now: int,
+) -> bool:
+    """Replace a reservation by what was used; True when a mark was reached."""
+    near = False
+    inputs, outputs, read, write, write_1h, reasoning, estimated = usage
+    for meter in chain:
+        marks = meter.marks
+        meter.reserved_tokens -= reserved_tokens
+        meter.reserved_cost -= reserved_cost
+        meter.input_tokens += inputs
+        meter.output_tokens += outputs
+        meter.tokens += inputs + outputs
+        if meter.tokens >= marks.tokens or now >= meter.mark_at:
+            near = True
+        if read or write:
+            meter.cache_read_tokens += read
+            meter.cache_write_tokens += write
+            meter.cache_write_1h_tokens += write_1h
+        if reasoning:
+            meter.reasoning_tokens += reasoning
+        if estimated:
+            meter.estimated_calls += 1
+        if failed:
+            meter.failed_calls += 1
+        if cost is None:
+            meter.unpriced_calls += 1
+        else:
+            meter.cost += cost
+            if meter.cost >= marks.cost:
+                near = True
+    return near
+
+
+def take_place(chain: Chain, name: str) -> bool:
+    """Count a tool call if every meter has a place for it."""
+    for meter in chain:
+        if meter.tool_calls >= meter.caps.tool_calls and not meter.looks_on:
+            return False
+        for quota in (meter.tools.get(name) or meter.tool(name)).quotas:
+            if quota.used >= quota.limit and not meter.looks_on:
+                return False
+    count_tool_call(chain, name)
+    return True
+
+
+def count_tool_call(chain: Chain, name: str) -> None:
+    """Count a tool call that starts."""
+    for meter in chain:
+        meter.tool_calls += 1
+        tool = meter.tools.get(name) or meter.tool(name)
+        tool.started += 1
+        for quota in tool.quotas:
+            quota.used += 1
+
+
+def uncount_tool_call(chain: Chain, name: str) -> None:
+    """Take back a tool call that did not start after all."""
+    for meter in chain:
+        meter.tool_calls -= 1
+        tool = meter.tool(name)
+        tool.started -= 1
+        for quota in tool.quotas:
+            quota.used -= 1
+
+
+def _or_infinity(cap: int | None) -> float:
+    return INFINITY if cap is None else cap

@@ -1,0 +1,228 @@
+"""What a guard knows, and the conversation that it was given, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from budgetguard_core.decision import Admit, ModelCall, ToolKind
+from budgetguard_core.errors import CheckpointError
+from budgetguard_core.meter import COUNTERS
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.records import dump
+from budgetguard_core.stop import Trip, Violation
+from budgetguard_core.usage import Usage
+
+FORMAT_VERSION = 2
+"""The version of the format. Version 1, which had no pauses, is read as well."""
+
+
+class OpenCall(BaseModel):
+    """A call that was in flight when the snapshot was taken: it may have taken effect."""
+
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
+
+    kind: Literal["model", "tool"]
+    """What is called."""
+    call_id: NonNegativeInt
+    """The number of the call within its tree of guards."""
+    reserved_tokens: NonNegativeInt = 0
+    """Tokens that are set aside for it until it is settled."""
+    reserved_cost: NonNegativeInt = 0
+    """Money that is set aside for it, in femto-dollars (1E-15 US dollars)."""
+    model: str | None = None
+    """The model that was asked for, where it was named."""
+    provider: str | None = None
+    """The model's provider, where it was named."""
+    input_tokens: int = 0
+    """The projected prompt of a model call."""
+    cost_usd: str | None = None
+    """The cost in US dollars that the caller projected, if it did."""
+    id: str | None = None
+    """The id of a tool call in the framework's history."""
+    name: str = ""
+    """The tool's name; empty for a model call."""
+    tool_kind: ToolKind = "function"
+    """How the tool is counted, as in `ToolCall.kind`."""
+    fingerprint: str = ""
+    """The fingerprint of a tool call's arguments. The arguments themselves are not kept."""
+
+    @classmethod
+    def of(cls, ticket: Admit) -> Self:
+        """Describe a ticket without the arguments of its call."""
+        call = ticket.call
+        if isinstance(call, ModelCall):
+            return cls(
+                kind="model",
+                call_id=ticket.call_id,
+                reserved_tokens=ticket.reserved_tokens,
+                reserved_cost=ticket.reserved_cost,
+                model=call.model,
+                provider=call.provider,
+                input_tokens=call.input_tokens,
+                cost_usd=None if call.cost_usd is None else str(call.cost_usd),
+            )
+        return cls(
+            kind="tool",
+            call_id=ticket.call_id,
+            id=call.id,
+            name=call.name,
+            tool_kind=call.kind,
+            fingerprint=call.fingerprint or "",
+        )
+
+
+class Snapshot(BaseModel):
+    """Everything that a guard knows, and the conversation that it was given, as plain data."""
+
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", ser_json_inf_nan="strings"
+    )
+
+    format_version: int = FORMAT_VERSION
+    """The version of this format."""
+    run_id: str
+    """The run's name."""
+    parent_run_id: str | None
+    """The run that it is a part of, or None."""
+    mode: str
+    """ENFORCE, OBSERVE or OFF, in lower case."""
+    budget: dict[str, Any] | None
+    """The caps, as `Budget.to_json` writes them; None where they are not known, so that the run
+    needs a fresh budget to go on."""
+    stop_conditions: int
+    """How many conditions of the user's own the budget had. They are code and not in here."""
+    counters: dict[str, NonNegativeInt]
+    """The running totals, sub-agents included; money in femto-dollars (1E-15 US dollars)."""
+    quotas: dict[str, NonNegativeInt]
+    """Tool bodies that were started under each quota, by its pattern."""
+    tool_counts: dict[str, NonNegativeInt]
+    """Tool bodies that were started, by name (the first 1,024 names)."""
+    records: tuple[tuple[str | None, str, str], ...]
+    """What became of the last 256 tool calls that ended: id, name, status."""
+    elapsed_ns: NonNegativeInt | None
+    """Nanoseconds of run time, pauses excluded; None before the first admission."""
+    pauses: NonNegativeInt = 0
+    """How many runs on this guard waited for a person."""
+    trip: Trip | None
+    """Why the run was stopped, or None."""
+    observed: Trip | None
+    """In OBSERVE: the trip that ENFORCE would have made, or None."""
+    aborted: str | None
+    """Why somebody asked for the end of the run, or None."""
+    held: tuple[Violation, ...]
+    """Limits that are not the engine's own and stand against the next step."""
+    warned: tuple[str, ...]
+    """The dimensions that have reached their warning share, in order."""
+    window_warned: bool
+    """Whether the latest prompt was near its model's context window."""
+    detector: dict[str, Any] | None
+    """What the loop detector knows, as fingerprints; None where it is turned off."""
+    open_calls: tuple[OpenCall, ...]
+    """The calls that were in flight."""
+    earlier: Usage
+    """What earlier legs used, where the run was resumed under a fresh budget."""
+    seq: NonNegativeInt
+    """The number of the last event of its tree of guards."""
+    call_id: NonNegativeInt
+    """The number of the last call of its tree of guards."""
+    price_book: str
+    """The version of the prices."""
+    messages: tuple[Any, ...] = ()
+    """The conversation, in any form that JSON can hold."""
+
+    @classmethod
+    def of_outcome(cls, outcome: Outcome) -> Self:
+        """Describe a run that ended, so that it can go on under a fresh budget.
+
+        For `Guard.restore` with a budget: what the run used becomes `Guard.earlier_usage`. An
+        outcome knows neither the caps nor what was in flight, so a run that has to go on under
+        its own counters (a paused one) needs the snapshot of its guard instead.
+        """
+        usage = outcome.usage
+        used = usage.model_dump() | {
+            "tokens": usage.total_tokens,
+            "cost": from_usd(usage.cost_usd),
+            "reserved_tokens": 0,
+            "reserved_cost": 0,
+        }
+        return cls(
+            run_id=outcome.run_id,
+            parent_run_id=None,
+            mode="enforce",
+            budget=None,
+            stop_conditions=0,
+            counters={name: used[name] for name in COUNTERS},
+            quotas={},
+            tool_counts={},
+            records=tuple((call.id, call.name, call.status) for call in outcome.tool_calls),
+            elapsed_ns=round(usage.seconds * 1_000_000_000),
+            trip=None,
+            observed=None,
+            aborted=None,
+            held=(),
+            warned=(),
+            window_warned=False,
+            detector=None,
+            open_calls=(),
+            earlier=outcome.earlier_usage,
+            seq=0,
+            call_id=0,
+            price_book="",
+            messages=outcome.messages,
+        )
+
+    def usage(self) -> Usage:
+        """Return what the run had used, reservations aside."""
+        totals = {name: n for name, n in self.counters.items() if name in Usage.model_fields}
+        return Usage(
+            **totals,  # type: ignore[arg-type]
+            total_tokens=self.counters["tokens"],
+            cost_usd=to_usd(self.counters["cost"]),
+            seconds=(self.elapsed_ns or 0) / 1_000_000_000,
+        ).model_copy(update={"reserved_tokens": 0})
+
+    def to_json(self) -> str:
+        """Return the snapshot as one JSON object.
+
+        Raises:
+            CheckpointError: The conversation holds what JSON cannot.
+        """
+        try:
+            return dump(self)
+        except ValueError as error:
+            raise CheckpointError(
+                f"messages must be what JSON can hold, got {error}. "
+                "Turn them into dictionaries first."
+            ) from None
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read a snapshot.
+
+        Raises:
+            CheckpointError: It is damaged, or of a newer format.
+        """
+        try:
+            version = _Version.model_validate_json(text).format_version
+            if version > FORMAT_VERSION:
+                raise CheckpointError(
+                    f"snapshot format must be <= {FORMAT_VERSION}, got {version}. "
+                    "Upgrade BudgetGuard, or start the run anew."
+                )
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(str(part) for part in problem["loc"]) or "the whole"
+            raise CheckpointError(
+                f"snapshot is damaged ({field}: {problem['msg']}). "
+                "Restore an earlier one, or start the run anew."
+            ) from None
+
+
+class _Version(BaseModel):
+    model_config = ConfigDict(defer_build=True)
+
+    format_version: int
