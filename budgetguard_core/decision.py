@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 
+from budgetguard_core.canonical import digest_of
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
@@ -54,23 +55,47 @@ class ModelCall:
     """What the call costs at most, where the caller knows better than the price book."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(init=False, slots=True)
 class ToolCall:
     """One tool call that the model asked for."""
 
     name: str
     """The tool's name, as the model gave it."""
-    arguments: Any = None
+    arguments: Any
     """The arguments: an object, or its JSON text. They are fingerprinted, not kept."""
-    id: str | None = None
+    id: str | None
     """The call's id in the framework's history."""
-    kind: ToolKind = "function"
+    kind: ToolKind
     """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
     provider ran it already; counted when reported, and never refused."""
-    fingerprint: str | None = None
-    """The fingerprint of the arguments: given where it is known (replay), else filled in when the
-    call is admitted, so that a tool that changes its arguments changes nothing here."""
+    key: str | None = field(repr=False)
+    """What stands for the arguments while the call is open (`arguments_key`). It may show them, so
+    it never leaves the process: `fingerprint` does."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        arguments: Any = None,
+        id: str | None = None,  # noqa: A002 - the name that every framework uses
+        kind: ToolKind = "function",
+        fingerprint: str | None = None,
+    ) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.id = id
+        self.kind = kind
+        self.key = fingerprint
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the arguments.
+
+        Given where it is known (replay), else that of the arguments when the call was admitted,
+        so that a tool that changes its arguments changes nothing here. None before.
+        """
+        return None if self.key is None else digest_of(self.key)
 
 
 class Admitting(Protocol):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.snapshot import Snapshot
@@ -16,6 +16,7 @@ from budgetguard_core.snapshot import Snapshot
 _BUSY_MILLISECONDS = 30_000
 
 
+@runtime_checkable
 class CheckpointStore(Protocol):
     """Where snapshots are kept, the last one of each run."""
 

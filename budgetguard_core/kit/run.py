@@ -46,7 +46,13 @@ class Run:
     """
 
     def __init__(
-        self, envelope: Envelope, guard: Guard, above: Frame | None, around: Sequence[Guard]
+        self,
+        envelope: Envelope,
+        guard: Guard,
+        above: Frame | None,
+        around: Sequence[Guard],
+        *,
+        loose: bool = False,
     ) -> None:
         self.envelope = envelope
         self.guard = guard
@@ -60,8 +66,24 @@ class Run:
         self._saving = threading.RLock()
         self._messages: Sequence[Any] = ()
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
-        if self._parent is not None:
-            self._parent._children.add(self)
+        self._parts: dict[object, Run] = {}
+        # Nobody tells the end of a loose run, so nobody waits for it.
+        if self._parent is not None and not loose:
+            self._parent._children.add(self)  # noqa: SLF001 - another run's own field
+
+    def part(self, owner: object, envelope: Envelope) -> Run:
+        """Return the run in which an owner's single calls within this run are counted together.
+
+        Args:
+            owner: What makes the calls: a guarded function, a client.
+            envelope: Its own budget, opened on first use.
+        """
+        with self._saving:
+            found = self._parts.get(owner)
+            if found is None:
+                with self.entered():
+                    found = self._parts[owner] = envelope.open(loose=True)
+        return found
 
     # The code of the run
 
@@ -170,9 +192,7 @@ class Run:
         if final:
             self.guard.report_reply(text, speaker=speaker)
 
-    def failed(
-        self, call: OpenModelCall, error: BaseException | str, *, written: str = ""
-    ) -> None:
+    def failed(self, call: OpenModelCall, error: BaseException | str, *, written: str = "") -> None:
         """Charge a model call that failed, timed out or was cancelled, by the one rule for them.
 
         Args:
@@ -494,7 +514,7 @@ class Run:
         run = self._parent
         while run is not None:
             if any(stop.trip.run_id == one.run_id for g in run.guards for one in g.lineage):
-                run._refused = run._refused or stop.trip  # noqa: SLF001 - another run's own field
+                run._refused = run._refused or stop.trip  # noqa: SLF001
             run = run._parent  # noqa: SLF001
         return stop
 
