@@ -111,15 +111,38 @@ def _frame_of(names: frozenset[str], local: str, depth: int = _DEEPEST) -> Frame
     return None
 
 
-def graph_around(depth: int = _NEAREST) -> tuple[Any, Any, Any]:
-    """Return the graph whose run begins or ends in this hook, its configuration and its loop."""
-    for frame in _frames(depth):
-        if frame.f_code.co_name in _STREAMS:
-            found: Any = frame.f_locals.get("self")
-            if isinstance(found, Pregel):
-                values = frame.f_locals
-                return cast("Any", found), values.get("config"), values.get("loop")
-    return None, None, None
+class GraphCall:
+    """One call of a graph's `stream` or `astream`, held by its frame until it is over.
+
+    Hooks at the end of an asynchronous run are called in a task of their own, from where the call
+    cannot be seen.
+    """
+
+    __slots__ = ("_frame", "config", "graph")
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame: FrameType | None = frame
+        self.graph: Any = frame.f_locals["self"]
+        self.config: Any = frame.f_locals.get("config")
+
+    def interrupts(self) -> tuple[bool, list[Any]]:
+        """Let go of the call; tell whether it stopped at a breakpoint, and its interrupts."""
+        frame, self._frame = self._frame, None
+        loop: Any = None if frame is None else frame.f_locals.get("loop")
+        status = str(getattr(loop, "status", "done"))
+        if status == "done":
+            return False, []
+        writes: Any = getattr(loop, "checkpoint_pending_writes", ())
+        found = [one for write in writes if write[1] == INTERRUPT for one in write[2]]
+        return status.startswith("interrupt_"), found
+
+
+def graph_call() -> GraphCall | None:
+    """Return the call of a graph whose hook is running."""
+    for frame in _frames(_NEAREST):
+        if frame.f_code.co_name in _STREAMS and isinstance(frame.f_locals.get("self"), Pregel):
+            return GraphCall(frame)
+    return None
 
 
 def request_around() -> tuple[Any, dict[str, Any] | None]:

@@ -1,0 +1,69 @@
+"""How a run reaches code whose configuration is out of reach: by the frame around it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextvars import ContextVar
+from typing import Any, Final, cast
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.tracers.context import register_configure_hook
+
+from budgetguard_core import Guard
+from budgetguard_core.kit import Frame, current
+from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph.callback import BudgetCallback
+
+_KEPT: Final = 64
+
+
+class _Callbacks:
+    """The callbacks of the guards of one tree; LangChain tells them apart by identity."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[str, BudgetCallback] = OrderedDict()
+
+
+class _FrameCallback(BudgetCallback):
+    """The callback of whatever is around the code: an `activate` block, another adapter's run."""
+
+    def _stands_back(self, owner: GraphRun | None) -> bool:
+        """Leave to others what was opened inside: it is a part of the guard already."""
+        guard = self.envelope.budget
+        if owner is None or not isinstance(guard, Guard):
+            return False
+        return any(guard in one.lineage for one in owner.run.guards)
+
+
+def _callback_in(frame: Frame) -> BudgetCallback:
+    guard = frame.guard
+    known = guard.attachment(_Callbacks).known
+    found = known.get(guard.run_id)
+    if found is None or found.envelope.budget is not guard:
+        found = known[guard.run_id] = _FrameCallback(guard)
+        while len(known) > _KEPT:
+            known.popitem(last=False)
+    return found
+
+
+class _AmbientCallback:
+    """Looks to LangChain like a context variable with the callback of the run around the code."""
+
+    def get(self) -> BaseCallbackHandler | None:
+        frame = current()
+        if frame is None:
+            return _of_the_agent()
+        if isinstance(frame, Step):
+            return cast("BaseCallbackHandler", frame.graph_run.opener)
+        return _callback_in(frame)
+
+
+def _of_the_agent() -> BaseCallbackHandler | None:
+    return None
+
+
+register_configure_hook(
+    cast("ContextVar[BaseCallbackHandler | None]", _AmbientCallback()), inheritable=True
+)
+
+__all__: list[Any] = []
