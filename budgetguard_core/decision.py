@@ -49,6 +49,9 @@ class ModelCall:
     """The completion bound that the request carries already, if any."""
     output_is_fixed: bool = False
     """True where the bound cannot be lowered any more: the call fits with it, or it is refused."""
+    min_output_tokens: int = 1
+    """The least completion bound that the provider takes (16 in OpenAI's Responses API, more than
+    the thinking budget in Anthropic's): a call that fits only with less is not admitted."""
     seconds: float | None = None
     """The call's own time limit; the answer carries the lesser of it and the time left."""
     cost_usd: Decimal | None = None
@@ -116,6 +119,7 @@ class Admit:
         call: The request that was admitted.
         call_id: The number of the call within its tree of guards.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
+        clamped_by: The cap that `max_output_tokens` was lowered for; None where it was not.
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
@@ -124,6 +128,7 @@ class Admit:
     __slots__ = (
         "call",
         "call_id",
+        "clamped_by",
         "guard",
         "max_output_tokens",
         "rates",
@@ -146,6 +151,7 @@ class Admit:
         self.call = call
         self.call_id = call_id
         self.max_output_tokens = max_output_tokens
+        self.clamped_by: StopReason | None = None
         self.rates = rates
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
@@ -213,6 +219,11 @@ def check_projection(call: ModelCall, bound: int | None) -> None:
     if not call.input_tokens >= 0:
         raise ConfigurationError(
             f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+        )
+    if type(call.min_output_tokens) is not int or call.min_output_tokens < 1:
+        raise ConfigurationError(
+            f"min_output_tokens must be >= 1, got {call.min_output_tokens!r}. "
+            "Leave it out where the provider has none."
         )
     if bound is not None and not bound >= 1:
         raise ConfigurationError(

@@ -402,6 +402,7 @@ class Guard:
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         warnings: Sequence[_Warning] = ()
+        clamped_by: StopReason | None = None
         tree.lock.acquire()
         try:
             now = tree.now()
@@ -410,7 +411,7 @@ class Guard:
                 unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost)
             ):
                 if bound is not None and not call.output_is_fixed:
-                    bound = self._clamp(call, rates, bound)
+                    bound, clamped_by = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
@@ -420,6 +421,8 @@ class Guard:
                 decision: ModelDecision = self._start_model_call(
                     call, rates, bound, tokens, cost, now
                 )
+                if clamped_by is not None:
+                    decision.clamped_by = clamped_by
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -1190,22 +1193,27 @@ class Guard:
     def _now(self) -> int:
         return self._tree.now()
 
-    def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
-        """Cut the completion bound to what is left of tokens and dollars; at least 1."""
+    def _clamp(
+        self, call: ModelCall, rates: Rates | None, bound: int
+    ) -> tuple[int, StopReason | None]:
+        """Cut the completion bound to what is left of tokens and dollars; say which cut it."""
+        reason: StopReason | None = None
         for meter in self._binding:
             caps = meter.caps
             if meter.looks_on:
                 continue
             if caps.tokens != INFINITY:
-                left = caps.tokens - meter.tokens - meter.reserved_tokens
-                bound = min(bound, int(left) - call.input_tokens)
+                left = int(caps.tokens) - meter.tokens - meter.reserved_tokens - call.input_tokens
+                if left < bound:
+                    bound, reason = left, StopReason.MAX_TOTAL_TOKENS
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
                 room = int(caps.cost) - meter.cost - meter.reserved_cost
                 room = max(room - rates.input_cost(call.input_tokens), 0)
                 full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
-                    bound = room * bound // full
-        return max(bound, 1)
+                    bound, reason = room * bound // full, StopReason.MAX_COST_USD
+        # With less than the provider takes the call does not fit, and is not admitted.
+        return max(bound, call.min_output_tokens), reason
 
     def _stop_model_call(
         self, now: int, call: ModelCall, tokens: int, cost: int, unpriced: bool

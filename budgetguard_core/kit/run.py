@@ -21,8 +21,9 @@ from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.outcomes import remember
 from budgetguard_core.kit.usage import answered_usage
+from budgetguard_core.limits import cut_answer
 from budgetguard_core.outcome import Outcome, Status
-from budgetguard_core.stop import Trip
+from budgetguard_core.stop import StopReason, Trip
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -191,6 +192,22 @@ class Run:
             self._settle(ticket, used, model=model, cost_usd=cost_usd)
         if final:
             self.guard.report_reply(text, speaker=speaker)
+
+    def cut_short(self, call: OpenModelCall) -> Trip | None:
+        """Say that a settled answer ended at its completion bound, and not by itself.
+
+        Returns:
+            The stop, where the bound was the budget's: the run ends, and its text is kept. None
+            where the request itself, or the model, was the bound.
+        """
+        bound, own = call.max_output_tokens, call.call.max_output_tokens
+        if bound is None or (own is not None and own <= bound):
+            return None
+        charged = call.charged
+        reason = next((one.clamped_by for one in charged if one.clamped_by is not None), None)
+        violation = cut_answer(reason or StopReason.MAX_OUTPUT_TOKENS_PER_CALL, bound)
+        self.guard.hold(violation)
+        return self.check()
 
     def failed(self, call: OpenModelCall, error: BaseException | str, *, written: str = "") -> None:
         """Charge a model call that failed, timed out or was cancelled, by the one rule for them.

@@ -754,3 +754,43 @@ class TestSingleCalls:
         assert until_stopped(part) == 2
         assert run.guard.usage.model_calls == 2
         assert not run.has_children
+
+
+class TestAnswersCutShort:
+    def test_at_the_bound_of_each_call(self):
+        run = opened(Budget(max_output_tokens_per_call=50))
+        call = model_call(run, TokenUsage(10, 50))
+        assert run.cut_short(call).reason is StopReason.MAX_OUTPUT_TOKENS_PER_CALL
+        assert run.end().status == "terminated"
+
+    def test_at_what_was_left_of_the_tokens(self):
+        run = opened(Budget(max_total_tokens=100, max_output_tokens_per_call=500))
+        call = run.model_call(ModelCall(input_tokens=40))
+        assert call.max_output_tokens == 60
+        run.answered(call, TokenUsage(30, 60))
+        assert run.cut_short(call).reason is StopReason.MAX_TOTAL_TOKENS
+
+    def test_seen_by_a_layer_below_the_one_that_counts(self):
+        run = opened(Budget(max_total_tokens=100, max_output_tokens_per_call=500))
+        call = run.model_call(ModelCall(input_tokens=40))
+        with run.entered(call):
+            below = run.model_call(CALL)
+            run.answered(below, TokenUsage(30, 60))
+            assert run.cut_short(below).reason is StopReason.MAX_TOTAL_TOKENS
+
+    def test_at_a_bound_of_the_users_own_the_run_goes_on(self):
+        run = opened(Budget(max_output_tokens_per_call=50))
+        call = run.model_call(ModelCall(max_output_tokens=20))
+        run.answered(call, TokenUsage(10, 20))
+        assert run.cut_short(call) is None
+        assert opened(Budget()).cut_short(model_call(opened(Budget()))) is None
+
+    def test_less_than_the_provider_takes_is_not_sent(self):
+        run = opened(Budget(max_total_tokens=50, max_output_tokens_per_call=500))
+        stop = run.model_call(ModelCall(input_tokens=40, min_output_tokens=16))
+        assert stop.trip.reason is StopReason.MAX_TOTAL_TOKENS
+        assert not isinstance(run.guard.trip, type(None))
+
+    def test_a_least_bound_that_is_none_is_refused(self):
+        with pytest.raises(ConfigurationError, match="min_output_tokens must be >= 1, got 0"):
+            opened(Budget()).model_call(ModelCall(min_output_tokens=0))
