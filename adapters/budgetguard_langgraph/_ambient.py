@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, cast
 
@@ -12,6 +13,7 @@ from langchain_core.tracers.context import register_configure_hook
 from budgetguard_core import Guard
 from budgetguard_core.kit import Frame, current
 from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._seams import graph_of_manager
 from budgetguard_langgraph.callback import BudgetCallback
 
 _KEPT: Final = 64
@@ -52,18 +54,27 @@ class _AmbientCallback:
     def get(self) -> BaseCallbackHandler | None:
         frame = current()
         if frame is None:
-            return _of_the_agent()
+            return None
         if isinstance(frame, Step):
             return cast("BaseCallbackHandler", frame.graph_run.opener)
         return _callback_in(frame)
 
 
-def _of_the_agent() -> BaseCallbackHandler | None:
-    return None
+agents: Final[list[Callable[[Any], BaseCallbackHandler | None]]] = []
+"""How the callback of an agent that bounds itself is found; the middleware puts it here."""
 
 
-register_configure_hook(
-    cast("ContextVar[BaseCallbackHandler | None]", _AmbientCallback()), inheritable=True
-)
+class _AgentCallback:
+    """Looks to LangChain like a context variable with the callback of the agent that begins."""
 
-__all__: list[Any] = []
+    def get(self) -> BaseCallbackHandler | None:
+        graph = graph_of_manager() if agents else None
+        if graph is None:
+            return None
+        return next((found for find in agents if (found := find(graph)) is not None), None)
+
+
+for _variable in (_AmbientCallback(), _AgentCallback()):
+    register_configure_hook(
+        cast("ContextVar[BaseCallbackHandler | None]", _variable), inheritable=True
+    )

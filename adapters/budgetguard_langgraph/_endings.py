@@ -9,9 +9,7 @@ from langchain_core.messages import BaseMessage, messages_to_dict
 
 from budgetguard_core import (
     Outcome,
-    StopReason,
     Trip,
-    Violation,
     synthetic_metadata,
     synthetic_text,
 )
@@ -28,20 +26,6 @@ def closing_of(
     guard = graph_run.run.guard
     results = results_for(messages, graph_run.started(), graph_run.results)
     return closed(messages, results, synthetic_text(guard), synthetic_metadata(guard, trip))
-
-
-def trip_of(graph_run: GraphRun) -> Trip | None:
-    """Return why a run has to end, also where nothing was refused any more."""
-    run = graph_run.run
-    if run.stopped_by is None and graph_run.cut:
-        # Our own bound cut its answer short: that is no end of its own.
-        if run.check() is None:
-            violation = Violation(
-                reason=StopReason.MAX_TOTAL_TOKENS, detail="the bound of its output cut the answer"
-            )
-            run.guard.hold(violation)
-            run.check()
-    return run.stopped_by
 
 
 def conclude(

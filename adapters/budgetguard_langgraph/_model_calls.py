@@ -184,7 +184,8 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
         speaker=flying.speaker,
         final=not asked,
     )
-    graph_run.cut = flying.bounded and not asked and was_cut(answer)
+    if flying.bounded and not asked and was_cut(answer):
+        run.cut_short(flying.call)
     if hosted:
         for call in run.batch(hosted):
             run.start(call)

@@ -117,7 +117,6 @@ class GraphRun:
         outer: The run around it, where that is one of this adapter too.
         root: The id of the chain that it began with; None for calls outside of any chain.
         conversation: The last conversation that a model was sent, with its answer.
-        cut: Whether the last answer was cut short by our own completion bound.
         waits: A person was asked, or the graph stopped at a breakpoint.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
@@ -145,7 +144,6 @@ class GraphRun:
         self.handoffs: set[str] = set()
         self.conversation: Sequence[BaseMessage] = ()
         self.interrupted: list[OpenToolCall] = []
-        self.cut = False
         self.waits = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
@@ -166,6 +164,16 @@ class GraphRun:
         while found is not None and found is not other:
             found = found.outer
         return found is not None
+
+    def goes_through(self, trip: Trip) -> bool:
+        """Tell whether a stop is that of a run around this one, and has to reach it.
+
+        A guard that is active in a block around the outermost run stops that run itself.
+        """
+        frame = self.run.above
+        while frame is not None and frame.run is None:
+            frame = frame.above
+        return frame is not None and self.run.is_of_the_run_around(trip)
 
     def tell(self, trip: Trip) -> None:
         """Tell the runs around this one that are the same call of a graph why it was stopped."""
@@ -276,6 +284,16 @@ class GraphRun:
 
     # The end
 
+    def release(self, node: str) -> None:
+        """Charge the model calls below a node that was cancelled; they report nothing."""
+        with self.lock:
+            ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
+            flying = [self.models.pop(id_) for id_ in ids]
+        for one in flying:
+            one.forget()
+            self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
+            one.step.leave()
+
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""
         with self.lock:
@@ -314,9 +332,9 @@ OWNERS: Final[dict[UUID, GraphRun]] = {}
 """The innermost run around each chain, model call and tool call that goes on."""
 
 
-def owner_of(run_id: UUID, parent_run_id: UUID | None) -> GraphRun | None:
+def owner_of(run_id: UUID | None, parent_run_id: UUID | None) -> GraphRun | None:
     """Return the innermost run that a call belongs to, as far as it is known."""
-    known = OWNERS.get(run_id)
+    known = None if run_id is None else OWNERS.get(run_id)
     if known is None and parent_run_id is not None:
         known = OWNERS.get(parent_run_id)
     if known is None and OWNERS:

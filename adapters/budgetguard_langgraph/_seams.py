@@ -49,6 +49,7 @@ FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
 _SUPPORTED: Final = "langgraph 1.0 to 1.2 with langchain-core 1.0 to 1.7"
 _DEEPEST: Final = 150
 _NEAREST: Final = 12
+_MANAGER: Final = 7
 _STREAMS: Final = frozenset({"stream", "astream"})
 _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 _CALLS: Final = frozenset({"generate", "agenerate", "stream", "astream"})
@@ -142,6 +143,15 @@ def graph_call() -> GraphCall | None:
     for frame in _frames(_NEAREST):
         if frame.f_code.co_name in _STREAMS and isinstance(frame.f_locals.get("self"), Pregel):
             return GraphCall(frame)
+    return None
+
+
+def graph_of_manager() -> Any:
+    """Return the graph that makes its callbacks in this hook: a call of it begins."""
+    for frame in _frames(_MANAGER):
+        if frame.f_code.co_name in _STREAMS:
+            found = frame.f_locals.get("self")
+            return cast("Any", found) if isinstance(found, Pregel) else None
     return None
 
 

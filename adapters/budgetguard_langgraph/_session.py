@@ -66,8 +66,8 @@ class Terms:
     grace: float = 2.0
 
 
-class _Callback(BudgetCallback):
-    """The callback of a bounded graph, which opens its run and writes its ending itself."""
+class Attached(BudgetCallback):
+    """The callback of what opens its run and writes its ending itself."""
 
     def on_chain_start(
         self,
@@ -129,7 +129,7 @@ class Session:
             self.address["configurable"]["checkpoint_id"] = around["checkpoint_id"]
         self.key = conversation_key(graph, terms.messages_key)
         self.view = View(graph, self.key, options, nested=self.nested)
-        self.callback = _Callback(terms.envelope, messages_key=terms.messages_key)
+        self.callback = Attached(terms.envelope, messages_key=terms.messages_key)
         self._end = _Ending()
 
     # Before
@@ -232,7 +232,7 @@ class Session:
             return run.check()
         if self.graph_run.waits:
             return None
-        return _endings.trip_of(self.graph_run) or self.graph_run.stopped_inside
+        return run.stopped_by or self.graph_run.stopped_inside
 
     def has_to_wait(self, trip: Trip) -> bool:
         """Tell whether tools are in flight that may still finish: nothing says that they hang."""
@@ -330,7 +330,7 @@ class Session:
                 around: it goes through, so that nobody takes the partial result for an answer.
         """
         run = self.graph_run.run
-        if run.is_of_the_run_around(trip):
+        if self.graph_run.goes_through(trip):
             raise BudgetInterrupt(trip, outcome)
         if run.is_to_raise:
             raise BudgetExceeded(trip, outcome)

@@ -56,9 +56,11 @@ class View:
         stops = False
         if mode in ("values", "updates"):
             payload, interrupts, stops = self._asked_for(namespace, mode, payload, interrupts)
+        if stops and not payload:
+            return
         if mode == "values" and not namespace:
             self.latest = payload
-        if mode in self._modes and not (stops and mode == "updates" and not payload):
+        if mode in self._modes:
             yield self.chunk(mode, payload, namespace, interrupts)
 
     def _parts(self, chunk: Any) -> tuple[tuple[str, ...], str, Any, tuple[Any, ...]]:

@@ -271,7 +271,7 @@ class BudgetCallback(BaseCallbackHandler):
         """Return the run of models and tools that are called on their own."""
         with self._lock:
             if self._loose is None:
-                self._loose = GraphRun(self.envelope.open(), self, None, None)
+                self._loose = GraphRun(self.envelope.open(loose=True), self, None, None)
             return self._loose
 
     def _counting(self, run_id: UUID, parent_run_id: UUID | None) -> GraphRun | None:
@@ -296,7 +296,7 @@ class BudgetCallback(BaseCallbackHandler):
             mine = owner.inner.get(id(self))
             if mine is None:
                 with entered(owner.run.frame()):
-                    mine = GraphRun(self.envelope.open(), self, None, owner)
+                    mine = GraphRun(self.envelope.open(loose=True), self, None, owner)
                 owner.inner[id(self)] = mine
         self._last = mine
         return mine
@@ -349,7 +349,7 @@ class BudgetCallback(BaseCallbackHandler):
                 mine.thread.keep(mine.run.guard, mine.slot)
             remember(outputs, self._messages_key, outcome)
             return
-        trip = _endings.trip_of(mine)
+        trip = mine.run.stopped_by or mine.stopped_inside
         if trip is not None:
             messages = _endings.closing_of(mine, trip, messages)
         outcome = _endings.conclude(mine, messages, trip)
@@ -360,7 +360,7 @@ class BudgetCallback(BaseCallbackHandler):
         if trip is not None:
             if mine.run.is_to_raise:
                 raise BudgetStop(trip, outcome)
-            if mine.run.is_of_the_run_around(trip):
+            if mine.goes_through(trip):
                 # It goes through, so that nobody takes the partial result for an answer.
                 raise BudgetInterrupt(trip, outcome)
 

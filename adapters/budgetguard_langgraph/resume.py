@@ -99,11 +99,13 @@ def _plan(
     if original is None and earlier and len(earlier) == len(messages):
         # Without ids a message that took another's place is told by where it stands.
         original = earlier[-1]
-    update = _without_the_end(graph, key, messages, original)
+    value = _without_the_end(graph, key, messages, original)
     if unanswered(earlier) and open_tasks:
         # The refused calls have their answers, so what comes after their node is next.
+        update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None
-    return None, Command(update=update, goto=sorted(set(open_tasks or before.next)))
+    goto = sorted(set(open_tasks or before.next))
+    return None, Command(update=[(key, value)], goto=goto)
 
 
 def _without_the_end(
@@ -113,4 +115,4 @@ def _without_the_end(
     value = replaced(graph, key, whole)
     if value is None:
         value = [original or RemoveMessage(id=str(messages[-1].id))]
-    return value if key == ROOT else {key: value}
+    return value
