@@ -182,7 +182,7 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
         model=model_of(response),
         cost_usd=reported_cost(record),
         speaker=flying.speaker,
-        final=not asked,
+        final=not asked and graph_run.is_said_in_turn(text, flying.prompt),
     )
     if flying.bounded and not asked and was_cut(answer):
         run.cut_short(flying.call)

@@ -33,6 +33,7 @@ from budgetguard_langgraph._seams import GraphCall, surrounding_run_id
 
 _KEPT: Final = 64
 """Graphs inside a run whose last prompt and last batch are known at the same time."""
+_REPLIES: Final = 16
 
 
 class Step(Frame):
@@ -149,6 +150,7 @@ class GraphRun:
         self.stopped_inside: Trip | None = None
         self._asked: OrderedDict[str, list[Asked]] = OrderedDict()
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._replies: deque[str] = deque(maxlen=_REPLIES)
         self._waiting: deque[Admit] = deque(run.guard.open_tool_calls())
 
     def opened_by(self, callback: object) -> GraphRun | None:
@@ -206,6 +208,17 @@ class GraphRun:
         with self.lock:
             self.failed[place] = None
             _shorten(self.failed)
+
+    def is_said_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
+        """Tell whether an answer belongs to what was said before in this run.
+
+        A graph that asks about one document after the other gets the same answer many times, and
+        is no conversation.
+        """
+        with self.lock:
+            before = set(self._replies)
+            self._replies.append(text)
+        return not before or any(getattr(one, "content", one) in before for one in _texts(prompt))
 
     # Tool calls
 
@@ -389,6 +402,11 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
 
     watched.add_done_callback(ended)
     return lambda: cast("None", watched.remove_done_callback(ended))
+
+
+def _texts(prompt: Sequence[Any]) -> list[Any]:
+    recent = prompt[-_REPLIES:]
+    return [one for one in recent if isinstance(getattr(one, "content", one), str)]
 
 
 def _shorten(store: OrderedDict[Any, Any]) -> None:

@@ -11,16 +11,16 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 
 from budgetguard_core import Budget, Guard, TokenUsage
+from budgetguard_core.kit import project, reported_cost, token_usage
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback
-from budgetguard_langgraph._usage import (
-    PromptEstimator,
-    estimate_prompt,
-    model_of,
-    request_of,
-    usage_of,
-)
+from budgetguard_langgraph._usage import answer_of, model_of, request_of
 from conformance.budgetguard_langgraph_driver import ScriptedChat
+
+
+def usage_of(response):
+    record = answer_of(response) or response
+    return token_usage(record), reported_cost(record)
 
 
 def answered(metadata, **facts):
@@ -124,13 +124,15 @@ def test_the_model_s_name_comes_from_wherever_it_is_told():
 
 def test_estimates_count_text_blocks_images_tool_calls_and_tools():
     text = "word " * 60
-    plain = estimate_prompt([HumanMessage(text)], None)
-    assert plain == 101
+    plain = project([HumanMessage(text)])
+    assert plain > 90
     blocks = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
-    assert estimate_prompt([HumanMessage(blocks)], None) == plain + 1600
+    assert plain + 500 < project([HumanMessage(blocks)]) < plain + 3000
+    data = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+    assert project([HumanMessage([data])]) < 3000
     asked = AIMessage("", tool_calls=[{"name": "f", "args": {"a": text}, "id": "1"}])
-    assert estimate_prompt([asked], None) > 100
-    assert estimate_prompt([], {"tools": [{"name": "f", "description": text}]}) > 100
+    assert project([asked]) > 90
+    assert project([], tools=[{"name": "f", "description": text}]) > 90
 
 
 def called(model, guard, text="Go."):
@@ -167,17 +169,3 @@ def test_a_call_that_the_provider_turned_away_used_nothing(status, free):
     assert guard.usage.failed_calls == 1
     assert (guard.usage.total_tokens == 0) == free
     assert guard.usage.reserved_tokens == 0
-
-
-def test_a_conversation_is_estimated_message_by_message():
-    estimator = PromptEstimator()
-    messages = [HumanMessage("word " * n) for n in (60, 30, 90)]
-    tools = {"tools": [{"name": "f"}]}
-    for n in (1, 2, 3):
-        assert estimator.estimate(messages[:n], None) == estimate_prompt(messages[:n], None)
-    assert estimator.estimate(messages[1:], tools) == estimate_prompt(messages[1:], tools)
-    growing = messages[:1]
-    for one in messages[1:]:
-        estimator.estimate(growing, tools)
-        growing.append(one)
-        assert estimator.estimate(growing, tools) == estimate_prompt(growing, tools)
