@@ -45,9 +45,7 @@ def conclude(
     return outcome
 
 
-def fail(
-    graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessage]
-) -> Outcome:
+def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessage]) -> Outcome:
     """End a run that an exception or a cancellation left."""
     outcome = graph_run.run.fail(
         error, messages, saved_messages=_saved(graph_run, messages), resume=RESUME

@@ -59,16 +59,12 @@ def results_for(
         text = OUTCOME_UNKNOWN if in_flight[id_] > 0 else NOT_EXECUTED
         in_flight[id_] -= 1
         results.append(
-            ToolMessage(
-                text, tool_call_id=id_, name=name, status="error", id=str(uuid.uuid4())
-            )
+            ToolMessage(text, tool_call_id=id_, name=name, status="error", id=str(uuid.uuid4()))
         )
     return results
 
 
-def placed(
-    messages: Sequence[BaseMessage], results: Sequence[BaseMessage]
-) -> list[BaseMessage]:
+def placed(messages: Sequence[BaseMessage], results: Sequence[BaseMessage]) -> list[BaseMessage]:
     """Put results right behind the answers that asked for them, before whatever came after."""
     waiting = [one for one in results if isinstance(one, ToolMessage)]
     found: list[BaseMessage] = []

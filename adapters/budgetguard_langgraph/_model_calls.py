@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import ModelCall, Stop, Trip
+from budgetguard_core import Mode, ModelCall, Stop, Trip
 from budgetguard_core.kit import current, entered, project, reported_cost, token_usage
 from budgetguard_langgraph._bounds import bind, can_be_bound
 from budgetguard_langgraph._run import (
@@ -70,7 +70,10 @@ def start(
         call.input_tokens = graph_run.prompt_of(namespace).project(
             list(prompt), tools=(parameters or {}).get("tools"), output_schema=schema_of(parameters)
         )
-    requested, settings = request_around() if _is_bounded(graph_run) else (None, None)
+    nudge = None if run.guard.mode is not Mode.ENFORCE else run.nudge()
+    requested, settings, sent = None, None, None
+    if nudge is not None or _is_bounded(graph_run):
+        requested, settings, sent = request_around()
     if settings is not None and bound is not None and not can_be_bound(requested):
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
@@ -80,6 +83,9 @@ def start(
         _unmade_siblings(graph_run, parent_run_id, facts)
         close_pending_hooks()
         return opened.trip
+    if nudge is not None and sent is not None:
+        # Into the request alone: the history stays what it is.
+        sent.append(HumanMessage(nudge))
     bounded = settings is not None and bind(
         requested,
         settings,
@@ -110,7 +116,11 @@ def start(
 
 def _asked(graph_run: GraphRun, call: ModelCall, parent: UUID | None, run_id: UUID) -> Any:
     frame = current()
-    if isinstance(frame, Step) and frame.run_id is not None and frame.run_id not in (parent, run_id):
+    if (
+        isinstance(frame, Step)
+        and frame.run_id is not None
+        and frame.run_id not in (parent, run_id)
+    ):
         # The call of a stream that is read between its chunks; this one is another.
         with entered(graph_run.run.frame()):
             return graph_run.run.model_call(call)

@@ -56,7 +56,11 @@ def _with_messages(found: Outcome | None, messages: list[Any]) -> Outcome | None
         return None
     if found.status == "terminated" and not is_synthetic(messages[-1]):
         started = [call.id for call in found.tool_calls if call.status == "interrupted"]
-        metadata = {"synthetic": True, "stop_reason": str(found.stop_reason), "run_id": found.run_id}
+        metadata = {
+            "synthetic": True,
+            "stop_reason": str(found.stop_reason),
+            "run_id": found.run_id,
+        }
         done = sum(call.status == "completed" for call in found.tool_calls)
         calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
         text = (

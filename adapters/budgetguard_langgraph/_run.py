@@ -125,7 +125,15 @@ class GraphRun:
         stopped_inside: The stop of a run inside this one that is the same call of the graph.
     """
 
-    def __init__(self, run: Run, opener: object, root: UUID | None, outer: GraphRun | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        opener: object,
+        root: UUID | None,
+        outer: GraphRun | None,
+        *,
+        answered: bool = False,
+    ) -> None:
         self.run = run
         self.opener = opener
         self.root = root
@@ -151,7 +159,8 @@ class GraphRun:
         self._asked: OrderedDict[str, list[Asked]] = OrderedDict()
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._replies: deque[str] = deque(maxlen=_REPLIES)
-        self._waiting: deque[Admit] = deque(run.guard.open_tool_calls())
+        # Of a run that a person has answered: a call of a process that died is made once more.
+        self._waiting: deque[Admit] = deque(run.guard.open_tool_calls() if answered else ())
 
     def opened_by(self, callback: object) -> GraphRun | None:
         """Return this run, or the one around it, that a callback opened."""
@@ -170,12 +179,16 @@ class GraphRun:
     def goes_through(self, trip: Trip) -> bool:
         """Tell whether a stop is that of a run around this one, and has to reach it.
 
-        A guard that is active in a block around the outermost run stops that run itself.
+        Runs that are the same call of a graph end together, and a guard that is active in a block
+        around the outermost run stops that run itself.
         """
-        frame = self.run.above
+        call = self
+        while call.outer is not None and call.root is not None and call.outer.root == call.root:
+            call = call.outer
+        frame = call.run.above
         while frame is not None and frame.run is None:
             frame = frame.above
-        return frame is not None and self.run.is_of_the_run_around(trip)
+        return frame is not None and call.run.is_of_the_run_around(trip)
 
     def tell(self, trip: Trip) -> None:
         """Tell the runs around this one that are the same call of a graph why it was stopped."""
@@ -307,6 +320,14 @@ class GraphRun:
             self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
             one.step.leave()
 
+    def left(self, run_id: UUID) -> None:
+        """Forget a chain that is over."""
+        OWNERS.pop(run_id, None)
+        self.ids.discard(run_id)
+        step = self.steps.pop(run_id, None)
+        if step is not None:
+            step.leave()
+
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""
         with self.lock:
@@ -379,8 +400,6 @@ def is_counted_below(graph_run: GraphRun) -> bool:
             return True
         above = above.above
     return False
-
-
 
 
 def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:

@@ -155,16 +155,25 @@ def graph_of_manager() -> Any:
     return None
 
 
-def request_around() -> tuple[Any, dict[str, Any] | None]:
-    """Return the model whose start hook is running, and the settings that its request is made of.
+def request_around() -> tuple[Any, dict[str, Any] | None, list[Any] | None]:
+    """Return the model whose start hook is running, the settings of its request, and its messages.
 
-    They are the very dictionary that goes on to the provider's package.
+    Settings and messages are the very objects that go on to the provider's package. Where several
+    prompts start together there are no messages.
     """
     frame = _frame_of(_CALLS, "kwargs", _NEAREST)
     if frame is None:
-        return None, None
-    model, settings = frame.f_locals.get("self"), frame.f_locals.get("kwargs")
-    return model, cast("dict[str, Any]", settings) if isinstance(settings, dict) else None
+        return None, None, None
+    values = frame.f_locals
+    settings, messages = values.get("kwargs"), values.get("messages")
+    if isinstance(messages, list) and messages and isinstance(messages[0], list):
+        listed = cast("list[Any]", messages)
+        messages = listed[0] if len(listed) == 1 else None
+    return (
+        values.get("self"),
+        cast("dict[str, Any]", settings) if isinstance(settings, dict) else None,
+        cast("list[Any]", messages) if isinstance(messages, list) else None,
+    )
 
 
 def close_pending_hooks() -> None:

@@ -157,11 +157,11 @@ class Session:
         stops, questions = stops_of(state)
         if getattr(self.given, "resume", None) is not None and stops and not questions:
             raise AdapterError(ANSWERED)
-        fresh = False
+        fresh, answered = False, kept is not None
         if kept is None and self.goes_on and state is not None and state.next:
             kept, fresh = self._killed(state, stopped=bool(stops))
         run = self.terms.envelope.open(user_spoke=not self.goes_on, resume=kept, fresh=fresh)
-        self.graph_run = GraphRun(run, self.callback, None, self.outer)
+        self.graph_run = GraphRun(run, self.callback, None, self.outer, answered=answered)
         self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
         self.callback.take(self.graph_run)
         self.frame = Step(self.graph_run)

@@ -42,7 +42,10 @@ def start(
     id_ = id_ or tool_call_id_of_stack()
     handoff = HANDOFF in (metadata or {}) or name in graph_run.handoffs
     call = ToolCall(
-        name=name, arguments=_plain(arguments, id_), id=id_, kind="handoff" if handoff else "function"
+        name=name,
+        arguments=_plain(arguments, id_),
+        id=id_,
+        kind="handoff" if handoff else "function",
     )
     node: Any = None
 
@@ -112,8 +115,8 @@ def _cancelled(graph_run: GraphRun, run_id: UUID) -> None:
             graph_run.settle_interrupted()
 
 
-def end(graph_run: GraphRun, run_id: UUID, output: Any, *, corrects: bool) -> None:
-    """Settle a tool call that returned, and hand a correction that is due to the model."""
+def end(graph_run: GraphRun, run_id: UUID, output: Any) -> None:
+    """Settle a tool call that returned."""
     flying = _taken(graph_run, run_id)
     if flying is None:
         return
@@ -128,8 +131,6 @@ def end(graph_run: GraphRun, run_id: UUID, output: Any, *, corrects: bool) -> No
     else:
         run.finished(call, message.content)
     if message is not None:
-        if corrects:
-            _correct(graph_run, message)
         with graph_run.lock:
             graph_run.results.setdefault(message.tool_call_id, []).append(message)
     if run.is_saved:
@@ -200,14 +201,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return str([_text(one) for one in cast("list[Any]", value)])
     return str(value)
-
-
-def _correct(graph_run: GraphRun, message: ToolMessage) -> None:
-    correction = graph_run.run.nudge()
-    if correction is None:
-        return
-    content = message.content
-    if isinstance(content, str):
-        message.content = f"{content}\n\n{correction}"
-    else:
-        message.content = [*content, {"type": "text", "text": correction}]

@@ -18,7 +18,6 @@ from budgetguard_core import (
     Budget,
     BudgetExceeded,
     Guard,
-    Mode,
     Outcome,
     Trip,
 )
@@ -87,7 +86,6 @@ class BudgetCallback(BaseCallbackHandler):
         self._lock = threading.Lock()
         self._loose: GraphRun | None = None
         self._last: GraphRun | None = None
-        self._corrects = True
 
     @property
     def guard(self) -> Guard:
@@ -131,17 +129,30 @@ class BudgetCallback(BaseCallbackHandler):
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
-        mine = self._left(run_id)
-        OWNERS.pop(run_id, None)
-        if mine is not None and mine.root == run_id:
-            self._end(mine, outputs, None)
+        self._over(run_id, outputs, None)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has failed; a stop gets its outcome."""
-        mine = self._left(run_id)
-        OWNERS.pop(run_id, None)
-        if mine is not None and mine.root == run_id:
-            self._end(mine, None, error)
+        self._over(run_id, None, error)
+
+    def _over(self, run_id: UUID, outputs: Any, error: BaseException | None) -> None:
+        owner = OWNERS.get(run_id)
+        if owner is None or owner.opened_by(self) is None:
+            return
+        if owner.root != run_id:
+            if owner.opener is self:
+                owner.left(run_id)
+            return
+        # The first callback that hears of it ends all runs that are this call, the innermost first.
+        owner.left(run_id)
+        stop: BudgetExceeded | None = None
+        mine: GraphRun | None = owner
+        while mine is not None and mine.root == run_id:
+            opener = cast("BudgetCallback", mine.opener)
+            stop = opener.end(mine, outputs, error) or stop
+            mine = mine.outer
+        if stop is not None:
+            raise stop
 
     # Models
 
@@ -230,11 +241,10 @@ class BudgetCallback(BaseCallbackHandler):
             raise self._stopped(mine, refused, ())
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
-        """Settle a tool call that returned, and hand a correction that is due to the model."""
+        """Settle a tool call that returned."""
         mine = self._flying(run_id)
         if mine is not None:
-            corrects = self._corrects and mine.run.guard.mode is Mode.ENFORCE
-            _tool_calls.end(mine, run_id, output, corrects=corrects)
+            _tool_calls.end(mine, run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
@@ -258,7 +268,7 @@ class BudgetCallback(BaseCallbackHandler):
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
             run = self.envelope.open(user_spoke=not goes_on, resume=kept)
-        mine = GraphRun(run, self, run_id, owner)
+        mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call
         self._last = mine
         return mine
@@ -306,16 +316,6 @@ class BudgetCallback(BaseCallbackHandler):
         owner = OWNERS.get(run_id)
         return owner if owner is not None and owner.opener is self else None
 
-    def _left(self, run_id: UUID) -> GraphRun | None:
-        owner = OWNERS.get(run_id)
-        mine = None if owner is None else owner.opened_by(self)
-        if mine is not None and mine is owner:
-            mine.ids.discard(run_id)
-            step = mine.steps.pop(run_id, None)
-            if step is not None:
-                step.leave()
-        return mine
-
     # How it ends
 
     def _stopped(
@@ -331,38 +331,41 @@ class BudgetCallback(BaseCallbackHandler):
         kind = BudgetStop if mine.run.envelope.on_trip == "raise" else BudgetInterrupt
         return kind(trip, outcome)
 
-    def _end(self, mine: GraphRun, outputs: Any, error: BaseException | None) -> None:
+    def end(
+        self, mine: GraphRun, outputs: Any, error: BaseException | None
+    ) -> BudgetExceeded | None:
+        """End a run of this callback; return what its caller gets instead of a result."""
         mine.leave(error)
         if mine.graph_call is not None:
             at_breakpoint, found = mine.graph_call.interrupts()
             asked = any(not is_budget_interrupt(one) for one in found)
             mine.waits = asked or (at_breakpoint and not found)
         if self._is_ended_elsewhere(mine):
-            return
+            return None
         messages = messages_of(outputs, self._messages_key) or list(mine.conversation)
         if error is not None and not isinstance(error, BudgetExceeded):
             _endings.fail(mine, error, messages)
-            return
+            return None
         if mine.waits and error is None:
             outcome = _endings.pause(mine, messages)
             if mine.thread is not None:
                 mine.thread.keep(mine.run.guard, mine.slot)
             remember(outputs, self._messages_key, outcome)
-            return
+            return None
         trip = mine.run.stopped_by or mine.stopped_inside
         if trip is not None:
             messages = _endings.closing_of(mine, trip, messages)
         outcome = _endings.conclude(mine, messages, trip)
         if isinstance(error, BudgetExceeded):
             error.outcome = error.outcome or outcome
-            return
+            return None
         remember(outputs, self._messages_key, outcome)
-        if trip is not None:
-            if mine.run.is_to_raise:
-                raise BudgetStop(trip, outcome)
-            if mine.goes_through(trip):
-                # It goes through, so that nobody takes the partial result for an answer.
-                raise BudgetInterrupt(trip, outcome)
+        if trip is not None and mine.run.is_to_raise:
+            return BudgetStop(trip, outcome)
+        if trip is not None and mine.goes_through(trip):
+            # So that nobody takes the partial result for an answer.
+            return BudgetInterrupt(trip, outcome)
+        return None
 
     def _is_ended_elsewhere(self, mine: GraphRun) -> bool:
         """Tell whether somebody else writes the ending of this callback's runs."""
@@ -382,5 +385,3 @@ def _call_around() -> Any:
     if frame is None or (isinstance(frame, Step) and not isinstance(frame.call, OpenToolCall)):
         return None
     return cast("Any", frame.call)
-
-

@@ -561,7 +561,9 @@ def test_another_handler_s_failure_is_still_logged(caplog):
 
 @pytest.mark.parametrize("make", [BudgetCallback, BudgetMiddleware])
 def test_what_is_no_budget_is_refused(make):
-    with pytest.raises(ConfigurationError, match="must be a Budget, a Guard or an Envelope, got int"):
+    with pytest.raises(
+        ConfigurationError, match="must be a Budget, a Guard or an Envelope, got int"
+    ):
         make(5)
 
 

@@ -23,6 +23,7 @@ from langgraph_graphs import (
     thread,
 )
 
+
 @pytest.fixture(autouse=True)
 def bodies():
     graphs.BODIES.clear()

@@ -8,7 +8,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import FakeListLLM
 from langchain_core.messages import AIMessage, HumanMessage
-from langchain_core.outputs import ChatGeneration, Generation, LLMResult
+from langchain_core.outputs import ChatGeneration, ChatResult, Generation, LLMResult
 
 from budgetguard_core import Budget, Guard, TokenUsage
 from budgetguard_core.kit import project, reported_cost, token_usage
@@ -90,7 +90,14 @@ CASES = {
     ),
     "all zero": (tokens(0, 0), None),
     "nothing": (None, None),
-    "nonsense": ({"input_tokens": "7", "output_tokens": -3, "input_token_details": None}, None),
+    "a total larger than its parts": (
+        {"input_tokens": 100, "output_tokens": 0, "total_tokens": 150},
+        TokenUsage(100, 50),
+    ),
+    "nonsense": (
+        {"input_tokens": "7", "output_tokens": -3, "input_token_details": None},
+        TokenUsage(7, 0, estimated=True),
+    ),
 }
 
 
@@ -125,14 +132,14 @@ def test_the_model_s_name_comes_from_wherever_it_is_told():
 def test_estimates_count_text_blocks_images_tool_calls_and_tools():
     text = "word " * 60
     plain = project([HumanMessage(text)])
-    assert plain > 90
+    assert plain > 60
     blocks = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
     assert plain + 500 < project([HumanMessage(blocks)]) < plain + 3000
     data = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
     assert project([HumanMessage([data])]) < 3000
     asked = AIMessage("", tool_calls=[{"name": "f", "args": {"a": text}, "id": "1"}])
-    assert project([asked]) > 90
-    assert project([], tools=[{"name": "f", "description": text}]) > 90
+    assert project([asked]) > 60
+    assert project([], tools=[{"name": "f", "description": text}]) > 60
 
 
 def called(model, guard, text="Go."):
@@ -169,3 +176,19 @@ def test_a_call_that_the_provider_turned_away_used_nothing(status, free):
     assert guard.usage.failed_calls == 1
     assert (guard.usage.total_tokens == 0) == free
     assert guard.usage.reserved_tokens == 0
+
+
+@pytest.mark.parametrize("output", [0, None])
+def test_an_output_of_nothing_beside_a_text_is_estimated(output):
+    class Silent(ScriptedChat):
+        def _generate(self, messages, stop=None, run_manager=None, **_):
+            message = AIMessage("word " * 60)
+            usage = {"input_tokens": 100, "output_tokens": output, "total_tokens": 100}
+            object.__setattr__(message, "usage_metadata", usage)
+            return ChatResult(generations=[ChatGeneration(message=message)])
+
+    guard = Guard(Budget())
+    called(Silent(script=Script([])), guard)
+    assert guard.usage.input_tokens == 100
+    assert guard.usage.output_tokens > 50
+    assert guard.usage.estimated_calls == 1
