@@ -197,8 +197,8 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     if isinstance(record, TokenUsage):
         return fitted(record)
     fields = fields_of(record)
-    if fields is None:
-        # Messages of protobuf (xAI's SDK) have properties only.
+    if not fields:
+        # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
         fields = {name: getattr(record, name, None) for name in _NAMES}
     if "input_tokens" in fields and count_of(fields.get("total_cost")) == 0:
         return TokenUsage()

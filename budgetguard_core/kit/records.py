@@ -22,7 +22,10 @@ def part(record: object, name: str) -> Any:
 
 
 def fields_of(record: object) -> Mapping[Any, Any] | None:
-    """Return all that a mapping or an object holds, by name; None for what has no names."""
+    """Return what a mapping or an object holds, by name; None for what has no names.
+
+    Of an object of another kind than a data class or a model, what is not private.
+    """
     if isinstance(record, Mapping):
         return cast("Mapping[Any, Any]", record)
     if isinstance(record, BaseModel):
@@ -32,4 +35,5 @@ def fields_of(record: object) -> Mapping[Any, Any] | None:
         return None
     if dataclasses.is_dataclass(record):
         return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return getattr(record, "__dict__", None)
+    held: dict[str, Any] | None = getattr(record, "__dict__", None)
+    return held and {name: value for name, value in held.items() if not name.startswith("_")}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from budgetguard_core.testing.clauses import CLAUSES
-from budgetguard_core.testing.conformance import Driver, Mode
+from budgetguard_core.testing.driver import Driver
+from budgetguard_core.testing.scenario import Mode
 
 BEGIN = "<!-- capability table -->"
 END = "<!-- end of capability table -->"
