@@ -11,7 +11,8 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 
 from budgetguard_core import Guard
-from budgetguard_core.kit import Frame, current
+from budgetguard_core.frame import FRAME
+from budgetguard_core.kit import Frame, Run, current
 from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import graph_of_manager
 from budgetguard_langgraph.callback import BudgetCallback
@@ -28,6 +29,17 @@ class _Callbacks:
 
 class _FrameCallback(BudgetCallback):
     """The callback of whatever is around the code: an `activate` block, another adapter's run."""
+
+    def _open(self, **facts: Any) -> Run:
+        """Begin a run on the guard itself where it is active in a block, and no run is around."""
+        frame = current()
+        if frame is None or frame.run is not None or frame.guard is not self.envelope.budget:
+            return super()._open(**facts)
+        token = FRAME.set(frame.above)
+        try:
+            return super()._open(**facts)
+        finally:
+            FRAME.reset(token)
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
         """Leave to others what was opened inside: it is a part of the guard already."""

@@ -13,7 +13,7 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_langgraph._history import closed, final_text, results_for
+from budgetguard_langgraph._history import closed, final_text, placed, results_for
 from budgetguard_langgraph._run import GraphRun
 
 RESUME: Final = "resume(graph, config, budget), with a checkpointer"
@@ -46,9 +46,10 @@ def conclude(
 
 
 def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessage]) -> Outcome:
-    """End a run that an exception or a cancellation left."""
+    """End a run that an exception or a cancellation left; open calls get their results."""
+    whole = placed(messages, results_for(messages, graph_run.started(), graph_run.results))
     outcome = graph_run.run.fail(
-        error, messages, saved_messages=_saved(graph_run, messages), resume=RESUME
+        error, whole, saved_messages=_saved(graph_run, whole), resume=RESUME
     )
     graph_run.settle_interrupted()
     return outcome

@@ -25,6 +25,7 @@ from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
     OpenToolCall,
+    Run,
     current,
     entered,
     envelope_of,
@@ -267,11 +268,14 @@ class BudgetCallback(BaseCallbackHandler):
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
-            run = self.envelope.open(user_spoke=not goes_on, resume=kept)
+            run = self._open(user_spoke=not goes_on, resume=kept)
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call
         self._last = mine
         return mine
+
+    def _open(self, **facts: Any) -> Run:
+        return self.envelope.open(**facts)
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
         """Tell whether this callback leaves the runs that it sees to others."""
@@ -281,7 +285,7 @@ class BudgetCallback(BaseCallbackHandler):
         """Return the run of models and tools that are called on their own."""
         with self._lock:
             if self._loose is None:
-                self._loose = GraphRun(self.envelope.open(loose=True), self, None, None)
+                self._loose = GraphRun(self._open(loose=True), self, None, None)
             return self._loose
 
     def _counting(self, run_id: UUID, parent_run_id: UUID | None) -> GraphRun | None:
@@ -306,7 +310,7 @@ class BudgetCallback(BaseCallbackHandler):
             mine = owner.inner.get(id(self))
             if mine is None:
                 with entered(owner.run.frame()):
-                    mine = GraphRun(self.envelope.open(loose=True), self, None, owner)
+                    mine = GraphRun(self._open(loose=True), self, None, owner)
                 owner.inner[id(self)] = mine
         self._last = mine
         return mine

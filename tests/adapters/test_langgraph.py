@@ -473,6 +473,7 @@ def test_an_active_guard_reaches_code_that_passes_no_config():
         result = somebody_else_s_code()
     assert script.calls == 3
     assert result["__interrupt__"][0].value["stop_reason"] == "max_iterations"
+    assert guard.outcome.stop_reason is StopReason.MAX_ITERATIONS
     assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
     agent(Script([says("Free.")])).invoke(user("Go."))
     assert guard.usage.model_calls == 3
