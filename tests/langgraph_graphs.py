@@ -1,4 +1,4 @@
-"""Graphs of every kind and state shape, with a model that refuses what a strict provider refuses."""
+"""Graphs of every kind and state shape, and a model that refuses what strict providers do."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def check_request(messages):
 class StrictChat(ScriptedChat):
     """A scripted model behind a provider that checks what it is sent."""
 
-    def _next(self, messages):
+    def _next(self, messages, *sent):
         check_request(messages)
-        return super()._next(messages)
+        return super()._next(messages, *sent)
 
 
 BODIES: list[str] = []

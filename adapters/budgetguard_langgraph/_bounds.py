@@ -1,11 +1,11 @@
-"""The completion bound and the time limit of one request, in the words of each provider's package."""
+"""The completion bound and the time limit of one request, in each package's own words."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 _LOG: Final = logging.getLogger("budgetguard_langgraph")
 
@@ -44,17 +44,17 @@ def bind(model: Any, settings: dict[str, Any], tokens: int | None, seconds: floa
     if words is None:
         return False
     if tokens is not None:
-        given = settings.get(words.tokens)
+        given: Any = settings.get(words.tokens)
         settings[words.tokens] = min(given, tokens) if type(given) is int else tokens
     if seconds is not None and words.timeout is not None:
-        given = settings.get(words.timeout)
-        known = isinstance(given, (int, float)) and not isinstance(given, bool)
-        settings[words.timeout] = min(seconds, given) if known else seconds
+        limit: Any = settings.get(words.timeout)
+        known = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        settings[words.timeout] = min(seconds, limit) if known else seconds
     return tokens is not None
 
 
 def _words(model: Any) -> _Words | None:
-    kind: Any = type(model)
+    kind = cast("Any", type(model))
     if kind not in _KNOWN:
         packages = [one.__module__.partition(".")[0] for one in kind.__mro__]
         words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)

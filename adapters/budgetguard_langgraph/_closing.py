@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from langchain_core.messages import BaseMessage
-from langgraph.channels import LastValue
+from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.constants import END
 from langgraph.types import StateSnapshot, StateUpdate
 
@@ -57,7 +57,7 @@ def write(
     value = replaced(graph, key, whole)
     if value is None:
         value = list(new)
-    update = value if key == ROOT else {key: value}
+    update: Any = value if key == ROOT else {key: value}
     return [[StateUpdate(update, writer_of(graph, key))], FOLD]
 
 
@@ -75,7 +75,7 @@ def writer_of(graph: Any, key: str) -> str:
     given: Any = builder.schemas.get(builder.input_schema, {})
     if key in given and not routed.get(START):
         return START
-    names = [name for name in graph.nodes if name != START]
+    names: list[str] = [name for name in graph.nodes if name != START]
     return next((name for name in names if not routed.get(name)), names[0])
 
 

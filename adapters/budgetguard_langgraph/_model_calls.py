@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from langchain_core.messages import BaseMessage, HumanMessage
@@ -80,7 +80,7 @@ def start(
     opened = _asked(graph_run, call, parent_run_id, run_id)
     if isinstance(opened, Stop):
         graph_run.next_step = f"call the model {model or ''}".strip()
-        _unmade_siblings(graph_run, parent_run_id, facts)
+        _unmade_siblings(graph_run, facts)
         close_pending_hooks()
         return opened.trip
     if nudge is not None and sent is not None:
@@ -135,19 +135,19 @@ def _is_bounded(graph_run: GraphRun) -> bool:
     )
 
 
-def _unmade_siblings(graph_run: GraphRun, parent: UUID | None, facts: Mapping[str, Any]) -> None:
+def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
     """Take back the other prompts of a `generate`: all of them start before the first is sent."""
     if facts.get("batch_size", 1) <= 1:
         return
     frame = current()
     while isinstance(frame, Step) and frame.run_id in graph_run.models:
-        flying = graph_run.models.pop(frame.run_id)
-        OWNERS.pop(frame.run_id, None)
+        run_id = cast("UUID", frame.run_id)
+        flying = graph_run.models.pop(run_id)
+        OWNERS.pop(run_id, None)
         flying.forget()
         graph_run.run.unmade(flying.call)
         flying.step.leave()
         frame = current()
-    del parent
 
 
 def token(graph_run: GraphRun, run_id: UUID, text: str) -> Trip | None:

@@ -35,7 +35,7 @@ class Thread:
         saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
         thread_id = configurable.get("thread_id")
         known = isinstance(saver, BaseCheckpointSaver) and thread_id is not None
-        self.saver: Any = saver if known else None  # pyright: ignore[reportUnknownMemberType]
+        self.saver: Any = saver if known else None
         namespace = str(configurable.get("checkpoint_ns") or "")
         if getattr(graph, "checkpointer", None) is True:
             namespace = "|".join(part.split(":")[0] for part in namespace.split("|"))
@@ -46,8 +46,9 @@ class Thread:
 
     def slot_in(self, outer: Any) -> int:
         """Tell runs apart that are one inside the other on the same thread."""
-        around = None if outer is None else outer.thread
-        return outer.slot + 1 if around is not None and around.key == self.key else 0
+        if outer is None or outer.thread is None or outer.thread.key != self.key:
+            return 0
+        return int(outer.slot) + 1
 
     def kept(self, slot: int) -> Snapshot | None:
         """Return the counters of the run that waits here."""

@@ -226,8 +226,8 @@ def recursion_limit(graph: Any, config: Any, needed: int | None) -> int | None:
 
     One that the user set holds, wherever it was set.
     """
-    given = (config or {}).get("recursion_limit")
-    own = (graph.config or {}).get("recursion_limit")
+    given: Any = None if config is None else config.get("recursion_limit")
+    own: Any = None if graph.config is None else graph.config.get("recursion_limit")
     if needed is None or given is not None:
         return None
     module = sys.modules.get("langgraph._internal._config")

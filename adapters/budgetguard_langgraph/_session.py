@@ -34,8 +34,9 @@ from budgetguard_langgraph._closing import (
 )
 from budgetguard_langgraph._history import closed, placed, results_for, unanswered
 from budgetguard_langgraph._outcomes import remember
+from budgetguard_langgraph._owners import run_around
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import GraphRun, Step, run_around
+from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import (
     CHECKPOINTER,
     FRAMEWORK_LIMITS,
@@ -114,7 +115,7 @@ class Session:
         self.options = options
         around = _around(graph.config, config)
         self.nested = TASK in around
-        own = isinstance(graph.checkpointer, BaseCheckpointSaver)  # pyright: ignore[reportUnknownMemberType]
+        own = isinstance(graph.checkpointer, BaseCheckpointSaver)
         lasting = graph.checkpointer is True and CHECKPOINTER in around
         self.checkpointed = around.get("thread_id") is not None and (
             (own and not self.nested) or lasting

@@ -79,7 +79,7 @@ def _graph(metadata: Mapping[str, Any] | None) -> str:
 def _plain(arguments: Any, id_: str | None) -> Any:
     """Leave out the call's own id, which some tools are handed: it makes each call look new."""
     if not isinstance(arguments, dict) or id_ is None:
-        return arguments
+        return cast("Any", arguments)
     given = cast("dict[str, Any]", arguments)
     return {name: value for name, value in given.items() if value != id_}
 
@@ -176,9 +176,9 @@ def _message_in(output: Any) -> ToolMessage | None:
     if isinstance(output, ToolMessage):
         return output
     if isinstance(output, Command):
-        update: Any = output.update
-        found: Any = update.get("messages", ()) if isinstance(update, dict) else ()
-        listed: list[Any] = found if isinstance(found, list) else [found]
+        update: Any = cast("Any", output).update
+        found: Any = cast("Any", update).get("messages", ()) if isinstance(update, dict) else ()
+        listed: list[Any] = cast("list[Any]", found) if isinstance(found, list) else [found]
         return next((one for one in reversed(listed) if isinstance(one, ToolMessage)), None)
     return None
 
@@ -186,10 +186,12 @@ def _message_in(output: Any) -> ToolMessage | None:
 def _result(output: object) -> object:
     """Make something of a result that can be compared: what a command changes, not its ids."""
     if isinstance(output, Command):
-        update: Any = output.update
-        changes: dict[str, Any] = dict(update) if isinstance(update, dict) else {"": update}
+        command = cast("Any", output)
+        update: Any = command.update
+        known = isinstance(update, dict)
+        changes: dict[str, Any] = dict(cast("dict[str, Any]", update)) if known else {"": update}
         return {
-            "goto": str(output.goto),
+            "goto": str(command.goto),
             "update": {str(name): _text(value) for name, value in changes.items()},
         }
     return output

@@ -1,4 +1,4 @@
-"""What only LangChain's records tell: names, bounds, hosted tools, and whether an answer was cut."""
+"""What only LangChain's records tell: names, bounds, hosted tools, whether an answer was cut."""
 
 from __future__ import annotations
 
@@ -19,9 +19,36 @@ _BOUNDS: Final = (
 )
 # Elsewhere langchain-core makes the provider's name up from the name of the model's class.
 _PROVIDERS: Final = frozenset(
-    "amazon_bedrock anthropic azure azure_openai bedrock bedrock_converse cerebras cohere deepseek "
-    "fireworks google_genai google_vertexai groq huggingface llamacpp mistral mistralai moonshot "
-    "novita nvidia ollama openai openrouter perplexity together togetherai vllm xai".split()
+    [
+        "amazon_bedrock",
+        "anthropic",
+        "azure",
+        "azure_openai",
+        "bedrock",
+        "bedrock_converse",
+        "cerebras",
+        "cohere",
+        "deepseek",
+        "fireworks",
+        "google_genai",
+        "google_vertexai",
+        "groq",
+        "huggingface",
+        "llamacpp",
+        "mistral",
+        "mistralai",
+        "moonshot",
+        "novita",
+        "nvidia",
+        "ollama",
+        "openai",
+        "openrouter",
+        "perplexity",
+        "together",
+        "togetherai",
+        "vllm",
+        "xai",
+    ]
 )
 _CUT: Final = frozenset({"length", "max_tokens", "max_output_tokens", "model_length"})
 _FINISHES: Final = ("finish_reason", "stop_reason", "done_reason")
@@ -99,7 +126,7 @@ def schema_of(parameters: Mapping[str, Any] | None) -> Any:
 
 def was_cut(message: BaseMessage | None) -> bool:
     """Tell whether an answer ended because it may not be longer."""
-    metadata = getattr(message, "response_metadata", None) or {}
+    metadata: dict[str, Any] = getattr(message, "response_metadata", None) or {}
     return any(str(metadata.get(name, "")).lower() in _CUT for name in _FINISHES)
 
 

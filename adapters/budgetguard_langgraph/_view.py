@@ -39,11 +39,11 @@ class View:
         """The last state of the conversation, where the caller does not see it."""
         keys = options.get("output_keys")
         self.keys: Any = graph.stream_channels_asis if keys is None else keys
-        self._hidden = None
-        if messages_key is not None and not isinstance(self.keys, str):
-            if messages_key not in self.keys:
-                self._hidden = messages_key
-                options["output_keys"] = [*self.keys, messages_key]
+        self._hidden: str | None = None
+        listed: list[str] = [] if isinstance(self.keys, str) else list(self.keys)
+        if listed and messages_key is not None and messages_key not in listed:
+            self._hidden = messages_key
+            options["output_keys"] = [*listed, messages_key]
         options["stream_mode"] = (
             self._modes if "values" in self._modes else [*self._modes, "values"]
         )
@@ -121,7 +121,8 @@ class View:
 
     def state(self) -> dict[str, Any]:
         """Return the last state with the conversation in it."""
-        values: dict[str, Any] = dict(self.latest) if isinstance(self.latest, dict) else {}
+        known = isinstance(self.latest, dict)
+        values = dict(cast("dict[str, Any]", self.latest)) if known else {}
         if self._hidden is not None and self.conversation is not None:
             values[self._hidden] = self.conversation
         return values

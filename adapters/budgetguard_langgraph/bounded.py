@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
@@ -88,10 +89,10 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         self, input: Any, config: Any = None, **options: Any
     ) -> Any:
         """Stream as the graph does; deadline and abort also end what hangs."""
-        parts = self._astream(self._budgetguard, input, config, options)
+        parts: Any = self._astream(self._budgetguard, input, config, options)
         try:
-            async for chunk in parts:
-                yield chunk
+            async for part in parts:
+                yield part
         finally:
             await parts.aclose()
 
@@ -101,8 +102,8 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         if not budgets:
             plain: Any = cast("Any", super()).astream(given, config, **options)
             try:
-                async for chunk in plain:
-                    yield chunk
+                async for part in plain:
+                    yield part
             finally:
                 await plain.aclose()
             return
@@ -139,7 +140,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         except BaseException as left:
             with entered(call.frame):
                 await parts.aclose()
-            await run.in_thread(lambda: call.fail(left))
+            await run.in_thread(partial(call.fail, left))
             raise
         with entered(call.frame), suppress(*STOPS):
             await parts.aclose()
@@ -163,8 +164,8 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         else:
             call.close(trip, None)
         outcome = await run.in_thread(lambda: call.conclude(trip))
-        for chunk in call.last_chunks(trip, outcome):
-            yield chunk
+        for one in call.last_chunks(trip, outcome):
+            yield one
 
     def copy(self, update: dict[str, Any] | None = None) -> Any:
         """Copy the graph; the copy is bounded in the same way."""

@@ -33,8 +33,9 @@ from budgetguard_core.kit import (
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._history import messages_of
 from budgetguard_langgraph._outcomes import remember
+from budgetguard_langgraph._owners import is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, GraphRun, Step, is_counted_below, owner_of
+from budgetguard_langgraph._run import OWNERS, GraphRun, Step
 from budgetguard_langgraph._seams import configuration, graph_call, probe
 from budgetguard_langgraph.interrupts import (
     BudgetInterrupt,
@@ -115,14 +116,15 @@ class BudgetCallback(BaseCallbackHandler):
         """Note whose run a chain belongs to."""
         owner = owner_of(run_id, parent_run_id)
         mine = None if owner is None else owner.opened_by(self)
-        begins = mine is None and not self._stands_back(owner)
-        if begins:
+        if mine is None and not self._stands_back(owner):
             owner = mine = self._begin(run_id, inputs, owner)
         if owner is None:
             return
         owner.ids.add(run_id)
         OWNERS[run_id] = owner
-        if mine is owner and not begins and run_id != mine.root and not is_counted_below(mine):
+        if mine is None or mine is not owner:
+            return
+        if run_id != mine.root and not is_counted_below(mine):
             # Only below the root: what reads a stream from outside is no part of the run.
             step = Step(mine, _call_around(), run_id)
             step.enter()
@@ -199,7 +201,8 @@ class BudgetCallback(BaseCallbackHandler):
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
         mine = self._flying(run_id)
         if mine is not None:
-            trip = _model_calls.token(mine, run_id, token if isinstance(token, str) else str(token))
+            text = token if isinstance(token, str) else str(cast("object", token))
+            trip = _model_calls.token(mine, run_id, text)
             if trip is not None:
                 raise self._stopped(mine, trip, ())
 
@@ -307,13 +310,13 @@ class BudgetCallback(BaseCallbackHandler):
             self._last = self._last or mine
             return mine
         with owner.lock:
-            mine = owner.inner.get(id(self))
-            if mine is None:
+            found = owner.inner.get(id(self))
+            if found is None:
                 with entered(owner.run.frame()):
-                    mine = GraphRun(self._open(loose=True), self, None, owner)
-                owner.inner[id(self)] = mine
-        self._last = mine
-        return mine
+                    found = GraphRun(self._open(loose=True), self, None, owner)
+                owner.inner[id(self)] = found
+        self._last = found
+        return found
 
     def _flying(self, run_id: UUID) -> GraphRun | None:
         """Return this callback's run where it has counted a call that goes on."""

@@ -26,7 +26,8 @@ from budgetguard_core.kit import (
     entered,
     envelope_of,
 )
-from budgetguard_langgraph._run import GraphRun, Step, run_around
+from budgetguard_langgraph._owners import run_around
+from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
 from budgetguard_langgraph._session import Attached
 

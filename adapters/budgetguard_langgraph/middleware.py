@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, NotRequired, Unpack
+from typing import Annotated, Any, Final, NotRequired, Unpack, cast
 
 import langchain.agents.middleware.types as types
 from langchain.agents.middleware.types import (
@@ -26,9 +26,10 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_core.kit import Envelope, EnvelopeOptions, current, cut_short, envelope_of
-from budgetguard_langgraph import _ambient
+from budgetguard_langgraph._ambient import agents
 from budgetguard_langgraph._history import is_synthetic, results_for, synthetic_message
-from budgetguard_langgraph._run import GraphRun, owner_of
+from budgetguard_langgraph._owners import owner_of
+from budgetguard_langgraph._run import GraphRun
 from budgetguard_langgraph._seams import configuration, middleware_of
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
@@ -192,7 +193,7 @@ def _callback_of(graph: Any) -> BudgetCallback | None:
     found = middleware_of(graph, BudgetMiddleware)
     if found is None or found._around:  # noqa: SLF001 - its own
         return None
-    return found.callback
+    return cast("BudgetCallback", found.callback)
 
 
-_ambient.agents.append(_callback_of)
+agents.append(_callback_of)

@@ -29,6 +29,10 @@ def chain_of(chat):
     return ChatPromptTemplate.from_messages([("user", "{text}")]) | chat | StrOutputParser()
 
 
+async def called(chain, given, config, mode):
+    return chain.invoke(given, config) if mode == "sync" else await chain.ainvoke(given, config)
+
+
 def attempt(call):
     try:
         return call()
@@ -98,10 +102,7 @@ async def test_parallel_branches_are_one_run(mode, round_):
     callback = BudgetCallback(Budget(max_model_calls=3))
     config = {"callbacks": [callback]}
     with pytest.raises(BudgetExceeded) as stopped:
-        if mode == "sync":
-            branches.invoke({"text": "a"}, config)
-        else:
-            await branches.ainvoke({"text": "a"}, config)
+        await called(branches, {"text": "a"}, config, mode)
     assert chat.script.calls == 3
     assert stopped.value.trip.reason == "max_model_calls"
     assert callback.outcome.status == "terminated"
@@ -115,10 +116,7 @@ async def test_a_map_is_exact(mode):
     given = [{"text": str(n)} for n in range(9)]
     config = {"callbacks": [BudgetCallback(Budget(max_model_calls=3))]}
     with pytest.raises(BudgetExceeded):
-        if mode == "sync":
-            mapped.invoke(given, config)
-        else:
-            await mapped.ainvoke(given, config)
+        await called(mapped, given, config, mode)
     assert chat.script.calls == 3
 
 

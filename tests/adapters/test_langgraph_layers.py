@@ -12,6 +12,7 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import InjectedToolCallId, tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, Send, interrupt
 
@@ -175,12 +176,14 @@ def polling(steps):
 
 def test_a_loop_without_models_completes_as_it_does_without_a_guard():
     given = {**user(), "polls": 0}
+    free, failed = None, None
     try:
         free = polling(60).invoke(given)
-    except Exception as error:  # the limit of old releases is 25
+    except GraphRecursionError as error:  # 25 steps in old releases
+        failed = error
+    if failed is not None:
         with pytest.raises(BudgetExceeded, match="framework_limit"):
             bounded(polling(60), Budget(max_iterations=2), on_trip="raise").invoke(given)
-        assert "25" in str(error)
         return
     result = bounded(polling(60), Budget(max_iterations=2)).invoke(given)
     assert result["polls"] == free["polls"] == 60

@@ -107,7 +107,7 @@ async def test_cancelled_calls_leave_no_entry(way, form):
         called = model if way == "bare" else graph
         given_ = [message] if way == "bare" else {"messages": [message]}
         task = asyncio.create_task(called.ainvoke(given_, config))
-        while model.script.calls < len(prompts):
+        while model.script.calls < len(prompts):  # noqa: ASYNC110 - the model sets no event
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -581,6 +581,7 @@ class BoundedDriver(LangGraphDriver):
     """`bounded` on an agent of LangChain's `create_agent`."""
 
     name = "bounded"
+
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         return create_agent_graph(scenario, script, tools, checkpointer=checkpointer, top=top)
 
