@@ -2,6 +2,7 @@
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.canonical import fingerprint
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -25,7 +26,7 @@ from budgetguard_core.errors import (
 )
 from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
 from budgetguard_core.guard import Guard, Mode
-from budgetguard_core.loops import LoopDetection, fingerprint
+from budgetguard_core.loops import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.replay import replay

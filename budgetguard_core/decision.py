@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 
+from budgetguard_core.canonical import digest_of
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
@@ -48,29 +49,56 @@ class ModelCall:
     """The completion bound that the request carries already, if any."""
     output_is_fixed: bool = False
     """True where the bound cannot be lowered any more: the call fits with it, or it is refused."""
+    min_output_tokens: int = 1
+    """The least completion bound that the provider takes (16 in OpenAI's Responses API, more than
+    the thinking budget in Anthropic's): a call that fits only with less is not admitted."""
     seconds: float | None = None
     """The call's own time limit; the answer carries the lesser of it and the time left."""
     cost_usd: Decimal | None = None
     """What the call costs at most, where the caller knows better than the price book."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(init=False, slots=True)
 class ToolCall:
     """One tool call that the model asked for."""
 
     name: str
     """The tool's name, as the model gave it."""
-    arguments: Any = None
+    arguments: Any
     """The arguments: an object, or its JSON text. They are fingerprinted, not kept."""
-    id: str | None = None
+    id: str | None
     """The call's id in the framework's history."""
-    kind: ToolKind = "function"
+    kind: ToolKind
     """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
     provider ran it already; counted when reported, and never refused."""
-    fingerprint: str | None = None
-    """The fingerprint of the arguments: given where it is known (replay), else filled in when the
-    call is admitted, so that a tool that changes its arguments changes nothing here."""
+    key: str | None = field(repr=False)
+    """What stands for the arguments while the call is open (`arguments_key`). It may show them, so
+    it never leaves the process: `fingerprint` does."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        arguments: Any = None,
+        id: str | None = None,  # noqa: A002 - the name that every framework uses
+        kind: ToolKind = "function",
+        fingerprint: str | None = None,
+    ) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.id = id
+        self.kind = kind
+        self.key = fingerprint
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the arguments.
+
+        Given where it is known (replay), else that of the arguments when the call was admitted,
+        so that a tool that changes its arguments changes nothing here. None before.
+        """
+        return None if self.key is None else digest_of(self.key)
 
 
 class Admitting(Protocol):
@@ -91,6 +119,7 @@ class Admit:
         call: The request that was admitted.
         call_id: The number of the call within its tree of guards.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
+        clamped_by: The cap that `max_output_tokens` was lowered for; None where it was not.
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
@@ -99,6 +128,7 @@ class Admit:
     __slots__ = (
         "call",
         "call_id",
+        "clamped_by",
         "guard",
         "max_output_tokens",
         "rates",
@@ -121,6 +151,7 @@ class Admit:
         self.call = call
         self.call_id = call_id
         self.max_output_tokens = max_output_tokens
+        self.clamped_by: StopReason | None = None
         self.rates = rates
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
@@ -188,6 +219,11 @@ def check_projection(call: ModelCall, bound: int | None) -> None:
     if not call.input_tokens >= 0:
         raise ConfigurationError(
             f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+        )
+    if type(call.min_output_tokens) is not int or call.min_output_tokens < 1:
+        raise ConfigurationError(
+            f"min_output_tokens must be >= 1, got {call.min_output_tokens!r}. "
+            "Leave it out where the provider has none."
         )
     if bound is not None and not bound >= 1:
         raise ConfigurationError(

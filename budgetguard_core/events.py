@@ -134,6 +134,16 @@ class ModelCallWithdrawn(EventBase):
     """The number of the call."""
 
 
+class ReplyReported(EventBase):
+    """The model said something without asking for a tool."""
+
+    event: Literal["reply_reported"] = "reply_reported"
+    fingerprint: str
+    """The fingerprint of the reply's text."""
+    speaker: str | None
+    """Who said it, where several speak; cut to 200 characters."""
+
+
 class ToolCallRequested(BaseModel):
     """One call of a batch, with the answer it got."""
 
@@ -166,6 +176,9 @@ class ToolCallSettled(EventBase):
     """The fingerprint of the result, or of the error's text."""
     error: str | None
     """The type of the error that ended it."""
+    error_fingerprint: str | None = None
+    """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
+    paths and hexadecimal."""
 
 
 class ToolCallWithdrawn(EventBase):
@@ -315,6 +328,7 @@ Event: TypeAlias = Annotated[
     | ModelCallRefused
     | ModelCallSettled
     | ModelCallWithdrawn
+    | ReplyReported
     | ToolCallsRequested
     | ToolCallSettled
     | ToolCallWithdrawn

@@ -13,6 +13,13 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 from budgetguard_core import limits
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.canonical import (
+    arguments_key,
+    digest_of,
+    fingerprint_error,
+    fingerprint_result,
+    result_key,
+)
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -44,6 +51,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ReplyReported,
     RunEnded,
     RunPaused,
     RunRestored,
@@ -61,7 +69,7 @@ from budgetguard_core.events import (
     UserTurned,
 )
 from budgetguard_core.frame import FRAME, Frame, current
-from budgetguard_core.loops import LoopDetector, fingerprint, fingerprint_result
+from budgetguard_core.loops import LoopDetector
 from budgetguard_core.meter import (
     COUNTERS,
     INFINITY,
@@ -72,6 +80,7 @@ from budgetguard_core.meter import (
     far_from_caps,
     far_from_tool_caps,
     model_call_fits,
+    release,
     reserve,
     take_place,
     tool_calls_fit,
@@ -95,7 +104,7 @@ _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _A = TypeVar("_A")
 _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
-_REFUSED = fingerprint_result(NOT_AVAILABLE)
+_REFUSED = result_key(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
 _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
     Admit: "admit",
@@ -393,6 +402,7 @@ class Guard:
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         warnings: Sequence[_Warning] = ()
+        clamped_by: StopReason | None = None
         tree.lock.acquire()
         try:
             now = tree.now()
@@ -401,7 +411,7 @@ class Guard:
                 unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost)
             ):
                 if bound is not None and not call.output_is_fixed:
-                    bound = self._clamp(call, rates, bound)
+                    bound, clamped_by = self._clamp(call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
@@ -411,6 +421,8 @@ class Guard:
                 decision: ModelDecision = self._start_model_call(
                     call, rates, bound, tokens, cost, now
                 )
+                if clamped_by is not None:
+                    decision.clamped_by = clamped_by
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -541,8 +553,8 @@ class Guard:
         detector = self._standing.detector
         ignored = _NOTHING if detector is None else detector.ignored
         for call in calls:
-            if call.fingerprint is None:
-                call.fingerprint = fingerprint(call.arguments, ignore=ignored)
+            if call.key is None:
+                call.key = arguments_key(call.arguments, ignore=ignored)
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -578,6 +590,7 @@ class Guard:
         *,
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
+        error_fingerprint: str | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -586,15 +599,22 @@ class Guard:
             result: What the tool returned; it is fingerprinted, not kept.
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
+            error_fingerprint: The `fingerprint_error` of the error's text, likewise.
 
         Returns:
             False when the call was settled before.
         """
         guard: Guard = ticket.guard
         tree = guard._tree
-        print_ = result_fingerprint
-        if print_ is None:
-            print_ = fingerprint_result(result if error is None else _error_text(error))
+        detector = guard._standing.detector
+        key, kind = result_fingerprint, None
+        if error is not None:
+            text = _error_text(error)
+            key = result_key(text) if key is None else key
+            kind = error_fingerprint or fingerprint_error(text)
+        elif key is None:
+            ignored = _NOTHING if detector is None else detector.ignored_results
+            key = result_key(result, ignore=ignored)
         call: ToolCall = ticket.call
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
@@ -603,7 +623,7 @@ class Guard:
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            guard._bring(call, print_)
+            guard._bring(call, key, error=kind)
             now = tree.now()
             for charged in guard._chain:
                 if now >= charged.mark_at:
@@ -614,8 +634,9 @@ class Guard:
                     ToolCallSettled,
                     now,
                     call_id=ticket.call_id,
-                    fingerprint=print_,
+                    fingerprint=digest_of(key),
                     error=_error_name(error),
+                    error_fingerprint=kind,
                 )
         finally:
             tree.lock.release()
@@ -678,6 +699,33 @@ class Guard:
                 self._standing.weigh()
             if self._tree.sinks:
                 self._record(UserTurned, self._now())
+        self._tree.deliver()
+
+    def report_reply(
+        self, text: str, *, speaker: str | None = None, fingerprint: str | None = None
+    ) -> None:
+        """Tell what was said in a reply without a tool call, to see whether replies repeat.
+
+        Args:
+            text: The whole reply. It is fingerprinted, not kept; one without text is not looked at.
+            speaker: Who said it, where several speak: an agent's or a node's name.
+            fingerprint: The text's fingerprint, where it is known already (replay).
+        """
+        if self._standing.detector is None or not (fingerprint or text.strip()):
+            return
+        fingerprint = fingerprint or fingerprint_result(text)
+        with self._tree.lock:
+            detector = self._standing.detector
+            detector.observe_reply(speaker, "", fingerprint=fingerprint)
+            if detector.tripped:
+                self._standing.weigh()
+            if self._tree.sinks:
+                self._record(
+                    ReplyReported,
+                    self._now(),
+                    fingerprint=fingerprint,
+                    speaker=None if speaker is None else speaker[:_NAME_LENGTH],
+                )
         self._tree.deliver()
 
     def take_nudge(self) -> str | None:
@@ -1076,13 +1124,16 @@ class Guard:
         if snapshot.counters.keys() != set(COUNTERS):
             raise ValueError("its counters are not those of a guard")
         self._earlier = snapshot.earlier
-        tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
-        tree.open.update((ticket.call_id, ticket) for ticket in tickets)
-        for ticket in tickets:
-            for meter in self._chain:
-                if meter is not self._meter:
-                    # Its settlement will take this off everyone in the chain.
-                    meter.set_aside(ticket.reserved_tokens, ticket.reserved_cost)
+        # The guard of the earlier leg may still be in this tree: its open calls are these.
+        before = [one for one in tree.open.values() if one.guard.run_id == self.run_id]
+        for ticket in before:
+            del tree.open[ticket.call_id]
+            self._set_aside_above(-ticket.reserved_tokens, -ticket.reserved_cost)
+        for call in snapshot.open_calls:
+            ticket = self._ticket_of(call, first)
+            tree.open[ticket.call_id] = ticket
+            # Its settlement will take this off everyone in the chain.
+            self._set_aside_above(call.reserved_tokens, call.reserved_cost)
         self._records.extend(snapshot.records)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
@@ -1090,7 +1141,7 @@ class Guard:
                 self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
             return
         # What was in flight in another process is not what its time counts for.
-        self._waiting = {ticket.call_id for ticket in tickets}
+        self._waiting = {first + call.call_id for call in snapshot.open_calls}
         self._meter.go_on_from(
             snapshot.counters,
             snapshot.quotas,
@@ -1109,6 +1160,10 @@ class Guard:
         if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
             self.cancellation.cancel()
         self._window_warned = snapshot.window_warned
+
+    def _set_aside_above(self, tokens: int, cost: int) -> None:
+        for guard in self.lineage[1:]:
+            guard._meter.set_aside(tokens, cost)
 
     def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
         """Make a ticket again, so that its call can still be settled."""
@@ -1138,22 +1193,27 @@ class Guard:
     def _now(self) -> int:
         return self._tree.now()
 
-    def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
-        """Cut the completion bound to what is left of tokens and dollars; at least 1."""
+    def _clamp(
+        self, call: ModelCall, rates: Rates | None, bound: int
+    ) -> tuple[int, StopReason | None]:
+        """Cut the completion bound to what is left of tokens and dollars; say which cut it."""
+        reason: StopReason | None = None
         for meter in self._binding:
             caps = meter.caps
             if meter.looks_on:
                 continue
             if caps.tokens != INFINITY:
-                left = caps.tokens - meter.tokens - meter.reserved_tokens
-                bound = min(bound, int(left) - call.input_tokens)
+                left = int(caps.tokens) - meter.tokens - meter.reserved_tokens - call.input_tokens
+                if left < bound:
+                    bound, reason = left, StopReason.MAX_TOTAL_TOKENS
             if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
                 room = int(caps.cost) - meter.cost - meter.reserved_cost
                 room = max(room - rates.input_cost(call.input_tokens), 0)
                 full = rates.output_cost(bound, input_tokens=call.input_tokens)
                 if full > room:
-                    bound = room * bound // full
-        return max(bound, 1)
+                    bound, reason = room * bound // full, StopReason.MAX_COST_USD
+        # With less than the provider takes the call does not fit, and is not admitted.
+        return max(bound, call.min_output_tokens), reason
 
     def _stop_model_call(
         self, now: int, call: ModelCall, tokens: int, cost: int, unpriced: bool
@@ -1220,12 +1280,12 @@ class Guard:
             return None
         return detector.nudge()
 
-    def _bring(self, call: ToolCall, result: str) -> None:
+    def _bring(self, call: ToolCall, result: str, *, error: str | None = None) -> None:
         """Show the loop detector a call that ended."""
         standing = self._standing
         detector = standing.detector
         if detector is not None:
-            detector.observe(call.name, call.fingerprint or "", result)
+            detector.observe(call.name, call.key or "", result, error=error)
             if detector.tripped:
                 standing.weigh()
 

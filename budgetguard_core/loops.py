@@ -1,299 +1,34 @@
-"""Canonical arguments, and the detector of repetition and oscillation.
+"""The detector of runs that bring nothing new: repeated calls, errors and replies.
 
-Why one rule: a call is *stale* when the same tool, the same arguments and the same result were
-all seen since the user last spoke. Stale calls in a row are what an identical call, a cycle of
-tools and two agents in a circle have in common, while paging, polling that advances and "probe,
-change something, probe again" bring something new and are left alone.
+Why one rule for calls: a call is *stale* when the same tool, the same arguments and the same
+result were seen at or after the latest new call. Stale calls in a row are what an identical call,
+a cycle of tools and two agents in a circle have in common, while paging, polling that advances,
+and "change something, check everything again" bring something new and are left alone.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import fields, is_dataclass
-from datetime import date, time
-from decimal import Decimal
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from fnmatch import translate
-from hashlib import blake2b
-from itertools import islice
-from typing import Annotated, Any, Self, TypeAlias, cast
+from typing import Annotated, Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from budgetguard_core.canonical import digest_of, fingerprint_result, is_key
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.stop import StopReason, Violation
 
-_DEEPEST = 64
-_MOST_PARTS = 100_000
-_EXACT_FLOATS = 2**53
-_LONGEST_NUMBER = 32
-_BIGGEST_WHOLE = 10**_LONGEST_NUMBER
-_SMALLEST_WHOLE = -_BIGGEST_WHOLE
-_FLAT_PARTS = 64
 _LONGEST_NAME = 64
 _LONGEST_CYCLE = 4
 
-_NOTHING: frozenset[str] = frozenset()
-_NUMBER_STARTS = "-0123456789"
-_CODED = frozenset(f"{_NUMBER_STARTS}tfn")
-_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?(e[+-][0-9]+)?").fullmatch
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _UNSPEAKABLE = re.compile(r"[^\w.:/-]+")
-
-# `type`, for values that nothing is known of: the type checkers follow it no further.
-_kind_of: Callable[[Any], Any] = type
+_UNNAMED = "assistant"
+_ADVICE = "try another approach, or report what blocks you."
 
 _Key: TypeAlias = tuple[str, str, str]
-
-
-# Canonical text
-
-
-def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
-    """Write the arguments of a call as text that cosmetic variation does not change.
-
-    Keys are sorted and white space around strings is trimmed. A string that is the canonical
-    spelling of a number, `true`, `false` or `null` is that value (`"5"` = `"5.0"` = 5 = 5.0), any
-    other stays a string (`"007"`, `"1.50"`, `"+5"`, `"1e3"`, `"True"`). `True` is not 1, and an
-    absent argument is not None. A string that holds a JSON object or list is what it holds, at
-    the top only. Tuples are lists; models and dataclasses are the mapping of their fields; enum
-    members are their values. Other objects are their `repr` without memory addresses, or without
-    a `repr` of their own, the name of their type and their attributes.
-
-    What lies more than 64 levels deep, or beyond 100,000 parts, is not looked at.
-
-    Args:
-        value: The arguments: an object, or its JSON text. Any object is accepted.
-        ignore: Names of arguments that do not tell calls apart, such as `request_id`. They are
-            left out at the top only: deeper down, the same name may be what the call is about.
-
-    Returns:
-        ASCII text, the same in every process and Python version.
-    """
-    if type(value) is str:
-        value = _parsed(value)
-    elif ignore and isinstance(value, BaseModel):
-        value = _model_fields(value)
-    kind = _kind_of(value)
-    if kind is dict:
-        arguments: dict[Any, Any] = value
-        if ignore and not ignore.isdisjoint(arguments):
-            arguments = {name: arguments[name] for name in arguments if name not in ignore}
-        return ascii(_mapping(arguments, 0, [_MOST_PARTS]))
-    return ascii(_plain(value, 0, [_MOST_PARTS]))
-
-
-def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
-    """Digest the arguments of a call: 16 hexadecimal digits of BLAKE2b over `canonical`."""
-    text = None
-    if value.__class__ is dict and len(value) <= _FLAT_PARTS and ignore.isdisjoint(value):
-        text = _flat(value)
-    if text is None:
-        text = canonical(value, ignore=ignore)
-    return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def fingerprint_result(result: Any) -> str:
-    """Digest the result of a call.
-
-    Unlike arguments, text is taken as it is but for the white space around it: a tool is a
-    program, so its text has no cosmetic variation, and reading megabytes of JSON would cost more
-    than the tool. Everything else is digested as arguments are.
-    """
-    if type(result) is str:
-        text = result.strip()
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:
-            data = text.encode("utf-8", "surrogatepass")
-        return blake2b(data, digest_size=8).hexdigest()
-    return fingerprint(result)
-
-
-def _parsed(text: str) -> object:
-    text = text.strip()
-    if text[:1] in ("{", "["):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-    return text
-
-
-def _plain(value: Any, depth: int, left: list[int]) -> Any:
-    """Reduce a value to dicts, lists, strings, numbers and None; tuples mark all other kinds."""
-    left[0] -= 1
-    if depth > _DEEPEST or left[0] < 0:
-        return _type_only(value)
-    kind = _kind_of(value)
-    if kind is str:
-        return _string(value)
-    if value is None or kind is bool:
-        return value
-    if kind is dict:
-        return _mapping(value, depth, left)
-    if kind is int:
-        return _whole(value)
-    if kind is float:
-        return _real(value)
-    if kind is list or kind is tuple:
-        return _items(value, len(value), depth, left)
-    # The object's own code runs here, and it must not end the run it is a part of.
-    try:
-        return _other(value, depth, left)
-    except Exception:
-        return _type_only(value)
-
-
-def _flat(value: dict[Any, Any]) -> str | None:
-    """Write what `canonical` would, in half the time, for the arguments of nearly every call.
-
-    None when a key is no string, or a value is neither a string nor a whole number.
-    """
-    parts: list[str] = []
-    try:
-        keys = sorted(value)
-    except TypeError:
-        return None
-    for key in keys:
-        item = value[key]
-        if type(item) is str:
-            item = item.strip()
-            if item[:1] in _CODED:
-                item = _string(item)
-        elif type(item) is not int or not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
-            return None
-        if type(key) is not str:
-            return None
-        parts.append(f"{key!a}: {item!a}")
-    return f"{{{', '.join(parts)}}}"
-
-
-def _mapping(value: dict[Any, Any], depth: int, left: list[int]) -> Any:
-    if len(value) > left[0]:
-        left[0] = 0
-        return ("dict", len(value))
-    left[0] -= len(value)
-    plain: dict[str, Any] = {}
-    try:
-        keys = sorted(value)
-    except TypeError:
-        keys = sorted(value, key=_key_text)
-    for key in keys:
-        item = value[key]
-        kind = _kind_of(item)
-        if kind is str:
-            item = _string(item)
-        elif kind is not int or not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
-            item = _plain(item, depth + 1, left)
-        if type(key) is not str:
-            # Sorted as text, or 10 and 9 would stand otherwise than "10" and "9".
-            return _mapping({_key_text(key): value[key] for key in keys}, depth, left)
-        plain[key] = item
-    return plain
-
-
-def _key_text(key: Any) -> str:
-    """Write a key as JSON would: 5 and "5" are the same key."""
-    if type(key) is str:
-        return key
-    plain = _plain(key, 0, [_DEEPEST])
-    if type(plain) is str:
-        return plain
-    kind = _kind_of(plain)
-    return ascii(plain) if kind in (dict, list, tuple) else json.dumps(plain)
-
-
-def _string(text: str) -> Any:
-    text = text.strip()
-    return _number(text) if text[:1] in _NUMBER_STARTS else _WORDS.get(text, text)
-
-
-def _number(text: str) -> Any:
-    if len(text) > _LONGEST_NUMBER:
-        return text
-    if text[:1] != "0" and text.isdigit() and text.isascii():
-        return int(text)
-    match = _NUMBER(text)
-    if match is None:
-        return text
-    number = int(text) if match.lastindex is None else float(text)
-    if str(number) != text:
-        return text
-    return number if type(number) is int else _real(number)
-
-
-def _whole(number: int) -> Any:
-    # Python refuses to write very long numbers in decimal.
-    return number if _SMALLEST_WHOLE < number < _BIGGEST_WHOLE else ("int", hex(number))
-
-
-def _real(number: float) -> int | float:
-    exact = -_EXACT_FLOATS < number < _EXACT_FLOATS and number.is_integer()
-    return int(number) if exact else number
-
-
-def _items(values: Iterable[Any], count: int, depth: int, left: list[int]) -> list[Any]:
-    plain: list[Any] = []
-    for item in islice(values, count):
-        if left[0] <= 0:
-            plain.append(("list", count))
-            break
-        plain.append(_plain(item, depth + 1, left))
-    return plain
-
-
-def _other(value: Any, depth: int, left: list[int]) -> Any:
-    kind = _kind_of(value)
-    name = kind.__qualname__
-    if isinstance(value, Enum):
-        return _plain(value.value, depth + 1, left)
-    if isinstance(value, str):
-        return _string(str.__str__(value))
-    if isinstance(value, int):
-        return _whole(int.__int__(value))
-    if isinstance(value, float):
-        return _real(float.__float__(value))
-    if isinstance(value, Decimal):
-        return _decimal(value)
-    if isinstance(value, date | time):
-        return value.isoformat()
-    if issubclass(kind, bytes | bytearray | memoryview):
-        return ("bytes", blake2b(value, digest_size=8).hexdigest())
-    if isinstance(value, BaseModel):
-        return _mapping(_model_fields(value), depth, left)
-    if is_dataclass(kind):
-        own = {field.name: getattr(value, field.name) for field in fields(kind)}
-        return _mapping(own, depth, left)
-    if issubclass(kind, Mapping):
-        return _mapping(dict(islice(value.items(), len(value))), depth, left)
-    if issubclass(kind, AbstractSet):
-        return ("set", sorted(map(ascii, _items(value, len(value), depth, left))))
-    if kind is not range and issubclass(kind, Sequence):
-        return _items(value, len(value), depth, left)
-    if kind.__repr__ is not object.__repr__:
-        return (name, _ADDRESS.sub("", repr(value)))
-    return (name, _mapping(dict(getattr(value, "__dict__", {})), depth, left))
-
-
-def _decimal(number: Decimal) -> Any:
-    if not number.is_finite() or abs(number.adjusted()) >= _LONGEST_NUMBER:
-        return ("Decimal", str(number))
-    text = format(number, "f")
-    return _number(text.rstrip("0").rstrip(".") if "." in text else text)
-
-
-def _model_fields(model: BaseModel) -> dict[str, Any]:
-    return {**model.__dict__, **(model.__pydantic_extra__ or {})}
-
-
-def _type_only(value: object) -> tuple[str]:
-    return (type(value).__qualname__,)
+_Reply: TypeAlias = tuple[str, str]
 
 
 # Settings
@@ -330,12 +65,21 @@ def _names(value: Any) -> object:
     raise ValueError(msg)
 
 
+_Count: TypeAlias = Annotated[int, BeforeValidator(_count)]
+_Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
 class LoopDetection(BaseModel):
     """When a run that brings nothing new is corrected, and when it is stopped.
 
-    A call is stale when its tool, its arguments and its result were all seen since the user last
-    spoke. With the defaults an identical call is corrected after its third time and, if the model
-    goes on, stopped after its fifth.
+    Four kinds of rows are counted, each by itself. At their `nudge_after` the model gets a
+    corrective message before its next call; at their `stop_after` the run ends before its next
+    call, and at least one call or reply comes between the two, so a batch that passes both
+    numbers at once is corrected first. The calls that crossed the number are billed.
+
+    The numbers are measured: of 706 recorded runs of tool-calling agents none of the 441
+    successful ones is corrected or cut, and all 5 runaways are stopped at the fourth or fifth
+    execution of their call (`tests/benchmarks/test_detection.py`).
 
     Raises:
         ConfigurationError: A field makes no sense: rule, value, way out.
@@ -343,23 +87,43 @@ class LoopDetection(BaseModel):
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
-    nudge_after: Annotated[int, BeforeValidator(_count)] = 2
-    """Stale calls in a row after which the model is corrected, before its next call."""
-    stop_after: Annotated[int, BeforeValidator(_count)] = 4
-    """Stale calls in a row after which the run is stopped, before its next call.
+    nudge_after: _Count = 2
+    """Stale calls in a row after which the model is corrected: at an identical call's third time.
 
-    At least one of them comes after the correction, so a batch that passes this number at once
-    is corrected first. The calls that crossed it are billed.
+    A call is stale when its tool, its arguments and its result were all seen at or after the
+    latest new call. A call that is new or was seen only before that ends the row, and so does the
+    user's next turn.
     """
+    stop_after: _Count = 3
+    """Stale calls in a row after which the run is stopped: at an identical call's fourth time."""
+    nudge_after_same_error: _Count = 3
+    """Times in a row that the same call ends with the same error, after which the model is
+    corrected. A repetition of this kind is not stale; any other call ends the row, and a turn of
+    the user does not."""
+    stop_after_same_error: _Count = 5
+    """Times in a row that the same call ends with the same error, until the run is stopped."""
+    nudge_after_errors: _Count = 3
+    """Calls of one tool in a row, whatever their arguments, that end with the same error but for
+    numbers, quoted parts, paths and hexadecimal, after which the model is corrected. Any other
+    call ends the row, and so does the user's next turn."""
+    stop_after_errors: _Count = 8
+    """Calls of one tool in a row that end with the same error, after which the run is stopped."""
+    nudge_after_replies: _Count = 2
+    """Replies in a row without a tool call, each made before by its speaker word for word, after
+    which the model is corrected. A new reply or a new call ends the row, and so does the user's
+    next turn."""
+    stop_after_replies: _Count = 4
+    """Repeated replies in a row after which the run is stopped."""
     window: Annotated[int, BeforeValidator(_window)] = 64
-    """Different calls, with their results, that are remembered; the least recent goes first."""
-    exempt: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
-    """Tools that are not looked at, by name or pattern (`poll_*`, `sleep`, `think`).
+    """Different calls, with their results, that are remembered, and different replies; the least
+    recent goes first."""
+    exempt: _Names = ()
+    """Tools and speakers that are not looked at, by name or pattern (`poll_*`, `sleep`, `think`).
 
-    For tools that are meant to be called again with nothing new to say. An exempt call neither
-    adds to a row of stale calls nor ends it.
+    For tools that are meant to be called again with nothing new to say, and for agents or nodes
+    that answer with one of a few words. What is exempt neither adds to a row nor ends it.
     """
-    ignore_arguments: Annotated[tuple[str, ...], BeforeValidator(_names)] = (
+    ignore_arguments: _Names = (
         "request_id",
         "requestId",
         "correlation_id",
@@ -373,6 +137,13 @@ class LoopDetection(BaseModel):
         "nonce",
     )
     """Arguments that change with every call and mean nothing, by exact name, at the top only."""
+    ignore_results: _Names = ()
+    """Names in a result that change with every call and mean nothing (`elapsed_ms`, `served_by`),
+    by exact name, at the top only, of a mapping or of text that holds a JSON object.
+
+    None unless you say so: what changes in a result is progress, and an id may be what the tool
+    was called for.
+    """
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -382,12 +153,14 @@ class LoopDetection(BaseModel):
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        if self.stop_after <= self.nudge_after:
-            msg = (
-                f"stop_after must be > nudge_after={self.nudge_after}, got {self.stop_after}. "
-                "The model needs one more call to adapt."
-            )
-            raise ValueError(msg)
+        for rule in ("", "_same_error", "_errors", "_replies"):
+            nudge, stop = getattr(self, f"nudge_after{rule}"), getattr(self, f"stop_after{rule}")
+            if stop <= nudge:
+                msg = (
+                    f"stop_after{rule} must be > nudge_after{rule}={nudge}, got {stop}. "
+                    "The model needs one more call to adapt."
+                )
+                raise ValueError(msg)
         return self
 
 
@@ -406,150 +179,323 @@ def _sentences(error: ValidationError) -> str:
 # The detector
 
 
+class _Row:
+    """How many in a row, and whether the model was told."""
+
+    __slots__ = ("length", "nudge_after", "nudged_at", "patience", "stop_after")
+
+    def __init__(self, nudge_after: int, stop_after: int, window: int) -> None:
+        self.nudge_after = nudge_after
+        self.stop_after = stop_after
+        # Where nobody takes the nudge.
+        self.patience = stop_after + window
+        self.length = 0
+        self.nudged_at = 0
+
+    def start(self, length: int) -> None:
+        self.length = length
+        self.nudged_at = 0
+
+    @property
+    def due(self) -> bool:
+        return not self.nudged_at and self.length >= self.nudge_after
+
+    @property
+    def tripped(self) -> bool:
+        if self.nudged_at:
+            return self.length >= self.stop_after and self.length > self.nudged_at
+        return self.length >= self.patience
+
+
+class _Rows(NamedTuple):
+    """The rows, those first that say most about what is wrong."""
+
+    same_error: _Row
+    errors: _Row
+    stale: _Row
+    replies: _Row
+
+
 class LoopDetector:
-    """Finds stale calls in a row, at constant memory and constant cost per call.
+    """Finds rows that bring nothing new, at constant memory and constant cost per call.
 
     Whoever admits the steps of a run takes the `nudge` before each, even where it cannot be
     delivered, and stops when `tripped`. Not safe for threads by itself: the guard's lock is.
 
     Attributes:
         due: A nudge waits to be taken.
-        tripped: The run is to be stopped: `stop_after` stale calls in a row, the last of them
-            after the nudge was taken. Where nobody takes it, `window` more calls trip as well.
+        tripped: The run is to be stopped: a row is as long as its `stop_after`, and longer than
+            when the nudge was taken. Where nobody takes it, `window` more trip as well.
         ignored: The names of arguments to leave out of a call's fingerprint.
+        ignored_results: The names to leave out of the fingerprint of a result.
     """
 
     __slots__ = (
+        "_alike",
+        "_digested",
+        "_error",
         "_exempt",
-        "_given",
-        "_nudge_after",
+        "_generation",
+        "_quiet",
         "_recent",
-        "_row",
+        "_replies",
+        "_rows",
+        "_said",
         "_seen",
-        "_stop_after",
         "_window",
         "due",
         "ignored",
+        "ignored_results",
         "tripped",
     )
 
     def __init__(self, settings: LoopDetection) -> None:
-        self._nudge_after = settings.nudge_after
-        self._stop_after = settings.stop_after
-        self._window = settings.window
+        self._window = window = settings.window
         patterns = "|".join(translate(pattern) for pattern in settings.exempt)
         self._exempt = re.compile(patterns).match if patterns else None
         self.ignored = frozenset(settings.ignore_arguments)
-        # How often each call was seen, the least recent first.
+        self.ignored_results = frozenset(settings.ignore_results)
+        self._rows = _Rows(
+            _Row(settings.nudge_after_same_error, settings.stop_after_same_error, window),
+            _Row(settings.nudge_after_errors, settings.stop_after_errors, window),
+            _Row(settings.nudge_after, settings.stop_after, window),
+            _Row(settings.nudge_after_replies, settings.stop_after_replies, window),
+        )
+        # The generation in which each call was last seen, the least recent first. A new call
+        # begins a generation, so what was seen at or after it is of the current one.
         self._seen: dict[_Key, int] = {}
+        self._generation = 0
         self._recent: deque[_Key] = deque(maxlen=2 * _LONGEST_CYCLE)
-        self._row = 0
-        self._given = False
+        # How often the latest call was made in a row.
+        self._alike = 0
+        self._error: tuple[str, str] | None = None
+        self._said: dict[_Reply, None] = {}
+        self._replies: deque[_Reply] = deque(maxlen=2 * _LONGEST_CYCLE)
+        # No row has begun: nothing has to be ended by what is new.
+        self._quiet = True
+        # Keys are fingerprints, because one came from outside or will go there.
+        self._digested = False
         self.due = False
         self.tripped = False
 
-    def observe(self, tool: str, arguments: str, result: str) -> None:
+    def observe(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
         """Take in a call that has ended, failed ones included.
 
         Args:
             tool: The tool's name, or what stands for it (a handoff, a node of a graph).
-            arguments: The `fingerprint` of its arguments.
-            result: The `fingerprint_result` of its result, or of the text of its error. Constant
-                where there is none (a handoff).
+            arguments: The `arguments_key` or the `fingerprint` of its arguments.
+            result: The `result_key` or the `fingerprint_result` of its result, or of the text of
+                its error. Constant where there is none (a handoff).
+            error: The `fingerprint_error` of the text of its error, or where that is not known,
+                what stands in for it. None when the call did not fail.
         """
         if self._exempt is not None and self._exempt(tool):
             return
         if len(tool) > _LONGEST_NAME:
-            # The model wrote the name: what is kept of it must not grow with it.
-            tool = f"{tool[:40]}#{fingerprint_result(tool)}"
+            tool = _short(tool)
+        if self._digested:
+            arguments, result = digest_of(arguments), digest_of(result)
+        elif not (is_key(arguments) and is_key(result)):
+            self._settle_on_digests()
+            arguments, result = digest_of(arguments), digest_of(result)
         key = (tool, arguments, result)
         seen = self._seen
-        count = seen.pop(key, 0)
-        seen[key] = count + 1
-        self._recent.append(key)
-        if count:
-            row = self._row = self._row + 1
-            if self._given:
-                self.tripped = row >= self._stop_after
-            elif row >= self._nudge_after:
-                self.due = True
-                self.tripped = row >= self._stop_after + self._window
+        generation = seen.pop(key, 0)
+        if not generation:
+            self._generation += 1
+            if len(seen) == self._window:
+                del seen[next(iter(seen))]
+        seen[key] = self._generation
+        if self._quiet and not generation and error is None:
+            self._alike = 1
+            self._recent.append(key)
             return
-        if len(seen) > self._window:
-            del seen[next(iter(seen))]
-        if self._row:
-            self._end_row()
+        self._count(key, generation, error)
+
+    def _count(self, key: _Key, generation: int, error: str | None) -> None:
+        rows = self._rows
+        recent = self._recent
+        again = bool(recent) and key == recent[-1]
+        self._alike = self._alike + 1 if again else 1
+        recent.append(key)
+        failed_again = again and error is not None and rows.same_error.length > 0
+        if failed_again:
+            rows.same_error.length += 1
+        else:
+            rows.same_error.start(0 if error is None else 1)
+        kind = None if error is None else (key[0], error)
+        if kind is not None and kind == self._error:
+            rows.errors.length += 1
+        else:
+            rows.errors.start(0 if kind is None else 1)
+        self._error = kind
+        if generation != self._generation:
+            rows.stale.start(0)
+        elif not failed_again:
+            rows.stale.length += 1
+        if not generation:
+            rows.replies.start(0)
+        self._judge()
+
+    def observe_reply(
+        self, speaker: str | None, text: str, *, fingerprint: str | None = None
+    ) -> None:
+        """Take in a reply that asks for no tool.
+
+        Args:
+            speaker: The name of the agent or node that made it; None where there is one only.
+            text: The reply. White space around it does not count; one without text (an image, a
+                parsed object) is not looked at.
+            fingerprint: The `fingerprint_result` of the text, where it is known already; then
+                the text is not read.
+        """
+        name = speaker or _UNNAMED
+        if speaker is not None and self._exempt is not None and self._exempt(name):
+            return
+        if fingerprint is None:
+            if not text or text.isspace():
+                return
+            fingerprint = fingerprint_result(text)
+        reply = (name if len(name) <= _LONGEST_NAME else _short(name), fingerprint)
+        said = self._said
+        row = self._rows.replies
+        if reply in said:
+            del said[reply]
+            row.length += 1
+        else:
+            if len(said) == self._window:
+                del said[next(iter(said))]
+            row.start(0)
+        said[reply] = None
+        self._replies.append(reply)
+        self._judge()
 
     def user_turn(self) -> None:
-        """Forget everything: the user spoke, so asking the same again is no repetition."""
-        self._seen.clear()
-        self._recent.clear()
-        self._end_row()
+        """End the rows: the user spoke. What was seen and said is remembered.
+
+        The same call with the same error is no better for it, so that row goes on.
+        """
+        rows = self._rows
+        rows.stale.start(0)
+        rows.errors.start(0)
+        rows.replies.start(0)
+        self._error = None
+        # The user's turn is to be answered: one more error ends the run, and not the old ones.
+        if rows.same_error.nudged_at:
+            rows.same_error.nudged_at = rows.same_error.length
+        self._judge()
 
     def nudge(self) -> str | None:
         """Take the corrective sentence for the model, if one is due; it counts as given then.
 
-        It speaks of the work alone, and is due once in a row of stale calls.
+        It speaks of the work alone, and is due once in a row.
         """
         if not self.due:
             return None
-        self._given = True
-        self.due = False
-        self.tripped = False
-        period = self._period()
-        tools = ", ".join(self._tools(period))
-        if period == 1:
-            count = self._seen[self._recent[-1]]
+        rows = self._rows
+        due = [row for row in rows if row.due]
+        first = due[0]
+        if first is rows.same_error:
             what = (
-                f"You have called {tools} with these arguments {count} times and got the same "
-                "result each time"
+                f"You have called {self._latest()} with these arguments {first.length} times and "
+                "got the same error each time"
             )
-        elif period:
+        elif first is rows.errors:
             what = (
-                f"You are going round in a circle of the same {period} calls ({tools}), and they "
+                f"Your latest {first.length} calls of {self._latest()} ended with the same error, "
+                "whatever the arguments"
+            )
+        elif first is rows.stale:
+            what = self._stale_in_words()
+        else:
+            what = self._replies_in_words()
+        for row in due:
+            row.nudged_at = row.length
+        self._judge()
+        return f"{what}; {_ADVICE}"
+
+    def _stale_in_words(self) -> str:
+        period, names = _cycle(self._recent, self._rows.stale.length)
+        if period == 1:
+            return (
+                f"You have called {names} with these arguments {self._alike} times and got the "
+                "same result each time"
+            )
+        if period:
+            return (
+                f"You are going round in a circle of the same {period} calls ({names}), and they "
                 "bring the same results each time"
             )
-        else:
-            what = (
-                f"Your latest calls ({tools}) were made before with the same arguments, and "
-                "brought the same results again"
+        return (
+            f"Your latest calls ({names}) were made before with the same arguments, and "
+            "brought the same results again"
+        )
+
+    def _replies_in_words(self) -> str:
+        period, names = _cycle(self._replies, self._rows.replies.length)
+        if period > 1:
+            return (
+                f"The conversation goes round in a circle ({names}): its latest replies were all "
+                "made before, word for word"
             )
-        return f"{what}; try another approach, or report what blocks you."
+        return f"The latest replies ({names}) were all made before, word for word"
 
     def violation(self) -> Violation:
         """Say why the run is stopped; asked when `tripped`.
 
-        The reason is `oscillation` when the latest calls went twice round a cycle of 2 to 4
-        different calls, and `no_progress` otherwise.
+        The reason is `oscillation` when the latest calls or replies went twice round a cycle of 2
+        to 4 different ones, and `no_progress` otherwise.
         """
-        period = self._period()
-        tools = ", ".join(self._tools(period))
+        rows = self._rows
+        row = next((row for row in rows if row.tripped), rows.stale)
+        period = 0
+        if row is rows.same_error:
+            setting = "stop_after_same_error"
+            what = "times in a row the same call ended with the same error"
+            names = self._latest()
+        elif row is rows.errors:
+            setting = "stop_after_errors"
+            what = "calls in a row ended with the same error"
+            names = self._latest()
+        elif row is rows.stale:
+            setting = "stop_after"
+            what = "calls in a row brought a result already seen for the same arguments"
+            period, names = _cycle(self._recent, row.length)
+        else:
+            setting = "stop_after_replies"
+            what = "replies in a row were made before, word for word"
+            period, names = _cycle(self._replies, row.length)
+        where = f"cycle of {period}" if period > 1 else "latest"
         return Violation(
             reason=StopReason.OSCILLATION if period > 1 else StopReason.NO_PROGRESS,
-            limit=self._stop_after,
-            used=self._row,
-            detail=(
-                f"{self._row} calls in a row brought a result already seen for the same "
-                f"arguments, stop_after={self._stop_after}; "
-                + (f"cycle of {period}: {tools}" if period > 1 else f"latest: {tools}")
-            ),
+            limit=row.stop_after,
+            used=row.length,
+            detail=f"{row.length} {what}, {setting}={row.stop_after}; {where}: {names}",
         )
 
     def state(self) -> dict[str, Any]:
         """Return what the detector knows, ready for JSON. It holds no argument and no result."""
+        self._settle_on_digests()
+        generation = self._generation
         return {
-            "seen": [[*key, count] for key, count in self._seen.items()],
+            "seen": [list(key) for key in self._seen],
+            "fresh": sum(last == generation for last in self._seen.values()),
             "recent": [list(key) for key in self._recent],
-            "row": self._row,
-            "given": self._given,
-            "tripped": self.tripped,
+            "alike": self._alike,
+            "error": None if self._error is None else list(self._error),
+            "said": [list(reply) for reply in self._said],
+            "replies": [list(reply) for reply in self._replies],
+            "rows": {
+                name: [row.length, row.nudged_at]
+                for name, row in zip(_Rows._fields, self._rows, strict=True)
+            },
         }
 
     @classmethod
     def from_state(cls, settings: LoopDetection, state: object) -> Self:
         """Make a detector that goes on where another's `state` was taken.
 
-        Under other settings the row is kept and judged by the new numbers.
+        Under other settings the rows are kept and judged by the new numbers.
 
         Raises:
             ValueError: The state is damaged.
@@ -566,46 +512,85 @@ class LoopDetector:
         return detector
 
     def _load(self, state: dict[str, Any]) -> None:
-        seen = {_key(entry[:-1]): _natural(entry[-1]) for entry in state["seen"]}
+        seen = dict.fromkeys(_key(entry) for entry in state["seen"])
         recent = [_key(entry) for entry in state["recent"]]
-        row, given, tripped = state["row"], state["given"], state["tripped"]
+        said = dict.fromkeys(_reply(entry) for entry in state["said"])
+        replies = [_reply(entry) for entry in state["replies"]]
+        error = None if state["error"] is None else _reply(state["error"])
+        fresh, alike = _natural(state["fresh"]), _natural(state["alike"])
+        lengths = {
+            name: (_natural(length), _natural(nudged_at))
+            for name, (length, nudged_at) in state["rows"].items()
+        }
+        most = 2 * _LONGEST_CYCLE
         sound = (
-            state.keys() == {"seen", "recent", "row", "given", "tripped"}
+            len(state) == 8
             and len(seen) == len(state["seen"])
-            and len(recent) <= 2 * _LONGEST_CYCLE
+            and len(said) == len(state["said"])
+            and len(recent) <= most
+            and len(replies) <= most
             and list(seen)[-1:] == recent[-1:]
-            and all(count >= 1 for count in seen.values())
-            and type(given) is type(tripped) is bool
-            and _natural(row) < sum(seen.values(), 1)
-            and (row > 0 or not (given or tripped))
+            and list(said)[-1:] == replies[-1:]
+            and bool(fresh) is bool(alike) is bool(seen)
+            and fresh <= len(seen)
+            and lengths.keys() == set(_Rows._fields)
+            and all(nudged_at <= length for length, nudged_at in lengths.values())
+            and lengths["same_error"][0] <= alike
+            and bool(lengths["errors"][0]) is (error is not None)
+            and (error is None or error[0] == recent[-1][0])
+            and (bool(seen) or not lengths["stale"][0])
+            and (bool(said) or not lengths["replies"][0])
         )
         if not sound:
             raise ValueError
-        self._seen = dict(list(seen.items())[-self._window :])
+        kept = list(seen)[-self._window :]
+        self._generation = 2
+        self._seen = {key: 2 if place >= len(kept) - fresh else 1 for place, key in enumerate(kept)}
         self._recent.extend(recent)
-        self._row = row
-        self._given = given
-        self.due = not given and row >= self._nudge_after
-        self.tripped = tripped and row >= self._stop_after
+        self._alike = alike
+        self._error = error
+        self._said = dict.fromkeys(list(said)[-self._window :])
+        self._replies.extend(replies)
+        for name, (length, nudged_at) in lengths.items():
+            row: _Row = getattr(self._rows, name)
+            row.length, row.nudged_at = length, nudged_at
+        self._digested = True
+        self._judge()
 
-    def _end_row(self) -> None:
-        self._row = 0
-        self._given = False
-        self.due = False
-        self.tripped = False
+    def _judge(self) -> None:
+        same_error, errors, stale, replies = self._rows
+        self._quiet = not (same_error.length or errors.length or stale.length or replies.length)
+        self.due = same_error.due or errors.due or stale.due or replies.due
+        self.tripped = same_error.tripped or errors.tripped or stale.tripped or replies.tripped
 
-    def _period(self) -> int:
-        """Find the shortest cycle that the latest calls went round twice; 0 for none."""
-        recent = list(self._recent)
-        for period in range(1, _LONGEST_CYCLE + 1):
-            if len(recent) >= 2 * period and recent[-period:] == recent[-2 * period : -period]:
-                return period
-        return 0
+    def _settle_on_digests(self) -> None:
+        if self._digested:
+            return
+        self._digested = True
+        self._seen = {_digested(key): last for key, last in self._seen.items()}
+        recent = [_digested(key) for key in self._recent]
+        self._recent.clear()
+        self._recent.extend(recent)
 
-    def _tools(self, period: int) -> list[str]:
-        recent = list(self._recent)[-(period or self._row) :]
-        names = [_speakable(tool) for tool, _, _ in recent]
-        return names if period else list(dict.fromkeys(names))
+    def _latest(self) -> str:
+        return _speakable(self._recent[-1][0])
+
+
+def _cycle(recent: Iterable[_Key] | Iterable[_Reply], row: int) -> tuple[int, str]:
+    """Find the shortest cycle that the latest went round twice, 0 for none, and its names."""
+    latest = list(recent)
+    period = 0
+    for length in range(1, _LONGEST_CYCLE + 1):
+        if len(latest) >= 2 * length and latest[-length:] == latest[-2 * length : -length]:
+            period = length
+            break
+    names = [_speakable(one[0]) for one in latest[-(period or row) :]]
+    return period, ", ".join(names if period else dict.fromkeys(names))
+
+
+def _digested(key: _Key) -> _Key:
+    tool, arguments, result = key
+    return tool, digest_of(arguments), digest_of(result)
 
 
 def _key(entry: Sequence[object]) -> _Key:
@@ -615,12 +600,24 @@ def _key(entry: Sequence[object]) -> _Key:
     return tool, arguments, result
 
 
+def _reply(entry: Sequence[object]) -> _Reply:
+    name, text = entry
+    if not (isinstance(name, str) and isinstance(text, str)):
+        raise TypeError
+    return name, text
+
+
 def _natural(value: object) -> int:
     if type(value) is not int or value < 0:
         raise TypeError
     return value
 
 
-def _speakable(tool: str) -> str:
+def _short(name: str) -> str:
+    """Shorten a name that the model wrote: what is kept of it must not grow with it."""
+    return f"{name[:40]}#{fingerprint_result(name)}"
+
+
+def _speakable(name: str) -> str:
     """Make a name that the model wrote safe to put into a sentence."""
-    return _UNSPEAKABLE.sub("_", tool)[:_LONGEST_NAME] or "_"
+    return _UNSPEAKABLE.sub("_", name)[:_LONGEST_NAME] or "_"

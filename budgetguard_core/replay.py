@@ -22,6 +22,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ReplyReported,
     RunPaused,
     RunRestored,
     RunResumed,
@@ -203,7 +204,11 @@ class Replay:
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
                 guard.settle_tool_call(
-                    ticket, error=event.error, result_fingerprint=event.fingerprint
+                    ticket,
+                    error=event.error,
+                    result_fingerprint=event.fingerprint,
+                    # Logs of others may hold the text's digest alone.
+                    error_fingerprint=event.error_fingerprint or event.fingerprint,
                 )
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
@@ -217,6 +222,8 @@ class Replay:
             self._extend(guard, Budget.from_json(event.budget))
         elif isinstance(event, UserTurned):
             guard.user_turn()
+        elif isinstance(event, ReplyReported):
+            guard.report_reply("", speaker=event.speaker, fingerprint=event.fingerprint)
         elif isinstance(event, NudgeTaken):
             guard.take_nudge()
         elif isinstance(event, TimeStarted):

@@ -7,7 +7,13 @@ and how the run ends is decided here, once for all adapters.
 
 from budgetguard_core.kit.ambient import Frame, current, current_guard, entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
-from budgetguard_core.kit.envelope import Envelope, EnvelopeOptions, OnTrip, envelope_of
+from budgetguard_core.kit.envelope import (
+    Envelope,
+    EnvelopeOptions,
+    OnTrip,
+    envelope_of,
+    joined,
+)
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.outcomes import outcome_of, remember
 from budgetguard_core.kit.projection import Prompt, estimate, project
@@ -40,6 +46,7 @@ __all__ = [
     "envelope_of",
     "estimate",
     "failed_usage",
+    "joined",
     "merge_usage",
     "outcome_of",
     "project",

@@ -127,6 +127,7 @@ class Envelope:
         resume: Snapshot | None = None,
         fresh: bool = False,
         run_id: str | None = None,
+        loose: bool = False,
     ) -> Run:
         """Begin a run here: the caller's frame decides what it is a part of.
 
@@ -137,6 +138,7 @@ class Envelope:
                 mode. What a snapshot holds never becomes a bound.
             fresh: With `resume`: under a fresh budget, what was used before is only reported.
             run_id: The run's name; that of the snapshot, or a random one, if left out.
+            loose: For single calls that belong together while nobody tells their end.
 
         Raises:
             CheckpointError: The snapshot does not fit together.
@@ -144,10 +146,10 @@ class Envelope:
         frame = current()
         around = in_force(frame)
         if isinstance(self.budget, Guard):
-            run = self._seated(self.budget, frame, around, resume)
+            run = self._seated(self.budget, frame, around, resume, loose)
         else:
             guard = self._fresh(self.budget, frame, around, resume, fresh, run_id)
-            run = Run(self, guard, frame, around)
+            run = Run(self, guard, frame, around, loose=loose)
         if user_spoke and run.guard.tool_counts:
             run.guard.user_turn()
         return run
@@ -197,6 +199,7 @@ class Envelope:
         frame: Frame | None,
         around: Sequence[Guard],
         resume: Snapshot | None,
+        loose: bool,
     ) -> Run:
         if resume is not None:
             if resume.run_id != budget.run_id:
@@ -206,16 +209,37 @@ class Envelope:
         part = next((one for one in around if budget in one.lineage), None)
         if part is not None:
             kin = [one for one in around if one is not part and one.is_kin_of(part)]
-            return Run(self, part.child(beside=kin), frame, around)
+            return Run(self, part.child(beside=kin), frame, around, loose=loose)
         kin = [one for one in around if one.is_kin_of(budget) and one not in budget.lineage]
         with _LOCK:
             seat = _SEATS.get(budget)
             before = None if seat is None else seat()
             if kin or (before is not None and not before.ended):
-                return Run(self, budget.child(beside=kin), frame, around)
-            run = Run(self, budget, frame, around)
+                return Run(self, budget.child(beside=kin), frame, around, loose=loose)
+            run = Run(self, budget, frame, around, loose=loose)
             _SEATS[budget] = weakref.ref(run)
             return run
+
+
+def joined() -> Run | None:
+    """Return the run that a single call from this code is a part of; None outside of any.
+
+    In an `activate` block it is a run of the block's own guard.
+    """
+    frame = current()
+    if frame is None:
+        return None
+    with _LOCK:
+        if frame.run is None:
+            frame.run = Run(
+                Envelope(budget=frame.guard),
+                frame.guard,
+                frame.above,
+                in_force(frame.above),
+                loose=True,
+            )
+    run: Run = frame.run
+    return run
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Envelope)}

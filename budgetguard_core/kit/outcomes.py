@@ -35,9 +35,7 @@ def remember(result: Any, outcome: Outcome) -> None:
     _KNOWN[mark] = (weakref.ref(result, forget), kept)
 
 
-def outcome_of(
-    result: Any, *, messages: Sequence[Any] = (), final: Any = None
-) -> Outcome | None:
+def outcome_of(result: Any, *, messages: Sequence[Any] = (), final: Any = None) -> Outcome | None:
     """Return the outcome of the run that gave this result, or None where none is known.
 
     Args:

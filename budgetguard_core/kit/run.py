@@ -21,8 +21,9 @@ from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.outcomes import remember
 from budgetguard_core.kit.usage import answered_usage
+from budgetguard_core.limits import cut_answer
 from budgetguard_core.outcome import Outcome, Status
-from budgetguard_core.stop import Trip
+from budgetguard_core.stop import StopReason, Trip
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -46,7 +47,13 @@ class Run:
     """
 
     def __init__(
-        self, envelope: Envelope, guard: Guard, above: Frame | None, around: Sequence[Guard]
+        self,
+        envelope: Envelope,
+        guard: Guard,
+        above: Frame | None,
+        around: Sequence[Guard],
+        *,
+        loose: bool = False,
     ) -> None:
         self.envelope = envelope
         self.guard = guard
@@ -60,8 +67,24 @@ class Run:
         self._saving = threading.RLock()
         self._messages: Sequence[Any] = ()
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
-        if self._parent is not None:
-            self._parent._children.add(self)
+        self._parts: dict[object, Run] = {}
+        # Nobody tells the end of a loose run, so nobody waits for it.
+        if self._parent is not None and not loose:
+            self._parent._children.add(self)  # noqa: SLF001 - another run's own field
+
+    def part(self, owner: object, envelope: Envelope) -> Run:
+        """Return the run in which an owner's single calls within this run are counted together.
+
+        Args:
+            owner: What makes the calls: a guarded function, a client.
+            envelope: Its own budget, opened on first use.
+        """
+        with self._saving:
+            found = self._parts.get(owner)
+            if found is None:
+                with self.entered():
+                    found = self._parts[owner] = envelope.open(loose=True)
+        return found
 
     # The code of the run
 
@@ -170,9 +193,23 @@ class Run:
         if final:
             self.guard.report_reply(text, speaker=speaker)
 
-    def failed(
-        self, call: OpenModelCall, error: BaseException | str, *, written: str = ""
-    ) -> None:
+    def cut_short(self, call: OpenModelCall) -> Trip | None:
+        """Say that a settled answer ended at its completion bound, and not by itself.
+
+        Returns:
+            The stop, where the bound was the budget's: the run ends, and its text is kept. None
+            where the request itself, or the model, was the bound.
+        """
+        bound, own = call.max_output_tokens, call.call.max_output_tokens
+        if bound is None or (own is not None and own <= bound):
+            return None
+        charged = call.charged
+        reason = next((one.clamped_by for one in charged if one.clamped_by is not None), None)
+        violation = cut_answer(reason or StopReason.MAX_OUTPUT_TOKENS_PER_CALL, bound)
+        self.guard.hold(violation)
+        return self.check()
+
+    def failed(self, call: OpenModelCall, error: BaseException | str, *, written: str = "") -> None:
         """Charge a model call that failed, timed out or was cancelled, by the one rule for them.
 
         Args:
@@ -494,7 +531,7 @@ class Run:
         run = self._parent
         while run is not None:
             if any(stop.trip.run_id == one.run_id for g in run.guards for one in g.lineage):
-                run._refused = run._refused or stop.trip  # noqa: SLF001 - another run's own field
+                run._refused = run._refused or stop.trip  # noqa: SLF001
             run = run._parent  # noqa: SLF001
         return stop
 

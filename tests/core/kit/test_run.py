@@ -22,7 +22,14 @@ from budgetguard_core import (
     TokenUsage,
     ToolCall,
 )
-from budgetguard_core.kit import Envelope, OpenModelCall, current, current_guard, outcome_of
+from budgetguard_core.kit import (
+    Envelope,
+    OpenModelCall,
+    current,
+    current_guard,
+    joined,
+    outcome_of,
+)
 from budgetguard_core.testing import ManualClock
 
 CALL = ModelCall()
@@ -301,8 +308,8 @@ class TestModelCalls:
     def test_figures_that_make_no_sense_are_reported_and_charged_as_reserved(self):
         run = opened(Budget())
         call = run.model_call(ModelCall(input_tokens=40, max_output_tokens=2))
-        run.answered(call, TokenUsage(1, 2, reasoning_tokens=9))
-        assert run.guard.usage.total_tokens == 42
+        run.answered(call, USAGE, cost_usd=0.5)
+        assert run.guard.usage.total_tokens == 15
         assert "usage" in run.guard.errors[0]
 
     def test_a_call_that_was_never_made_counts_as_nothing(self):
@@ -333,11 +340,17 @@ class TestModelCalls:
 
     def test_a_nudge_reaches_the_next_call(self):
         run = opened(Budget())
-        for _ in range(4):
+        for _ in range(3):
             call = run.tool_call(tool())
             run.start(call)
             run.finished(call, "same")
         assert run.model_call(CALL).nudge is not None
+
+    def test_replies_that_repeat_are_told_to_the_engine(self):
+        run = opened(Budget())
+        for _ in range(7):
+            model_call(run, text="One more analysis.", speaker="Analyzer", final=True)
+        assert run.check() is not None
 
     def test_a_nudge_can_be_taken_for_a_result(self):
         run = opened(Budget())
@@ -385,7 +398,7 @@ class TestToolCalls:
         run = opened(Budget())
         batch = run.batch([tool("a"), tool("b")])
         assert batch.take(None, "b") is list(batch)[1]
-        assert batch.take("", "a") is list(batch)[0]
+        assert batch.take("", "a") is next(iter(batch))
         assert batch.take(None, "a") is None
 
     def test_an_id_names_a_call_together_with_the_tool(self):
@@ -710,3 +723,74 @@ class TestWhatHolds:
             run.finished(call, "same")
             run.end()
         assert guard.check() is None
+
+
+class TestSingleCalls:
+    def test_outside_of_any_run_there_is_none(self):
+        assert joined() is None
+
+    def test_they_are_a_part_of_the_run_around(self):
+        run = opened(Budget())
+        with run.entered():
+            assert joined() is run
+
+    def test_an_activate_block_is_a_run_of_its_guard(self):
+        guard, other = Guard(Budget(max_model_calls=2)), Guard()
+        with other.activate(), guard.activate():
+            run = joined()
+            assert joined() is run
+            assert until_stopped(run) == 2
+            inner = opened(Budget())
+        assert isinstance(model_call(inner), Stop)
+        assert run.guard is guard
+        assert other.usage.model_calls == 2
+
+    def test_calls_of_one_owner_are_counted_together(self):
+        run, owner = opened(Budget(max_model_calls=5)), object()
+        envelope = Envelope(budget=Budget(max_model_calls=2))
+        part = run.part(owner, envelope)
+        assert run.part(owner, envelope) is part
+        assert run.part(object(), envelope) is not part
+        assert until_stopped(part) == 2
+        assert run.guard.usage.model_calls == 2
+        assert not run.has_children
+
+
+class TestAnswersCutShort:
+    def test_at_the_bound_of_each_call(self):
+        run = opened(Budget(max_output_tokens_per_call=50))
+        call = model_call(run, TokenUsage(10, 50))
+        assert run.cut_short(call).reason is StopReason.MAX_OUTPUT_TOKENS_PER_CALL
+        assert run.end().status == "terminated"
+
+    def test_at_what_was_left_of_the_tokens(self):
+        run = opened(Budget(max_total_tokens=100, max_output_tokens_per_call=500))
+        call = run.model_call(ModelCall(input_tokens=40))
+        assert call.max_output_tokens == 60
+        run.answered(call, TokenUsage(30, 60))
+        assert run.cut_short(call).reason is StopReason.MAX_TOTAL_TOKENS
+
+    def test_seen_by_a_layer_below_the_one_that_counts(self):
+        run = opened(Budget(max_total_tokens=100, max_output_tokens_per_call=500))
+        call = run.model_call(ModelCall(input_tokens=40))
+        with run.entered(call):
+            below = run.model_call(CALL)
+            run.answered(below, TokenUsage(30, 60))
+            assert run.cut_short(below).reason is StopReason.MAX_TOTAL_TOKENS
+
+    def test_at_a_bound_of_the_users_own_the_run_goes_on(self):
+        run = opened(Budget(max_output_tokens_per_call=50))
+        call = run.model_call(ModelCall(max_output_tokens=20))
+        run.answered(call, TokenUsage(10, 20))
+        assert run.cut_short(call) is None
+        assert opened(Budget()).cut_short(model_call(opened(Budget()))) is None
+
+    def test_less_than_the_provider_takes_is_not_sent(self):
+        run = opened(Budget(max_total_tokens=50, max_output_tokens_per_call=500))
+        stop = run.model_call(ModelCall(input_tokens=40, min_output_tokens=16))
+        assert stop.trip.reason is StopReason.MAX_TOTAL_TOKENS
+        assert not isinstance(run.guard.trip, type(None))
+
+    def test_a_least_bound_that_is_none_is_refused(self):
+        with pytest.raises(ConfigurationError, match="min_output_tokens must be >= 1, got 0"):
+            opened(Budget()).model_call(ModelCall(min_output_tokens=0))

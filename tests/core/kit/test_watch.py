@@ -227,5 +227,3 @@ def test_an_abort_after_the_loop_is_gone_is_harmless():
     asyncio.run(main())
     run.guard.abort()
     assert run.check() is not None
-
-

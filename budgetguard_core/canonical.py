@@ -1,0 +1,464 @@
+"""Canonical arguments and results, and the fingerprints that tell calls apart.
+
+Two values that mean the same have one text, and two that do not have two: whatever is too large
+to be written down is digested in whole, never cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from datetime import date, time
+from decimal import Decimal
+from enum import Enum
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+from pydantic import BaseModel
+
+_DEEPEST = 64
+_MOST_PARTS = 100_000
+_EXACT_FLOATS = 2**53
+_LONGEST_NUMBER = 32
+_BIGGEST_WHOLE = 10**_LONGEST_NUMBER
+_SMALLEST_WHOLE = -_BIGGEST_WHOLE
+_LONGEST_KEY = 128
+_ERROR_READ = 4000
+_ERROR_KEPT = 400
+
+_NOTHING: frozenset[str] = frozenset()
+_NUMBER_STARTS = frozenset("-0123456789")
+_CODED = _NUMBER_STARTS | frozenset("tfn")
+_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?(e[+-][0-9]+)?").fullmatch
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_VARIABLE = re.compile(
+    r"""
+    "[^"]*" | `[^`]*` | (?<!\w)'[^']*'(?!\w)                 # quoted parts
+    | (?<![\w.~:/\\-])[\w.~:-]*[/\\][^\s"'`,;)\]}]*          # paths and addresses
+    | \b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b
+    | \b0x[0-9a-fA-F]+ | \b[0-9a-fA-F]{8,}\b
+    | (?: \b(?=[a-fA-F]*[0-9])[0-9a-fA-F]+\b | [0-9]+ ) (?:[.,:][0-9]+)*
+    """,
+    re.VERBOSE,
+)
+
+# `type`, for values that nothing is known of: the type checkers follow it no further.
+_kind_of: Callable[[Any], Any] = type
+
+
+def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+    """Write the arguments of a call as text that cosmetic variation does not change.
+
+    Keys are sorted and white space around strings is trimmed. A string that is the canonical
+    spelling of a number, `true`, `false` or `null` is that value (`"5"` = `"5.0"` = 5 = 5.0), any
+    other stays a string (`"007"`, `"1.50"`, `"+5"`, `"1e3"`, `"True"`). `True` is not 1, and an
+    absent argument is not None. A string that holds a JSON object or list is what it holds, at
+    the top only. Tuples are lists; models and dataclasses are the mapping of their fields; enum
+    members are their values; arrays are their type, shape and data. Other objects are their
+    `repr` without memory addresses, with their attributes where it is elided (`...`), or without
+    a `repr` of their own, the name of their type and their attributes.
+
+    A value of more than 100,000 parts is written as a digest of all of them. What lies more than
+    64 levels deep is not looked at, nor what a sequence, set or mapping that is not built in
+    holds beyond 100,000 parts: it may be made up on demand.
+
+    Args:
+        value: The arguments: an object, or its JSON text. Any object is accepted.
+        ignore: Names of arguments that do not tell calls apart, such as `request_id`. They are
+            left out at the top only: deeper down, the same name may be what the call is about.
+
+    Returns:
+        ASCII text, the same in every process and Python version.
+    """
+    if type(value) is str:
+        value = _parsed(value)
+    if ignore:
+        if isinstance(value, BaseModel):
+            value = _model_fields(value)
+        if type(value) is dict and not ignore.isdisjoint(value):
+            arguments: dict[Any, Any] = value
+            value = {name: arguments[name] for name in arguments if name not in ignore}
+    try:
+        return ascii(_plain(value, 0, _Walk()))
+    except _TooManyParts:
+        return ascii(_plain(value, 0, _DigestingWalk()))
+
+
+def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+    """Digest the arguments of a call: 16 hexadecimal digits of BLAKE2b over `canonical`."""
+    return _digest(canonical(value, ignore=ignore))
+
+
+def fingerprint_result(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+    """Digest the result of a call.
+
+    Unlike arguments, text is taken as it is but for the white space around it: a tool is a
+    program, so its text has no cosmetic variation, and reading megabytes of JSON would cost more
+    than the tool. Everything else is digested as arguments are.
+
+    Args:
+        result: What the tool returned. Any object is accepted.
+        ignore: Names at the top of a mapping, or of text that holds a JSON object, that do not
+            tell results apart, such as `elapsed_ms`. Text is read as JSON only where it holds one
+            of them.
+    """
+    return digest_of(result_key(result, ignore=ignore))
+
+
+def fingerprint_error(text: str) -> str:
+    """Digest of what kind an error is: its text without what varies from call to call.
+
+    Numbers, quoted parts, paths and hexadecimal are masked, and the first 400 characters of what
+    is left count.
+    """
+    masked = _VARIABLE.sub("?", text[:_ERROR_READ].strip())
+    return _digest(masked[:_ERROR_KEPT])
+
+
+# Keys: a digest costs as much as the rest, so it is made only where something leaves the process
+
+
+def arguments_key(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+    """Return what stands for the arguments of a call within this process.
+
+    Small arguments stand for themselves. A key is never logged or stored: its `digest_of` is,
+    and equals their `fingerprint`.
+    """
+    return _key(canonical(value, ignore=ignore))
+
+
+def result_key(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+    """Return what stands for the result of a call within this process, as `arguments_key` does."""
+    if type(result) is str:
+        text = result.strip()
+        if not ignore or text[:1] != "{" or not any(name in text for name in ignore):
+            return _key(text)
+        found = _parsed(text)
+        if found is text:
+            return _key(text)
+        result = found
+    return _key(canonical(result, ignore=ignore))
+
+
+def is_key(text: str) -> bool:
+    """Say whether it is a key, and not a fingerprint that was given."""
+    return text[:1] in ("=", "#")
+
+
+def digest_of(key: str) -> str:
+    """Return the fingerprint that a key stands for; one that was given is its own."""
+    mark = key[:1]
+    if mark == "=":
+        return _digest(key[1:])
+    return key[1:] if mark == "#" else key
+
+
+def _key(text: str) -> str:
+    return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        data = text.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+# Values
+
+
+class _TooManyParts(Exception):
+    """The text would be too long."""
+
+
+class _Walk:
+    """A look at a value whose text is written in full, as long as its parts are few."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = _MOST_PARTS
+
+    def take(self, count: int) -> None:
+        """Count the parts of a container before they are looked at."""
+        self.left -= count
+        if self.left < 0:
+            raise _TooManyParts
+
+    def most(self, count: int) -> int:
+        """Return how many parts of a container that is not built in are looked at."""
+        return count
+
+    def reduce(self, value: Any, depth: int) -> Any:
+        """Reduce a value that is neither text, number, truth value nor None."""
+        return _contents(value, depth, self)
+
+
+class _DigestingWalk(_Walk):
+    """A look at a large value: each container is a digest, and is looked at once.
+
+    So the cost is that of the memory which the value takes, however often it shares its parts.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With the value, or its id would be given to another.
+        self._known: dict[int, tuple[object, Any]] = {}
+
+    def take(self, count: int) -> None:
+        """Look at all of them: each is in memory already."""
+
+    def most(self, count: int) -> int:
+        """Look at a part of what may be made up on demand."""
+        taken = min(count, max(self.left, 0))
+        self.left -= taken
+        return taken
+
+    def reduce(self, value: Any, depth: int) -> Any:
+        """Reduce a value to the digest of its contents."""
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        self._known[id(value)] = (value, ("within itself",))
+        plain = _contents(value, depth, self)
+        if type(plain) in (dict, list, tuple):
+            plain = ("digest", blake2b(ascii(plain).encode(), digest_size=16).hexdigest())
+        self._known[id(value)] = (value, plain)
+        return plain
+
+
+def _parsed(text: str) -> object:
+    text = text.strip()
+    if text[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def _plain(value: Any, depth: int, walk: _Walk) -> Any:
+    """Reduce a value to dicts, lists, strings, numbers and None; tuples mark all other kinds."""
+    kind = _kind_of(value)
+    if kind is str:
+        return _string(value)
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        return _whole(value)
+    if kind is float:
+        return _real(value)
+    if depth > _DEEPEST:
+        return _type_only(value)
+    return walk.reduce(value, depth)
+
+
+def _contents(value: Any, depth: int, walk: _Walk) -> Any:
+    kind = _kind_of(value)
+    if kind is dict:
+        return _mapping(value, depth, walk)
+    if kind is list or kind is tuple:
+        walk.take(len(value))
+        return _items(value, depth, walk)
+    # The object's own code runs here, and it must not end the run it is a part of.
+    try:
+        return _other(value, depth, walk)
+    except _TooManyParts:
+        raise
+    except Exception:
+        return _type_only(value)
+
+
+def _mapping(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
+    walk.take(len(value))
+    plain: dict[str, Any] = {}
+    try:
+        keys = sorted(value)
+    except TypeError:
+        return _mapping_by_text(value, depth, walk)
+    for key in keys:
+        if type(key) is not str:
+            # Sorted as text, or 10 and 9 would stand otherwise than "10" and "9".
+            return _mapping_by_text(value, depth, walk)
+        item = value[key]
+        # The kinds of nearly all arguments, without a call for each.
+        kind = _kind_of(item)
+        if kind is str:
+            item = item.strip()
+            if item[:1] in _CODED:
+                item = _coded(item)
+        elif not (
+            kind is bool
+            or item is None
+            or (kind is int and _SMALLEST_WHOLE < item < _BIGGEST_WHOLE)
+        ):
+            item = _plain(item, depth + 1, walk)
+        plain[key] = item
+    return plain
+
+
+def _mapping_by_text(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
+    texts = [(_key_text(key, depth, walk), key) for key in value]
+    named = {text: value[key] for text, key in texts}
+    if len(named) == len(value):
+        return _mapping(named, depth, walk)
+    pairs = [
+        ascii((text, type(key).__qualname__, _plain(value[key], depth + 1, walk)))
+        for text, key in texts
+    ]
+    return ("pairs", sorted(pairs))
+
+
+def _key_text(key: Any, depth: int, walk: _Walk) -> str:
+    """Write a key as JSON would: 5 and "5" are the same key."""
+    if type(key) is str:
+        return key
+    plain = _plain(key, depth + 1, walk)
+    if type(plain) is str:
+        return plain
+    kind = _kind_of(plain)
+    return ascii(plain) if kind in (dict, list, tuple) else json.dumps(plain)
+
+
+def _string(text: str) -> Any:
+    text = text.strip()
+    return _coded(text) if text[:1] in _CODED else text
+
+
+def _coded(text: str) -> Any:
+    return _number(text) if text[:1] in _NUMBER_STARTS else _WORDS.get(text, text)
+
+
+def _number(text: str) -> Any:
+    if len(text) > _LONGEST_NUMBER:
+        return text
+    if text[:1] != "0" and text.isdigit() and text.isascii():
+        return int(text)
+    match = _NUMBER(text)
+    if match is None:
+        return text
+    number = int(text) if match.lastindex is None else float(text)
+    if str(number) != text:
+        return text
+    return number if type(number) is int else _real(number)
+
+
+def _whole(number: int) -> Any:
+    # Python refuses to write very long numbers in decimal.
+    return number if _SMALLEST_WHOLE < number < _BIGGEST_WHOLE else ("int", hex(number))
+
+
+def _real(number: float) -> int | float:
+    exact = -_EXACT_FLOATS < number < _EXACT_FLOATS and number.is_integer()
+    return int(number) if exact else number
+
+
+def _items(values: Iterable[Any], depth: int, walk: _Walk) -> list[Any]:
+    plain: list[Any] = []
+    for item in values:
+        kind = _kind_of(item)
+        if kind is str:
+            item = item.strip()
+            if item[:1] in _CODED:
+                item = _coded(item)
+        elif not (
+            kind is bool
+            or item is None
+            or (kind is int and _SMALLEST_WHOLE < item < _BIGGEST_WHOLE)
+        ):
+            item = _plain(item, depth + 1, walk)
+        plain.append(item)
+    return plain
+
+
+def _foreign_items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[Any]:
+    walk.take(count)
+    looked_at = walk.most(count)
+    plain = _items(islice(values, looked_at), depth, walk)
+    if looked_at < count:
+        plain.append(("of", count))
+    return plain
+
+
+def _other(value: Any, depth: int, walk: _Walk) -> Any:
+    kind = _kind_of(value)
+    name = kind.__qualname__
+    if isinstance(value, Enum):
+        return _plain(value.value, depth + 1, walk)
+    if isinstance(value, str):
+        return _string(str.__str__(value))
+    if isinstance(value, int):
+        return _whole(int.__int__(value))
+    if isinstance(value, float):
+        return _real(float.__float__(value))
+    if isinstance(value, Decimal):
+        return _decimal(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if issubclass(kind, bytes | bytearray | memoryview):
+        return ("bytes", blake2b(value, digest_size=8).hexdigest())
+    if isinstance(value, BaseModel):
+        return _mapping(_model_fields(value), depth, walk)
+    if is_dataclass(kind):
+        own = {field.name: getattr(value, field.name) for field in fields(kind)}
+        return _mapping(own, depth, walk)
+    if issubclass(kind, dict):
+        return _mapping(dict(value), depth, walk)
+    if issubclass(kind, Mapping):
+        count = len(value)
+        walk.take(count)
+        return _mapping(dict(islice(value.items(), walk.most(count))), depth, walk)
+    if issubclass(kind, AbstractSet):
+        return ("set", sorted(map(ascii, _foreign_items(value, len(value), depth, walk))))
+    if kind is not range and issubclass(kind, Sequence):
+        return _foreign_items(value, len(value), depth, walk)
+    if hasattr(kind, "__array__"):
+        array = value.__array__()
+        # A table shows the names of its columns; an array shows only its data.
+        shown = "" if array is value else _ADDRESS.sub("", repr(value))
+        return (name, shown, _array(array, depth, walk))
+    if kind.__repr__ is object.__repr__:
+        return (name, _attributes(value, depth, walk))
+    text = _ADDRESS.sub("", repr(value))
+    if "..." in text or "\u2026" in text:
+        return (name, text, _attributes(value, depth, walk))
+    return (name, text)
+
+
+def _attributes(value: Any, depth: int, walk: _Walk) -> Any:
+    return _mapping(dict(getattr(value, "__dict__", {})), depth, walk)
+
+
+def _array(array: Any, depth: int, walk: _Walk) -> Any:
+    """Reduce an array to its shape and data: its `repr` is elided and rounded."""
+    shape = str(array.shape)
+    try:
+        data = memoryview(array)
+    except ValueError:  # numpy shows dates to nobody
+        data = None
+    if data is None or "O" in data.format:
+        return (shape, _plain(array.tolist(), depth + 1, walk))
+    return (shape, data.format, blake2b(data.tobytes(), digest_size=16).hexdigest())
+
+
+def _decimal(number: Decimal) -> Any:
+    if not number.is_finite() or abs(number.adjusted()) >= _LONGEST_NUMBER:
+        return ("Decimal", str(number))
+    text = format(number, "f")
+    return _number(text.rstrip("0").rstrip(".") if "." in text else text)
+
+
+def _model_fields(model: BaseModel) -> dict[str, Any]:
+    return {**model.__dict__, **(model.__pydantic_extra__ or {})}
+
+
+def _type_only(value: object) -> tuple[str]:
+    return (type(value).__qualname__,)
