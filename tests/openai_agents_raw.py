@@ -6,6 +6,9 @@ from itertools import count
 from typing import Any
 
 from agents import Model, ModelResponse, Usage
+from agents.mcp import MCPServer
+from mcp.types import CallToolResult, TextContent
+from mcp.types import Tool as McpTool
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
@@ -80,3 +83,28 @@ def text_item(text: str) -> ResponseOutputMessage:
         status="completed",
         content=content,
     )
+
+
+class OneToolServer(MCPServer):
+    """A real MCP server object of the SDK, without a process behind it."""
+
+    def __init__(self, bodies: list[str]) -> None:
+        super().__init__()
+        self.bodies = bodies
+
+    name = "local"
+
+    async def connect(self) -> None: ...
+
+    async def cleanup(self) -> None: ...
+
+    async def list_tools(self, run_context=None, agent=None):
+        return [McpTool(name="fetch", inputSchema={"type": "object", "properties": {}})]
+
+    async def call_tool(self, tool_name, arguments, meta=None):
+        self.bodies.append(tool_name)
+        return CallToolResult(content=[TextContent(type="text", text=f"page {len(self.bodies)}")])
+
+    async def list_prompts(self): ...
+
+    async def get_prompt(self, name, arguments=None): ...

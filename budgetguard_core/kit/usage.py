@@ -61,7 +61,8 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
-    return next(filter(None.__ne__, map(read_figures, _candidates(record))), None)
+    found = map(read_figures, _candidates(record))
+    return next((one for one in found if one is not None), None)
 
 
 def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUsage | None:

@@ -29,7 +29,7 @@ from openai.types.responses.response_output_item import LocalShellCall
 from budgetguard_core import NOT_AVAILABLE, NOT_EXECUTED, Budget, Guard, StopReason
 from budgetguard_core.testing import Call
 from budgetguard_openai_agents import BudgetHooks, outcome
-from openai_agents_raw import RawModel, text_item
+from openai_agents_raw import OneToolServer, RawModel, text_item
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
 
 pytestmark = pytest.mark.anyio
@@ -72,7 +72,6 @@ class Screen(AsyncComputer):
 
 def toolbox(bodies: list[str]) -> dict[str, Any]:
     """Make one tool of each kind; each writes the id of its call into `bodies`."""
-    from test_openai_agents_tools import OneToolServer
 
     async def custom(context: Any, given: str) -> str:
         bodies.append(given)

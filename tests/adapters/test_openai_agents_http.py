@@ -6,9 +6,7 @@ The server's log is an independent count of model calls.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import threading
 from typing import Any
 
 import pytest
@@ -20,18 +18,19 @@ from agents import (
     OpenAIResponsesModel,
 )
 from openai import AsyncOpenAI
-from werkzeug import Response
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, go, tool, unpaired
-from strict_openai_server import NAME, StrictServer, answer, error, stream, too_many
+from strict_openai_server import NAME, StrictServer, stream, too_many
 
 pytestmark = pytest.mark.anyio
 modes = pytest.mark.parametrize("mode", MODES)
 apis = pytest.mark.parametrize("api", ["chat", "responses"])
 MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
+
+
 @pytest.fixture
 def provider(httpserver):
     server = StrictServer(httpserver)
