@@ -58,7 +58,7 @@ class ModelCall:
     """What the call costs at most, where the caller knows better than the price book."""
 
 
-@dataclass(init=False, slots=True)
+@dataclass(init=False, slots=True, kw_only=True)
 class ToolCall:
     """One tool call that the model asked for."""
 

@@ -7,14 +7,22 @@ it again. Argument values are not among it unless the user asked for them; their
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from budgetguard_core.decision import ModelCall, ToolKind
+from budgetguard_core.decision import (
+    Admit,
+    ModelCall,
+    Refuse,
+    Stop,
+    ToolCall,
+    ToolDecision,
+    ToolKind,
+)
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.outcome import Status
 from budgetguard_core.records import dump
@@ -24,6 +32,11 @@ from budgetguard_core.usage import TokenUsage, Usage
 FORMAT_VERSION = 2
 """The version of the log. Version 1, which had the fields of a model call flat, is read as well."""
 
+_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
+    Admit: "admit",
+    Refuse: "refuse",
+    Stop: "stop",
+}
 _CALL = frozenset(ModelCall.__dataclass_fields__)
 
 
@@ -159,6 +172,24 @@ class ToolCallRequested(BaseModel):
     """The arguments themselves, only when the user asked for them to be logged."""
     decision: Literal["admit", "refuse", "stop"]
 
+    @classmethod
+    def of_batch(
+        cls, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision], log_arguments: bool
+    ) -> tuple[Self, ...]:
+        """Describe the calls of a batch with their answers."""
+        return tuple(
+            cls(
+                call_id=decision.call_id if isinstance(decision, Admit) else None,
+                id=call.id,
+                name=call.name,
+                kind=call.kind,
+                fingerprint=call.fingerprint or "",
+                arguments=call.arguments if log_arguments else None,
+                decision=_ANSWERS[type(decision)],
+            )
+            for call, decision in zip(calls, decisions, strict=True)
+        )
+
 
 class ToolCallsRequested(EventBase):
     """A batch of tool calls was asked for and answered."""
@@ -186,6 +217,8 @@ class ToolCallWithdrawn(EventBase):
 
     event: Literal["tool_call_withdrawn"] = "tool_call_withdrawn"
     call_id: int
+    waits: bool = False
+    """A person is asked, and the call is asked for again after the answer."""
 
 
 class UserTurned(EventBase):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
 from budgetguard_core.budget import Budget
@@ -56,7 +54,6 @@ from budgetguard_core.events import (
     RunPaused,
     RunRestored,
     RunResumed,
-    RunStarted,
     Sink,
     StopHeld,
     TimeStarted,
@@ -64,18 +61,13 @@ from budgetguard_core.events import (
     ToolCallSettled,
     ToolCallsRequested,
     ToolCallWithdrawn,
-    TripObserved,
-    Tripped,
     UserTurned,
 )
 from budgetguard_core.frame import FRAME, Frame, current
-from budgetguard_core.loops import LoopDetector
 from budgetguard_core.meter import (
-    COUNTERS,
     INFINITY,
-    Chain,
-    Meter,
     charge,
+    clamp,
     count_tool_call,
     far_from_caps,
     far_from_tool_caps,
@@ -86,19 +78,16 @@ from budgetguard_core.meter import (
     tool_calls_fit,
     uncount_tool_call,
 )
-from budgetguard_core.outcome import Outcome, ToolCallRecord
+from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook, Rates, to_usd
-from budgetguard_core.snapshot import OpenCall, Snapshot
+from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode as Mode
-from budgetguard_core.standing import Standing, as_mode
+from budgetguard_core.state import NAME_LENGTH, RunState
+from budgetguard_core.state import WarningEvent as WarningEvent
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tree import Tree, as_sink
-from budgetguard_core.usage import TokenUsage, Usage, check_token_usage
+from budgetguard_core.usage import TokenUsage, check_token_usage
 
-_RECORDS_KEPT = 256
-_NAME_LENGTH = 200
-
-WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _A = TypeVar("_A")
@@ -106,14 +95,9 @@ _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = result_key(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
-_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
-    Admit: "admit",
-    Refuse: "refuse",
-    Stop: "stop",
-}
 
 
-class Guard:
+class Guard(RunState):
     """The meter of one run: admits model calls and tool calls, settles them, and trips once.
 
     Safe under threads and asyncio tasks: every answer is given under one lock, without I/O and
@@ -134,32 +118,7 @@ class Guard:
         ConfigurationError: The budget is not a `Budget`, or a sink takes no events.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_binding",
-        "_chain",
-        "_conditional",
-        "_earlier",
-        "_enforced",
-        "_line",
-        "_meter",
-        "_needs_price",
-        "_on_warning",
-        "_output_bound",
-        "_records",
-        "_standing",
-        "_tree",
-        "_waiting",
-        "_warn_at",
-        "_window_warned",
-        "budget",
-        "cancellation",
-        "lineage",
-        "mode",
-        "outcome",
-        "parent",
-        "run_id",
-    )
+    __slots__ = ()
 
     def __init__(
         self,
@@ -181,186 +140,6 @@ class Guard:
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
         self._announce()
-
-    def _set_up(
-        self,
-        tree: Tree,
-        parent: Guard | None,
-        budget: Budget | None,
-        mode: Mode | str,
-        run_id: str | None,
-        on_warning: WarningHandler | None,
-        beside: Sequence[Guard] = (),
-    ) -> None:
-        if budget is not None and not isinstance(budget, Budget):
-            raise ConfigurationError(
-                f"budget must be a Budget, got {type(budget).__name__}. "
-                "Build one with Budget(max_iterations=25)."
-            )
-        budget = budget or Budget()
-        self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
-        self.mode = as_mode(mode)
-        self.run_id = run_id or uuid.uuid4().hex
-        self.parent = parent
-        self.outcome: Outcome | None = None
-        self.cancellation: CancellationToken = CancellationToken(
-            None if parent is None else parent.cancellation
-        )
-        self._tree = tree
-        self._on_warning = on_warning
-        self._meter = Meter(self.budget)
-        self._standing = Standing(self._meter, self.budget, self.mode)
-        above = () if parent is None else (parent, *beside)
-        self.lineage: tuple[Guard, ...] = tuple(
-            dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
-        )
-        # This guard and those above it, and what the steps of each are counted on.
-        self._line: tuple[Guard, ...] = tuple(
-            guard for guard in self.lineage if guard.mode is not Mode.OFF
-        )
-        self._chain: Chain = tuple(guard._meter for guard in self._line)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Put everything to its beginning."""
-        self._meter.begin(self.budget)
-        self._standing.begin(self.budget, self.mode)
-        self._earlier = Usage()
-        self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
-        self._waiting: set[int] = set()
-        self._window_warned = False
-        # Asked on every step and never changed by `extend`, so worked out once.
-        self._warn_at = self.budget.warn_at
-        self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
-        self._conditional = any(guard._standing.conditions for guard in self._line)
-        # An advisory envelope must not cut what the enforced ones allow.
-        enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
-        self._enforced = bool(enforced)
-        self._binding: Chain = tuple(guard._meter for guard in enforced) or self._chain
-        self._output_bound = min(
-            (
-                bound
-                for meter in self._binding
-                if (bound := meter.caps.budget.max_output_tokens_per_call) is not None
-            ),
-            default=None,
-        )
-
-    def _announce(self) -> None:
-        if self._tree.sinks:
-            with self._tree.lock:
-                self._record(
-                    RunStarted,
-                    self._now(),
-                    budget=self.budget.to_json(),
-                    mode=str(self.mode),
-                    parent_run_id=None if self.parent is None else self.parent.run_id,
-                    price_book=self._tree.price_book.version,
-                    stop_conditions=len(self.budget.stop_when),
-                )
-            self._tree.deliver()
-
-    # What a run may ask about itself
-
-    @property
-    def trip(self) -> Trip | None:
-        """Why the run was stopped, or None while it may go on."""
-        return self._standing.trip
-
-    @property
-    def observed_trip(self) -> Trip | None:
-        """In OBSERVE: the trip that ENFORCE would have made, at the step where it would have."""
-        return self._standing.observed
-
-    @property
-    def violations(self) -> tuple[Violation, ...]:
-        """Everything that held when the run was stopped, in order."""
-        return () if self.trip is None else self.trip.violations
-
-    @property
-    def usage(self) -> Usage:
-        """What the run has used so far, its sub-agents included."""
-        with self._tree.lock:
-            return self._meter.usage(self._now())
-
-    @property
-    def earlier_usage(self) -> Usage:
-        """What earlier legs of a run used that was resumed under a fresh budget."""
-        return self._earlier
-
-    @property
-    def tool_counts(self) -> dict[str, int]:
-        """How many bodies of each tool were started (the first 1,024 names)."""
-        with self._tree.lock:
-            return self._meter.tools_started()
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallRecord, ...]:
-        """What became of the last 256 tool calls; those in flight follow as interrupted."""
-        with self._tree.lock:
-            records = [*self._records]
-            records += [
-                (ticket.call.id, ticket.call.name[:_NAME_LENGTH], "interrupted")
-                for ticket in self._open_tool_calls()
-            ]
-        return tuple(
-            ToolCallRecord.model_validate({"id": id_, "name": name, "status": status})
-            for id_, name, status in records
-        )
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The dimensions that have reached their warning share, in the order they did."""
-        return tuple(self._meter.warned)
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """The last 20 failures of sinks, listeners and conditions; they changed nothing."""
-        return tuple(self._tree.errors)
-
-    @property
-    def price_book(self) -> PriceBook:
-        """Where this guard's prices come from."""
-        return self._tree.price_book
-
-    @property
-    def clock(self) -> Clock:
-        """Where this guard's time comes from."""
-        return self._tree.clock
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether anybody takes this guard's events."""
-        return bool(self._tree.sinks)
-
-    @property
-    def paused(self) -> bool:
-        """Whether a run on this guard waits for a person."""
-        return self._meter.pauses > 0
-
-    def open_tool_calls(self) -> tuple[Admit, ...]:
-        """Return the tool calls that were started and have not been settled."""
-        with self._tree.lock:
-            return tuple(self._open_tool_calls())
-
-    def open_calls(self) -> tuple[Admit, ...]:
-        """Return every call of this run, of models and tools, that has not been settled."""
-        with self._tree.lock:
-            return tuple(t for t in self._tree.open.values() if t.guard is self)
-
-    def time_left(self) -> float | None:
-        """Seconds until the deadline of this run or of an ancestor; 0 when it has passed.
-
-        None without a deadline. A deadline in OBSERVE cuts nothing and is not among them. It does
-        not shrink while the time stands still (see `pause`).
-        """
-        with self._tree.lock:
-            now, left = self._now(), INFINITY
-            for guard in self._line:
-                if guard.mode is Mode.ENFORCE:
-                    meter = guard._meter
-                    left = min(left, meter.caps.nanoseconds - meter.elapsed(now))
-        return None if left == INFINITY else max(left, 0) / 1_000_000_000
 
     # Admission
 
@@ -408,21 +187,19 @@ class Guard:
             now = tree.now()
             far = not unpriced and far_from_caps(self._chain, now, tokens, cost)
             if not far and (
-                unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost)
+                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced
             ):
                 if bound is not None and not call.output_is_fixed:
-                    bound, clamped_by = self._clamp(call, rates, bound)
+                    bound, clamped_by = clamp(self._binding, call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
             else:
                 trip = None
             if trip is None:
-                decision: ModelDecision = self._start_model_call(
-                    call, rates, bound, tokens, cost, now
-                )
-                if clamped_by is not None:
-                    decision.clamped_by = clamped_by
+                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
+                ticket.clamped_by = clamped_by
+                decision: ModelDecision = ticket
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -572,7 +349,8 @@ class Guard:
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
-                self._record_batch(now, calls, decisions)
+                requested = ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
+                self._record(ToolCallsRequested, now, calls=requested)
         finally:
             tree.lock.release()
         if warnings or tree.outbox:
@@ -622,8 +400,8 @@ class Guard:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             status = "completed" if error is None else "failed"
-            guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            guard._bring(call, key, error=kind)
+            guard._records.append((call.id, call.name[:NAME_LENGTH], status))
+            guard._standing.show(call.name, call.key or "", key, error=kind)
             now = tree.now()
             for charged in guard._chain:
                 if now >= charged.mark_at:
@@ -644,11 +422,16 @@ class Guard:
             guard._finish(warnings)
         return True
 
-    def withdraw_tool_call(self, ticket: Admit) -> bool:
+    def withdraw_tool_call(self, ticket: Admit, *, waits: bool = False) -> bool:
         """Take back a tool call that was admitted but whose body did not start.
 
         For a call that waits for a person's approval, or that ended with its batch: it is not
-        counted any more, and its record says `refused`. It is still seen as a repetition.
+        counted any more.
+
+        Args:
+            ticket: What admitted the call.
+            waits: It is asked for again when the person has answered: nothing is said of it until
+                then. Otherwise its record says `refused`, and it is still seen as a repetition.
 
         Returns:
             False when the call was settled or withdrawn before.
@@ -662,11 +445,12 @@ class Guard:
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
-            guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-            guard._bring(call, _REFUSED)
+            if not waits:
+                guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
+                guard._standing.show(call.name, call.key or "", _REFUSED)
             guard._keep_time(now)
             if tree.sinks:
-                guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
+                guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id, waits=waits)
         tree.deliver()
         return True
 
@@ -724,7 +508,7 @@ class Guard:
                     ReplyReported,
                     self._now(),
                     fingerprint=fingerprint,
-                    speaker=None if speaker is None else speaker[:_NAME_LENGTH],
+                    speaker=None if speaker is None else speaker[:NAME_LENGTH],
                 )
         self._tree.deliver()
 
@@ -735,7 +519,7 @@ class Guard:
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = self._nudge()
+            message = self._standing.take_nudge()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
@@ -799,12 +583,13 @@ class Guard:
         run waits as well. Nothing is refused meanwhile, and an admission does not end the pause.
 
         Args:
-            waiting: The calls that are open and wait too, such as a tool whose body asks.
+            waiting: The calls of this run, and of its sub-agents, that are open and wait too, such
+                as a tool whose body asks.
         """
         with self._tree.lock:
             now, ids = self._now(), [ticket.call_id for ticket in waiting]
             self._meter.pause()
-            self._waiting.update(ids)
+            self._tree.waiting = self._tree.waiting.union(ids) & self._tree.open.keys()
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunPaused, now, waiting=tuple(ids))
@@ -821,7 +606,7 @@ class Guard:
                 return
             now, ids = self._now(), [ticket.call_id for ticket in waiting]
             self._meter.end_pause()
-            self._waiting.difference_update(ids)
+            self._tree.waiting.difference_update(ids)
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunResumed, now, waiting=tuple(ids))
@@ -863,8 +648,8 @@ class Guard:
         mode: Mode | str | None = None,
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
-        beside: Sequence[Guard] = (),
-    ) -> Guard:
+        beside: Sequence[Self] = (),
+    ) -> Self:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
         It charges this guard and all above it under one lock. Its trip ends the sub-agent alone;
@@ -877,7 +662,7 @@ class Guard:
             on_warning: Called at the warning shares of its own caps.
             beside: Other guards of this tree that it charges too, each of their ancestors once.
         """
-        child = Guard.__new__(type(self))
+        child = type(self).__new__(type(self))
         child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
         for one in beside:
             one.cancellation.adopt(child.cancellation)
@@ -971,42 +756,6 @@ class Guard:
         )
 
     # Checkpoints
-
-    def snapshot(self, messages: Sequence[Any] = ()) -> Snapshot:
-        """Take everything that the guard knows, and the conversation it is given, as plain data.
-
-        Args:
-            messages: The conversation, in any form that JSON can hold.
-        """
-        with self._tree.lock:
-            now = self._now()
-            meter, standing = self._meter, self._standing
-            return Snapshot(
-                run_id=self.run_id,
-                parent_run_id=None if self.parent is None else self.parent.run_id,
-                mode=str(self.mode),
-                budget=self.budget.to_json(),
-                stop_conditions=len(self.budget.stop_when),
-                counters=meter.counters(),
-                quotas=meter.quotas_used(),
-                tool_counts=meter.tools_started(),
-                records=tuple(self._records),
-                elapsed_ns=None if meter.started_ns is None else meter.elapsed(now),
-                pauses=meter.pauses,
-                trip=standing.trip,
-                observed=standing.observed,
-                aborted=standing.aborted,
-                held=tuple(standing.held),
-                warned=tuple(meter.warned),
-                window_warned=self._window_warned,
-                detector=None if standing.detector is None else standing.detector.state(),
-                open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
-                earlier=self._earlier,
-                seq=self._tree.seq,
-                call_id=self._tree.call_id,
-                price_book=self._tree.price_book.version,
-                messages=tuple(messages),
-            )
 
     @classmethod
     def restore(
@@ -1114,111 +863,12 @@ class Guard:
         self.emit(RunRestored, snapshot=self.snapshot().model_dump(mode="json"))
         return True
 
-    def _take_over(self, snapshot: Snapshot, *, fresh: bool) -> None:
-        tree = self._tree
-        # In a tree that goes on already, the numbers of the old one are taken.
-        first = tree.call_id if self.parent is not None else 0
-        if self.parent is None:
-            tree.seq = snapshot.seq
-        tree.call_id = first + snapshot.call_id
-        if snapshot.counters.keys() != set(COUNTERS):
-            raise ValueError("its counters are not those of a guard")
-        self._earlier = snapshot.earlier
-        # The guard of the earlier leg may still be in this tree: its open calls are these.
-        before = [one for one in tree.open.values() if one.guard.run_id == self.run_id]
-        for ticket in before:
-            del tree.open[ticket.call_id]
-            self._set_aside_above(-ticket.reserved_tokens, -ticket.reserved_cost)
-        for call in snapshot.open_calls:
-            ticket = self._ticket_of(call, first)
-            tree.open[ticket.call_id] = ticket
-            # Its settlement will take this off everyone in the chain.
-            self._set_aside_above(call.reserved_tokens, call.reserved_cost)
-        self._records.extend(snapshot.records)
-        if fresh:
-            self._earlier = snapshot.earlier + snapshot.usage()
-            for call in snapshot.open_calls:
-                self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
-            return
-        # What was in flight in another process is not what its time counts for.
-        self._waiting = {first + call.call_id for call in snapshot.open_calls}
-        self._meter.go_on_from(
-            snapshot.counters,
-            snapshot.quotas,
-            snapshot.tool_counts,
-            snapshot.warned,
-            self._now(),
-            snapshot.elapsed_ns,
-            snapshot.pauses,
-        )
-        detector, detection = self._standing.detector, self.budget.loop_detection
-        if detection is not None and snapshot.detector is not None:
-            detector = LoopDetector.from_state(detection, snapshot.detector)
-        self._standing.go_on_from(
-            snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
-        )
-        if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
-            self.cancellation.cancel()
-        self._window_warned = snapshot.window_warned
-
-    def _set_aside_above(self, tokens: int, cost: int) -> None:
-        for guard in self.lineage[1:]:
-            guard._meter.set_aside(tokens, cost)
-
-    def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
-        """Make a ticket again, so that its call can still be settled."""
-        call: ModelCall | ToolCall
-        rates: Rates | None = None
-        if open_call.kind == "model":
-            call = ModelCall(
-                model=open_call.model,
-                provider=open_call.provider,
-                input_tokens=open_call.input_tokens,
-                cost_usd=None if open_call.cost_usd is None else Decimal(open_call.cost_usd),
-            )
-            if open_call.model is not None:
-                rates = self.price_book.rates_for(open_call.model, open_call.provider)
-        else:
-            call = ToolCall(
-                name=open_call.name,
-                id=open_call.id,
-                kind=open_call.tool_kind,
-                fingerprint=open_call.fingerprint,
-            )
-        reserved = open_call.reserved_tokens, open_call.reserved_cost
-        return Admit(self, call, first + open_call.call_id, None, rates, *reserved)
-
     # Under the lock
-
-    def _now(self) -> int:
-        return self._tree.now()
-
-    def _clamp(
-        self, call: ModelCall, rates: Rates | None, bound: int
-    ) -> tuple[int, StopReason | None]:
-        """Cut the completion bound to what is left of tokens and dollars; say which cut it."""
-        reason: StopReason | None = None
-        for meter in self._binding:
-            caps = meter.caps
-            if meter.looks_on:
-                continue
-            if caps.tokens != INFINITY:
-                left = int(caps.tokens) - meter.tokens - meter.reserved_tokens - call.input_tokens
-                if left < bound:
-                    bound, reason = left, StopReason.MAX_TOTAL_TOKENS
-            if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
-                room = int(caps.cost) - meter.cost - meter.reserved_cost
-                room = max(room - rates.input_cost(call.input_tokens), 0)
-                full = rates.output_cost(bound, input_tokens=call.input_tokens)
-                if full > room:
-                    bound, reason = room * bound // full, StopReason.MAX_COST_USD
-        # With less than the provider takes the call does not fit, and is not admitted.
-        return max(bound, call.min_output_tokens), reason
 
     def _stop_model_call(
         self, now: int, call: ModelCall, tokens: int, cost: int, unpriced: bool
     ) -> Trip | None:
-        found: list[tuple[Guard, list[Violation]]] = []
+        found: list[tuple[Self, list[Violation]]] = []
         for guard in self._line:
             held = limits.model_call_violations(guard._meter, now, call.retry, tokens, cost)
             if unpriced and guard._meter.caps.refuses_unpriced:
@@ -1228,81 +878,6 @@ class Guard:
         if trip is not None and self._tree.sinks:
             self._record(ModelCallRefused, now, call=replace(call), reason=trip.reason)
         return trip
-
-    def _stop(
-        self, now: int, found: list[tuple[Guard, list[Violation]]] | None = None
-    ) -> Trip | None:
-        """Trip every guard of the chain whose limits hold; None when nothing stops this run."""
-        if found is None:
-            found = [
-                (guard, limits.tool_call_violations(guard._meter, now)) for guard in self._line
-            ]
-        if self.trip is not None:
-            return self.trip
-        for guard in self._line:
-            if guard.trip is not None:
-                self._set_trip(guard.trip, now)
-                return guard.trip
-        every: list[Violation] = []
-        owner = self
-        for guard, caps in found:
-            if guard._meter.looks_on:
-                continue
-            held = limits.in_order([*caps, *guard._standing.violations(guard is self)])
-            if not held:
-                continue
-            own = Trip(reason=held[0].reason, violations=tuple(held), run_id=guard.run_id)
-            if guard.mode is Mode.OBSERVE:
-                guard._standing.observe_trip(own)
-                if self._tree.sinks:
-                    guard._record(TripObserved, now, trip=own)
-                continue
-            every = limits.in_order([*every, *held])
-            if every[0] is held[0]:
-                owner = guard
-            if guard is not self:
-                guard._set_trip(own, now)
-        if not every:
-            return None
-        trip = Trip(reason=every[0].reason, violations=tuple(every), run_id=owner.run_id)
-        self._set_trip(trip, now)
-        return trip
-
-    def _set_trip(self, trip: Trip, now: int) -> None:
-        self._standing.set_trip(trip)
-        if self._tree.sinks:
-            self._record(Tripped, now, trip=trip)
-
-    def _nudge(self) -> str | None:
-        """Take the correction that is due; there is none where the guard only looks on."""
-        detector = self._standing.detector
-        if detector is None or not detector.due or self._meter.looks_on:
-            return None
-        return detector.nudge()
-
-    def _bring(self, call: ToolCall, result: str, *, error: str | None = None) -> None:
-        """Show the loop detector a call that ended."""
-        standing = self._standing
-        detector = standing.detector
-        if detector is not None:
-            detector.observe(call.name, call.key or "", result, error=error)
-            if detector.tripped:
-                standing.weigh()
-
-    def _keep_time(self, now: int) -> None:
-        """Let time stand still on every meter of a paused run that nothing is in flight on."""
-        for guard in self._line:
-            meter = guard._meter
-            if meter.pauses and not guard._is_busy():
-                meter.stand_still(now)
-            else:
-                meter.run_on(now)
-
-    def _is_busy(self) -> bool:
-        return any(
-            self in ticket.guard._line and call_id not in self._waiting
-            for call_id, ticket in self._tree.open.items()
-        )
 
     def _start_model_call(
         self,
@@ -1316,7 +891,7 @@ class Guard:
         tree = self._tree
         tree.call_id += 1
         detector = self._standing.detector
-        message = self._nudge() if detector is not None and detector.due else None
+        message = self._standing.take_nudge() if detector is not None and detector.due else None
         # A message would change the run, and OBSERVE only looks on.
         kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
         ticket = kind(
@@ -1379,7 +954,7 @@ class Guard:
             detector = self._standing.detector
             if detector is not None and detector.due:
                 # No model call came in between that could have brought the correction.
-                message = self._nudge()
+                message = self._standing.take_nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             if not take_place(self._chain, call.name):
@@ -1389,7 +964,7 @@ class Guard:
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
                     # Asking again and again for what is refused brings nothing new either.
-                    self._bring(call, _REFUSED)
+                    self._standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
         elif kind == "hosted":
@@ -1409,7 +984,7 @@ class Guard:
         return ticket
 
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
-        self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
+        self._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
         return decision
 
     def _quota_refusal(self, name: str) -> Refuse | None:
@@ -1471,36 +1046,6 @@ class Guard:
             input_tokens=input_tokens,
         )
         return [*warnings, (self, event)]
-
-    def _open_tool_calls(self) -> list[Admit]:
-        return [
-            ticket
-            for ticket in self._tree.open.values()
-            if ticket.guard is self and type(ticket.call) is ToolCall
-        ]
-
-    def _record(self, kind: type[EventBase], now: int, **facts: Any) -> None:
-        self._tree.make(kind, self.run_id, now, **facts)
-
-    def _record_batch(
-        self, now: int, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision]
-    ) -> None:
-        self._record(
-            ToolCallsRequested,
-            now,
-            calls=tuple(
-                ToolCallRequested(
-                    call_id=decision.call_id if isinstance(decision, Admit) else None,
-                    id=call.id,
-                    name=call.name,
-                    kind=call.kind,
-                    fingerprint=call.fingerprint or "",
-                    arguments=call.arguments if self._tree.log_arguments else None,
-                    decision=_ANSWERS[type(decision)],
-                )
-                for call, decision in zip(calls, decisions, strict=True)
-            ),
-        )
 
     # Outside the lock
 

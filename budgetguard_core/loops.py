@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from budgetguard_core.canonical import digest_of, fingerprint_result, is_key
+from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_result
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.stop import StopReason, Violation
 
@@ -295,7 +295,7 @@ class LoopDetector:
             tool = _short(tool)
         if self._digested:
             arguments, result = digest_of(arguments), digest_of(result)
-        elif not (is_key(arguments) and is_key(result)):
+        elif arguments[:1] not in KEY_MARKS or result[:1] not in KEY_MARKS:
             self._settle_on_digests()
             arguments, result = digest_of(arguments), digest_of(result)
         key = (tool, arguments, result)

@@ -213,7 +213,7 @@ class Replay:
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
-                guard.withdraw_tool_call(ticket)
+                guard.withdraw_tool_call(ticket, waits=event.waits)
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
         elif isinstance(event, Aborted):
@@ -233,16 +233,19 @@ class Replay:
         elif isinstance(event, Checked):
             guard.check()
         elif isinstance(event, RunPaused):
-            guard.pause(self._open(event))
+            guard.pause(self._open(guard, event))
         elif isinstance(event, RunResumed):
-            guard.go_on(self._open(event))
+            guard.go_on(self._open(guard, event))
         elif isinstance(event, GuardReset):
             guard.reset()
 
-    def _open(self, event: RunPaused | RunResumed) -> list[Admit]:
-        # Under another budget they may never have started.
-        numbered = ((event.run_id, call_id) for call_id in event.waiting)
-        return [self._tickets[one] for one in numbered if one in self._tickets]
+    def _open(self, guard: Guard, event: RunPaused | RunResumed) -> list[Admit]:
+        """Find the calls by number. Under another budget they may never have started."""
+        return [
+            ticket
+            for (_, call_id), ticket in self._tickets.items()
+            if call_id in event.waiting and _is_part(ticket.guard, guard)
+        ]
 
     def _extend(self, guard: Guard, extended: Budget) -> None:
         caps = guard.budget.caps()
@@ -251,6 +254,12 @@ class Replay:
         }
         if raised and guard.trip is None:
             guard.extend(**raised)
+
+
+def _is_part(below: Guard | None, above: Guard) -> bool:
+    while below is not None and below is not above:
+        below = below.parent
+    return below is not None
 
 
 def _dollars(text: str | None, event: Event) -> Decimal | None:

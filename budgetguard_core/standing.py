@@ -114,6 +114,20 @@ class Standing:
         self.observed = trip
         self.weigh()
 
+    def take_nudge(self) -> str | None:
+        """Take the correction that is due; there is none where the run only looks on."""
+        if self.detector is None or not self.detector.due or self.observed is not None:
+            return None
+        return self.detector.nudge()
+
+    def show(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
+        """Show the loop detector a call that ended, by its fingerprints."""
+        detector = self.detector
+        if detector is not None:
+            detector.observe(tool, arguments, result, error=error)
+            if detector.tripped:
+                self.weigh()
+
     def violations(self, asking: bool) -> list[Violation]:
         """List what holds against any step, whatever it is.
 

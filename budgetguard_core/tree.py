@@ -37,6 +37,7 @@ class Tree:
         "price_book",
         "seq",
         "sinks",
+        "waiting",
     )
 
     def __init__(
@@ -60,9 +61,19 @@ class Tree:
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
         self.open: dict[int, Admit] = {}
+        # Those of them that wait for a person, or were left by a process that is gone.
+        self.waiting: set[int] = set()
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
+
+    def go_on_from(self, seq: int, call_id: int, tickets: Sequence[Admit]) -> None:
+        """Take over the numbers, and the calls in flight, of a run in another process."""
+        self.seq = seq
+        self.call_id = call_id
+        self.open.update((ticket.call_id, ticket) for ticket in tickets)
+        # They are nothing that this process's time counts for.
+        self.waiting.update(ticket.call_id for ticket in tickets)
 
     def make(self, kind: type[_E], run_id: str, now: int, **facts: Any) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""

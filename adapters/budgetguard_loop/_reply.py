@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import Any, cast
 
 from budgetguard_core import AdapterError, TokenUsage
-from budgetguard_loop._history import Message
-from budgetguard_loop._usage import extract_usage, merge_usage, part
+from budgetguard_core.kit import merge_usage, reported_cost, token_usage
+from budgetguard_loop._history import Message, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,8 @@ class ModelReply:
     """The model that was really called, if the provider says so."""
     cost_usd: Decimal | None = None
     """What the provider says it cost, used in place of the price book."""
+    is_cut: bool = False
+    """The answer ended at the completion bound of its request (`finish_reason` is `length`)."""
 
 
 def read_reply(answer: Any) -> ModelReply:
@@ -39,6 +41,7 @@ def read_reply(answer: Any) -> ModelReply:
             usage=answer.usage,
             model=answer.model,
             cost_usd=answer.cost_usd,
+            is_cut=answer.is_cut,
         )
     if isinstance(answer, str):
         return ModelReply(message={"role": "assistant", "content": answer})
@@ -47,8 +50,10 @@ def read_reply(answer: Any) -> ModelReply:
         model = part(answer, "model")
         return ModelReply(
             message=_assistant(part(choices[0], "message")),
-            usage=extract_usage(answer),
+            usage=token_usage(answer),
             model=model if isinstance(model, str) else None,
+            cost_usd=reported_cost(answer),
+            is_cut=part(choices[0], "finish_reason") == "length",
         )
     if part(answer, "content") is not None or part(answer, "tool_calls"):
         if part(answer, "type") == "message":
@@ -69,6 +74,7 @@ class StreamedReply:
         self._tool_calls: dict[int, dict[str, Any]] = {}
         self._usage: TokenUsage | None = None
         self._model: str | None = None
+        self._is_cut = False
         self._whole: ModelReply | None = None
 
     def add(self, chunk: Any) -> None:
@@ -81,7 +87,7 @@ class StreamedReply:
             self.text += chunk
             return
         choices = part(chunk, "choices")
-        usage = extract_usage(chunk) if part(chunk, "usage") is not None else None
+        usage = token_usage(chunk) if part(chunk, "usage") is not None else None
         if choices is None or (choices and part(choices[0], "delta") is None):
             self._whole = read_reply(chunk)
             return
@@ -89,6 +95,7 @@ class StreamedReply:
         model = part(chunk, "model")
         self._model = model if isinstance(model, str) and model else self._model
         for choice in choices[:1]:
+            self._is_cut |= part(choice, "finish_reason") == "length"
             delta = part(choice, "delta")
             self.text += part(delta, "content") or ""
             for place, piece in enumerate(part(delta, "tool_calls") or ()):
@@ -102,7 +109,12 @@ class StreamedReply:
         if self._tool_calls:
             message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
             message["content"] = self.text or None
-        return ModelReply(message=_assistant(message), usage=self._usage, model=self._model)
+        return ModelReply(
+            message=_assistant(message),
+            usage=self._usage,
+            model=self._model,
+            is_cut=self._is_cut,
+        )
 
     def _add_call(self, place: int, piece: Any) -> None:
         index = part(piece, "index")

@@ -252,8 +252,9 @@ class ToolCalls:
             opened = asked.opened
             if opened is None or asked.call.kind == "hosted":
                 continue
-            if not (keeps and asked.call.id in call_ids):
-                self.run.withdrawn(opened)
+            waits = asked.call.id in call_ids
+            if not (waits and keeps):
+                self.run.withdrawn(opened, waits=waits)
         self._batch = []
 
     def close(self, error: BaseException | None = None) -> None:

@@ -5,7 +5,7 @@ framework does. Which budgets apply, what is counted, what a failed call costs, 
 and how the run ends is decided here, once for all adapters.
 """
 
-from budgetguard_core.kit.ambient import Frame, current, current_guard, entered
+from budgetguard_core.kit.ambient import Frame, current, current_call, current_guard, entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.envelope import (
     Envelope,
@@ -19,6 +19,7 @@ from budgetguard_core.kit.outcomes import outcome_of, remember
 from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.run import Run
+from budgetguard_core.kit.stops import is_stop
 from budgetguard_core.kit.usage import (
     answered_usage,
     merge_usage,
@@ -40,12 +41,14 @@ __all__ = [
     "Watch",
     "answered_usage",
     "current",
+    "current_call",
     "current_guard",
     "cut_short",
     "entered",
     "envelope_of",
     "estimate",
     "failed_usage",
+    "is_stop",
     "joined",
     "merge_usage",
     "outcome_of",

@@ -146,7 +146,7 @@ class Envelope:
         frame = current()
         around = in_force(frame)
         if isinstance(self.budget, Guard):
-            run = self._seated(self.budget, frame, around, resume, loose)
+            run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
             guard = self._fresh(self.budget, frame, around, resume, fresh, run_id)
             run = Run(self, guard, frame, around, loose=loose)

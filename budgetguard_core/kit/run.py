@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Stop, ToolCall
@@ -24,12 +24,34 @@ from budgetguard_core.kit.usage import answered_usage
 from budgetguard_core.limits import cut_answer
 from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
-    from budgetguard_core.kit.envelope import Envelope
+
+class Terms(Protocol):
+    """What a run asks of the envelope that it was opened on."""
+
+    @property
+    def store(self) -> CheckpointStore | None:
+        """Where checkpoints go."""
+        ...
+
+    @property
+    def on_outcome(self) -> Callable[[Outcome], object] | None:
+        """Called with each outcome."""
+        ...
+
+    @property
+    def on_trip(self) -> str:
+        """What the caller gets for a stop."""
+        ...
+
+    def open(self, *, loose: bool = False) -> Run:
+        """Open a run."""
+        ...
 
 
 class Run:
@@ -48,7 +70,7 @@ class Run:
 
     def __init__(
         self,
-        envelope: Envelope,
+        envelope: Terms,
         guard: Guard,
         above: Frame | None,
         around: Sequence[Guard],
@@ -72,7 +94,7 @@ class Run:
         if self._parent is not None and not loose:
             self._parent._children.add(self)  # noqa: SLF001 - another run's own field
 
-    def part(self, owner: object, envelope: Envelope) -> Run:
+    def part(self, owner: object, envelope: Terms) -> Run:
         """Return the run in which an owner's single calls within this run are counted together.
 
         Args:
@@ -231,6 +253,12 @@ class Run:
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
 
+    def unreported(self, call: OpenModelCall) -> None:
+        """Settle a model call of which nobody says what it used: its reservation is charged."""
+        if call.close():
+            for ticket in call.tickets:
+                self._settle(ticket, call.measured)
+
     def unmade(self, call: OpenModelCall) -> None:
         """Take back a model call that was admitted and never made; it counts as nothing."""
         if call.close():
@@ -265,10 +293,11 @@ class Run:
                 refused = opened[place] = OpenToolCall(asked[place], ())
                 refused.state = "refused"
                 refused.refusal = decision.message
-                refused.reason = (
-                    decision.trip.reason if isinstance(decision, Stop) else decision.reason
-                )
-                refused.trip = decision.trip if isinstance(decision, Stop) else None
+                if isinstance(decision, Stop):
+                    refused.trip = decision.trip
+                    refused.reason, refused.detail = decision.trip.reason, decision.trip.detail
+                else:
+                    refused.reason, refused.detail = decision.reason, decision.detail
             places = left
         for place in places:
             opened[place] = OpenToolCall(asked[place], tickets[place])
@@ -277,18 +306,23 @@ class Run:
             one.frame = self.frame(one)
         return batch
 
-    def tool_call(self, call: ToolCall) -> OpenToolCall:
+    def tool_call(self, call: ToolCall, *, function: object = None) -> OpenToolCall:
         """Ask for one tool call: a batch of one.
 
         A call that a layer above has admitted and whose body has not been seen since is the same
         call: it has no tickets of its own, and is counted once.
+
+        Args:
+            call: What is to be called.
+            function: The tool's body; the call above is the same one if this is its body, or if it
+                has the same name.
         """
         frame = current()
         outer = None if frame is None else frame.call
         if (
             isinstance(outer, OpenToolCall)
             and not outer.seen
-            and outer.call.name == call.name
+            and (outer.call.name == call.name or (function and outer.function is function))
             and all(_covers(outer.tickets, guard) for guard in self.guards)
         ):
             outer.seen = True
@@ -321,12 +355,17 @@ class Run:
         for ticket in call.tickets:
             ticket.guard.settle_tool_call(ticket, result, error=error)
 
-    def withdrawn(self, call: OpenToolCall) -> None:
-        """Take back a call that was admitted and whose body did not start; it is not counted."""
+    def withdrawn(self, call: OpenToolCall, *, waits: bool = False) -> None:
+        """Take back a call that was admitted and whose body did not start; it is not counted.
+
+        Args:
+            call: What `batch` returned.
+            waits: A person is asked; the call is asked for again after the answer.
+        """
         if call.state == "waiting":
             call.state = "withdrawn"
             for ticket in call.tickets:
-                ticket.guard.withdraw_tool_call(ticket)
+                ticket.guard.withdraw_tool_call(ticket, waits=waits)
 
     # What holds
 

@@ -366,6 +366,14 @@ def test_calls_in_flight_can_still_be_settled(guard, clock):
     assert [record.status for record in again.tool_calls] == ["completed"] * 2
 
 
+def test_a_call_in_flight_needs_no_model(clock):
+    guard = Guard(clock=clock)
+    guard.admit_model_call(ModelCall(input_tokens=7))
+    (ticket,) = Guard.restore(guard.snapshot(), clock=clock).open_calls()
+    assert ticket.call == ModelCall(input_tokens=7)
+    assert (ticket.reserved_tokens, ticket.rates) == (7, None)
+
+
 def test_a_trip_stays(guard, clock):
     guard.abort("user")
     trip = guard.check()
