@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from agents import Agent, AgentsException, RunHooks, RunItem, Tool
+from agents import Agent, AgentsException, ModelSettings, RunHooks, RunItem, Tool
 
 from budgetguard_core import (
     NOT_EXECUTED,
@@ -54,6 +54,7 @@ class ToolCalls:
         frame: What all code of the run runs in.
         turn_frame: What the turn at hand runs in, its model call included.
         tools: The tools of the turn at hand.
+        settings: The settings of its model call.
         earlier: The items of an earlier leg of the run.
         resumed: The calls that the earlier leg had asked for, and left to this one.
         stopping: Why the run ends, where it is no limit of the budget's.
@@ -64,6 +65,7 @@ class ToolCalls:
         self.hooks = hooks
         self.frame = self.turn_frame = RunFrame(self)
         self.tools: list[Tool] = []
+        self.settings: ModelSettings | None = None
         self.earlier: list[RunItem] = []
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None

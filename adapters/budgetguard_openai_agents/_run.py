@@ -91,6 +91,9 @@ class Recorder(RunHooks[Any]):
             raise RunStopped(opened.trip)
         self._retries, self._no_retry = 0, None
         self._open(opened)
+        if self.calls.settings is not None:
+            # Streamed calls have theirs already.
+            self.calls.settings.max_tokens = opened.max_output_tokens
 
     async def on_agent_start(self, context: Any, agent: Any) -> None:
         """Note which agent is at work."""
@@ -189,6 +192,7 @@ class Recorder(RunHooks[Any]):
 
     def _answered(self, turn: Turn) -> None:
         call, self._call = self._call, None
+        self.calls.settings = None
         response, final = turn.response, not turn.asked
         self.streamed.clear()
         if call is None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from agents import (
     Agent,
+    ModelSettings,
     RunErrorDetails,
     RunHooks,
     RunResult,
@@ -37,7 +38,7 @@ from budgetguard_openai_agents._ending import (
 )
 from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._settings import bounded_config, config_of
+from budgetguard_openai_agents._settings import asking, bounded_config, config_of
 from budgetguard_openai_agents._stream import StreamEnding
 from budgetguard_openai_agents._tools import noted
 
@@ -134,9 +135,10 @@ def install() -> None:
         if not isinstance(current, BudgetRunner):
             _seams.probe()
             set_default_agent_runner(BudgetRunner(current))
-        listed = AgentBase.get_all_tools
-        if not hasattr(listed, "__wrapped__"):
-            AgentBase.get_all_tools = _asking(listed)  # type: ignore[method-assign]
+        for owner, name, wrap in _ASKING:
+            method = getattr(owner, name)
+            if not hasattr(method, "__wrapped__"):
+                setattr(owner, name, wrap(method))
 
 
 def uninstall() -> None:
@@ -145,9 +147,9 @@ def uninstall() -> None:
         current = get_default_agent_runner()
         if isinstance(current, BudgetRunner):
             set_default_agent_runner(current.previous)
-        listed: Any = AgentBase.get_all_tools
-        if hasattr(listed, "__wrapped__"):
-            AgentBase.get_all_tools = listed.__wrapped__  # type: ignore[method-assign]
+        for owner, name, _ in _ASKING:
+            method = getattr(owner, name)
+            setattr(owner, name, getattr(method, "__wrapped__", method))
 
 
 def is_installed() -> bool:
@@ -163,6 +165,9 @@ def _asking(listed: Any) -> Any:
         return tools if calls is None or calls.run.ended else calls.begin_turn(tools)
 
     return get_all_tools
+
+
+_ASKING = ((AgentBase, "get_all_tools", _asking), (ModelSettings, "resolve", asking))
 
 
 def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from agents import Agent, ModelRetrySettings, ModelSettings, RunConfig
 from agents.run import CallModelData, ModelInputData
 
 from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._calls import around
 
 _OWN = ("include_usage", "max_tokens", "retry")
 
@@ -82,6 +84,30 @@ class BoundedSettings(ModelSettings):
                 merged = self.base.retry or given
                 return replace(merged, policy=_admitted(given.policy, self._run))
         return self.base.retry
+
+
+class _CallSettings(ModelSettings):
+    """The settings of one call. The SDK may have copied them before the call was admitted."""
+
+    def __post_init__(self) -> None:
+        calls = around()
+        if calls is not None:
+            calls.settings = self
+
+
+def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings]:
+    """Wrap the method of settings that makes those of a call, so that it can be bounded."""
+
+    @wraps(resolve)
+    def resolved(self: ModelSettings, override: Any) -> ModelSettings:
+        settings = resolve(self, override)
+        if isinstance(override, BoundedSettings):
+            settings = copy.copy(settings)
+            settings.__class__ = _CallSettings
+            settings.__post_init__()  # type: ignore[attr-defined]
+        return settings
+
+    return resolved
 
 
 class _Filter:
