@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from agents import Agent, AgentsException, ModelSettings, RunHooks, RunItem, Tool
+from agents import (
+    Agent,
+    AgentsException,
+    ApplyPatchTool,
+    ComputerTool,
+    LocalShellTool,
+    ModelSettings,
+    RunHooks,
+    RunItem,
+    ShellTool,
+    Tool,
+)
 
 from budgetguard_core import (
     NOT_EXECUTED,
@@ -22,7 +33,13 @@ from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls, part
 from budgetguard_openai_agents._tools import Gates, is_gated
 
 _NO_RESULT = "no result"
-_ALSO = {"shell": ("local_shell_call",), "local_shell": ("shell_call",)}
+# What the calls of tools look like that are called without a name, the likeliest first.
+_TYPES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
+    (ShellTool, ("shell_call", "local_shell_call")),
+    (LocalShellTool, ("local_shell_call", "shell_call")),
+    (ApplyPatchTool, ("apply_patch_call",)),
+    (ComputerTool, ("computer_call",)),
+)
 
 
 class RunStopped(BudgetExceeded, AgentsException):
@@ -141,12 +158,11 @@ class ToolCalls:
             # The SDK made another object of the call, as it does on a resume.
             return next((one for one in here if one.call.id == call_id), None)
         # Shells, computers and patches come without an id, one after the other.
-        kinds = (f"{getattr(tool, 'name', '')}_call", *_ALSO.get(getattr(tool, "name", ""), ()))
-        for kind in kinds:
-            for one in here:
-                if one.type == kind or (one.type != "function_call" and one.call.name == kind):
-                    return one
-        return None
+        kinds = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
+        for type_ in kinds:
+            if any(one.type == type_ for one in self._batch):
+                return next((one for one in here if one.type == type_), None)
+        return next((one for one in here if one.call.name == getattr(tool, "name", None)), None)
 
     def next(self, context: Any, tool: Tool) -> Asked:
         """Return the call whose body is about to start; one of an earlier leg is asked for now."""
@@ -278,9 +294,6 @@ class ToolCalls:
             if asked.opened is not None and asked.call.kind != "hosted":
                 self.run.withdrawn(asked.opened)
         self._batch = []
-
-
-_ALSO = {"shell": ("local_shell_call",), "local_shell": ("shell_call",)}
 
 
 def around() -> ToolCalls | None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agents import Agent, FunctionTool, ModelResponse, RunConfig, RunHooks, Tool
+from agents import Agent, FunctionTool, ModelResponse, RunConfig, RunHooks, Tool, Usage
 from agents.run import ModelInputData
 
 from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, Prompt, Run, supervised, token_usage
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
-from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
+from budgetguard_openai_agents._history import Turn, asked_calls, part, transfer_text, turn_items
 from budgetguard_openai_agents._tools import is_gated, original
 from budgetguard_openai_agents._usage import ended_at_its_bound, model_of, usage_of, written
 
@@ -58,7 +58,7 @@ class Recorder(RunHooks[Any]):
         self.turns: list[Turn] = []
         self.cut = False
         self.streamed: list[str] = []
-        self._ended_incomplete = False
+        self._incomplete: Any = None
         self._run_config = run_config
         self._prompt = Prompt(server_side=server_side)
         self._call: OpenModelCall | None = None
@@ -215,9 +215,14 @@ class Recorder(RunHooks[Any]):
     def _fail(self, error: BaseException | str) -> None:
         call, self._call = self._call, None
         if call is not None:
+            ended = self._incomplete
+            call.measured = token_usage(ended) or call.measured
             self.run.failed(call, error, written="".join(self.streamed))
-            if self._ended_incomplete:
-                self.cut = self.run.cut_short(call) is not None
+            if ended is not None and self.run.cut_short(call) is not None:
+                # The SDK takes such an end for an error, and drops the answer.
+                self.cut = True
+                answer = ModelResponse(output=ended.output, usage=Usage(), response_id=ended.id)
+                self.turns.append(Turn(self.agent, answer))
         self.streamed.clear()
 
     def see(self, event: Any) -> None:
@@ -227,7 +232,7 @@ class Recorder(RunHooks[Any]):
         if isinstance(delta, str):
             self.streamed.append(delta)
         elif getattr(data, "type", None) == "response.incomplete":
-            self._ended_incomplete = True
+            self._incomplete = data.response if _is_bounded(data.response) else None
 
     # Tool calls
 
@@ -266,3 +271,8 @@ class Recorder(RunHooks[Any]):
     def is_off(self) -> bool:
         """Whether no guard of the run enforces or looks on."""
         return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
+
+
+def _is_bounded(response: Any) -> bool:
+    details = part(response, "incomplete_details")
+    return bool(part(details, "reason") == "max_output_tokens")

@@ -27,6 +27,7 @@ _FIELDS: dict[type[Any], tuple[str, ...]] = {
     RunResult: ("_last_agent", "_model_input_items", "_current_turn", "_original_input"),
     RunResultStreaming: (
         "_event_queue",
+        "_input_guardrails_task",
         "_max_turns_handled",
         "_model_input_items",
         "_state",
@@ -143,6 +144,16 @@ def ran_out_of_turns(streamed: Any) -> bool:
 def is_cancelled(streamed: Any) -> bool:
     """Tell whether the consumer cancelled a streamed run."""
     return getattr(streamed, "_cancel_mode", "none") != "none"
+
+
+def take_failed_guardrail(streamed: Any) -> BaseException | None:
+    """Take the exception of an input guardrail that cancelled a streamed run."""
+    task = streamed._input_guardrails_task
+    if task is None or not task.done() or task.cancelled() or task.exception() is None:
+        return None
+    streamed._input_guardrails_task = None
+    error: BaseException = task.exception()
+    return error
 
 
 def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from agents import Agent, ModelRetrySettings, ModelSettings, RunConfig
 from agents.run import CallModelData, ModelInputData
+from pydantic.dataclasses import dataclass
 
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
@@ -86,6 +87,7 @@ class BoundedSettings(ModelSettings):
         return self.base.retry
 
 
+@dataclass
 class _CallSettings(ModelSettings):
     """The settings of one call. The SDK may have copied them before the call was admitted."""
 

@@ -41,6 +41,7 @@ class StreamEnding:
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
         self._closing: list[RunItem] = []
+        self._taken: BaseException | None = None
         _seams.take_over_turns(result)
         _seams.tap_events(result, recorder.see)
         result.run_loop_task = asyncio.create_task(self._run())
@@ -64,7 +65,7 @@ class StreamEnding:
             else:
                 recorder.cut_off()
         except BaseException as error:
-            trip = recorder.left_by(error)
+            trip = await self._left_by(error)
             if trip is None:
                 await fail(recorder, error, self._given)
                 raise
@@ -80,12 +81,28 @@ class StreamEnding:
             await store_in_session(recorder, self._session, self._given, result)
         await conclude(recorder, trip, result)
 
+    async def _left_by(self, error: BaseException) -> Trip | None:
+        if isinstance(error, asyncio.CancelledError) and self._recorder.run.stopped_by is not None:
+            # The SDK cancels a run whose input guardrail failed.
+            await asyncio.wait({self._work}, timeout=0)
+            failed = _seams.take_failed_guardrail(self._result)
+            if failed is not None:
+                cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+                error = self._taken = failed
+        return self._recorder.left_by(error)
+
     async def _stream(self) -> AsyncIterator[StreamEvent]:
         events = cast("Any", self._events())
         left = True
         try:
             async for event in events:
                 yield event
+            left = False
+        except Exception as error:
+            # The consumer's side may hear of a failed guardrail before the run has ended.
+            await asyncio.wait({cast("asyncio.Task[Any]", self._result.run_loop_task)})
+            if error is not self._taken:
+                raise
             left = False
         finally:
             if left and not self._work.done():

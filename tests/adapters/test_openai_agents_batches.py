@@ -298,7 +298,7 @@ async def test_repeated_ids_in_a_batch_and_across_turns(mode):
     try:
         result = await go(mode, agent, hooks=BudgetHooks(guard))
     except Exception as error:  # newer versions of the SDK refuse such a response
-        assert "call_id" in str(error)
+        assert "call ID" in str(error)
         assert guard.usage.tool_calls == len(bodies)
         assert guard.open_calls() == ()
         return
