@@ -9,6 +9,7 @@ from agents import (
     AgentsException,
     ApplyPatchTool,
     ComputerTool,
+    FunctionTool,
     LocalShellTool,
     ModelSettings,
     RunHooks,
@@ -113,9 +114,10 @@ class ToolCalls:
         for asked, opened in zip(batch, self.run.batch(one.call for one in batch), strict=True):
             self._attach(asked, opened)
 
-    def _attach(self, asked: Asked, opened: OpenToolCall) -> None:
+    def _attach(self, asked: Asked, opened: OpenToolCall) -> OpenToolCall:
         asked.opened = opened
         opened.frame = RunFrame(self, opened)
+        return opened
 
     def _can_refuse(self, asked: Asked) -> bool:
         """Tell whether the SDK asks before it starts this call, or starts nothing at all."""
@@ -164,11 +166,21 @@ class ToolCalls:
                 return next((one for one in here if one.type == type_), None)
         return next((one for one in here if one.call.name == getattr(tool, "name", None)), None)
 
-    def next(self, context: Any, tool: Tool) -> Asked:
-        """Return the call whose body is about to start; one of an earlier leg is asked for now."""
-        asked = self._find(context, tool, "waiting", "refused")
-        if asked is not None:
-            return asked
+    def start(self, context: Any, tool: Tool) -> bool:
+        """Say that a call's body starts now; False where something else is its result.
+
+        Raises:
+            RunStopped: The call may not start, and nothing else can be its result.
+        """
+        asked = self._find(context, tool, "waiting", "refused") or self._asked_late(context, tool)
+        opened = asked.opened
+        if opened is None or self.run.start(opened) is None:
+            return True
+        if isinstance(tool, FunctionTool) or not is_gated(tool):
+            self.stop(opened.trip or self.refused_batch([asked]))
+        return False
+
+    def _asked_late(self, context: Any, tool: Tool) -> Asked:
         # Its response was not of this run.
         call = ToolCall(
             name=tool.name,
@@ -252,9 +264,7 @@ class ToolCalls:
             # A run inside this one waited too: its tool is still at work.
             ticket = _take(tickets, asked.call.id)
             if ticket is not None:
-                self._attach(asked, OpenToolCall(asked.call, [ticket]))
-                assert asked.opened is not None
-                self.run.start(asked.opened)
+                self.run.start(self._attach(asked, OpenToolCall(asked.call, [ticket])))
                 self.resumed.append(asked)
         self._opened(fresh)
         self._batch = self.resumed

@@ -214,8 +214,8 @@ def _closed(
 ) -> tuple[list[RunItem], list[Any]]:
     """Return the items of a run with all that is missing, and its responses likewise."""
     calls = recorder.calls
-    items = [item for item in new_items if item.type != "tool_approval_item"]
-    earlier = [item for item in calls.earlier if item.type != "tool_approval_item"]
+    items: list[RunItem] = [one for one in new_items if one.type != "tool_approval_item"]
+    earlier: list[RunItem] = [one for one in calls.earlier if one.type != "tool_approval_item"]
     items += closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
@@ -228,7 +228,7 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
     """Rebuild what a cancelled run takes with it from what its hooks saw."""
     resumed = isinstance(given, RunState)
     sent: list[TResponseInputItem] | str = _seams.input_of(given) if resumed else given
-    details = RunErrorDetails(
+    return RunErrorDetails(
         input=sent,
         new_items=list(recorder.calls.earlier),
         raw_responses=[],
@@ -237,7 +237,6 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
         input_guardrail_results=[],
         output_guardrail_results=[],
     )
-    return details
 
 
 def _text_of(message: SyntheticMessage) -> str:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agents import Agent, FunctionTool, ModelResponse, RunConfig, RunHooks, Tool, Usage
+from agents import Agent, ModelResponse, RunConfig, RunHooks, Tool, Usage
 from agents.run import ModelInputData
 
 from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, Prompt, Run, supervised, token_usage
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
 from budgetguard_openai_agents._history import Turn, asked_calls, part, transfer_text, turn_items
-from budgetguard_openai_agents._tools import is_gated, original
+from budgetguard_openai_agents._tools import original
 from budgetguard_openai_agents._usage import ended_at_its_bound, model_of, usage_of, written
 
 # The least completion bound that the Responses API takes.
@@ -134,14 +134,8 @@ class Recorder(RunHooks[Any]):
     async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
         """Note that a tool's body starts."""
         self.context = self.context or context
-        asked = self.calls.next(context, tool)
-        opened = asked.opened
-        assert opened is not None
-        refusal = self.run.start(opened)
-        if refusal is None:
+        if self.calls.start(context, tool):
             await self.hooks.on_tool_start(context, agent, original(tool))
-        elif isinstance(tool, FunctionTool) or not is_gated(tool):
-            self.calls.stop(opened.trip or self.calls.refused_batch([asked]))
 
     async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
         """Settle a tool call."""
@@ -232,7 +226,8 @@ class Recorder(RunHooks[Any]):
         if isinstance(delta, str):
             self.streamed.append(delta)
         elif getattr(data, "type", None) == "response.incomplete":
-            self._incomplete = data.response if _is_bounded(data.response) else None
+            response = getattr(data, "response", None)
+            self._incomplete = response if _is_bounded(response) else None
 
     # Tool calls
 

@@ -138,7 +138,7 @@ def bounded_config(
     """Return the user's configuration of a run, asking the budget before each call."""
     own = config_of(config)
     settings = BoundedSettings(own.model_settings or ModelSettings(), bounds)
-    changes = {
+    changes: dict[str, Any] = {
         "model_settings": settings,
         "call_model_input_filter": _Filter(own.call_model_input_filter, settings),
     }

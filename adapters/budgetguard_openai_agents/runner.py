@@ -122,8 +122,8 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
 def _hooks(
     budget: Budget | Guard | Envelope, hooks: RunHooks[Any] | None, options: dict[str, Any]
 ) -> tuple[BudgetHooks, dict[str, Any]]:
-    own = {name: value for name, value in options.items() if name in _OF_THE_BUDGET}
-    rest = {name: value for name, value in options.items() if name not in _OF_THE_BUDGET}
+    own: dict[str, Any] = {n: v for n, v in options.items() if n in _OF_THE_BUDGET}
+    rest = {n: v for n, v in options.items() if n not in _OF_THE_BUDGET}
     if isinstance(hooks, BudgetHooks) and not own and hooks.envelope.budget is budget:
         own, budget = {"resume": hooks.resume}, hooks.envelope
     bounded = BudgetHooks(budget, hooks, **own)

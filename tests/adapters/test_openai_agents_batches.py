@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from agents import (
     ComputerTool,
     CustomTool,
     LocalShellTool,
+    ModelBehaviorError,
     ShellTool,
     StopAtTools,
     function_tool,
@@ -295,13 +297,11 @@ async def test_repeated_ids_in_a_batch_and_across_turns(mode):
         tools=[tool("a", bodies)],
     )
     guard = Guard(Budget(max_tool_calls=5))
-    try:
-        result = await go(mode, agent, hooks=BudgetHooks(guard))
-    except Exception as error:  # newer versions of the SDK refuse such a response
-        assert "call ID" in str(error)
-        assert guard.usage.tool_calls == len(bodies)
-        assert guard.open_calls() == ()
-        return
+    ran: Any = await asyncio.gather(
+        go(mode, agent, hooks=BudgetHooks(guard)), return_exceptions=True
+    )
     assert guard.usage.tool_calls == len(bodies)
     assert guard.open_calls() == ()
-    assert not unpaired(result.to_input_list())
+    # Newer versions of the SDK refuse such a response.
+    if not isinstance(ran[0], ModelBehaviorError):
+        assert not unpaired(ran[0].to_input_list())

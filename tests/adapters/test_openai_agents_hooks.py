@@ -1,4 +1,4 @@
-"""Hooks as users write them: subclasses, composites, their own guardrails; and what stays of runs."""
+"""Hooks as users write them: subclasses, composites, own guardrails; and what stays of runs."""
 
 from __future__ import annotations
 
@@ -325,9 +325,7 @@ async def test_max_turns_given_to_bounded_run_holds_even_at_the_sdks_default(mod
 
 @modes
 async def test_a_guard_of_its_own_on_a_sub_agent_is_charged_beside_the_parents(mode):
-    below = agent_of(
-        lambda n: calls(Call("look", str(n))), name="worker", tools=[tool("look", [])]
-    )
+    below = agent_of(lambda n: calls(Call("look", str(n))), name="worker", tools=[tool("look", [])])
     own = Guard(Budget(max_iterations=50))
     ask = below.as_tool(tool_name="ask", tool_description="Ask.", hooks=BudgetHooks(own))
     agent = agent_of(calls("ask"), tools=[ask])

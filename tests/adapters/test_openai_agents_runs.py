@@ -265,7 +265,9 @@ async def test_one_hooks_object_serves_many_runs_each_with_a_fresh_guard(mode):
 
 
 def test_what_cannot_be_a_budget_is_refused():
-    with pytest.raises(ConfigurationError, match="must be a Budget, a Guard or an Envelope, got int"):
+    with pytest.raises(
+        ConfigurationError, match="must be a Budget, a Guard or an Envelope, got int"
+    ):
         BudgetHooks(25)
     with pytest.raises(ConfigurationError, match="must be left out with a Guard"):
         BudgetHooks(Guard(Budget()), mode=Mode.OBSERVE)

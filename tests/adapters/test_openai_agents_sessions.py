@@ -169,9 +169,7 @@ async def test_an_abort_at_any_moment(mode, moment, kind, server, client, sessio
 async def test_a_stop_in_the_middle(mode, budget, kind, server, client, session_of):
     session = session_of(kind)
     server.calls = [("search", "{}")] * 2
-    agent = Agent(
-        name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])]
-    )
+    agent = Agent(name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])])
     result = await go(mode, agent, "One.", session=session, hooks=BudgetHooks(Budget(**budget)))
     assert outcome(result).status == "terminated"
     stored = await session.get_items()
@@ -219,9 +217,7 @@ async def test_an_input_filter_loses_no_message(mode, server, client):
 async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client):
     session = MemorySession("s")
     server.calls = [("search", "{}")]
-    agent = Agent(
-        name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])]
-    )
+    agent = Agent(name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])])
     read = session.get_items
     reads: list[int] = []
 
