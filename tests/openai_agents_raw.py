@@ -5,17 +5,33 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from agents import Model, ModelResponse, Usage
+from agents import (
+    ApplyPatchTool,
+    AsyncComputer,
+    ComputerTool,
+    CustomTool,
+    LocalShellTool,
+    Model,
+    ModelResponse,
+    ShellTool,
+    Usage,
+    function_tool,
+)
+from agents.editor import ApplyPatchResult
 from agents.mcp import MCPServer
 from mcp.types import CallToolResult, TextContent
 from mcp.types import Tool as McpTool
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
+    ResponseComputerToolCall,
+    ResponseCustomToolCall,
+    ResponseFunctionToolCall,
     ResponseOutputMessage,
     ResponseOutputText,
     ResponseUsage,
 )
+from openai.types.responses.response_output_item import LocalShellCall
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
 NUMBERS = count()
@@ -108,3 +124,127 @@ class OneToolServer(MCPServer):
     async def list_prompts(self): ...
 
     async def get_prompt(self, name, arguments=None): ...
+
+
+KINDS = ("function", "mcp", "custom", "shell", "local_shell", "apply_patch", "computer")
+
+
+class Editor:
+    def __init__(self, bodies: list[str]) -> None:
+        self.bodies = bodies
+
+    def create_file(self, operation: Any) -> ApplyPatchResult:
+        self.bodies.append(operation.path)
+        return ApplyPatchResult(status="completed", output="patched")
+
+    update_file = delete_file = create_file
+
+
+class Screen(AsyncComputer):
+    environment = "browser"
+    dimensions = (100, 100)
+
+    def __init__(self, bodies: list[str]) -> None:
+        self.bodies = bodies
+
+    async def screenshot(self) -> str:
+        return "aW1hZ2U="
+
+    async def wait(self) -> None:
+        self.bodies.append("computer")
+
+    async def click(self, *args: Any) -> None: ...
+    async def double_click(self, *args: Any) -> None: ...
+    async def scroll(self, *args: Any) -> None: ...
+    async def type(self, *args: Any) -> None: ...
+    async def move(self, *args: Any) -> None: ...
+    async def keypress(self, *args: Any) -> None: ...
+    async def drag(self, *args: Any) -> None: ...
+
+
+def toolbox(bodies: list[str]) -> dict[str, Any]:
+    """Make one tool of each kind; each writes the id of its call into `bodies`."""
+
+    async def custom(context: Any, given: str) -> str:
+        bodies.append(given)
+        return f"row {given}"
+
+    def shell(request: Any) -> str:
+        bodies.append(request.data.action.commands[0])
+        return "ran"
+
+    def local(request: Any) -> str:
+        bodies.append(request.data.action.command[0])
+        return "ran"
+
+    async def act(id: str) -> str:  # noqa: A002
+        bodies.append(id)
+        return f"acted {id}"
+
+    class Server(OneToolServer):
+        async def call_tool(self, tool_name: str, arguments: Any, meta: Any = None) -> Any:
+            result = await super().call_tool(tool_name, arguments, meta)
+            bodies[-1] = arguments["id"]
+            return result
+
+    server = Server(bodies)
+    return {
+        "function": function_tool(act),
+        "mcp": server,
+        "custom": CustomTool(name="sql", description="Query.", on_invoke_tool=custom),
+        "shell": ShellTool(executor=shell),
+        "local_shell": LocalShellTool(executor=local),
+        "apply_patch": ApplyPatchTool(editor=Editor(bodies)),
+        "computer": ComputerTool(computer=Screen(bodies)),
+    }
+
+
+def call_of(kind: str, number: Any) -> Any:
+    name = str(number)
+    if kind in ("function", "mcp"):
+        return ResponseFunctionToolCall(
+            call_id=f"c{name}",
+            name="act" if kind == "function" else "fetch",
+            arguments=f'{{"id": "{name}"}}',
+            type="function_call",
+        )
+    if kind == "custom":
+        return ResponseCustomToolCall(
+            call_id=f"c{name}", name="sql", input=name, type="custom_tool_call"
+        )
+    if kind == "shell":
+        return {
+            "type": "shell_call",
+            "id": f"s{name}",
+            "call_id": f"c{name}",
+            "status": "completed",
+            "action": {"commands": [name], "timeout_ms": 1000},
+        }
+    if kind == "local_shell":
+        return LocalShellCall.model_validate(
+            {
+                "type": "local_shell_call",
+                "id": f"l{name}",
+                "call_id": f"c{name}",
+                "status": "completed",
+                "action": {"type": "exec", "command": [name], "env": {}},
+            }
+        )
+    if kind == "apply_patch":
+        return {
+            "type": "apply_patch_call",
+            "id": f"p{name}",
+            "call_id": f"c{name}",
+            "status": "completed",
+            "operation": {"type": "create_file", "path": name, "diff": "+x"},
+        }
+    return ResponseComputerToolCall.model_validate(
+        {
+            "type": "computer_call",
+            "id": f"u{name}",
+            "call_id": f"c{name}",
+            "action": {"type": "wait"},
+            "pending_safety_checks": [],
+            "status": "completed",
+        }
+    )

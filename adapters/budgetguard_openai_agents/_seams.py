@@ -93,7 +93,7 @@ def _again() -> Any:
 
 def is_agent_tool(tool: FunctionTool) -> bool:
     """Tell whether a tool is an agent (`as_tool`)."""
-    return bool(tool._is_agent_tool)
+    return bool(cast("Any", tool)._is_agent_tool)
 
 
 def qualified_name(name: str, namespace: str | None) -> str:
@@ -201,8 +201,10 @@ def approval_of(state: Any, item: Any) -> bool | None:
     """Tell what a person has said of a call; None when nothing was said yet."""
     if item.tool_name is None:
         return None
-    raw = item.raw_item
-    call_id = raw.get("call_id") if isinstance(raw, dict) else getattr(raw, "call_id", None)
+    raw: Any = item.raw_item
+    call_id: Any = getattr(raw, "call_id", None)
+    if isinstance(raw, dict):
+        call_id = cast("dict[str, Any]", raw).get("call_id")
     return cast(
         "bool | None",
         state._context.get_approval_status(item.tool_name, call_id, existing_pending=item),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from agents import TResponseInputItem
 
@@ -84,5 +84,6 @@ def _text(content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(str(part(one, "text") or repr(one)) for one in content)
+        parts = cast("list[object]", content)
+        return "".join(str(part(one, "text") or repr(one)) for one in parts)
     return repr(content)

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from agents import (
     ApplyPatchTool,
@@ -93,7 +93,7 @@ class Gates:
         else:
             return tool
         setattr(gated, _ORIGINAL, tool)
-        return gated  # type: ignore[no-any-return]
+        return cast("Tool", gated)
 
     def _function(self, tool: FunctionTool) -> FunctionTool:
         gated = _seams.with_invoker(tool, lambda body: self._body(tool, body))
@@ -234,7 +234,7 @@ def noted(results: Sequence[Any]) -> dict[str, Any] | None:
     for one in reversed(results):
         info = one.output.output_info
         if one.guardrail.get_name() == _NAME and isinstance(info, dict):
-            return info
+            return cast("dict[str, Any]", info)
     return None
 
 

@@ -9,155 +9,22 @@ from typing import Any
 import pytest
 from agents import (
     Agent,
-    ApplyPatchTool,
-    AsyncComputer,
-    ComputerTool,
-    CustomTool,
-    LocalShellTool,
     ModelBehaviorError,
-    ShellTool,
     StopAtTools,
-    function_tool,
     tool_namespace,
 )
-from agents.editor import ApplyPatchResult
 from openai.types.responses import (
-    ResponseComputerToolCall,
-    ResponseCustomToolCall,
     ResponseFunctionToolCall,
 )
-from openai.types.responses.response_output_item import LocalShellCall
 
 from budgetguard_core import NOT_AVAILABLE, NOT_EXECUTED, Budget, Guard, StopReason
 from budgetguard_core.testing import Call
 from budgetguard_openai_agents import BudgetHooks, outcome
-from openai_agents_raw import OneToolServer, RawModel, text_item
+from openai_agents_raw import KINDS, RawModel, call_of, text_item, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
 
 pytestmark = pytest.mark.anyio
 modes = pytest.mark.parametrize("mode", MODES)
-KINDS = ("function", "mcp", "custom", "shell", "local_shell", "apply_patch", "computer")
-
-
-class Editor:
-    def __init__(self, bodies: list[str]) -> None:
-        self.bodies = bodies
-
-    def create_file(self, operation: Any) -> ApplyPatchResult:
-        self.bodies.append(operation.path)
-        return ApplyPatchResult(status="completed", output="patched")
-
-    update_file = delete_file = create_file
-
-
-class Screen(AsyncComputer):
-    environment = "browser"
-    dimensions = (100, 100)
-
-    def __init__(self, bodies: list[str]) -> None:
-        self.bodies = bodies
-
-    async def screenshot(self) -> str:
-        return "aW1hZ2U="
-
-    async def wait(self) -> None:
-        self.bodies.append("computer")
-
-    async def click(self, *args: Any) -> None: ...
-    async def double_click(self, *args: Any) -> None: ...
-    async def scroll(self, *args: Any) -> None: ...
-    async def type(self, *args: Any) -> None: ...
-    async def move(self, *args: Any) -> None: ...
-    async def keypress(self, *args: Any) -> None: ...
-    async def drag(self, *args: Any) -> None: ...
-
-
-def toolbox(bodies: list[str]) -> dict[str, Any]:
-    """Make one tool of each kind; each writes the id of its call into `bodies`."""
-
-    async def custom(context: Any, given: str) -> str:
-        bodies.append(given)
-        return f"row {given}"
-
-    def shell(request: Any) -> str:
-        bodies.append(request.data.action.commands[0])
-        return "ran"
-
-    def local(request: Any) -> str:
-        bodies.append(request.data.action.command[0])
-        return "ran"
-
-    async def act(id: str) -> str:  # noqa: A002
-        bodies.append(id)
-        return f"acted {id}"
-
-    class Server(OneToolServer):
-        async def call_tool(self, tool_name: str, arguments: Any, meta: Any = None) -> Any:
-            result = await super().call_tool(tool_name, arguments, meta)
-            bodies[-1] = arguments["id"]
-            return result
-
-    server = Server(bodies)
-    return {
-        "function": function_tool(act),
-        "mcp": server,
-        "custom": CustomTool(name="sql", description="Query.", on_invoke_tool=custom),
-        "shell": ShellTool(executor=shell),
-        "local_shell": LocalShellTool(executor=local),
-        "apply_patch": ApplyPatchTool(editor=Editor(bodies)),
-        "computer": ComputerTool(computer=Screen(bodies)),
-    }
-
-
-def call_of(kind: str, number: Any) -> Any:
-    name = str(number)
-    if kind in ("function", "mcp"):
-        return ResponseFunctionToolCall(
-            call_id=f"c{name}",
-            name="act" if kind == "function" else "fetch",
-            arguments=f'{{"id": "{name}"}}',
-            type="function_call",
-        )
-    if kind == "custom":
-        return ResponseCustomToolCall(
-            call_id=f"c{name}", name="sql", input=name, type="custom_tool_call"
-        )
-    if kind == "shell":
-        return {
-            "type": "shell_call",
-            "id": f"s{name}",
-            "call_id": f"c{name}",
-            "status": "completed",
-            "action": {"commands": [name], "timeout_ms": 1000},
-        }
-    if kind == "local_shell":
-        return LocalShellCall.model_validate(
-            {
-                "type": "local_shell_call",
-                "id": f"l{name}",
-                "call_id": f"c{name}",
-                "status": "completed",
-                "action": {"type": "exec", "command": [name], "env": {}},
-            }
-        )
-    if kind == "apply_patch":
-        return {
-            "type": "apply_patch_call",
-            "id": f"p{name}",
-            "call_id": f"c{name}",
-            "status": "completed",
-            "operation": {"type": "create_file", "path": name, "diff": "+x"},
-        }
-    return ResponseComputerToolCall.model_validate(
-        {
-            "type": "computer_call",
-            "id": f"u{name}",
-            "call_id": f"c{name}",
-            "action": {"type": "wait"},
-            "pending_safety_checks": [],
-            "status": "completed",
-        }
-    )
 
 
 def agent_with(bodies: list[str], kinds: Any, *responses: Any) -> Agent[Any]:
