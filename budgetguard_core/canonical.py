@@ -198,6 +198,25 @@ class _Walk:
         self.left: float = _MOST_PARTS if digests is None else inf
         self.made_up = _MOST_PARTS
 
+    def take(self, count: int) -> None:
+        """Count the parts of a container before they are looked at."""
+        self.left -= count
+        if self.left < 0:
+            raise _TooManyParts
+
+    def some(self, values: Iterable[Any], count: int) -> Iterable[Any]:
+        """Return what is looked at of a container that may make up its parts on demand."""
+        if self.digests is None:
+            if count > self.left:
+                raise _TooManyParts
+            return values
+        looked_at = min(count, self.made_up)
+        self.made_up -= looked_at
+        if looked_at == count:
+            return values
+        found: Iterable[Any] = chain(islice(values, looked_at), [("of", count)])
+        return found
+
 
 def _parsed(text: str) -> object:
     text = text.strip()
@@ -232,7 +251,7 @@ def _named(value: dict[Any, Any]) -> str:
         elif kind is not bool and item is not None:
             if walk is None:
                 walk = _Walk()
-                walk.left -= len(keys)
+                walk.take(len(keys))
             item = _plain(item, 1, walk)
         parts.append(f"{key!a}: {item!a}")
     return f"{{{', '.join(parts)}}}"
@@ -280,9 +299,7 @@ def _contents(value: Any, depth: int, walk: _Walk) -> Any:
 
 
 def _mapping(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
-    walk.left -= len(value)
-    if walk.left < 0:
-        raise _TooManyParts
+    walk.take(len(value))
     plain: dict[str, Any] = {}
     try:
         keys = sorted(value)
@@ -366,9 +383,7 @@ def _real(number: float) -> int | float:
 
 
 def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[Any]:
-    walk.left -= count
-    if walk.left < 0:
-        raise _TooManyParts
+    walk.take(count)
     plain: list[Any] = []
     for item in values:
         kind = _kind_of(item)
@@ -384,20 +399,6 @@ def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[A
             item = _plain(item, depth + 1, walk)
         plain.append(item)
     return plain
-
-
-def _some(values: Iterable[Any], count: int, walk: _Walk) -> Iterable[Any]:
-    """Return what is looked at of a container that is not built in: it may be made up on demand."""
-    if walk.digests is None:
-        if count > walk.left:
-            raise _TooManyParts
-        return values
-    looked_at = min(count, walk.made_up)
-    walk.made_up -= looked_at
-    if looked_at == count:
-        return values
-    some: Iterable[Any] = chain(islice(values, looked_at), [("of", count)])
-    return some
 
 
 def _other(value: Any, depth: int, walk: _Walk) -> Any:
@@ -425,12 +426,12 @@ def _other(value: Any, depth: int, walk: _Walk) -> Any:
     if issubclass(kind, dict):
         return _mapping(dict(value), depth, walk)
     if issubclass(kind, Mapping):
-        return _mapping(dict(_some(value.items(), len(value), walk)), depth, walk)
+        return _mapping(dict(walk.some(value.items(), len(value))), depth, walk)
     if issubclass(kind, AbstractSet):
-        plain = _items(_some(value, len(value), walk), len(value), depth, walk)
+        plain = _items(walk.some(value, len(value)), len(value), depth, walk)
         return ("set", sorted(map(ascii, plain)))
     if kind is not range and issubclass(kind, Sequence):
-        return _items(_some(value, len(value), walk), len(value), depth, walk)
+        return _items(walk.some(value, len(value)), len(value), depth, walk)
     if hasattr(kind, "__array__"):
         array = value.__array__()
         # A table shows the names of its columns; an array shows only its data.

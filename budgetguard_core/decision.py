@@ -13,6 +13,7 @@ from budgetguard_core.canonical import digest_of
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.usage import TokenUsage
 
 NOT_EXECUTED = "Not executed: the run was stopped before this call started."
 """The result that a tool call gets when the run ends before it starts."""
@@ -165,6 +166,11 @@ class Admit:
             return own if left is None else left
         return min(own, left)
 
+    def estimate(self) -> TokenUsage:
+        """Return what a model call is charged that reported nothing: its reservation."""
+        given = self.call.input_tokens
+        return TokenUsage(given, self.reserved_tokens - given, estimated=True)
+
     @property
     def idempotency_key(self) -> str:
         """A key for the provider of a mutating call: the same for the same call after a resume.
@@ -185,7 +191,17 @@ class Nudge(Admit):
 
     __slots__ = ("message",)
 
-    message: str
+    def __init__(self, ticket: Admit, message: str) -> None:
+        super().__init__(
+            ticket.guard,
+            ticket.call,
+            ticket.call_id,
+            ticket.max_output_tokens,
+            ticket.rates,
+            ticket.reserved_tokens,
+            ticket.reserved_cost,
+        )
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,26 +225,16 @@ ModelDecision: TypeAlias = Admit | Nudge | Stop
 ToolDecision: TypeAlias = Admit | Refuse | Stop
 
 
-def check_projection(call: ModelCall, bound: int | None) -> None:
-    """Refuse a projection that no call can have, under the completion bound that holds for it.
-
-    Raises:
-        ConfigurationError: The input is not >= 0, or the bound is not >= 1.
-    """
-    # Put so that NaN fails too: reserved, it would be above no cap for ever.
+def wrong_projection(call: ModelCall) -> str:
+    """Say what is wrong with a projection that no call can have."""
     if not call.input_tokens >= 0:
-        raise ConfigurationError(
-            f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
-        )
-    if type(call.min_output_tokens) is not int or call.min_output_tokens < 1:
-        raise ConfigurationError(
+        return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+    if not call.min_output_tokens >= 1:
+        return (
             f"min_output_tokens must be >= 1, got {call.min_output_tokens!r}. "
             "Leave it out where the provider has none."
         )
-    if bound is not None and not bound >= 1:
-        raise ConfigurationError(
-            f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
-        )
+    return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:

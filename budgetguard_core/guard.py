@@ -29,9 +29,9 @@ from budgetguard_core.decision import (
     Stop,
     ToolCall,
     ToolDecision,
-    check_projection,
     given_cost,
     projected_cost,
+    wrong_projection,
 )
 from budgetguard_core.errors import AdapterError, CheckpointError, ConfigurationError
 from budgetguard_core.events import (
@@ -176,7 +176,13 @@ class Guard(RunState):
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
-        check_projection(call, bound)
+        # Put so that NaN fails too: reserved, it would be above no cap for ever.
+        if (
+            not call.input_tokens >= 0
+            or not call.min_output_tokens >= 1
+            or (bound is not None and not bound >= 1)
+        ):
+            raise ConfigurationError(wrong_projection(call))
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
@@ -270,8 +276,12 @@ class Guard(RunState):
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None, now):
+            failed = error is not None
+            used = ticket.estimate() if usage is None else usage
+            if charge(guard._chain, ticket, used, cost, failed, now):
                 warnings = guard._look(now)
+            if (usage is None or cost is None) and not failed:
+                guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
                 if full is not guard._window_warned:
@@ -401,7 +411,12 @@ class Guard(RunState):
                 return False
             status = "completed" if error is None else "failed"
             guard._records.append((call.id, call.name[:NAME_LENGTH], status))
-            guard._standing.show(call.name, call.key or "", key, error=kind)
+            # As `show` does; each step pays for a call.
+            detector = guard._standing.detector
+            if detector is not None:
+                detector.observe(call.name, call.key or "", key, error=kind)
+                if detector.tripped:
+                    guard._standing.weigh()
             now = tree.now()
             for charged in guard._chain:
                 if now >= charged.mark_at:
@@ -890,11 +905,7 @@ class Guard(RunState):
     ) -> Admit:
         tree = self._tree
         tree.call_id += 1
-        detector = self._standing.detector
-        message = self._standing.take_nudge() if detector is not None and detector.due else None
-        # A message would change the run, and OBSERVE only looks on.
-        kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
-        ticket = kind(
+        ticket = Admit(
             self,
             call,
             tree.call_id,
@@ -903,8 +914,13 @@ class Guard(RunState):
             tokens,
             cost,
         )
-        if type(ticket) is Nudge and message is not None:
-            ticket.message = message
+        message = None
+        detector = self._standing.detector
+        if detector is not None and detector.due:
+            message = self._standing.take_nudge()
+            # A message would change the run, and OBSERVE only looks on.
+            if message is not None and self.mode is Mode.ENFORCE:
+                ticket = Nudge(ticket, message)
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
         if tree.sinks:
@@ -918,33 +934,18 @@ class Guard(RunState):
             )
         return ticket
 
-    def _charge(
-        self,
-        ticket: Admit,
-        usage: TokenUsage | None,
-        cost: int | None,
-        failed: bool,
-        priced: bool,
-        now: int,
-    ) -> bool:
-        """Replace the reservation by what was used; True when a mark was reached."""
-        unmetered = False
-        reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
-        if usage is None:
-            unmetered = not (failed or reserved_tokens or reserved_cost)
-            given = ticket.call.input_tokens
-            usage = TokenUsage(given, reserved_tokens - given, estimated=True)
-        near = charge(self._chain, reserved_tokens, reserved_cost, usage, cost, failed, now)
-        if unmetered or (cost is None and self._needs_price and not failed):
-            for guard in self._line:
-                caps = guard._meter.caps
-                if cost is None and caps.refuses_unpriced:
-                    guard._standing.hold(limits.unpriced_model(ticket.call.model))
-                if unmetered and (
-                    caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)
-                ):
-                    guard._standing.hold(limits.unmetered_usage())
-        return near
+    def _hold_uncharged(
+        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
+    ) -> None:
+        """Let a call that cannot be charged stand against the next step, where that matters."""
+        unmetered = usage is None and not (ticket.reserved_tokens or ticket.reserved_cost)
+        for guard in self._line:
+            caps = guard._meter.caps
+            if cost is None and caps.refuses_unpriced:
+                guard._standing.hold(limits.unpriced_model(ticket.call.model))
+            capped = caps.tokens != INFINITY or (caps.cost != INFINITY and not cost_given)
+            if unmetered and capped:
+                guard._standing.hold(limits.unmetered_usage())
 
     def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
         kind = call.kind

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.decision import ModelCall
+from budgetguard_core.decision import Admit, ModelCall
 from budgetguard_core.pricing import Rates, from_usd, to_usd
 from budgetguard_core.stop import StopReason
 from budgetguard_core.usage import TokenUsage, Usage
@@ -476,15 +476,15 @@ def release(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
 
 def charge(
     chain: Chain,
-    reserved_tokens: int,
-    reserved_cost: int,
+    ticket: Admit,
     usage: TokenUsage,
     cost: int | None,
     failed: bool,
     now: int,
 ) -> bool:
-    """Replace a reservation by what was used; True when a mark was reached."""
+    """Replace the reservation of a call by what it used; True when a mark was reached."""
     near = False
+    reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
     inputs, outputs, read, write, write_1h, reasoning, estimated = usage
     for meter in chain:
         marks = meter.marks

@@ -20,7 +20,7 @@ from budgetguard_core import (
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run, reported_cost, token_usage
 from budgetguard_loop import _history as history
 from budgetguard_loop._history import Message, RequestedCall
-from budgetguard_loop._reply import read_reply
+from budgetguard_loop._reply import said_by
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -81,31 +81,30 @@ class AdmittedModelCall:
     ) -> None:
         """Charge the call.
 
+        An answer that the budget's own completion bound cut short ends the run at its next step,
+        or with the block.
+
         Args:
             response: The response, its usage record, or a `TokenUsage`. Where it reports nothing,
                 the tokens are estimated from its text and marked so.
             model: The model that was really called.
             cost_usd: What the provider says it cost; read from the response if left out.
-
-        Raises:
-            BudgetExceeded: The answer was cut short by the budget's own completion bound.
         """
         opened = self._opened()
         usage = token_usage(response)
-        text, asks, cut = _read(response)
+        said = said_by(response)
         run = self._block.run
         run.answered(
             opened,
             usage,
-            text=text,
+            text=said.text,
             model=model,
             cost_usd=cost_usd or reported_cost(response),
-            final=bool(text) and not asks,
+            final=said.is_final,
         )
         self._block.measured(usage)
-        trip = run.cut_short(opened) if cut and not asks else None
-        if trip is not None:
-            raise BudgetExceeded(trip)
+        if said.is_cut:
+            run.cut_short(opened)
 
     def _opened(self) -> OpenModelCall:
         if self._open is None:
@@ -284,14 +283,3 @@ def _wanted(call: Any) -> tuple[RequestedCall, ToolCall]:
 
 async def _done(text: str) -> str:
     return text
-
-
-def _read(response: Any) -> tuple[str, bool, bool]:
-    """Return what a response says, whether it asks for tools, and whether its bound ended it."""
-    try:
-        reply = read_reply(response)
-    except AdapterError:
-        stopped = history.part(response, "stop_reason") == "max_tokens"
-        return (history.result_text(response) if response is not None else ""), False, stopped
-    calls = reply.message.get("tool_calls")
-    return history.message_text(reply.message) + str(calls or ""), bool(calls), reply.is_cut

@@ -154,6 +154,14 @@ def close(history: list[Message], text: str = OUTCOME_UNKNOWN) -> None:
     history.extend(tool_message(call.id, text) for call in waiting)
 
 
+def take_answer(history: list[Message]) -> str:
+    """Take the assistant's last message out of a history, if it asks for nothing; give its text."""
+    last = history[-1] if history else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return ""
+    return message_text(history.pop())
+
+
 def end_message(guard: Guard, trip: Trip, partial: str = "") -> SyntheticMessage:
     """Make the synthetic last message; what a cut stream had said so far comes first."""
     text = synthetic_text(guard)

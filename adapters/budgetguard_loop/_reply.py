@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from budgetguard_core import AdapterError, TokenUsage
 from budgetguard_core.kit import merge_usage, reported_cost, token_usage
-from budgetguard_loop._history import Message, part
+from budgetguard_loop._history import Message, message_text, part, result_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,9 @@ def read_reply(answer: Any) -> ModelReply:
     if isinstance(answer, str):
         return ModelReply(message={"role": "assistant", "content": answer})
     choices = part(answer, "choices")
+    if isinstance(choices, list | tuple) and not choices:
+        # A provider's filter has taken the answer; the call was made all the same.
+        return ModelReply(message=_assistant({"content": ""}), usage=token_usage(answer))
     if choices:
         model = part(answer, "model")
         return ModelReply(
@@ -60,6 +63,54 @@ def read_reply(answer: Any) -> ModelReply:
             raise _unreadable(answer)
         return ModelReply(message=_assistant(answer))
     raise _unreadable(answer)
+
+
+class Said(NamedTuple):
+    """What a response, or a chunk of one, says."""
+
+    text: str
+    """Its text, and the arguments of its tool calls."""
+    asks: bool
+    """It asks for tools."""
+    is_cut: bool
+    """It ended at the completion bound of its request, and asks for nothing."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this is an answer: a text that asks for no tool."""
+        return bool(self.text) and not self.asks
+
+
+def said_by(response: Any) -> Said:
+    """Read what a response of any shape says, as far as it can be told."""
+    if response is None:
+        return Said("", asks=False, is_cut=False)
+    try:
+        reply = read_reply(response)
+    except AdapterError:
+        content = part(response, "content")
+        blocks: list[Any] = [*content] if isinstance(content, list | tuple) else []
+        asks = any(part(block, "type") == "tool_use" for block in blocks)
+        cut = part(response, "stop_reason") == "max_tokens" and not asks
+        return Said(result_text(response), asks=asks, is_cut=cut)
+    calls = reply.message.get("tool_calls")
+    text = message_text(reply.message) + str(calls or "")
+    return Said(text, asks=bool(calls), is_cut=reply.is_cut and not calls)
+
+
+def said_by_chunk(chunk: Any) -> Said:
+    """Read what a chunk of a stream adds."""
+    if isinstance(chunk, str):
+        return Said(chunk, asks=False, is_cut=False)
+    choices = part(chunk, "choices")
+    if choices is None:
+        text = str(part(part(chunk, "delta"), "text") or "")
+        cut = part(part(chunk, "delta"), "stop_reason") == "max_tokens"
+        return Said(text, asks=False, is_cut=cut)
+    delta = part(choices[0], "delta") if choices else None
+    calls = part(delta, "tool_calls")
+    cut = bool(choices) and part(choices[0], "finish_reason") == "length"
+    return Said(str(part(delta, "content") or "") + str(calls or ""), bool(calls), is_cut=cut)
 
 
 class StreamedReply:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from budgetguard_core import (
     NOT_EXECUTED,
@@ -24,6 +25,7 @@ from budgetguard_loop import _history as history
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import ModelReply
+from budgetguard_loop._settings import parameters_of
 
 ToolFunction: TypeAlias = Callable[..., Any]
 
@@ -124,16 +126,25 @@ class Loop:
     """The first model call is another attempt at a turn that was counted already."""
     _results: dict[int, Message] = field(default_factory=dict[int, Message])
     _prompt: Prompt = field(default_factory=Prompt)
+    _schemas: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        # What the step sends of its tools is its own affair; this is about as much.
+        self._schemas = tuple(
+            {"name": name, "description": inspect.getdoc(tool), "parameters": parameters_of(tool)}
+            for name, tool in self.tools.items()
+        )
 
     def steps(self) -> Steps:
         """Run the loop to its end."""
+        outcome: Outcome
         try:
             while True:
                 _, waiting = history.open_batch(self.messages)
                 if waiting:
                     yield from self._run_tools(waiting)
                 elif self._is_over():
-                    outcome = cast("Outcome", (yield from self._conclude()))
+                    outcome = yield from self._conclude()
                     return outcome
                 yield from self._call_model()
         except _Tripped as stop:
@@ -234,7 +245,7 @@ class Loop:
                 model=self.model,
                 provider=self.provider,
                 retry=retry,
-                input_tokens=self._prompt.project(self.messages),
+                input_tokens=self._prompt.project(self.messages, tools=self._schemas),
             )
         )
         if isinstance(call, Stop):

@@ -76,6 +76,14 @@ class Settings:
         return {*kwargs, *(self.arguments(args, kwargs) if args else ())}
 
 
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Name the parameters of a function."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
 def _values(run: Run, call: OpenModelCall | OpenToolCall, *, nudges: bool) -> dict[str, Any]:
     if isinstance(call, OpenModelCall):
         return {

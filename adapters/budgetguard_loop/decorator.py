@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, Unpack, cast
 
@@ -32,7 +32,8 @@ from budgetguard_core.kit import (
     project,
     token_usage,
 )
-from budgetguard_loop._history import part, result_text
+from budgetguard_loop._history import result_text
+from budgetguard_loop._reply import Said, said_by, said_by_chunk
 from budgetguard_loop._settings import Settings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -64,6 +65,7 @@ def guarded(
     model: str | None = None,
     provider: str | None = None,
     usage: Callable[[Any], Any] = token_usage,
+    tools: Iterable[Any] = (),
     **options: Unpack[EnvelopeOptions],
 ) -> Callable[[_F], _F]:
     """Have every call of a function admitted, as a tool call or as a model call, and settled.
@@ -84,6 +86,8 @@ def guarded(
         provider: The provider's id where several have a model of this name.
         usage: Reads the usage from what a model call returned, or from the chunks it yielded. What
             it does not find is estimated from the text.
+        tools: The tool schemas that each model call sends beside its arguments, for the estimate
+            of the prompt.
         **options: The options of `Envelope`, beside a budget.
 
     Raises:
@@ -94,7 +98,7 @@ def guarded(
     envelope = None if budget is None and not options else envelope_of(budget, **options)
 
     def decorate(function: _F) -> _F:
-        gate = _Gate(function, envelope, kind, name, model, provider, usage)
+        gate = _Gate(function, envelope, kind, name, model, provider, usage, tuple(tools))
         if inspect.isasyncgenfunction(function):
             wrapper: Any = gate.async_generator
         elif inspect.iscoroutinefunction(function):
@@ -114,7 +118,7 @@ def guarded(
 class _Call:
     """One call of a guarded function, admitted."""
 
-    __slots__ = ("open", "run", "settings", "text", "usage")
+    __slots__ = ("asks", "is_cut", "open", "run", "settings", "text", "usage")
 
     def __init__(
         self, run: Run, opened: OpenModelCall | OpenToolCall, settings: dict[str, Any]
@@ -124,6 +128,19 @@ class _Call:
         self.settings = settings
         self.usage: Any = None
         self.text = ""
+        self.asks = False
+        self.is_cut = False
+
+    @property
+    def said_final(self) -> bool:
+        """Whether the model gave an answer: a text that asks for no tool."""
+        return bool(self.text) and not self.asks
+
+    def take(self, said: Said) -> None:
+        """Take in what a response, or a chunk of one, says."""
+        self.text += said.text
+        self.asks |= said.asks
+        self.is_cut = (self.is_cut or said.is_cut) and not self.asks
 
 
 class _Gate:
@@ -138,6 +155,7 @@ class _Gate:
         model: str | None,
         provider: str | None,
         usage: Callable[[Any], Any],
+        tools: tuple[Any, ...],
     ) -> None:
         self.wrapper: object = None
         self._function = function
@@ -147,6 +165,7 @@ class _Gate:
         self._model = model
         self._provider = provider
         self._usage = usage
+        self._tools = tools
         self._settings = Settings(function)
         self._outside: Run | None = None
 
@@ -235,7 +254,7 @@ class _Gate:
             call = ModelCall(
                 model=self._model,
                 provider=self._provider,
-                input_tokens=project([*args, *kwargs.values()]),
+                input_tokens=project([*args, *kwargs.values()], tools=self._tools),
             )
             answer = run.model_call(call)
             if isinstance(answer, Stop):
@@ -291,7 +310,10 @@ class _Gate:
             if not interrupted:
                 call.run.finished(call.open, call.text, error=error)
         elif error is None:
-            call.run.answered(call.open, call.usage, text=call.text)
+            final = call.said_final
+            call.run.answered(call.open, call.usage, text=call.text, final=final)
+            if call.is_cut:
+                call.run.cut_short(call.open)
         else:
             call.run.failed(call.open, error, written=call.text)
 
@@ -300,22 +322,12 @@ class _Gate:
             call.text += result_text(result)
         elif part_of_it:
             call.usage = merge_usage(call.usage, self._usage(result))
-            call.text += _chunk_text(result)
+            call.take(said_by_chunk(result))
         else:
             call.usage = self._usage(result)
-            call.text = "" if call.usage else result_text(result)
+            call.take(said_by(result))
 
 
 class _CutShort(Exception):
     def __init__(self, trip: Trip) -> None:
         self.trip = trip
-
-
-def _chunk_text(chunk: Any) -> str:
-    if isinstance(chunk, str):
-        return chunk
-    choices = part(chunk, "choices")
-    if choices is None:
-        return str(part(part(chunk, "delta"), "text") or "")
-    delta = part(choices[0], "delta") if choices else None
-    return str(part(delta, "content") or "") + str(part(delta, "tool_calls") or "")

@@ -124,6 +124,7 @@ class bounded:
         input_tokens: int | None = None,
         max_output_tokens: int | None = None,
         seconds: float | None = None,
+        tools: Iterable[Any] = (),
     ) -> AdmittedModelCall:
         """Ask for one model call: `with run.model_call("gpt-5") as call:`.
 
@@ -134,9 +135,10 @@ class bounded:
             input_tokens: The prompt's tokens, where you know them better than an estimate.
             max_output_tokens: The bound that you would ask for.
             seconds: The call's own time limit.
+            tools: The tool schemas that the request carries, for the estimate of the prompt.
         """
         if input_tokens is None:
-            input_tokens = self._projected()
+            input_tokens = self._projected(tools)
         call = ModelCall(
             model=model,
             provider=provider,
@@ -274,7 +276,9 @@ class bounded:
             self._close()
         final = self.final
         if trip is not None:
-            end = history.end_message(self.guard, trip)
+            # Not two of the assistant's in a row: an answer that is there goes into the last one.
+            said = history.take_answer(self.messages)
+            end = history.end_message(self.guard, trip, said)
             self.messages.append(end)
             final = end["content"]
         elif final is None and self.messages:
@@ -296,6 +300,6 @@ class bounded:
             resume=_RESUME,
         )
 
-    def _projected(self) -> int:
+    def _projected(self, tools: Iterable[Any]) -> int:
         self._tidy()
-        return self._prompt.project(self.messages)
+        return self._prompt.project(self.messages, tools=tuple(tools))

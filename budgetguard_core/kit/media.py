@@ -57,7 +57,7 @@ _KINDS: Final = {
 _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"})
 """Parts by their name: Gemini."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
-_DATA_URL: Final = re.compile(r"data:(\w*)[^,]{0,200},", re.ASCII)
+_DATA_URL: Final = re.compile(r"data:(\w*)[^,\s]{0,200};base64,", re.ASCII)
 
 
 def block_tokens(block: Mapping[Any, Any]) -> int | None:

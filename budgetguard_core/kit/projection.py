@@ -273,7 +273,7 @@ def _schema_text(schema: object) -> str:
         return schema
     if isinstance(schema, Mapping):
         return _json(cast("object", schema))
-    if inspect.isroutine(schema):
+    if inspect.isfunction(schema) or inspect.ismethod(schema):
         return f"{schema.__name__}{inspect.signature(schema)}\n{inspect.getdoc(schema)}"
     if isinstance(schema, type):
         return _json(cast("object", schema))

@@ -66,6 +66,7 @@ class Run:
         trip: Why the run was stopped; None while it may go on.
         outcome: How the run ended, or where it paused; None before.
         ended: The run is over. Nothing that it left behind is a part of it any more.
+        is_loose: It is single calls that belong together; nobody tells their end.
     """
 
     def __init__(
@@ -90,6 +91,9 @@ class Run:
         self._messages: Sequence[Any] = ()
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
         self._parts: dict[object, Run] = {}
+        self.is_loose = loose
+        # An `activate` block bounds a run and reads no answer of its.
+        self._is_inside_a_run = _is_inside_a_run(above)
         # Nobody tells the end of a loose run, so nobody waits for it.
         if self._parent is not None and not loose:
             self._parent._children.add(self)  # noqa: SLF001 - another run's own field
@@ -414,7 +418,7 @@ class Run:
         Such a stop goes through: the adapter closes its history and raises, so that nobody takes
         its partial result for an answer. Only a run's own envelope gives its parent one.
         """
-        return trip.run_id in self._around
+        return self._is_inside_a_run and trip.run_id in self._around
 
     # Checkpoints, pauses and the end
 
@@ -601,6 +605,14 @@ def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
     for first, *rest in trees:
         parts.append(first.child(Budget(loop_detection=None), beside=rest))
     return parts
+
+
+def _is_inside_a_run(frame: Frame | None) -> bool:
+    while frame is not None:
+        if frame.is_live and frame.run is not None and not frame.run.is_loose:
+            return True
+        frame = frame.above
+    return False
 
 
 def _open_model_call() -> OpenModelCall | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from decimal import Context, Decimal
+from itertools import islice
 from typing import Final, cast
 
 from budgetguard_core.kit.figures import fitted, larger, read_figures
-from budgetguard_core.kit.records import part
+from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 _RECORDS: Final = (
@@ -37,6 +38,8 @@ _WRAPPERS: Final = (
 )
 """What a response is wrapped in: by events and chunks of streams, and by frameworks."""
 _DEEPEST: Final = 4
+_MOST_RECORDS: Final = 32
+"""Records that are looked at in one response; stand-ins for one (mocks) have every name."""
 _LONGEST_AMOUNT: Final = 40
 # No call costs ten million dollars, and exact arithmetic on what is smaller would take for ever.
 _MAGNITUDES: Final = range(-30, 7)
@@ -65,7 +68,7 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
-    read = map(read_figures, _candidates(record))
+    read = map(read_figures, islice(_candidates(record), _MOST_RECORDS))
     return next((usage for usage in read if usage is not None), None)
 
 
@@ -129,7 +132,7 @@ def reported_cost(record: object) -> Decimal | None:
     cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
     if cost is not None:
         return cost
-    costs = map(_cost_of, _candidates(record))
+    costs = map(_cost_of, islice(_candidates(record), _MOST_RECORDS))
     return next((cost for cost in costs if cost is not None), None)
 
 
@@ -141,13 +144,14 @@ def _candidates(record: object) -> Iterator[object]:
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
     # Figures count under a name of usage only: what else is in there may be the user's own.
+    held = parts_of(record)
     for name in _RECORDS:
-        kept = part(record, name)
+        kept = held(name)
         if kept is not None:
             yield kept
     if not depth:
         return
-    for one in (_first(part(record, "generations")), *(part(record, name) for name in _WRAPPERS)):
+    for one in (_first(held("generations")), *map(held, _WRAPPERS)):
         if one is not None and not isinstance(one, str | bytes):
             yield from _kept_in(one, depth - 1)
 

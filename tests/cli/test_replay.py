@@ -109,7 +109,7 @@ def stopped(*arguments):
 
 
 @pytest.mark.parametrize("length", [64, 100])
-def test_a_runaway_is_stopped_before_its_sixth_identical_call(write, length):
+def test_a_runaway_is_stopped_before_its_fifth_identical_call(write, length):
     path = write(trajectory(turns(length), success=False, termination="max_steps"))
     (run,) = stopped(path)
     assert run["reason"] == "no_progress"

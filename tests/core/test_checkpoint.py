@@ -417,6 +417,14 @@ def test_a_loop_is_remembered(clock):
     )
 
 
+def test_a_run_that_looks_for_no_loops_goes_on_without(clock):
+    guard = Guard(Budget(loop_detection=None), clock=clock)
+    guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="a")), "x")
+    again = Guard.restore(guard.snapshot(), clock=clock)
+    assert again.snapshot() == guard.snapshot()
+    assert again.snapshot().detector is None
+
+
 def test_under_a_fresh_budget_the_caps_count_from_zero(guard, clock):
     guard.abort()
     guard.check()

@@ -169,13 +169,16 @@ def test_looking_on_destroys_nothing():
 
 
 def test_after_the_trip_no_call_is_cut():
-    guard = Guard(Budget(max_total_tokens=20), mode="observe")
-    first = guard.admit_model_call(ModelCall(input_tokens=5, max_output_tokens=40))
+    # With a dollar cap a model of unknown price is always looked at closely.
+    guard = Guard(Budget(max_total_tokens=20, max_cost_usd=9), mode="observe")
+    priced = ModelCall(input_tokens=5, max_output_tokens=40, cost_usd=CENT)
+    first = guard.admit_model_call(priced)
     assert (first.max_output_tokens, first.reserved_tokens) == (40, 20)
     guard.settle_model_call(first, TokenUsage(5, 40))
-    second = guard.admit_model_call(ModelCall(input_tokens=5, max_output_tokens=40))
+    second = guard.admit_model_call(priced)
     assert guard.observed_trip is not None
     third = guard.admit_model_call(ModelCall(model="?", input_tokens=5, max_output_tokens=40))
+    # The second call is cut as ENFORCE would cut it to see whether it fits.
     assert (second.reserved_tokens, third.reserved_tokens) == (6, 45)
 
 

@@ -199,6 +199,13 @@ def test_text_counts_wherever_it_stands(block):
     assert 0 <= estimate(block) - estimate_tokens(TEXT) <= 12
 
 
+@pytest.mark.parametrize(
+    "text", ["data: 1, 2, 3", "data:,", "data:text/plain,Hi", "data: a;base64,"]
+)
+def test_text_that_begins_like_a_data_url_is_text(text):
+    assert estimate(text) == estimate_tokens(text)
+
+
 def test_text_with_a_data_url_in_it_is_text():
     assert estimate(f"See {PNG}") > 100_000
 

@@ -646,6 +646,16 @@ class TestAStopIsNoAnswer:
         own = next(iter(inner.batch([tool(value=1), tool(value=2)]).refused)).trip
         assert own == stop.trip
 
+    def test_an_activate_block_reads_no_answer(self):
+        with Guard(Budget(max_model_calls=1)).activate():
+            run = opened(Budget())
+            assert until_stopped(run) == 1
+            assert not run.is_of_the_run_around(run.trip)
+            with run.entered():
+                inner = opened(Budget())
+        assert until_stopped(inner) == 0
+        assert inner.is_of_the_run_around(inner.trip)
+
     def test_an_own_stop_is_handed_to_the_parent(self):
         outer = opened(Budget(max_model_calls=5))
         with outer.entered():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import Decimal
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -391,6 +392,9 @@ class Properties(Named):
         Model.model_validate({"token_usage": {"prompt_tokens": 10, "completion_tokens": 5}}),
         Model.model_validate({"prompt_tokens": 10, "completion_tokens": 5}),
         Slotted(),
+        MappingProxyType(
+            {"usage": MappingProxyType({"prompt_tokens": 10, "completion_tokens": 5})}
+        ),
         Properties(),
         {"usage": Properties()},
         {"usage": TokenUsage(10, 5)},
@@ -428,6 +432,36 @@ def test_objects_are_read_as_data_is(record):
 )
 def test_what_reports_nothing_is_no_usage(record):
     assert token_usage(record) is None
+
+
+class Failing:
+    @property
+    def usage(self):
+        raise RuntimeError
+
+    prompt_tokens = usage
+
+
+def test_a_property_that_raises_is_not_there():
+    assert token_usage(Failing()) is None
+    assert token_usage({"message": Failing(), "response": {"usage": TokenUsage(1, 2)}}) == (
+        TokenUsage(1, 2)
+    )
+
+
+def test_figures_may_add_up_to_more_than_one_can_be():
+    most = {"input_tokens": 10**12, "cache_read_input_tokens": 10**12, "output_tokens": 1}
+    assert token_usage({**most, "iterations": [most, most]}) == TokenUsage(
+        4 * 10**12, 2, 2 * 10**12
+    )
+
+
+def test_a_stand_in_for_a_response_reports_nothing():
+    assert token_usage(MagicMock()) is None
+    assert reported_cost(MagicMock()) is None
+    assert token_usage(MagicMock(usage=MagicMock(prompt_tokens=10, completion_tokens=5))) == (
+        TokenUsage(10, 5)
+    )
 
 
 def test_a_known_zero_is_one():
@@ -468,6 +502,9 @@ def test_a_record_that_contains_itself_ends():
     record["tokens"] = record["message"] = record
 
     assert token_usage(record) == TokenUsage(3, estimated=True)
+    event: dict[str, object] = {"type": "ping"}
+    event["event"] = event
+    assert token_usage(event) is None
 
 
 NAMES = st.sampled_from(
