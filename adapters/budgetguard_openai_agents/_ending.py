@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from agents import (
     ItemHelpers,
+    MessageOutputItem,
     RunContextWrapper,
     RunErrorDetails,
     RunItem,
@@ -56,12 +57,12 @@ def partial_result(
     if data is None:
         data = _data_from(recorder, given, options)
     items, responses = _closed(recorder, data.new_items, data.raw_responses)
-    message = last_message(recorder, trip, data.last_agent, items)
+    items += _last(recorder, trip, data.last_agent, items)
     result = RunResult(
         input=data.input,
-        new_items=[*items, message],
+        new_items=items,
         raw_responses=responses,
-        final_output=_text_of(message),
+        final_output=_text_of(items[-1]),
         input_guardrail_results=data.input_guardrail_results,
         output_guardrail_results=data.output_guardrail_results,
         tool_input_guardrail_results=data.tool_input_guardrail_results,
@@ -78,10 +79,10 @@ def close_streamed(recorder: Recorder, trip: Trip, result: RunResultStreaming) -
     """Give a streamed result its end; return the items that were added."""
     kept = len([one for one in result.new_items if one.type != "tool_approval_item"])
     items, result.raw_responses = _closed(recorder, result.new_items, result.raw_responses)
-    closing = [*items[kept:], last_message(recorder, trip, result.last_agent, items)]
+    closing = [*items[kept:], *_last(recorder, trip, result.last_agent, items)]
     result.new_items = items[:kept]
     _seams.extend_streamed(result, closing)
-    result.final_output = _text_of(cast("SyntheticMessage", closing[-1]))
+    result.final_output = _text_of(closing[-1])
     result.is_complete = True
     return closing
 
@@ -96,16 +97,21 @@ def history_of(recorder: Recorder, given: Any, data: RunErrorDetails | None) -> 
     ]
 
 
-def last_message(
+def _last(
     recorder: Recorder, trip: Trip, agent: Any, items: Sequence[RunItem]
-) -> SyntheticMessage:
-    """Make the synthetic message; a run above also gets what its sub-agent had said so far."""
+) -> list[SyntheticMessage]:
+    """Make the synthetic message; a run above also gets what its sub-agent had said so far.
+
+    There is none behind an answer that was cut short: its text is the last message.
+    """
+    if recorder.cut:
+        return []
     run = recorder.run
     text = synthetic_text(run.guard)
     if run.above is not None and run.above.run is not None:
         said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
-    return synthetic_message(agent, text, synthetic_metadata(run.guard, trip))
+    return [synthetic_message(agent, text, synthetic_metadata(run.guard, trip))]
 
 
 def is_answered(recorder: Recorder, result: Any) -> bool:
@@ -239,5 +245,5 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
     )
 
 
-def _text_of(message: SyntheticMessage) -> str:
-    return ItemHelpers.text_message_output(message)
+def _text_of(item: RunItem) -> str:
+    return ItemHelpers.text_message_output(item) if isinstance(item, MessageOutputItem) else ""

@@ -212,7 +212,7 @@ class Recorder(RunHooks[Any]):
             ended = self._incomplete
             call.measured = token_usage(ended) or call.measured
             self.run.failed(call, error, written="".join(self.streamed))
-            if ended is not None and self.run.cut_short(call) is not None:
+            if ended is not None and ended.output and self.run.cut_short(call) is not None:
                 # The SDK takes such an end for an error, and drops the answer.
                 self.cut = True
                 answer = ModelResponse(output=ended.output, usage=Usage(), response_id=ended.id)
@@ -233,6 +233,7 @@ class Recorder(RunHooks[Any]):
 
     def left_by(self, error: BaseException) -> Trip | None:
         """Tell whether an exception left the run because of a limit, and of which."""
+        self._fail(error)
         stopped = self.calls.stopping or self.run.stopped_by
         if stopped is None:
             return None

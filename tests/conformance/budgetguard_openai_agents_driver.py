@@ -475,7 +475,7 @@ class OpenAIAgentsDriver(Driver):
         return scenario.after.session[0] if scenario.after else MemorySession("conversation")
 
     async def input_of(self, scenario: Scenario, agent: Agent[Any]) -> Any:
-        after = scenario.after
+        after, new = scenario.after, scenario.user_input
         if after is not None and scenario.answer is not None:
             state = after.session[1]
             if scenario.place != "same object":
@@ -486,7 +486,6 @@ class OpenAIAgentsDriver(Driver):
                 else:
                     state.reject(waiting)
             return state
-        new = scenario.user_input
         if self.with_session or scenario.stored or after is None:
             return [] if new is None else new
         said = [] if new is None else [{"role": "user", "content": new}]
