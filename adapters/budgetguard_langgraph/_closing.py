@@ -8,10 +8,10 @@ from typing import Any, Final
 from langchain_core.messages import BaseMessage
 from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.constants import END
-from langgraph.types import StateSnapshot, StateUpdate
+from langgraph.types import Overwrite, StateSnapshot, StateUpdate
 
 from budgetguard_langgraph._history import messages_of
-from budgetguard_langgraph._seams import OVERWRITE, ROOT, START
+from budgetguard_langgraph._seams import ROOT, START
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 FOLD: Final = [StateUpdate(None, END)]
@@ -39,33 +39,20 @@ def conversation_in(values: Any, key: str | None) -> list[BaseMessage]:
     return messages_of(values, key)
 
 
-def write(
-    graph: Any, key: str, whole: Sequence[BaseMessage], new: Sequence[BaseMessage]
-) -> list[list[StateUpdate]]:
-    """Return the updates that make this the whole conversation, with nothing left to run.
-
-    A channel without a reducer takes the whole; one with a reducer is written past it, because
-    what a reducer of the user's makes of a message that takes another's place is not known. Where
-    LangGraph has no way past it, what is new goes through.
-
-    Args:
-        graph: The graph.
-        key: The channel.
-        whole: The whole conversation.
-        new: What is new in it.
-    """
+def write(graph: Any, key: str, whole: Sequence[BaseMessage]) -> list[list[StateUpdate]]:
+    """Return the updates that make this the whole conversation, with nothing left to run."""
     value = replaced(graph, key, whole)
-    if value is None:
-        value = list(new)
     update: Any = value if key == ROOT else {key: value}
     return [[StateUpdate(update, writer_of(graph, key))], FOLD]
 
 
 def replaced(graph: Any, key: str, whole: Sequence[BaseMessage]) -> Any:
-    """Return what to write to a channel so that it holds this; None where nothing does that."""
-    if isinstance(graph.channels[key], LastValue):
-        return list(whole)
-    return None if OVERWRITE is None else OVERWRITE(list(whole))
+    """Return what to write to a channel so that it holds this.
+
+    A channel without a reducer takes the whole; one with a reducer is written past it, because
+    what a reducer of the user's makes of a message that takes another's place is not known.
+    """
+    return list(whole) if isinstance(graph.channels[key], LastValue) else Overwrite(list(whole))
 
 
 def writer_of(graph: Any, key: str) -> str:

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, Final, cast
 
 import langgraph.errors
-import langgraph.types
 from langchain_core.callbacks import BaseCallbackManager
 from langchain_core.language_models import BaseChatModel
 from langchain_core.runnables.config import var_child_runnable_config
@@ -34,9 +33,7 @@ CHECKPOINTER: Final = "__pregel_checkpointer"
 HANDOFF: Final = "__handoff_destination"
 """In the metadata of the handoff tools of langgraph-supervisor and langgraph-swarm."""
 
-# Since LangGraph 1.0.2: writes a channel past its reducer.
-OVERWRITE: Final[Any] = getattr(langgraph.types, "Overwrite", None)
-# The framework's own caps; the later ones only since LangGraph 1.1.
+# The framework's own caps; the later ones only since LangGraph 1.2.
 FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
     GraphRecursionError,
     *(
@@ -46,7 +43,7 @@ FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
     ),
 )
 
-_SUPPORTED: Final = "langgraph 1.0 to 1.2 with langchain-core 1.0 to 1.7"
+_SUPPORTED: Final = "langgraph 1.1.5 and later with langchain-core 1.2.10 and later, below 2"
 _DEEPEST: Final = 150
 _NEAREST: Final = 12
 _MANAGER: Final = 7
@@ -60,7 +57,7 @@ _NODES: Final = frozenset({"ToolNode", "_ToolNode"})
 _TOOL_RUN: Final = frozenset({"run", "arun"})
 # `create_agent` binds it to every agent; it is nobody's choice.
 _BOUND_LIMIT: Final = 9_999
-_OLD_LIMIT: Final = 25
+_DEFAULT_LIMIT: Final = 10_007
 
 
 @cache
@@ -231,7 +228,7 @@ def recursion_limit(graph: Any, config: Any, needed: int | None) -> int | None:
     if needed is None or given is not None:
         return None
     module = sys.modules.get("langgraph._internal._config")
-    default = int(getattr(module, "DEFAULT_RECURSION_LIMIT", _OLD_LIMIT))
+    default = int(getattr(module, "DEFAULT_RECURSION_LIMIT", _DEFAULT_LIMIT))
     if own is not None and own not in (_BOUND_LIMIT, default):
         return None
     return needed if needed > (own or default) else None
@@ -269,7 +266,7 @@ def enclosing_tool_node() -> Any:
 
 
 def tool_call_id_of_stack() -> str | None:
-    """Return the id of the tool call that starts; langchain-core tells it only since 1.1."""
+    """Return the id of the tool call that starts, where a hook is not told."""
     frame = _frame_of(_TOOL_RUN, "tool_call_id")
     found = None if frame is None else frame.f_locals.get("tool_call_id")
     return found if isinstance(found, str) else None
@@ -282,7 +279,6 @@ def refusal(node: Any, message: str) -> Exception | None:
     """
     if node is None:
         return None
-    # LangGraph has it since 1.0.2; before, a node handles every exception or none.
     base = getattr(sys.modules.get(_home(node)), "ToolInvocationError", Exception)
     refused = _REFUSALS.get(base)
     if refused is None:

@@ -180,7 +180,7 @@ class Session:
         results = results_for(messages)
         if self.key is None or not results:
             return None
-        return write(self.graph, self.key, placed(messages, results), results)
+        return write(self.graph, self.key, placed(messages, results))
 
     def _killed(self, state: StateSnapshot, *, stopped: bool) -> tuple[Snapshot | None, bool]:
         """Take up the counters of a process that ended without a word, with all that it used."""
@@ -270,7 +270,7 @@ class Session:
         self._end.values = self._shown(values, whole, trip)
         if state is None or key is None or not hasattr(self.graph, "builder"):
             return None
-        return write(self.graph, key, whole, self._end.closing)
+        return write(self.graph, key, whole)
 
     def stays_open(self, state: StateSnapshot | None) -> bool:
         """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.

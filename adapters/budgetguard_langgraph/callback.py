@@ -265,7 +265,8 @@ class BudgetCallback(BaseCallbackHandler):
         if call is not None:
             thread = Thread(call.graph, configuration(call.config))
             slot = thread.slot_in(owner)
-            if getattr(given, "resume", None) is not None and was_stopped(call.graph, call.config):
+            answer = getattr(cast("object", given), "resume", None)
+            if answer is not None and was_stopped(call.graph, call.config):
                 raise AdapterError(ANSWERED)
             kept = thread.kept(slot) if goes_on else None
         around = current()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, NotRequired, Unpack, cast
+from typing import Annotated, Any, NotRequired, Unpack, cast
 
-import langchain.agents.middleware.types as types
 from langchain.agents.middleware.types import (
     AgentMiddleware,
     AgentState,
+    ExtendedModelResponse,
     ModelResponse,
     OmitFromInput,
 )
@@ -33,9 +33,6 @@ from budgetguard_langgraph._run import GraphRun
 from budgetguard_langgraph._seams import configuration, middleware_of
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
-
-# Since langchain 1.1; before, the synthetic answer alone ends the agent.
-_EXTENDED: Final[Any] = getattr(types, "ExtendedModelResponse", None)
 
 
 class BudgetState(AgentState[Any]):
@@ -159,10 +156,8 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             [*messages, *results], synthetic_text(guard), synthetic_metadata(guard, stop.trip)
         )
         response = ModelResponse(result=[*results, last])
-        if _EXTENDED is None:
-            return response
         update: dict[str, Any] = {"jump_to": "end", "stop_reason": str(stop.trip.reason)}
-        return _EXTENDED(model_response=response, command=Command(update=update))
+        return ExtendedModelResponse(model_response=response, command=Command(update=update))
 
     def _interrupted(self, request: Any, stop: BudgetExceeded) -> ToolMessage:
         if self._ends(stop) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.messages import BaseMessage, RemoveMessage
+from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
@@ -111,8 +111,4 @@ def _plan(
 def _without_the_end(
     graph: Any, key: str, messages: Sequence[BaseMessage], original: BaseMessage | None
 ) -> Any:
-    whole = [*messages[:-1], *([] if original is None else [original])]
-    value = replaced(graph, key, whole)
-    if value is None:
-        value = [original or RemoveMessage(id=str(messages[-1].id))]
-    return value
+    return replaced(graph, key, [*messages[:-1], *([] if original is None else [original])])

@@ -254,7 +254,7 @@ def test_agents_that_only_repeat_themselves_are_stopped(way):
         ended = callback.outcome
     assert ended.stop_reason in ("no_progress", "oscillation")
     assert first.calls + second.calls < 30
-    sent = [len(json.loads(one)) for one in (*first.sent, *second.sent)]
+    sent = [len(json.loads(one)[0]) for one in (*first.sent, *second.sent)]
     # Told once to do something else, in the request alone.
     assert sent.count(2) == 1
 

@@ -233,7 +233,7 @@ def test_a_bound_does_not_break_a_model_that_does_not_know_it(caplog):
     """As ChatOllama, whose client takes no `max_tokens`: said once, and the call is made."""
 
     class Strict(ScriptedChat):
-        def _generate(self, messages, stop=None, run_manager=None):
+        def _generate(self, messages, stop=None, run_manager=None, tools=None, tool_choice=None):
             return super()._generate(messages, stop, run_manager)
 
     for _ in range(2):
