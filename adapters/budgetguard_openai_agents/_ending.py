@@ -65,8 +65,9 @@ def partial_result(
         final_output=_text_of(items[-1]),
         input_guardrail_results=data.input_guardrail_results,
         output_guardrail_results=data.output_guardrail_results,
-        tool_input_guardrail_results=data.tool_input_guardrail_results,
-        tool_output_guardrail_results=data.tool_output_guardrail_results,
+        # Older releases do not report these of a run that failed.
+        tool_input_guardrail_results=getattr(data, "tool_input_guardrail_results", []),
+        tool_output_guardrail_results=getattr(data, "tool_output_guardrail_results", []),
         context_wrapper=data.context_wrapper,
         _last_agent=data.last_agent,
         max_turns=options.get("max_turns"),

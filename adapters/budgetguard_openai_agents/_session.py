@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -41,23 +42,25 @@ def compare(
 ) -> Compared:
     """Find out how much of a run its session holds, and what it held before.
 
-    A session ends with what was stored of the run, in the run's order; parts of it may be missing.
+    A session ends with what was stored of the run; parts of it may be missing.
 
     Args:
         stored: What the session holds.
         history: What the run was given and has brought. May begin before the run does.
     """
     keys = [_key(item) for item in history]
-    held = [False] * len(keys)
-    place, end = len(stored), len(keys)
-    while place:
-        key = _key(stored[place - 1])
-        found = next((n for n in range(end - 1, -1, -1) if keys[n] == key), None)
-        if found is None:
-            break
-        held[found] = True
-        place, end = place - 1, found
-    last = max((n for n, there in enumerate(held) if there), default=-1)
+    left = Counter(keys)
+    place = len(stored)
+    # The SDK may have saved the results of a batch in an order of its own.
+    while place and left[key := _key(stored[place - 1])]:
+        left[key] -= 1
+        place -= 1
+    there = Counter(keys) - left
+    held: list[bool] = []
+    for key in keys:
+        held.append(there[key] > 0)
+        there[key] -= 1
+    last = max((n for n, is_there in enumerate(held) if is_there), default=-1)
     missing = [
         item
         for n, item in enumerate(history)
