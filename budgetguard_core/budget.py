@@ -8,6 +8,14 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from budgetguard_core.breakers import (
+    BulkheadConfig,
+    CircuitBreakerConfig,
+    ProgressReports,
+    RateLimit,
+    ToolMix,
+    VelocityLimits,
+)
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.loops import LoopDetection
 
@@ -20,6 +28,16 @@ DIMENSIONS = (
     "max_cost_usd",
 )
 """The caps of a run, by field name, in the order in which they are shown."""
+
+BREAKERS = (
+    "progress",
+    "velocity",
+    "tool_mix",
+    "rate_limits",
+    "bulkheads",
+    "circuit_breaker",
+)
+"""The breakers of a run, by field name; each is off where it is left out."""
 
 _MOST = 10**18
 _MOST_SECONDS = 10**12
@@ -156,6 +174,20 @@ class Budget(BaseModel):
     """How repetition and oscillation are found; None turns it off. A sub-agent's budget that leaves
     it out has its parent's."""
 
+    progress: ProgressReports | None = None
+    """Ask the model how far it is, and stop a run that does not move (`stalled`)."""
+    velocity: VelocityLimits | None = None
+    """Tokens, dollars and tool calls a minute: delay calls, then stop the run (`velocity`)."""
+    tool_mix: ToolMix | None = None
+    """Tell once when the run's tools are unlike a recorded baseline. Stops nothing."""
+    rate_limits: Mapping[str, RateLimit] = Field(default_factory=dict)
+    """How often tools may be called, by name or pattern as `tool_quotas`: waits, then refuses."""
+    bulkheads: Mapping[str, BulkheadConfig] = Field(default_factory=dict)
+    """How many calls of tools may run at once, likewise."""
+    circuit_breaker: CircuitBreakerConfig | None = None
+    """Leave a tool that keeps failing alone for a while; one breaker for each tool. A run whose
+    every call meets an open one is stopped (`circuit_open`)."""
+
     def __init__(self, **caps: Any) -> None:
         try:
             super().__init__(**caps)
@@ -180,7 +212,7 @@ class Budget(BaseModel):
                 )
         return quotas
 
-    @field_validator("tool_quotas", "tool_classes")
+    @field_validator("tool_quotas", "tool_classes", "rate_limits", "bulkheads")
     @classmethod
     def _freeze(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
         return _Frozen(value)
@@ -223,19 +255,29 @@ class Budget(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """Return the budget as plain data. Stop conditions are code and are left out."""
-        return self.model_dump(mode="json", exclude={"stop_when"})
+        data = self.model_dump(mode="json", exclude={"stop_when"})
+        # Left out where they are off: every log begins with this.
+        return {name: value for name, value in data.items() if value or name not in BREAKERS}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Build a budget from what `to_json` returned."""
-        cost = data.get("max_cost_usd")
-        return cls(**{**data, "max_cost_usd": None if cost is None else Decimal(cost)})
+        fields = dict(data)
+        velocity = fields.get("velocity")
+        if velocity is not None:
+            fields["velocity"] = _with_dollars(velocity, "max_cost_usd_per_minute")
+        return cls(**_with_dollars(fields, "max_cost_usd"))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the budget, changed as `update` says; unlike pydantic's, the copy is validated."""
         del deep  # nothing in a budget can be changed, so a shallow copy is as good
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | dict(update or {})))
+
+
+def _with_dollars(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    cost = data.get(name)
+    return {**data, name: None if cost is None else Decimal(cost)}
 
 
 def _sentences(error: ValidationError) -> str:

@@ -15,7 +15,8 @@ from datetime import date, time
 from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
+from math import inf
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,6 +27,7 @@ _EXACT_FLOATS = 2**53
 _LONGEST_NUMBER = 32
 _BIGGEST_WHOLE = 10**_LONGEST_NUMBER
 _SMALLEST_WHOLE = -_BIGGEST_WHOLE
+_FEW_NAMES = 64
 _LONGEST_KEY = 128
 _ERROR_READ = 4000
 _ERROR_KEPT = 400
@@ -77,16 +79,17 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """
     if type(value) is str:
         value = _parsed(value)
-    if ignore:
-        if isinstance(value, BaseModel):
-            value = _model_fields(value)
-        if type(value) is dict and not ignore.isdisjoint(value):
-            arguments: dict[Any, Any] = value
-            value = {name: arguments[name] for name in arguments if name not in ignore}
+    elif ignore and _kind_of(value) is not dict and isinstance(value, BaseModel):
+        value = _model_fields(value)
     try:
+        if _kind_of(value) is dict:
+            if ignore and not ignore.isdisjoint(value):
+                value = {name: value[name] for name in value if name not in ignore}
+            if len(value) <= _FEW_NAMES:
+                return _named(value)
         return ascii(_plain(value, 0, _Walk()))
     except _TooManyParts:
-        return ascii(_plain(value, 0, _DigestingWalk()))
+        return ascii(_plain(value, 0, _Walk(digests={})))
 
 
 def fingerprint(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
@@ -107,7 +110,7 @@ def fingerprint_result(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> s
             tell results apart, such as `elapsed_ms`. Text is read as JSON only where it holds one
             of them.
     """
-    return digest_of(result_key(result, ignore=ignore))
+    return _digest(_result(result, ignore))
 
 
 def fingerprint_error(text: str) -> str:
@@ -118,6 +121,10 @@ def fingerprint_error(text: str) -> str:
     """
     masked = _VARIABLE.sub("?", text[:_ERROR_READ].strip())
     return _digest(masked[:_ERROR_KEPT])
+
+
+KEY_MARKS = frozenset("=#")
+"""What a key begins with: the value itself follows, or the digest of one that is not small."""
 
 
 # Keys: a digest costs as much as the rest, so it is made only where something leaves the process
@@ -134,20 +141,7 @@ def arguments_key(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
 
 def result_key(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Return what stands for the result of a call within this process, as `arguments_key` does."""
-    if type(result) is str:
-        text = result.strip()
-        if not ignore or text[:1] != "{" or not any(name in text for name in ignore):
-            return _key(text)
-        found = _parsed(text)
-        if found is text:
-            return _key(text)
-        result = found
-    return _key(canonical(result, ignore=ignore))
-
-
-def is_key(text: str) -> bool:
-    """Say whether it is a key, and not a fingerprint that was given."""
-    return text[:1] in ("=", "#")
+    return _key(_result(result, ignore))
 
 
 def digest_of(key: str) -> str:
@@ -158,16 +152,25 @@ def digest_of(key: str) -> str:
     return key[1:] if mark == "#" else key
 
 
+def _result(result: Any, ignore: AbstractSet[str]) -> str:
+    if type(result) is not str:
+        return canonical(result, ignore=ignore)
+    text = result.strip()
+    if not ignore or text[:1] != "{" or not any(name in text for name in ignore):
+        return text
+    found = _parsed(text)
+    return text if found is text else canonical(found, ignore=ignore)
+
+
 def _key(text: str) -> str:
     return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"
 
 
 def _digest(text: str) -> str:
     try:
-        data = text.encode()
+        return blake2b(text.encode(), digest_size=8).hexdigest()
     except UnicodeEncodeError:
-        data = text.encode("utf-8", "surrogatepass")
-    return blake2b(data, digest_size=8).hexdigest()
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 # Values
@@ -178,12 +181,22 @@ class _TooManyParts(Exception):
 
 
 class _Walk:
-    """A look at a value whose text is written in full, as long as its parts are few."""
+    """A look at one value.
 
-    __slots__ = ("left",)
+    Attributes:
+        digests: None while the text is written in full. For what is too large for that, the
+            digest of each container, with the container, or its id would be given to another: so
+            the cost is that of the memory that the value takes, however it shares its parts.
+        left: How many more parts may be written.
+        made_up: How many more parts of containers that are not built in are looked at.
+    """
 
-    def __init__(self) -> None:
-        self.left = _MOST_PARTS
+    __slots__ = ("digests", "left", "made_up")
+
+    def __init__(self, digests: dict[int, tuple[object, Any]] | None = None) -> None:
+        self.digests = digests
+        self.left: float = _MOST_PARTS if digests is None else inf
+        self.made_up = _MOST_PARTS
 
     def take(self, count: int) -> None:
         """Count the parts of a container before they are looked at."""
@@ -191,48 +204,18 @@ class _Walk:
         if self.left < 0:
             raise _TooManyParts
 
-    def most(self, count: int) -> int:
-        """Return how many parts of a container that is not built in are looked at."""
-        return count
-
-    def reduce(self, value: Any, depth: int) -> Any:
-        """Reduce a value that is neither text, number, truth value nor None."""
-        return _contents(value, depth, self)
-
-
-class _DigestingWalk(_Walk):
-    """A look at a large value: each container is a digest, and is looked at once.
-
-    So the cost is that of the memory which the value takes, however often it shares its parts.
-    """
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        # With the value, or its id would be given to another.
-        self._known: dict[int, tuple[object, Any]] = {}
-
-    def take(self, count: int) -> None:
-        """Look at all of them: each is in memory already."""
-
-    def most(self, count: int) -> int:
-        """Look at a part of what may be made up on demand."""
-        taken = min(count, max(self.left, 0))
-        self.left -= taken
-        return taken
-
-    def reduce(self, value: Any, depth: int) -> Any:
-        """Reduce a value to the digest of its contents."""
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
-        self._known[id(value)] = (value, ("within itself",))
-        plain = _contents(value, depth, self)
-        if type(plain) in (dict, list, tuple):
-            plain = ("digest", blake2b(ascii(plain).encode(), digest_size=16).hexdigest())
-        self._known[id(value)] = (value, plain)
-        return plain
+    def some(self, values: Iterable[Any], count: int) -> Iterable[Any]:
+        """Return what is looked at of a container that may make up its parts on demand."""
+        if self.digests is None:
+            if count > self.left:
+                raise _TooManyParts
+            return values
+        looked_at = min(count, self.made_up)
+        self.made_up -= looked_at
+        if looked_at == count:
+            return values
+        found: Iterable[Any] = chain(islice(values, looked_at), [("of", count)])
+        return found
 
 
 def _parsed(text: str) -> object:
@@ -243,6 +226,35 @@ def _parsed(text: str) -> object:
         except (ValueError, RecursionError):
             return text
     return text
+
+
+def _named(value: dict[Any, Any]) -> str:
+    """Write a mapping of few names, as arguments are, without a copy of it that is then written."""
+    try:
+        keys = sorted(value)
+    except TypeError:
+        return ascii(_plain(value, 0, _Walk()))
+    parts: list[str] = []
+    walk = None
+    for key in keys:
+        if type(key) is not str:
+            return ascii(_plain(value, 0, _Walk()))
+        item = value[key]
+        kind = _kind_of(item)
+        if kind is str:
+            item = item.strip()
+            if item[:1] in _CODED:
+                item = _coded(item)
+        elif kind is int:
+            if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+                item = _whole(item)
+        elif kind is not bool and item is not None:
+            if walk is None:
+                walk = _Walk()
+                walk.take(len(keys))
+            item = _plain(item, 1, walk)
+        parts.append(f"{key!a}: {item!a}")
+    return f"{{{', '.join(parts)}}}"
 
 
 def _plain(value: Any, depth: int, walk: _Walk) -> Any:
@@ -258,7 +270,17 @@ def _plain(value: Any, depth: int, walk: _Walk) -> Any:
         return _real(value)
     if depth > _DEEPEST:
         return _type_only(value)
-    return walk.reduce(value, depth)
+    if walk.digests is None:
+        return _contents(value, depth, walk)
+    known = walk.digests.get(id(value))
+    if known is not None:
+        return known[1]
+    walk.digests[id(value)] = (value, ("within itself",))
+    plain = _contents(value, depth, walk)
+    if type(plain) in (dict, list, tuple):
+        plain = ("digest", blake2b(ascii(plain).encode(), digest_size=16).hexdigest())
+    walk.digests[id(value)] = (value, plain)
+    return plain
 
 
 def _contents(value: Any, depth: int, walk: _Walk) -> Any:
@@ -266,8 +288,7 @@ def _contents(value: Any, depth: int, walk: _Walk) -> Any:
     if kind is dict:
         return _mapping(value, depth, walk)
     if kind is list or kind is tuple:
-        walk.take(len(value))
-        return _items(value, depth, walk)
+        return _items(value, len(value), depth, walk)
     # The object's own code runs here, and it must not end the run it is a part of.
     try:
         return _other(value, depth, walk)
@@ -361,7 +382,8 @@ def _real(number: float) -> int | float:
     return int(number) if exact else number
 
 
-def _items(values: Iterable[Any], depth: int, walk: _Walk) -> list[Any]:
+def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[Any]:
+    walk.take(count)
     plain: list[Any] = []
     for item in values:
         kind = _kind_of(item)
@@ -376,15 +398,6 @@ def _items(values: Iterable[Any], depth: int, walk: _Walk) -> list[Any]:
         ):
             item = _plain(item, depth + 1, walk)
         plain.append(item)
-    return plain
-
-
-def _foreign_items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[Any]:
-    walk.take(count)
-    looked_at = walk.most(count)
-    plain = _items(islice(values, looked_at), depth, walk)
-    if looked_at < count:
-        plain.append(("of", count))
     return plain
 
 
@@ -413,13 +426,12 @@ def _other(value: Any, depth: int, walk: _Walk) -> Any:
     if issubclass(kind, dict):
         return _mapping(dict(value), depth, walk)
     if issubclass(kind, Mapping):
-        count = len(value)
-        walk.take(count)
-        return _mapping(dict(islice(value.items(), walk.most(count))), depth, walk)
+        return _mapping(dict(walk.some(value.items(), len(value))), depth, walk)
     if issubclass(kind, AbstractSet):
-        return ("set", sorted(map(ascii, _foreign_items(value, len(value), depth, walk))))
+        plain = _items(walk.some(value, len(value)), len(value), depth, walk)
+        return ("set", sorted(map(ascii, plain)))
     if kind is not range and issubclass(kind, Sequence):
-        return _foreign_items(value, len(value), depth, walk)
+        return _items(walk.some(value, len(value)), len(value), depth, walk)
     if hasattr(kind, "__array__"):
         array = value.__array__()
         # A table shows the names of its columns; an array shows only its data.

@@ -9,11 +9,13 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 
+from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.canonical import digest_of
 from budgetguard_core.charges import Charges
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.usage import TokenUsage
 
 NOT_EXECUTED = "Not executed: the run was stopped before this call started."
 """The result that a tool call gets when the run ends before it starts."""
@@ -50,13 +52,16 @@ class ModelCall:
     """The completion bound that the request carries already, if any."""
     output_is_fixed: bool = False
     """True where the bound cannot be lowered any more: the call fits with it, or it is refused."""
+    min_output_tokens: int = 1
+    """The least completion bound that the provider takes (16 in OpenAI's Responses API, more than
+    the thinking budget in Anthropic's): a call that fits only with less is not admitted."""
     seconds: float | None = None
     """The call's own time limit; the answer carries the lesser of it and the time left."""
     cost_usd: Decimal | None = None
     """What the call costs at most, where the caller knows better than the price book."""
 
 
-@dataclass(init=False, slots=True)
+@dataclass(init=False, slots=True, kw_only=True)
 class ToolCall:
     """One tool call that the model asked for."""
 
@@ -117,16 +122,20 @@ class Admit:
         call: The request that was admitted.
         call_id: The number of the call within its tree of guards.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
+        clamped_by: The cap that `max_output_tokens` was lowered for; None where it was not.
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
+        breakers: What the run's breakers have to do with the call; None where it has none.
         charges: What is set aside with the ledgers of the run's tenants.
     """
 
     __slots__ = (
+        "breakers",
         "call",
         "call_id",
         "charges",
+        "clamped_by",
         "guard",
         "max_output_tokens",
         "rates",
@@ -149,9 +158,11 @@ class Admit:
         self.call = call
         self.call_id = call_id
         self.max_output_tokens = max_output_tokens
+        self.clamped_by: StopReason | None = None
         self.rates = rates
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
+        self.breakers: CallBreakers | None = None
         self.charges: Charges = ()
 
     @property
@@ -162,6 +173,11 @@ class Admit:
         if left is None or own is None:
             return own if left is None else left
         return min(own, left)
+
+    def estimate(self) -> TokenUsage:
+        """Return what a model call is charged that reported nothing: its reservation."""
+        given = self.call.input_tokens
+        return TokenUsage(given, self.reserved_tokens - given, estimated=True)
 
     @property
     def idempotency_key(self) -> str:
@@ -183,7 +199,17 @@ class Nudge(Admit):
 
     __slots__ = ("message",)
 
-    message: str
+    def __init__(self, ticket: Admit, message: str) -> None:
+        super().__init__(
+            ticket.guard,
+            ticket.call,
+            ticket.call_id,
+            ticket.max_output_tokens,
+            ticket.rates,
+            ticket.reserved_tokens,
+            ticket.reserved_cost,
+        )
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +233,16 @@ ModelDecision: TypeAlias = Admit | Nudge | Stop
 ToolDecision: TypeAlias = Admit | Refuse | Stop
 
 
-def check_projection(call: ModelCall, bound: int | None) -> None:
-    """Refuse a projection that no call can have, under the completion bound that holds for it.
-
-    Raises:
-        ConfigurationError: The input is not >= 0, or the bound is not >= 1.
-    """
-    # Put so that NaN fails too: reserved, it would be above no cap for ever.
+def wrong_projection(call: ModelCall) -> str:
+    """Say what is wrong with a projection that no call can have."""
     if not call.input_tokens >= 0:
-        raise ConfigurationError(
-            f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+        return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
+    if not call.min_output_tokens >= 1:
+        return (
+            f"min_output_tokens must be >= 1, got {call.min_output_tokens!r}. "
+            "Leave it out where the provider has none."
         )
-    if bound is not None and not bound >= 1:
-        raise ConfigurationError(
-            f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
-        )
+    return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:

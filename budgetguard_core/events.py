@@ -7,14 +7,23 @@ it again. Argument values are not among it unless the user asked for them; their
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from budgetguard_core.decision import ModelCall, ToolKind
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
+from budgetguard_core.decision import (
+    Admit,
+    ModelCall,
+    Refuse,
+    Stop,
+    ToolCall,
+    ToolDecision,
+    ToolKind,
+)
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.outcome import Status
 from budgetguard_core.records import dump
@@ -24,6 +33,11 @@ from budgetguard_core.usage import TokenUsage, Usage
 FORMAT_VERSION = 2
 """The version of the log. Version 1, which had the fields of a model call flat, is read as well."""
 
+_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
+    Admit: "admit",
+    Refuse: "refuse",
+    Stop: "stop",
+}
 _CALL = frozenset(ModelCall.__dataclass_fields__)
 
 
@@ -161,6 +175,24 @@ class ToolCallRequested(BaseModel):
     """The arguments themselves, only when the user asked for them to be logged."""
     decision: Literal["admit", "refuse", "stop"]
 
+    @classmethod
+    def of_batch(
+        cls, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision], log_arguments: bool
+    ) -> tuple[Self, ...]:
+        """Describe the calls of a batch with their answers."""
+        return tuple(
+            cls(
+                call_id=decision.call_id if isinstance(decision, Admit) else None,
+                id=call.id,
+                name=call.name,
+                kind=call.kind,
+                fingerprint=call.fingerprint or "",
+                arguments=call.arguments if log_arguments else None,
+                decision=_ANSWERS[type(decision)],
+            )
+            for call, decision in zip(calls, decisions, strict=True)
+        )
+
 
 class ToolCallsRequested(EventBase):
     """A batch of tool calls was asked for and answered."""
@@ -181,6 +213,10 @@ class ToolCallSettled(EventBase):
     error_fingerprint: str | None = None
     """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
     paths and hexadecimal."""
+    outcomes: tuple[CallOutcome, ...] = ()
+    """What the call was to each circuit breaker that permitted it."""
+    duration_ns: int | None = None
+    """How long the body took, where a circuit breaker wants to know."""
 
 
 class ToolCallWithdrawn(EventBase):
@@ -188,6 +224,54 @@ class ToolCallWithdrawn(EventBase):
 
     event: Literal["tool_call_withdrawn"] = "tool_call_withdrawn"
     call_id: int
+
+
+class CallDelayed(EventBase):
+    """A call that was admitted has to wait before it starts: for the pace, or a rate limit."""
+
+    event: Literal["call_delayed"] = "call_delayed"
+    call_id: int
+    delay_ns: int
+
+
+class ToolCallTurnedAway(EventBase):
+    """A breaker did not let a tool call start; in OBSERVE it would not have."""
+
+    event: Literal["tool_call_turned_away"] = "tool_call_turned_away"
+    name: str
+    reason: str
+    """The stop reason that is next to it: `circuit_open`, or `velocity` for a limit or bulkhead."""
+    detail: str
+
+
+class CircuitBreakerChanged(EventBase):
+    """A circuit breaker changed its state, brought about by this run."""
+
+    event: Literal["circuit_breaker_changed"] = "circuit_breaker_changed"
+    breaker: str
+    """The tool that it is for."""
+    from_state: str
+    to_state: str
+    detail: str
+
+
+class ToolMixUnusual(EventBase):
+    """The run's tools are unlike those of the recorded runs. Once for each run."""
+
+    event: Literal["tool_mix_unusual"] = "tool_mix_unusual"
+    calls: int
+    p_value: float
+    detail: str
+
+
+class ProgressReported(EventBase):
+    """The model said how far it is."""
+
+    event: Literal["progress_reported"] = "progress_reported"
+    subgoal: str
+    """A digest of the next subgoal."""
+    estimate: int
+    """Steps that the model thinks are left."""
 
 
 class UserTurned(EventBase):
@@ -334,6 +418,11 @@ Event: TypeAlias = Annotated[
     | ToolCallsRequested
     | ToolCallSettled
     | ToolCallWithdrawn
+    | CallDelayed
+    | ToolCallTurnedAway
+    | CircuitBreakerChanged
+    | ToolMixUnusual
+    | ProgressReported
     | UserTurned
     | NudgeTaken
     | IterationsRestarted
@@ -361,7 +450,15 @@ def _adapter() -> TypeAdapter[Event]:
     return TypeAdapter(Event)
 
 
-_WARNINGS = (LimitNearlyReached, ContextWindowNearlyFull, Tripped, TripObserved, Aborted)
+_WARNINGS = (
+    LimitNearlyReached,
+    ContextWindowNearlyFull,
+    CircuitBreakerChanged,
+    ToolMixUnusual,
+    Tripped,
+    TripObserved,
+    Aborted,
+)
 
 
 @runtime_checkable

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from budgetguard_core import limits
+from budgetguard_core.breakers import BreakerRegistry, StateTransition
+from budgetguard_core.breakers.call import CallBreakers
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
+from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import (
@@ -33,15 +35,17 @@ from budgetguard_core.decision import (
     Stop,
     ToolCall,
     ToolDecision,
-    check_projection,
     given_cost,
     projected_cost,
+    wrong_projection,
 )
 from budgetguard_core.errors import AdapterError, CheckpointError, ConfigurationError
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
+    CallDelayed,
     Checked,
+    CircuitBreakerChanged,
     ContextWindowNearlyFull,
     Event,
     EventBase,
@@ -53,31 +57,28 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ProgressReported,
     ReplyReported,
     RunEnded,
     RunPaused,
     RunRestored,
     RunResumed,
-    RunStarted,
     Sink,
     StopHeld,
     TimeStarted,
     ToolCallRequested,
     ToolCallSettled,
     ToolCallsRequested,
+    ToolCallTurnedAway,
     ToolCallWithdrawn,
-    TripObserved,
-    Tripped,
+    ToolMixUnusual,
     UserTurned,
 )
 from budgetguard_core.frame import FRAME, Frame, current
-from budgetguard_core.loops import LoopDetector
 from budgetguard_core.meter import (
-    COUNTERS,
     INFINITY,
-    Chain,
-    Meter,
     charge,
+    clamp,
     count_tool_call,
     far_from_caps,
     far_from_tool_caps,
@@ -88,22 +89,27 @@ from budgetguard_core.meter import (
     tool_calls_fit,
     uncount_tool_call,
 )
-from budgetguard_core.outcome import Outcome, ToolCallRecord
+from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook, Rates, to_usd
-from budgetguard_core.snapshot import OpenCall, Snapshot
+from budgetguard_core.run_breakers import (
+    correct_model_call,
+    hold_model_call,
+    hold_tool_call,
+    model_call_within_pace,
+    tool_call_within_pace,
+    withdraw_tool_call,
+)
+from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode as Mode
-from budgetguard_core.standing import Standing, as_mode
+from budgetguard_core.state import NAME_LENGTH, RunState
+from budgetguard_core.state import WarningEvent as WarningEvent
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tree import Tree, as_sink
-from budgetguard_core.usage import TokenUsage, Usage, check_token_usage
+from budgetguard_core.usage import TokenUsage, check_token_usage
 
 if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, LedgerRun, Refusal, Tenant, Warned
 
-_RECORDS_KEPT = 256
-_NAME_LENGTH = 200
-
-WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Warning: TypeAlias = tuple["Guard", WarningEvent]
 _A = TypeVar("_A")
@@ -111,14 +117,9 @@ _Refusal = TypeVar("_Refusal", Refuse, Stop)
 
 _REFUSED = result_key(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
-_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
-    Admit: "admit",
-    Refuse: "refuse",
-    Stop: "stop",
-}
 
 
-class Guard:
+class Guard(RunState):
     """The meter of one run: admits model calls and tool calls, settles them, and trips once.
 
     Safe under threads and asyncio tasks: every answer is given under one lock, without I/O and
@@ -134,6 +135,8 @@ class Guard:
         price_book: Where prices come from.
         clock: Where time comes from.
         log_arguments: Put the arguments of tool calls into events; only their hash otherwise.
+        breakers: The circuit breakers, rate limits and bulkheads that this run shares with others;
+            its own if left out. All who share it need one clock.
         ledger: The ledger that the run's model calls are charged to as well: a `Ledger`, or its
             URL. Its tenant's ceilings stop the run (`tenant_daily`, `tenant_monthly`), and so do
             its kill switches (`aborted`).
@@ -144,34 +147,7 @@ class Guard:
             `ledger` and `tenant` was given.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_binding",
-        "_chain",
-        "_conditional",
-        "_earlier",
-        "_enforced",
-        "_line",
-        "_meter",
-        "_needs_price",
-        "_on_warning",
-        "_output_bound",
-        "_records",
-        "_standing",
-        "_tenant",
-        "_tenants",
-        "_tree",
-        "_waiting",
-        "_warn_at",
-        "_window_warned",
-        "budget",
-        "cancellation",
-        "lineage",
-        "mode",
-        "outcome",
-        "parent",
-        "run_id",
-    )
+    __slots__ = ()
 
     def __init__(
         self,
@@ -184,84 +160,25 @@ class Guard:
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
         log_arguments: bool = False,
+        breakers: BreakerRegistry | None = None,
         ledger: Ledger | str | None = None,
         tenant: Tenant | None = None,
     ) -> None:
+        if breakers is not None and not isinstance(breakers, BreakerRegistry):
+            raise ConfigurationError(
+                f"breakers must be a BreakerRegistry, got {type(breakers).__name__}. "
+                "Leave it out for one of the run's own."
+            )
         tree = Tree(
             clock or SystemClock(),
             price_book or PriceBook(),
             [as_sink(sink) for sink in sinks],
             log_arguments,
+            breakers or BreakerRegistry(),
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
         self._charge_to(ledger, tenant)
         self._announce()
-
-    def _set_up(
-        self,
-        tree: Tree,
-        parent: Guard | None,
-        budget: Budget | None,
-        mode: Mode | str,
-        run_id: str | None,
-        on_warning: WarningHandler | None,
-        beside: Sequence[Guard] = (),
-    ) -> None:
-        if budget is not None and not isinstance(budget, Budget):
-            raise ConfigurationError(
-                f"budget must be a Budget, got {type(budget).__name__}. "
-                "Build one with Budget(max_iterations=25)."
-            )
-        budget = budget or Budget()
-        self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
-        self.mode = as_mode(mode)
-        self.run_id = run_id or uuid.uuid4().hex
-        self.parent = parent
-        self.outcome: Outcome | None = None
-        self.cancellation: CancellationToken = CancellationToken(
-            None if parent is None else parent.cancellation
-        )
-        self._tree = tree
-        self._on_warning = on_warning
-        self._meter = Meter(self.budget)
-        self._standing = Standing(self._meter, self.budget, self.mode)
-        above = () if parent is None else (parent, *beside)
-        self.lineage: tuple[Guard, ...] = tuple(
-            dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
-        )
-        # This guard and those above it, and what the steps of each are counted on.
-        self._line: tuple[Guard, ...] = tuple(
-            guard for guard in self.lineage if guard.mode is not Mode.OFF
-        )
-        self._chain: Chain = tuple(guard._meter for guard in self._line)
-        self._tenant: LedgerRun | None = None
-        self._tenants: tuple[Guard, ...] = self._charged()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Put everything to its beginning."""
-        self._meter.begin(self.budget)
-        self._standing.begin(self.budget, self.mode)
-        self._earlier = Usage()
-        self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
-        self._waiting: set[int] = set()
-        self._window_warned = False
-        # Asked on every step and never changed by `extend`, so worked out once.
-        self._warn_at = self.budget.warn_at
-        self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
-        self._conditional = any(guard._standing.conditions for guard in self._line)
-        # An advisory envelope must not cut what the enforced ones allow.
-        enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
-        self._enforced = bool(enforced)
-        self._binding: Chain = tuple(guard._meter for guard in enforced) or self._chain
-        self._output_bound = min(
-            (
-                bound
-                for meter in self._binding
-                if (bound := meter.caps.budget.max_output_tokens_per_call) is not None
-            ),
-            default=None,
-        )
 
     def _charge_to(self, ledger: Ledger | str | None, tenant: Tenant | None) -> None:
         """Take the run's place in a ledger. Nothing is asked of its store yet."""
@@ -277,139 +194,15 @@ class Guard:
 
         if self.mode is not Mode.OFF:
             me: weakref.ref[Guard] = weakref.ref(self)
-            self._tenant = as_ledger(ledger).attach(
+            place = as_ledger(ledger).attach(
                 self.run_id,
                 tenant,
                 on_kill=lambda detail: _told(me, lambda guard: guard.abort(detail)),
                 on_warning=lambda warned: _told(me, lambda guard: guard._warn_tenant(warned)),
             )
             # A guard that nobody keeps has ended, whether or not somebody said so.
-            weakref.finalize(self, self._tenant.abandon).atexit = False
-            self._tenants = self._charged()
-
-    def _charged(self) -> tuple[Guard, ...]:
-        """Those of this guard and the ones above whose tenant pays, each tenant once."""
-        payers: dict[object, Guard] = {}
-        for guard in reversed(self._line):
-            if guard._tenant is not None:
-                payers.setdefault(guard._tenant.payer, guard)
-        return tuple(payers.values())
-
-    def _announce(self) -> None:
-        if self._tree.sinks:
-            with self._tree.lock:
-                self._record(
-                    RunStarted,
-                    self._now(),
-                    budget=self.budget.to_json(),
-                    mode=str(self.mode),
-                    parent_run_id=None if self.parent is None else self.parent.run_id,
-                    price_book=self._tree.price_book.version,
-                    stop_conditions=len(self.budget.stop_when),
-                )
-            self._tree.deliver()
-
-    # What a run may ask about itself
-
-    @property
-    def trip(self) -> Trip | None:
-        """Why the run was stopped, or None while it may go on."""
-        return self._standing.trip
-
-    @property
-    def observed_trip(self) -> Trip | None:
-        """In OBSERVE: the trip that ENFORCE would have made, at the step where it would have."""
-        return self._standing.observed
-
-    @property
-    def violations(self) -> tuple[Violation, ...]:
-        """Everything that held when the run was stopped, in order."""
-        return () if self.trip is None else self.trip.violations
-
-    @property
-    def usage(self) -> Usage:
-        """What the run has used so far, its sub-agents included."""
-        with self._tree.lock:
-            return self._meter.usage(self._now())
-
-    @property
-    def earlier_usage(self) -> Usage:
-        """What earlier legs of a run used that was resumed under a fresh budget."""
-        return self._earlier
-
-    @property
-    def tool_counts(self) -> dict[str, int]:
-        """How many bodies of each tool were started (the first 1,024 names)."""
-        with self._tree.lock:
-            return self._meter.tools_started()
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallRecord, ...]:
-        """What became of the last 256 tool calls; those in flight follow as interrupted."""
-        with self._tree.lock:
-            records = [*self._records]
-            records += [
-                (ticket.call.id, ticket.call.name[:_NAME_LENGTH], "interrupted")
-                for ticket in self._open_tool_calls()
-            ]
-        return tuple(
-            ToolCallRecord.model_validate({"id": id_, "name": name, "status": status})
-            for id_, name, status in records
-        )
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The dimensions that have reached their warning share, in the order they did."""
-        return tuple(self._meter.warned)
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """The last 20 failures of sinks, listeners and conditions; they changed nothing."""
-        return tuple(self._tree.errors)
-
-    @property
-    def price_book(self) -> PriceBook:
-        """Where this guard's prices come from."""
-        return self._tree.price_book
-
-    @property
-    def clock(self) -> Clock:
-        """Where this guard's time comes from."""
-        return self._tree.clock
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether anybody takes this guard's events."""
-        return bool(self._tree.sinks)
-
-    @property
-    def paused(self) -> bool:
-        """Whether a run on this guard waits for a person."""
-        return self._meter.pauses > 0
-
-    def open_tool_calls(self) -> tuple[Admit, ...]:
-        """Return the tool calls that were started and have not been settled."""
-        with self._tree.lock:
-            return tuple(self._open_tool_calls())
-
-    def open_calls(self) -> tuple[Admit, ...]:
-        """Return every call of this run, of models and tools, that has not been settled."""
-        with self._tree.lock:
-            return tuple(t for t in self._tree.open.values() if t.guard is self)
-
-    def time_left(self) -> float | None:
-        """Seconds until the deadline of this run or of an ancestor; 0 when it has passed.
-
-        None without a deadline. A deadline in OBSERVE cuts nothing and is not among them. It does
-        not shrink while the time stands still (see `pause`).
-        """
-        with self._tree.lock:
-            now, left = self._now(), INFINITY
-            for guard in self._line:
-                if guard.mode is Mode.ENFORCE:
-                    meter = guard._meter
-                    left = min(left, meter.caps.nanoseconds - meter.elapsed(now))
-        return None if left == INFINITY else max(left, 0) / 1_000_000_000
+            weakref.finalize(self, place.abandon).atexit = False
+            self._take_tenant(place)
 
     # Admission
 
@@ -446,31 +239,39 @@ class Guard:
         bound = self._output_bound
         if call.max_output_tokens is not None:
             bound = call.max_output_tokens if bound is None else min(bound, call.max_output_tokens)
-        check_projection(call, bound)
+        # Put so that NaN fails too: reserved, it would be above no cap for ever.
+        if (
+            not call.input_tokens >= 0
+            or not call.min_output_tokens >= 1
+            or (bound is not None and not bound >= 1)
+        ):
+            raise ConfigurationError(wrong_projection(call))
         tokens = call.input_tokens if bound is None else call.input_tokens + bound
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         # Before the lock: a lease that is dry makes a trip to its store.
         charges = self._set_aside(tokens, cost) if self._tenants else ()
         warnings: Sequence[_Warning] = ()
+        clamped_by: StopReason | None = None
         tree.lock.acquire()
         try:
             now = tree.now()
-            far = not unpriced and far_from_caps(self._chain, now, tokens, cost)
+            held = bool(self._watched) and self._is_held(call, now)
+            far = not (unpriced or held) and far_from_caps(self._chain, now, tokens, cost)
             if not far and (
-                unpriced or not model_call_fits(self._chain, now, call.retry, tokens, cost)
+                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced or held
             ):
                 if bound is not None and not call.output_is_fixed:
-                    bound = self._clamp(call, rates, bound)
+                    bound, clamped_by = clamp(self._binding, call, rates, bound)
                     tokens = call.input_tokens + bound
                     cost = projected_cost(call, rates, bound)
                 trip = self._stop_model_call(now, call, tokens, cost, unpriced)
             else:
                 trip = None
             if trip is None:
-                decision: ModelDecision = self._start_model_call(
-                    call, rates, bound, tokens, cost, now, charges
-                )
+                ticket = self._start_model_call(call, rates, bound, tokens, cost, now, charges)
+                ticket.clamped_by = clamped_by
+                decision: ModelDecision = ticket
                 if not far:
                     warnings = self._look(now)
                 if rates is not None and rates.context_window is not None and call.input_tokens:
@@ -543,8 +344,16 @@ class Guard:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
-            if guard._charge(ticket, usage, cost, error is not None, cost_usd is not None, now):
+            failed = error is not None
+            used = ticket.estimate() if usage is None else usage
+            if charge(guard._chain, ticket, used, cost, failed, now):
                 warnings = guard._look(now)
+            if ticket.breakers is not None:
+                tokens = used.total_tokens - ticket.reserved_tokens
+                dollars = (cost or 0) - ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, tokens, dollars)
+            if (usage is None or cost is None) and not failed:
+                guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at
                 if full is not guard._window_warned:
@@ -565,10 +374,7 @@ class Guard:
         finally:
             tree.lock.release()
         if ticket.charges:
-            used = ticket.reserved_tokens
-            if usage is not None:
-                used = usage.input_tokens + usage.output_tokens
-            settle_charges(ticket.charges, measured(cost or 0, used))
+            settle_charges(ticket.charges, measured(cost or 0, used.total_tokens))
         if warnings or tree.outbox:
             guard._finish(warnings)
         if problem is not None:
@@ -588,6 +394,9 @@ class Guard:
                 return False
             now = tree.now()
             release(guard._chain, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
+            if ticket.breakers is not None:
+                taken = ticket.reserved_tokens, ticket.reserved_cost
+                correct_model_call(guard._watched, ticket.breakers, now, -taken[0], -taken[1])
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
@@ -611,6 +420,9 @@ class Guard:
         for call in calls:
             if call.key is None:
                 call.key = arguments_key(call.arguments, ignore=ignored)
+            if call.kind == "function" and self._standing.is_report(call.name):
+                # It is about the run, so it has no place among what the run may do.
+                call.kind = "output"
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -620,15 +432,22 @@ class Guard:
             now = tree.now()
             far = far_from_tool_caps(self._chain, now, len(calls))
             trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
+            shut: list[bool] = []
             for call in calls:
-                decision = self._decide_tool_call(call, trip, now)
+                decision = self._decide_tool_call(call, trip, now, shut)
                 if type(decision) is Stop:
                     trip = decision.trip
                 decisions.append(decision)
+            if shut:
+                self._end_round(False not in shut)
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
-                self._record_batch(now, calls, decisions)
+                requested = ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
+                self._record(ToolCallsRequested, now, calls=requested)
+                for decision in decisions:
+                    if isinstance(decision, Admit):
+                        self._record_delay(decision, now)
         finally:
             tree.lock.release()
         if warnings or tree.outbox:
@@ -647,6 +466,8 @@ class Guard:
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
+        outcomes: Sequence[CallOutcome] | None = None,
+        duration_ns: int | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -656,6 +477,8 @@ class Guard:
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
             error_fingerprint: The `fingerprint_error` of the error's text, likewise.
+            outcomes: What the call is to the circuit breakers that permitted it, likewise.
+            duration_ns: How long its body took, likewise.
 
         Returns:
             False when the call was settled before.
@@ -672,15 +495,31 @@ class Guard:
             ignored = _NOTHING if detector is None else detector.ignored_results
             key = result_key(result, ignore=ignored)
         call: ToolCall = ticket.call
+        held = ticket.breakers
+        # Before the lock: the user's code says what a failure is.
+        judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
         warnings: Sequence[_Warning] = ()
         tree.lock.acquire()
         try:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             status = "completed" if error is None else "failed"
-            guard._records.append((call.id, call.name[:_NAME_LENGTH], status))
-            guard._bring(call, key, error=kind)
+            guard._records.append((call.id, call.name[:NAME_LENGTH], status))
+            # As `show` does; each step pays for a call. A report of progress is no function.
+            detector = guard._standing.detector
+            if detector is not None and (
+                call.kind == "function" or not guard._standing.is_report(call.name)
+            ):
+                detector.observe(call.name, call.key or "", key, error=kind)
+                if detector.tripped:
+                    guard._standing.weigh()
             now = tree.now()
+            if held is not None:
+                took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
+                duration_ns = took if judged else None
+                changes = held.end(judged, took, now)
+                if changes:
+                    guard._record_changes(changes, now)
             for charged in guard._chain:
                 if now >= charged.mark_at:
                     warnings = guard._look(now)
@@ -693,6 +532,8 @@ class Guard:
                     fingerprint=digest_of(key),
                     error=_error_name(error),
                     error_fingerprint=kind,
+                    outcomes=tuple(judged),
+                    duration_ns=duration_ns,
                 )
         finally:
             tree.lock.release()
@@ -718,13 +559,47 @@ class Guard:
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
-            guard._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
-            guard._bring(call, _REFUSED)
+            if ticket.breakers is not None:
+                withdraw_tool_call(guard._watched, ticket.breakers, now)
+            guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
+            guard._standing.show(call.name, call.key or "", _REFUSED)
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
         tree.deliver()
         return True
+
+    def start_tool_call(self, ticket: Admit) -> None:
+        """Say that the body of a tool call begins now, for how long it takes. Not needed."""
+        held = ticket.breakers
+        if held is not None:
+            held.put_off(ticket.guard.clock.monotonic_ns())
+
+    def report_progress(self, arguments: object) -> str:
+        """Take in what the model says of its work: the body of the tool `report_progress`.
+
+        Args:
+            arguments: What the model passed: an object, or its JSON text. It is digested, not kept.
+
+        Returns:
+            The tool's result. Without `Budget.progress` nothing is done with it.
+        """
+        report = read_report(arguments)
+        if isinstance(report, str):
+            return report
+        self.note_progress(report)
+        return NOTED
+
+    def note_progress(self, report: ProgressReport) -> None:
+        """Take in a report that was read already (replay)."""
+        with self._tree.lock:
+            own = self._breakers
+            if own is not None and own.progress is not None:
+                own.progress.note(report)
+                self._standing.weigh()
+                if self._tree.sinks:
+                    self._record(ProgressReported, self._now(), **report._asdict())
+        self._tree.deliver()
 
     def check(self) -> Trip | None:
         """Ask whether the run has to end now, without starting anything; trips it if so.
@@ -752,7 +627,9 @@ class Guard:
         with self._tree.lock:
             if self._standing.detector is not None:
                 self._standing.detector.user_turn()
-                self._standing.weigh()
+            if self._breakers is not None and self._breakers.progress is not None:
+                self._breakers.progress.user_turn()
+            self._standing.weigh()
             if self._tree.sinks:
                 self._record(UserTurned, self._now())
         self._tree.deliver()
@@ -780,7 +657,7 @@ class Guard:
                     ReplyReported,
                     self._now(),
                     fingerprint=fingerprint,
-                    speaker=None if speaker is None else speaker[:_NAME_LENGTH],
+                    speaker=None if speaker is None else speaker[:NAME_LENGTH],
                 )
         self._tree.deliver()
 
@@ -791,7 +668,7 @@ class Guard:
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = self._nudge()
+            message = self._standing.take_nudge() or self._standing.take_request()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()
@@ -855,12 +732,13 @@ class Guard:
         run waits as well. Nothing is refused meanwhile, and an admission does not end the pause.
 
         Args:
-            waiting: The calls that are open and wait too, such as a tool whose body asks.
+            waiting: The calls of this run, and of its sub-agents, that are open and wait too, such
+                as a tool whose body asks.
         """
         with self._tree.lock:
             now, ids = self._now(), [ticket.call_id for ticket in waiting]
             self._meter.pause()
-            self._waiting.update(ids)
+            self._tree.waiting = self._tree.waiting.union(ids) & self._tree.open.keys()
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunPaused, now, waiting=tuple(ids))
@@ -877,7 +755,7 @@ class Guard:
                 return
             now, ids = self._now(), [ticket.call_id for ticket in waiting]
             self._meter.end_pause()
-            self._waiting.difference_update(ids)
+            self._tree.waiting.difference_update(ids)
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunResumed, now, waiting=tuple(ids))
@@ -919,10 +797,11 @@ class Guard:
         mode: Mode | str | None = None,
         run_id: str | None = None,
         on_warning: WarningHandler | None = None,
-        beside: Sequence[Guard] = (),
+        beside: Sequence[Self] = (),
+        breakers: BreakerRegistry | None = None,
         ledger: Ledger | str | None = None,
         tenant: Tenant | None = None,
-    ) -> Guard:
+    ) -> Self:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
 
         It charges this guard and all above it under one lock. Its trip ends the sub-agent alone;
@@ -934,11 +813,15 @@ class Guard:
             run_id: Its name in logs and checkpoints; a random one if left out.
             on_warning: Called at the warning shares of its own caps.
             beside: Other guards of this tree that it charges too, each of their ancestors once.
+            breakers: What its own circuit breakers and limits share with other runs; what this
+                tree of guards shares if left out.
             ledger: As in `Guard`, for a tenant beside those above; each tenant is charged once.
             tenant: As in `Guard`.
         """
-        child = Guard.__new__(type(self))
-        child._set_up(self._tree, self, budget, mode or self.mode, run_id, on_warning, beside)
+        child = type(self).__new__(type(self))
+        child._set_up(
+            self._tree, self, budget, mode or self.mode, run_id, on_warning, beside, breakers
+        )
         for one in beside:
             one.cancellation.adopt(child.cancellation)
         child._charge_to(ledger, tenant)
@@ -1035,42 +918,6 @@ class Guard:
 
     # Checkpoints
 
-    def snapshot(self, messages: Sequence[Any] = ()) -> Snapshot:
-        """Take everything that the guard knows, and the conversation it is given, as plain data.
-
-        Args:
-            messages: The conversation, in any form that JSON can hold.
-        """
-        with self._tree.lock:
-            now = self._now()
-            meter, standing = self._meter, self._standing
-            return Snapshot(
-                run_id=self.run_id,
-                parent_run_id=None if self.parent is None else self.parent.run_id,
-                mode=str(self.mode),
-                budget=self.budget.to_json(),
-                stop_conditions=len(self.budget.stop_when),
-                counters=meter.counters(),
-                quotas=meter.quotas_used(),
-                tool_counts=meter.tools_started(),
-                records=tuple(self._records),
-                elapsed_ns=None if meter.started_ns is None else meter.elapsed(now),
-                pauses=meter.pauses,
-                trip=standing.trip,
-                observed=standing.observed,
-                aborted=standing.aborted,
-                held=tuple(standing.held),
-                warned=tuple(meter.warned),
-                window_warned=self._window_warned,
-                detector=None if standing.detector is None else standing.detector.state(),
-                open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
-                earlier=self._earlier,
-                seq=self._tree.seq,
-                call_id=self._tree.call_id,
-                price_book=self._tree.price_book.version,
-                messages=tuple(messages),
-            )
-
     @classmethod
     def restore(
         cls,
@@ -1084,6 +931,7 @@ class Guard:
         clock: Clock | None = None,
         log_arguments: bool = False,
         within: Sequence[Guard] = (),
+        breakers: BreakerRegistry | None = None,
         ledger: Ledger | str | None = None,
         tenant: Tenant | None = None,
     ) -> Guard:
@@ -1105,6 +953,7 @@ class Guard:
             log_arguments: Put the arguments of tool calls into events.
             within: Guards of one tree that the run is a part of: then it has their log, clock and
                 prices, and what it had used before is not charged to them again.
+            breakers: As in `Guard`.
             ledger: As in `Guard`; what the run had used before is not charged again.
             tenant: As in `Guard`.
 
@@ -1139,6 +988,7 @@ class Guard:
                     run_id=snapshot.run_id,
                     on_warning=on_warning,
                     beside=within[1:],
+                    breakers=breakers,
                     ledger=ledger,
                     tenant=tenant,
                 )
@@ -1151,6 +1001,7 @@ class Guard:
                     price_book=price_book,
                     clock=clock,
                     log_arguments=log_arguments,
+                    breakers=breakers,
                     ledger=ledger,
                     tenant=tenant,
                 )
@@ -1185,108 +1036,16 @@ class Guard:
         self.emit(RunRestored, snapshot=self.snapshot().model_dump(mode="json"))
         return True
 
-    def _take_over(self, snapshot: Snapshot, *, fresh: bool) -> None:
-        tree = self._tree
-        # In a tree that goes on already, the numbers of the old one are taken.
-        first = tree.call_id if self.parent is not None else 0
-        if self.parent is None:
-            tree.seq = snapshot.seq
-        tree.call_id = first + snapshot.call_id
-        if snapshot.counters.keys() != set(COUNTERS):
-            raise ValueError("its counters are not those of a guard")
-        self._earlier = snapshot.earlier
-        # The guard of the earlier leg may still be in this tree: its open calls are these.
-        before = [one for one in tree.open.values() if one.guard.run_id == self.run_id]
-        for ticket in before:
-            del tree.open[ticket.call_id]
-            self._set_aside_above(-ticket.reserved_tokens, -ticket.reserved_cost)
-        for call in snapshot.open_calls:
-            ticket = self._ticket_of(call, first)
-            tree.open[ticket.call_id] = ticket
-            # Its settlement will take this off everyone in the chain.
-            self._set_aside_above(call.reserved_tokens, call.reserved_cost)
-        self._records.extend(snapshot.records)
-        if fresh:
-            self._earlier = snapshot.earlier + snapshot.usage()
-            for call in snapshot.open_calls:
-                self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
-            return
-        # What was in flight in another process is not what its time counts for.
-        self._waiting = {first + call.call_id for call in snapshot.open_calls}
-        self._meter.go_on_from(
-            snapshot.counters,
-            snapshot.quotas,
-            snapshot.tool_counts,
-            snapshot.warned,
-            self._now(),
-            snapshot.elapsed_ns,
-            snapshot.pauses,
-        )
-        detector, detection = self._standing.detector, self.budget.loop_detection
-        if detection is not None and snapshot.detector is not None:
-            detector = LoopDetector.from_state(detection, snapshot.detector)
-        self._standing.go_on_from(
-            snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
-        )
-        if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
-            self.cancellation.cancel()
-        self._window_warned = snapshot.window_warned
-
-    def _set_aside_above(self, tokens: int, cost: int) -> None:
-        for guard in self.lineage[1:]:
-            guard._meter.set_aside(tokens, cost)
-
-    def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
-        """Make a ticket again, so that its call can still be settled."""
-        call: ModelCall | ToolCall
-        rates: Rates | None = None
-        if open_call.kind == "model":
-            call = ModelCall(
-                model=open_call.model,
-                provider=open_call.provider,
-                input_tokens=open_call.input_tokens,
-                cost_usd=None if open_call.cost_usd is None else Decimal(open_call.cost_usd),
-            )
-            if open_call.model is not None:
-                rates = self.price_book.rates_for(open_call.model, open_call.provider)
-        else:
-            call = ToolCall(
-                name=open_call.name,
-                id=open_call.id,
-                kind=open_call.tool_kind,
-                fingerprint=open_call.fingerprint,
-            )
-        reserved = open_call.reserved_tokens, open_call.reserved_cost
-        return Admit(self, call, first + open_call.call_id, None, rates, *reserved)
-
     # Under the lock
-
-    def _now(self) -> int:
-        return self._tree.now()
-
-    def _clamp(self, call: ModelCall, rates: Rates | None, bound: int) -> int:
-        """Cut the completion bound to what is left of tokens and dollars; at least 1."""
-        for meter in self._binding:
-            caps = meter.caps
-            if meter.looks_on:
-                continue
-            if caps.tokens != INFINITY:
-                left = caps.tokens - meter.tokens - meter.reserved_tokens
-                bound = min(bound, int(left) - call.input_tokens)
-            if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
-                room = int(caps.cost) - meter.cost - meter.reserved_cost
-                room = max(room - rates.input_cost(call.input_tokens), 0)
-                full = rates.output_cost(bound, input_tokens=call.input_tokens)
-                if full > room:
-                    bound = room * bound // full
-        return max(bound, 1)
 
     def _stop_model_call(
         self, now: int, call: ModelCall, tokens: int, cost: int, unpriced: bool
     ) -> Trip | None:
-        found: list[tuple[Guard, list[Violation]]] = []
+        found: list[tuple[Self, list[Violation]]] = []
         for guard in self._line:
             held = limits.model_call_violations(guard._meter, now, call.retry, tokens, cost)
+            if guard._breakers is not None and guard._breakers.velocity is not None:
+                held += guard._breakers.velocity.model_call_violations(now)
             if unpriced and guard._meter.caps.refuses_unpriced:
                 held.append(limits.unpriced_model(call.model))
             found.append((guard, held))
@@ -1294,81 +1053,6 @@ class Guard:
         if trip is not None and self._tree.sinks:
             self._record(ModelCallRefused, now, call=replace(call), reason=trip.reason)
         return trip
-
-    def _stop(
-        self, now: int, found: list[tuple[Guard, list[Violation]]] | None = None
-    ) -> Trip | None:
-        """Trip every guard of the chain whose limits hold; None when nothing stops this run."""
-        if found is None:
-            found = [
-                (guard, limits.tool_call_violations(guard._meter, now)) for guard in self._line
-            ]
-        if self.trip is not None:
-            return self.trip
-        for guard in self._line:
-            if guard.trip is not None:
-                self._set_trip(guard.trip, now)
-                return guard.trip
-        every: list[Violation] = []
-        owner = self
-        for guard, caps in found:
-            if guard._meter.looks_on:
-                continue
-            held = limits.in_order([*caps, *guard._standing.violations(guard is self)])
-            if not held:
-                continue
-            own = Trip(reason=held[0].reason, violations=tuple(held), run_id=guard.run_id)
-            if guard.mode is Mode.OBSERVE:
-                guard._standing.observe_trip(own)
-                if self._tree.sinks:
-                    guard._record(TripObserved, now, trip=own)
-                continue
-            every = limits.in_order([*every, *held])
-            if every[0] is held[0]:
-                owner = guard
-            if guard is not self:
-                guard._set_trip(own, now)
-        if not every:
-            return None
-        trip = Trip(reason=every[0].reason, violations=tuple(every), run_id=owner.run_id)
-        self._set_trip(trip, now)
-        return trip
-
-    def _set_trip(self, trip: Trip, now: int) -> None:
-        self._standing.set_trip(trip)
-        if self._tree.sinks:
-            self._record(Tripped, now, trip=trip)
-
-    def _nudge(self) -> str | None:
-        """Take the correction that is due; there is none where the guard only looks on."""
-        detector = self._standing.detector
-        if detector is None or not detector.due or self._meter.looks_on:
-            return None
-        return detector.nudge()
-
-    def _bring(self, call: ToolCall, result: str, *, error: str | None = None) -> None:
-        """Show the loop detector a call that ended."""
-        standing = self._standing
-        detector = standing.detector
-        if detector is not None:
-            detector.observe(call.name, call.key or "", result, error=error)
-            if detector.tripped:
-                standing.weigh()
-
-    def _keep_time(self, now: int) -> None:
-        """Let time stand still on every meter of a paused run that nothing is in flight on."""
-        for guard in self._line:
-            meter = guard._meter
-            if meter.pauses and not guard._is_busy():
-                meter.stand_still(now)
-            else:
-                meter.run_on(now)
-
-    def _is_busy(self) -> bool:
-        return any(
-            self in ticket.guard._line and call_id not in self._waiting
-            for call_id, ticket in self._tree.open.items()
-        )
 
     def _start_model_call(
         self,
@@ -1382,11 +1066,7 @@ class Guard:
     ) -> Admit:
         tree = self._tree
         tree.call_id += 1
-        detector = self._standing.detector
-        message = self._nudge() if detector is not None and detector.due else None
-        # A message would change the run, and OBSERVE only looks on.
-        kind = Admit if message is None or self.mode is not Mode.ENFORCE else Nudge
-        ticket = kind(
+        ticket = Admit(
             self,
             call,
             tree.call_id,
@@ -1395,11 +1075,20 @@ class Guard:
             tokens,
             cost,
         )
-        if type(ticket) is Nudge and message is not None:
-            ticket.message = message
+        message = None
+        detector = self._standing.detector
+        if detector is not None and detector.due:
+            message = self._standing.take_nudge()
+        if message is None and self._breakers is not None:
+            message = self._standing.take_request()
+        # A message would change the run, and OBSERVE only looks on.
+        if message is not None and self.mode is Mode.ENFORCE:
+            ticket = Nudge(ticket, message)
         ticket.charges = charges
         tree.open[tree.call_id] = ticket
         reserve(self._chain, call.retry, tokens, cost)
+        if self._watched:
+            ticket.breakers = hold_model_call(self._watched, now, tokens, cost)
         if tree.sinks:
             self._record(
                 ModelCallAdmitted,
@@ -1410,45 +1099,39 @@ class Guard:
                 nudge=message,
                 holds=tuple(part.id for _, part, _ in charges if part is not None),
             )
+            self._record_delay(ticket, now)
         return ticket
 
-    def _charge(
-        self,
-        ticket: Admit,
-        usage: TokenUsage | None,
-        cost: int | None,
-        failed: bool,
-        priced: bool,
-        now: int,
-    ) -> bool:
-        """Replace the reservation by what was used; True when a mark was reached."""
-        unmetered = False
-        reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
-        if usage is None:
-            unmetered = not (failed or reserved_tokens or reserved_cost)
-            given = ticket.call.input_tokens
-            usage = TokenUsage(given, reserved_tokens - given, estimated=True)
-        near = charge(self._chain, reserved_tokens, reserved_cost, usage, cost, failed, now)
-        if unmetered or (cost is None and self._needs_price and not failed):
-            for guard in self._line:
-                caps = guard._meter.caps
-                if cost is None and caps.refuses_unpriced:
-                    guard._standing.hold(limits.unpriced_model(ticket.call.model))
-                if unmetered and (
-                    caps.tokens != INFINITY or (caps.cost != INFINITY and not priced)
-                ):
-                    guard._standing.hold(limits.unmetered_usage())
-        return near
+    def _record_delay(self, ticket: Admit, now: int) -> None:
+        held = ticket.breakers
+        if held is not None and held.start_ns > now:
+            self._record(CallDelayed, now, call_id=ticket.call_id, delay_ns=held.start_ns - now)
 
-    def _decide_tool_call(self, call: ToolCall, trip: Trip | None, now: int) -> ToolDecision:
+    def _hold_uncharged(
+        self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
+    ) -> None:
+        """Let a call that cannot be charged stand against the next step, where that matters."""
+        unmetered = usage is None and not (ticket.reserved_tokens or ticket.reserved_cost)
+        for guard in self._line:
+            caps = guard._meter.caps
+            if cost is None and caps.refuses_unpriced:
+                guard._standing.hold(limits.unpriced_model(ticket.call.model))
+            capped = caps.tokens != INFINITY or (caps.cost != INFINITY and not cost_given)
+            if unmetered and capped:
+                guard._standing.hold(limits.unmetered_usage())
+
+    def _decide_tool_call(
+        self, call: ToolCall, trip: Trip | None, now: int, shut: list[bool]
+    ) -> ToolDecision:
         kind = call.kind
+        held: CallBreakers | None = None
         if kind == "function":
             if trip is not None:
                 return self._refused(call, Stop(trip))
             detector = self._standing.detector
             if detector is not None and detector.due:
                 # No model call came in between that could have brought the correction.
-                message = self._nudge()
+                message = self._standing.take_nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             if not take_place(self._chain, call.name):
@@ -1458,9 +1141,20 @@ class Guard:
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
                     # Asking again and again for what is refused brings nothing new either.
-                    self._bring(call, _REFUSED)
+                    self._standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
+            if self._watched:
+                answer = self._ask_breakers(call, now, shut)
+                if isinstance(answer, Stop):
+                    uncount_tool_call(self._chain, call.name)
+                    return self._refused(call, answer)
+                if isinstance(answer, Refuse):
+                    uncount_tool_call(self._chain, call.name)
+                    # Asking again and again for what is refused brings nothing new either.
+                    self._standing.show(call.name, call.key or "", result_key(answer.message))
+                    return self._refused(call, answer)
+                held = answer
         elif kind == "hosted":
             count_tool_call(self._chain, call.name)
             for guard in self._line:
@@ -1473,12 +1167,83 @@ class Guard:
         tree = self._tree
         tree.call_id += 1
         ticket = Admit(self, call, tree.call_id)
+        ticket.breakers = held
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
 
+    def _is_held(self, call: ModelCall, now: int) -> bool:
+        """Ask the breakers whether a model call may start; a new turn ends the one before."""
+        own = self._breakers
+        if own is not None and own.progress is not None and not call.retry:
+            own.progress.iteration()
+            if own.tripped:
+                self._standing.weigh()
+        return not model_call_within_pace(self._watched, now)
+
+    def _ask_breakers(
+        self, call: ToolCall, now: int, shut: list[bool]
+    ) -> CallBreakers | Refuse | Stop:
+        """Ask the breakers whether a tool call may start."""
+        if not tool_call_within_pace(self._watched, now):
+            trip = self._stop(
+                now,
+                [
+                    (guard, guard._breakers.velocity.tool_call_violations(now))
+                    for guard in self._braked
+                    if guard._breakers is not None and guard._breakers.velocity is not None
+                ],
+            )
+            if trip is not None:
+                return Stop(trip)
+        classes = [guard._meter.caps.class_of(call.name) for guard in self._braked]
+        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, classes, now)
+        shut.append(is_shut)
+        if changes:
+            self._record_changes(changes, now)
+        if away is not None:
+            if self._tree.sinks:
+                self._record(
+                    ToolCallTurnedAway,
+                    now,
+                    name=call.name,
+                    reason=away.reason,
+                    detail=away.detail,
+                )
+            return Refuse(away.reason, away.detail, away.message)
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            alarm = None if one.mix is None else one.mix.observe(call.name)
+            if alarm is not None and self._tree.sinks:
+                guard._record(
+                    ToolMixUnusual,
+                    now,
+                    calls=alarm.calls,
+                    p_value=alarm.p_value,
+                    detail=alarm.detail,
+                )
+        return held
+
+    def _record_changes(self, changes: Iterable[StateTransition], now: int) -> None:
+        if self._tree.sinks:
+            for change in changes:
+                self._record(
+                    CircuitBreakerChanged,
+                    now,
+                    breaker=change.breaker[:NAME_LENGTH],
+                    from_state=str(change.from_state),
+                    to_state=str(change.to_state),
+                    detail=change.detail,
+                )
+
+    def _end_round(self, shut: bool) -> None:
+        """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            violation = one.round_ended(shut)
+            if violation is not None:
+                guard._standing.hold(violation)
+
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:
-        self._records.append((call.id, call.name[:_NAME_LENGTH], "refused"))
+        self._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
         return decision
 
     def _quota_refusal(self, name: str) -> Refuse | None:
@@ -1541,37 +1306,16 @@ class Guard:
         )
         return [*warnings, (self, event)]
 
-    def _open_tool_calls(self) -> list[Admit]:
-        return [
-            ticket
-            for ticket in self._tree.open.values()
-            if ticket.guard is self and type(ticket.call) is ToolCall
-        ]
-
-    def _record(self, kind: type[EventBase], now: int, **facts: Any) -> None:
-        self._tree.make(kind, self.run_id, now, **facts)
-
-    def _record_batch(
-        self, now: int, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision]
-    ) -> None:
-        self._record(
-            ToolCallsRequested,
-            now,
-            calls=tuple(
-                ToolCallRequested(
-                    call_id=decision.call_id if isinstance(decision, Admit) else None,
-                    id=call.id,
-                    name=call.name,
-                    kind=call.kind,
-                    fingerprint=call.fingerprint or "",
-                    arguments=call.arguments if self._tree.log_arguments else None,
-                    decision=_ANSWERS[type(decision)],
-                )
-                for call, decision in zip(calls, decisions, strict=True)
-            ),
-        )
-
     # Outside the lock
+
+    def _judge(
+        self, held: CallBreakers, result: object, error: BaseException | str | None
+    ) -> list[CallOutcome]:
+        try:
+            return held.outcomes(result, error)
+        except Exception as raised:
+            self._tree.report("record_result", raised)
+            return held.successes()
 
     def _set_aside(self, tokens: int, cost: int) -> Charges:
         """Charge a call to the tenants, ahead of it; a refusal stands against the step."""

@@ -102,6 +102,16 @@ def unmetered_usage() -> Violation:
     )
 
 
+def cut_answer(reason: StopReason, bound: int) -> Violation:
+    """Describe an answer that the run's completion bound has cut short."""
+    return Violation(
+        reason=reason,
+        limit=bound if reason is StopReason.MAX_OUTPUT_TOKENS_PER_CALL else None,
+        used=bound if reason is StopReason.MAX_OUTPUT_TOKENS_PER_CALL else None,
+        detail=f"an answer was cut short at its bound of {bound} tokens, set for {reason}",
+    )
+
+
 def in_order(violations: list[Violation]) -> list[Violation]:
     """Sort violations as the contract orders reasons; equal ones keep their order."""
     return sorted(violations, key=lambda violation: PRECEDENCE[violation.reason])

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from budgetguard_core.canonical import digest_of, fingerprint_result, is_key
+from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_result
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.stop import StopReason, Violation
 
@@ -192,9 +192,16 @@ class _Row:
         self.length = 0
         self.nudged_at = 0
 
-    def start(self, length: int) -> None:
+    def start(self, length: int, nudged_at: int = 0) -> None:
         self.length = length
-        self.nudged_at = 0
+        self.nudged_at = nudged_at
+
+    def grow(self) -> None:
+        self.length += 1
+
+    def tell(self) -> None:
+        """Note that the model knows: it has one more to adapt."""
+        self.nudged_at = self.length
 
     @property
     def due(self) -> bool:
@@ -295,7 +302,7 @@ class LoopDetector:
             tool = _short(tool)
         if self._digested:
             arguments, result = digest_of(arguments), digest_of(result)
-        elif not (is_key(arguments) and is_key(result)):
+        elif arguments[:1] not in KEY_MARKS or result[:1] not in KEY_MARKS:
             self._settle_on_digests()
             arguments, result = digest_of(arguments), digest_of(result)
         key = (tool, arguments, result)
@@ -320,19 +327,19 @@ class LoopDetector:
         recent.append(key)
         failed_again = again and error is not None and rows.same_error.length > 0
         if failed_again:
-            rows.same_error.length += 1
+            rows.same_error.grow()
         else:
             rows.same_error.start(0 if error is None else 1)
         kind = None if error is None else (key[0], error)
         if kind is not None and kind == self._error:
-            rows.errors.length += 1
+            rows.errors.grow()
         else:
             rows.errors.start(0 if kind is None else 1)
         self._error = kind
         if generation != self._generation:
             rows.stale.start(0)
         elif not failed_again:
-            rows.stale.length += 1
+            rows.stale.grow()
         if not generation:
             rows.replies.start(0)
         self._judge()
@@ -361,7 +368,7 @@ class LoopDetector:
         row = self._rows.replies
         if reply in said:
             del said[reply]
-            row.length += 1
+            row.grow()
         else:
             if len(said) == self._window:
                 del said[next(iter(said))]
@@ -382,7 +389,7 @@ class LoopDetector:
         self._error = None
         # The user's turn is to be answered: one more error ends the run, and not the old ones.
         if rows.same_error.nudged_at:
-            rows.same_error.nudged_at = rows.same_error.length
+            rows.same_error.tell()
         self._judge()
 
     def nudge(self) -> str | None:
@@ -410,7 +417,7 @@ class LoopDetector:
         else:
             what = self._replies_in_words()
         for row in due:
-            row.nudged_at = row.length
+            row.tell()
         self._judge()
         return f"{what}; {_ADVICE}"
 
@@ -553,7 +560,7 @@ class LoopDetector:
         self._replies.extend(replies)
         for name, (length, nudged_at) in lengths.items():
             row: _Row = getattr(self._rows, name)
-            row.length, row.nudged_at = length, nudged_at
+            row.start(length, nudged_at)
         self._digested = True
         self._judge()
 

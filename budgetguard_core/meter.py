@@ -12,7 +12,9 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.decision import Admit, ModelCall
+from budgetguard_core.pricing import Rates, from_usd, to_usd
+from budgetguard_core.stop import StopReason
 from budgetguard_core.usage import TokenUsage, Usage
 
 INFINITY = math.inf
@@ -429,6 +431,29 @@ def tool_calls_fit(chain: Chain, now: int) -> bool:
     return True
 
 
+def clamp(
+    chain: Chain, call: ModelCall, rates: Rates | None, bound: int
+) -> tuple[int, StopReason | None]:
+    """Cut the completion bound to what is left of tokens and dollars; say which cut it."""
+    reason: StopReason | None = None
+    for meter in chain:
+        caps = meter.caps
+        if meter.looks_on:
+            continue
+        if caps.tokens != INFINITY:
+            left = int(caps.tokens) - meter.tokens - meter.reserved_tokens - call.input_tokens
+            if left < bound:
+                bound, reason = left, StopReason.MAX_TOTAL_TOKENS
+        if caps.cost != INFINITY and rates is not None and call.cost_usd is None and bound > 0:
+            room = int(caps.cost) - meter.cost - meter.reserved_cost
+            room = max(room - rates.input_cost(call.input_tokens), 0)
+            full = rates.output_cost(bound, input_tokens=call.input_tokens)
+            if full > room:
+                bound, reason = room * bound // full, StopReason.MAX_COST_USD
+    # With less than the provider takes the call does not fit, and is not admitted.
+    return max(bound, call.min_output_tokens), reason
+
+
 def reserve(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
     """Count a model call that starts, and set aside what it may use."""
     for meter in chain:
@@ -451,15 +476,15 @@ def release(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
 
 def charge(
     chain: Chain,
-    reserved_tokens: int,
-    reserved_cost: int,
+    ticket: Admit,
     usage: TokenUsage,
     cost: int | None,
     failed: bool,
     now: int,
 ) -> bool:
-    """Replace a reservation by what was used; True when a mark was reached."""
+    """Replace the reservation of a call by what it used; True when a mark was reached."""
     near = False
+    reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
     inputs, outputs, read, write, write_1h, reasoning, estimated = usage
     for meter in chain:
         marks = meter.marks

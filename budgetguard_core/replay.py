@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 
+from budgetguard_core.breakers.progress import ProgressReport
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import Admit, ToolCall
@@ -22,6 +23,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     NudgeTaken,
+    ProgressReported,
     ReplyReported,
     RunPaused,
     RunRestored,
@@ -209,6 +211,8 @@ class Replay:
                     result_fingerprint=event.fingerprint,
                     # Logs of others may hold the text's digest alone.
                     error_fingerprint=event.error_fingerprint or event.fingerprint,
+                    outcomes=event.outcomes or None,
+                    duration_ns=event.duration_ns,
                 )
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
@@ -220,6 +224,8 @@ class Replay:
             guard.abort(event.detail)
         elif isinstance(event, BudgetExtended):
             self._extend(guard, Budget.from_json(event.budget))
+        elif isinstance(event, ProgressReported):
+            guard.note_progress(ProgressReport(event.subgoal, event.estimate))
         elif isinstance(event, UserTurned):
             guard.user_turn()
         elif isinstance(event, ReplyReported):
@@ -233,16 +239,19 @@ class Replay:
         elif isinstance(event, Checked):
             guard.check()
         elif isinstance(event, RunPaused):
-            guard.pause(self._open(event))
+            guard.pause(self._open(guard, event))
         elif isinstance(event, RunResumed):
-            guard.go_on(self._open(event))
+            guard.go_on(self._open(guard, event))
         elif isinstance(event, GuardReset):
             guard.reset()
 
-    def _open(self, event: RunPaused | RunResumed) -> list[Admit]:
-        # Under another budget they may never have started.
-        numbered = ((event.run_id, call_id) for call_id in event.waiting)
-        return [self._tickets[one] for one in numbered if one in self._tickets]
+    def _open(self, guard: Guard, event: RunPaused | RunResumed) -> list[Admit]:
+        """Find the calls by number. Under another budget they may never have started."""
+        return [
+            ticket
+            for (_, call_id), ticket in self._tickets.items()
+            if call_id in event.waiting and _is_part(ticket.guard, guard)
+        ]
 
     def _extend(self, guard: Guard, extended: Budget) -> None:
         caps = guard.budget.caps()
@@ -251,6 +260,12 @@ class Replay:
         }
         if raised and guard.trip is None:
             guard.extend(**raised)
+
+
+def _is_part(below: Guard | None, above: Guard) -> bool:
+    while below is not None and below is not above:
+        below = below.parent
+    return below is not None
 
 
 def _dollars(text: str | None, event: Event) -> Decimal | None:

@@ -120,6 +120,8 @@ class Snapshot(BaseModel):
     """Whether the latest prompt was near its model's context window."""
     detector: dict[str, Any] | None
     """What the loop detector knows, as fingerprints; None where it is turned off."""
+    breakers: dict[str, Any] | None = None
+    """What the breakers know; None where there are none."""
     open_calls: tuple[OpenCall, ...]
     """The calls that were in flight."""
     earlier: Usage

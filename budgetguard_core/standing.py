@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from budgetguard_core.breakers import REPORT_PROGRESS
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.loops import LoopDetector
 from budgetguard_core.meter import Meter
+from budgetguard_core.run_breakers import RunBreakers
 from budgetguard_core.stop import StopCondition, StopReason, Trip, Violation, as_condition
 
 
@@ -38,6 +40,7 @@ class Standing:
     """
 
     __slots__ = (
+        "_breakers",
         "_meter",
         "aborted",
         "conditions",
@@ -47,8 +50,11 @@ class Standing:
         "trip",
     )
 
-    def __init__(self, meter: Meter, budget: Budget, mode: Mode) -> None:
+    def __init__(
+        self, meter: Meter, budget: Budget, mode: Mode, breakers: RunBreakers | None
+    ) -> None:
         self._meter = meter
+        self._breakers = breakers
         self.begin(budget, mode)
 
     def begin(self, budget: Budget, mode: Mode) -> None:
@@ -86,6 +92,7 @@ class Standing:
             self.aborted is not None
             or bool(self.held)
             or (self.detector is not None and self.detector.tripped)
+            or (self._breakers is not None and self._breakers.tripped)
         )
         looks_on = self.observed is not None
         self._meter.set_halt(self.trip is not None or (own and not looks_on), looks_on)
@@ -114,6 +121,36 @@ class Standing:
         self.observed = trip
         self.weigh()
 
+    def take_nudge(self) -> str | None:
+        """Take the correction that is due; there is none where the run only looks on."""
+        if self.detector is None or not self.detector.due or self.observed is not None:
+            return None
+        return self.detector.nudge()
+
+    def take_request(self) -> str | None:
+        """Take the request for a report, or the correction after one, that is due."""
+        progress = None if self._breakers is None else self._breakers.progress
+        if progress is None or self.observed is not None:
+            return None
+        return progress.nudge()
+
+    def is_report(self, tool: str) -> bool:
+        """Whether a tool is the one that the model says with how far it is."""
+        return (
+            tool == REPORT_PROGRESS
+            and self._breakers is not None
+            and self._breakers.progress is not None
+        )
+
+    def show(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
+        """Show the loop detector a call that ended, by its fingerprints."""
+        detector = self.detector
+        # What a report says is looked at; that it is made again is as it should be.
+        if detector is not None and not self.is_report(tool):
+            detector.observe(tool, arguments, result, error=error)
+            if detector.tripped:
+                self.weigh()
+
     def violations(self, asking: bool) -> list[Violation]:
         """List what holds against any step, whatever it is.
 
@@ -126,6 +163,9 @@ class Standing:
             held.append(Violation(reason=StopReason.ABORTED, detail=self.aborted))
         if asking and self.detector is not None and self.detector.tripped:
             held.append(self.detector.violation())
+        progress = None if self._breakers is None else self._breakers.progress
+        if asking and progress is not None and progress.tripped:
+            held.append(progress.violation())
         return held
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
 from budgetguard_core.errors import ConfigurationError
@@ -23,6 +24,7 @@ class Tree:
 
     __slots__ = (
         "attachments",
+        "breakers",
         "call_id",
         "clock",
         "delivering",
@@ -37,6 +39,7 @@ class Tree:
         "price_book",
         "seq",
         "sinks",
+        "waiting",
     )
 
     def __init__(
@@ -45,6 +48,7 @@ class Tree:
         price_book: PriceBook,
         sinks: Sequence[Sink],
         log_arguments: bool,
+        breakers: BreakerRegistry,
     ) -> None:
         # Re-entrant, because a signal handler may abort the run in the middle of an admission.
         self.lock = threading.RLock()
@@ -57,12 +61,23 @@ class Tree:
         self.sinks = tuple(sinks)
         self.failed: set[str] = set()
         self.log_arguments = log_arguments
+        self.breakers = breakers
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
         self.open: dict[int, Admit] = {}
+        # Those of them that wait for a person, or were left by a process that is gone.
+        self.waiting: set[int] = set()
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
+
+    def go_on_from(self, seq: int, call_id: int, tickets: Sequence[Admit]) -> None:
+        """Take over the numbers, and the calls in flight, of a run in another process."""
+        self.seq = seq
+        self.call_id = call_id
+        self.open.update((ticket.call_id, ticket) for ticket in tickets)
+        # They are nothing that this process's time counts for.
+        self.waiting.update(ticket.call_id for ticket in tickets)
 
     def make(self, kind: type[_E], run_id: str, now: int, **facts: Any) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""

@@ -111,6 +111,43 @@ def replay(
         raise typer.Exit(1)
 
 
+@app.command()
+def baseline(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LOG...",
+            help="Recorded runs, as `budgetguard replay` reads them; - is standard input.",
+        ),
+    ],
+    every: Annotated[
+        bool, typer.Option("--all", help="Also runs that did not end well, or do not say.")
+    ] = False,
+) -> None:
+    """Record which tools runs call, as the baseline of `ToolMix`: JSON on standard output.
+
+    Only runs that ended well are taken. Ends with 0, with 1 when a line could not be read (the
+    rest is recorded), and with 2 when there is nothing to record, or a file is wrong.
+    """
+    from budgetguard_cli.baseline import Recorder
+
+    errors = Console(stderr=True)
+    recorder = Recorder(every, errors)
+    try:
+        check(files)
+        recorded = recorder.baseline(files)
+    except (BudgetGuardError, Unreadable) as error:
+        _refuse(str(error))
+    typer.echo(recorded.model_dump_json())
+    typer.echo(
+        f"{recorded.runs:,} runs recorded, {recorder.left_out:,} left out, "
+        f"{recorder.problems:,} lines not read.",
+        err=True,
+    )
+    if recorder.problems:
+        raise typer.Exit(1)
+
+
 def _dollars(text: str) -> Decimal:
     try:
         return Decimal(text)

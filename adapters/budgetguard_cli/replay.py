@@ -290,21 +290,21 @@ def replay_files(
         tally = Tally()
         shown = printable(file)
         complaint = ""
-        with _opened(file) as raw, _watched(raw, shown, errors, progress) as lines:
+        with opened(file) as raw, _watched(raw, shown, errors, progress) as lines:
             for found in verdicts(lines, budget, prices):
                 if isinstance(found, Problem):
                     tally.problems += 1
                     complaint = f"{shown}:{found.line}: {printable(found.reason)}"
                     if tally.problems <= _SHOWN:
-                        _complain(errors, complaint)
+                        complain(errors, complaint)
                 else:
                     tally.add(found)
                     report.run(file, found)
         if tally.problems > _SHOWN:
             # The last one tells where a damaged file ends.
             more = tally.problems - _SHOWN
-            _complain(errors, f"{shown}: {more:,} more lines cannot be read, the last of them:")
-            _complain(errors, complaint)
+            complain(errors, f"{shown}: {more:,} more lines cannot be read, the last of them:")
+            complain(errors, complaint)
         report.file(file, tally)
         whole.include(tally)
     report.all(len(files), whole)
@@ -319,11 +319,17 @@ def printable(text: str) -> str:
     )
 
 
-def _complain(errors: Console, text: str) -> None:
+def complain(errors: Console, text: str) -> None:
+    """Say what is wrong with a line."""
     errors.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def _opened(file: str) -> io.BufferedReader:
+def opened(file: str) -> io.BufferedReader:
+    """Open a file, or the standard input.
+
+    Raises:
+        Unreadable: It cannot be read.
+    """
     try:
         # By its number, because the standard input may be closed and then has no object.
         return os.fdopen(0, "rb", closefd=False) if file == STDIN else Path(file).open("rb")

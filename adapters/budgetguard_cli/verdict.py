@@ -95,6 +95,8 @@ class Verdict:
     saved: Amounts
     unreported_calls: int
     """Model calls that never reported back; what they used is in no figure."""
+    tools: dict[str, int]
+    """Tool bodies that the run started as recorded, by name (the first 1,024 names)."""
 
 
 def verdicts(
@@ -155,6 +157,7 @@ class _Run:
         self._candidate = Replay(budget, price_book=prices)
         self._recorded = Replay(_UNBOUNDED, price_book=prices)
         self._before = _NOTHING
+        self._tools_before: dict[str, int] = {}
 
     def tell(self, event: Event) -> None:
         self._candidate.apply(event)
@@ -166,9 +169,12 @@ class _Run:
         self._recorded.apply(event)
         if isinstance(event, RunRestored):
             # The leg before this one has been judged by itself.
-            self._before = Amounts.of(self._recorded.end().usage)
+            leg = self._recorded.end()
+            self._before = Amounts.of(leg.usage)
+            self._tools_before = leg.tool_counts
         elif isinstance(event, GuardReset):
             self._before = _NOTHING
+            self._tools_before = {}
 
     def verdict(self, *, succeeded: bool | None, runaway: bool, timed: bool) -> Verdict:
         candidate, recorded = self._candidate.end(), self._recorded.end()
@@ -186,6 +192,11 @@ class _Run:
             recorded=Amounts.of(recorded.usage) - self._before,
             saved=saved,
             unreported_calls=sum(isinstance(t.call, ModelCall) for t in recorded.open_calls()),
+            tools={
+                name: count - self._tools_before.get(name, 0)
+                for name, count in recorded.tool_counts.items()
+                if count > self._tools_before.get(name, 0)
+            },
         )
 
 

@@ -4,14 +4,15 @@
 a loop of your own around any SDK; `guarded` is for single functions.
 """
 
-from budgetguard_loop._ambient import current_call, current_guard
+from budgetguard_core.kit import current_call, current_guard, token_usage
+from budgetguard_core.kit import outcome_of as outcome
+from budgetguard_loop._calls import AdmittedModelCall, AdmittedToolCall, ToolCalls
 from budgetguard_loop._history import SyntheticMessage
 from budgetguard_loop._reply import ModelReply
-from budgetguard_loop._usage import extract_usage
+from budgetguard_loop._stream import BoundedStream
 from budgetguard_loop.decorator import ToolRefused, guarded
-from budgetguard_loop.explicit import AdmittedModelCall, AdmittedToolCall, bounded
+from budgetguard_loop.explicit import bounded
 from budgetguard_loop.run import (
-    BoundedStream,
     run_bounded,
     run_bounded_async,
     run_bounded_stream,
@@ -23,13 +24,15 @@ __all__ = [
     "BoundedStream",
     "ModelReply",
     "SyntheticMessage",
+    "ToolCalls",
     "ToolRefused",
     "bounded",
     "current_call",
     "current_guard",
-    "extract_usage",
     "guarded",
+    "outcome",
     "run_bounded",
     "run_bounded_async",
     "run_bounded_stream",
+    "token_usage",
 ]

@@ -15,11 +15,9 @@ from budgetguard_core import (
     Guard,
     Outcome,
     Trip,
-    estimate_tokens,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_loop._usage import part
 
 Message: TypeAlias = dict[str, Any]
 """A message as the provider takes it."""
@@ -69,6 +67,13 @@ class RequestedCall:
         return arguments if isinstance(self.arguments, str) else deepcopy(arguments)
 
 
+def part(record: Any, name: str) -> Any:
+    """Read a field of a mapping or an attribute of an object; None where there is none."""
+    if isinstance(record, Mapping):
+        return cast("Mapping[str, Any]", record).get(name)
+    return getattr(record, name, None)
+
+
 def opening(messages: str | Iterable[Any]) -> list[Message]:
     """Copy what a caller begins with; a text is the user's."""
     if isinstance(messages, str):
@@ -98,10 +103,10 @@ def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
     """List the tool calls that an assistant message asks for."""
     if message.get("role") != "assistant":
         return []
-    return [read_call(call, place) for place, call in enumerate(message.get("tool_calls") or ())]
+    return [read_call(call) for call in message.get("tool_calls") or ()]
 
 
-def read_call(call: Any, place: int = 0) -> RequestedCall:
+def read_call(call: Any) -> RequestedCall:
     """Read one tool call of OpenAI's (chat completions, Responses) or Anthropic's."""
     function = part(call, "function") or part(call, "custom") or call
     arguments = next(
@@ -112,7 +117,7 @@ def read_call(call: Any, place: int = 0) -> RequestedCall:
         ),
         None,
     )
-    id_ = part(call, "call_id") or part(call, "id") or f"call_{place}"
+    id_ = part(call, "call_id") or part(call, "id") or ""
     return RequestedCall(str(id_), str(part(function, "name") or ""), arguments)
 
 
@@ -147,6 +152,14 @@ def close(history: list[Message], text: str = OUTCOME_UNKNOWN) -> None:
     """Give every tool call at the end of a history that has no result this one."""
     _, waiting = open_batch(history)
     history.extend(tool_message(call.id, text) for call in waiting)
+
+
+def take_answer(history: list[Message]) -> str:
+    """Take the assistant's last message out of a history, if it asks for nothing; give its text."""
+    last = history[-1] if history else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return ""
+    return message_text(history.pop())
 
 
 def end_message(guard: Guard, trip: Trip, partial: str = "") -> SyntheticMessage:
@@ -190,15 +203,6 @@ def message_text(message: Mapping[str, Any]) -> str:
         return content
     parts = cast("Sequence[Any]", content) if isinstance(content, list) else ()
     return "".join(str(part(item, "text") or "") for item in parts)
-
-
-def message_tokens(message: Mapping[str, Any]) -> int:
-    """Estimate the tokens of a message in a prompt."""
-    return sum(
-        estimate_tokens(value if isinstance(value, str) else json.dumps(value, default=str))
-        for value in message.values()
-        if value
-    )
 
 
 def to_plain(history: Iterable[Message]) -> list[Message]:

@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from budgetguard_core import AdapterError, TokenUsage
-from budgetguard_loop._history import Message
-from budgetguard_loop._usage import extract_usage, merge_usage, part
+from budgetguard_core.kit import merge_usage, reported_cost, token_usage
+from budgetguard_loop._history import Message, message_text, part, result_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,8 @@ class ModelReply:
     """The model that was really called, if the provider says so."""
     cost_usd: Decimal | None = None
     """What the provider says it cost, used in place of the price book."""
+    is_cut: bool = False
+    """The answer ended at the completion bound of its request (`finish_reason` is `length`)."""
 
 
 def read_reply(answer: Any) -> ModelReply:
@@ -39,22 +41,76 @@ def read_reply(answer: Any) -> ModelReply:
             usage=answer.usage,
             model=answer.model,
             cost_usd=answer.cost_usd,
+            is_cut=answer.is_cut,
         )
     if isinstance(answer, str):
         return ModelReply(message={"role": "assistant", "content": answer})
     choices = part(answer, "choices")
+    if isinstance(choices, list | tuple) and not choices:
+        # A provider's filter has taken the answer; the call was made all the same.
+        return ModelReply(message=_assistant({"content": ""}), usage=token_usage(answer))
     if choices:
         model = part(answer, "model")
         return ModelReply(
             message=_assistant(part(choices[0], "message")),
-            usage=extract_usage(answer),
+            usage=token_usage(answer),
             model=model if isinstance(model, str) else None,
+            cost_usd=reported_cost(answer),
+            is_cut=part(choices[0], "finish_reason") == "length",
         )
     if part(answer, "content") is not None or part(answer, "tool_calls"):
         if part(answer, "type") == "message":
             raise _unreadable(answer)
         return ModelReply(message=_assistant(answer))
     raise _unreadable(answer)
+
+
+class Said(NamedTuple):
+    """What a response, or a chunk of one, says."""
+
+    text: str
+    """Its text, and the arguments of its tool calls."""
+    asks: bool
+    """It asks for tools."""
+    is_cut: bool
+    """It ended at the completion bound of its request, and asks for nothing."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this is an answer: a text that asks for no tool."""
+        return bool(self.text) and not self.asks
+
+
+def said_by(response: Any) -> Said:
+    """Read what a response of any shape says, as far as it can be told."""
+    if response is None:
+        return Said("", asks=False, is_cut=False)
+    try:
+        reply = read_reply(response)
+    except AdapterError:
+        content = part(response, "content")
+        blocks: list[Any] = [*content] if isinstance(content, list | tuple) else []
+        asks = any(part(block, "type") == "tool_use" for block in blocks)
+        cut = part(response, "stop_reason") == "max_tokens" and not asks
+        return Said(result_text(response), asks=asks, is_cut=cut)
+    calls = reply.message.get("tool_calls")
+    text = message_text(reply.message) + str(calls or "")
+    return Said(text, asks=bool(calls), is_cut=reply.is_cut and not calls)
+
+
+def said_by_chunk(chunk: Any) -> Said:
+    """Read what a chunk of a stream adds."""
+    if isinstance(chunk, str):
+        return Said(chunk, asks=False, is_cut=False)
+    choices = part(chunk, "choices")
+    if choices is None:
+        text = str(part(part(chunk, "delta"), "text") or "")
+        cut = part(part(chunk, "delta"), "stop_reason") == "max_tokens"
+        return Said(text, asks=False, is_cut=cut)
+    delta = part(choices[0], "delta") if choices else None
+    calls = part(delta, "tool_calls")
+    cut = bool(choices) and part(choices[0], "finish_reason") == "length"
+    return Said(str(part(delta, "content") or "") + str(calls or ""), bool(calls), is_cut=cut)
 
 
 class StreamedReply:
@@ -69,6 +125,7 @@ class StreamedReply:
         self._tool_calls: dict[int, dict[str, Any]] = {}
         self._usage: TokenUsage | None = None
         self._model: str | None = None
+        self._is_cut = False
         self._whole: ModelReply | None = None
 
     def add(self, chunk: Any) -> None:
@@ -81,7 +138,7 @@ class StreamedReply:
             self.text += chunk
             return
         choices = part(chunk, "choices")
-        usage = extract_usage(chunk) if part(chunk, "usage") is not None else None
+        usage = token_usage(chunk) if part(chunk, "usage") is not None else None
         if choices is None or (choices and part(choices[0], "delta") is None):
             self._whole = read_reply(chunk)
             return
@@ -89,6 +146,7 @@ class StreamedReply:
         model = part(chunk, "model")
         self._model = model if isinstance(model, str) and model else self._model
         for choice in choices[:1]:
+            self._is_cut |= part(choice, "finish_reason") == "length"
             delta = part(choice, "delta")
             self.text += part(delta, "content") or ""
             for place, piece in enumerate(part(delta, "tool_calls") or ()):
@@ -102,7 +160,12 @@ class StreamedReply:
         if self._tool_calls:
             message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
             message["content"] = self.text or None
-        return ModelReply(message=_assistant(message), usage=self._usage, model=self._model)
+        return ModelReply(
+            message=_assistant(message),
+            usage=self._usage,
+            model=self._model,
+            is_cut=self._is_cut,
+        )
 
     def _add_call(self, place: int, piece: Any) -> None:
         index = part(piece, "index")

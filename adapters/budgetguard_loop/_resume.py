@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from budgetguard_core import (
@@ -16,75 +17,68 @@ from budgetguard_core import (
     Outcome,
     Snapshot,
 )
+from budgetguard_core.kit import Envelope, Run, current, envelope_of
 from budgetguard_loop import _history as history
-from budgetguard_loop._ambient import current_guard, guard_for
-from budgetguard_loop._run import Run
 
 Resume: TypeAlias = "str | Snapshot | Outcome"
 """The id of a run in the store, its snapshot, or its outcome."""
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A run, and the history that it begins with."""
+
+    run: Run
+    messages: list[history.Message]
+    interrupted: frozenset[str] = frozenset()
+    """Ids of the tool calls that were in flight when the process of an earlier leg ended."""
+    retry: bool = False
+    """The first model call is another attempt at a turn that was counted already."""
+
+
 def begin(
-    budget: Budget | Guard | None,
+    budget: Budget | Guard | Envelope | None,
+    options: Any,
     *,
     messages: str | Iterable[Any],
-    tools: Mapping[str, Callable[..., Any]],
-    step: object = None,
-    model: str | None = None,
-    provider: str | None = None,
-    retries: int = 0,
-    store: CheckpointStore | None = None,
     resume: Resume | None = None,
-) -> Run:
-    """Make the run that its first command is asked of; blocking when it loads a checkpoint.
+) -> Beginning:
+    """Open the run; blocking when it loads a checkpoint.
+
+    Args:
+        budget: What the user gave; None bounds nothing but loops, and, with `resume`, goes on
+            under the recorded caps.
+        options: The options of the envelope.
+        messages: What the conversation begins with, or what the user says now.
+        resume: The earlier run.
 
     Raises:
         CheckpointError: There is no such run in the store, or its snapshot cannot be used.
         ConfigurationError: The arguments do not fit together.
     """
-    if type(retries) is not int or retries < 0:
-        raise ConfigurationError(
-            f"retries must be a whole number >= 0, got {retries!r}. Use 0 for one attempt."
-        )
     given = history.opening(messages)
+    if resume is None:
+        spoke = bool(given) and given[-1].get("role") == "user"
+        envelope = envelope_of(budget, default=Budget(), **options)
+        return Beginning(envelope.open(user_spoke=spoke), given)
+    store = budget.store if isinstance(budget, Envelope) else options.get("store")
     earlier = _earlier(resume, store)
-    if earlier is None:
-        guard = guard_for(budget)
-        run_messages = given
-        interrupted: frozenset[str] = frozenset()
-    else:
-        guard = _guard_of(earlier, budget, resume)
-        run_messages = history.from_plain(earlier.messages)
-        interrupted = frozenset(
-            call.id for call in earlier.open_calls if call.kind == "tool" and call.id is not None
-        )
-        if given:
-            _close(run_messages, interrupted)
-            run_messages += given
-            guard.user_turn()
-        elif run_messages and isinstance(run_messages[-1], history.SyntheticMessage):
-            run_messages.pop()
-        # A provider may give the id of a call that was interrupted long ago to another one.
-        interrupted &= {call.id for call in history.open_batch(run_messages)[1]}
+    run = _opened(earlier, budget, options, resume)
+    past = history.from_plain(earlier.messages)
+    interrupted = frozenset(
+        call.id for call in earlier.open_calls if call.kind == "tool" and call.id
+    )
+    if given:
+        _close(past, interrupted)
+        past += given
+        run.guard.user_turn()
+    elif past and isinstance(past[-1], history.SyntheticMessage):
+        past.pop()
+    # A provider may give the id of a call that was interrupted long ago to another one.
+    interrupted &= {call.id for call in history.open_batch(past)[1]}
     # The same turn under the same caps: the attempt that the process died in was counted.
-    again = (
-        earlier is not None
-        and budget is None
-        and not given
-        and any(call.kind == "model" for call in earlier.open_calls)
-    )
-    return Run(
-        guard=guard,
-        messages=run_messages,
-        tools=tools,
-        step=step,
-        model=model,
-        provider=provider,
-        retries=retries,
-        store=store,
-        interrupted=interrupted,
-        retry=again,
-    )
+    again = budget is None and not given and any(c.kind == "model" for c in earlier.open_calls)
+    return Beginning(run, past, interrupted, again)
 
 
 def _close(messages: list[history.Message], interrupted: frozenset[str]) -> None:
@@ -94,8 +88,8 @@ def _close(messages: list[history.Message], interrupted: frozenset[str]) -> None
         messages.append(history.tool_message(call.id, text))
 
 
-def _earlier(resume: Resume | None, store: CheckpointStore | None) -> Snapshot | None:
-    if resume is None or isinstance(resume, Snapshot):
+def _earlier(resume: Resume, store: CheckpointStore | None) -> Snapshot:
+    if isinstance(resume, Snapshot):
         return resume
     if isinstance(resume, Outcome):
         return Snapshot.of_outcome(resume)
@@ -112,21 +106,25 @@ def _earlier(resume: Resume | None, store: CheckpointStore | None) -> Snapshot |
     return snapshot
 
 
-def _guard_of(earlier: Snapshot, budget: Budget | Guard | None, resume: Resume | None) -> Guard:
-    if isinstance(budget, Guard):
-        return budget
-    if budget is None and isinstance(resume, Outcome):
+def _opened(
+    earlier: Snapshot, budget: Budget | Guard | Envelope | None, options: Any, resume: Resume
+) -> Run:
+    if budget is not None:
+        return envelope_of(budget, **options).open(resume=earlier, fresh=True)
+    if isinstance(resume, Outcome) or earlier.budget is None:
         raise ConfigurationError(
             "resuming from an outcome needs a budget, got None. Pass a fresh Budget."
         )
-    above = current_guard()
-    if above is not None:
-        # A part of another run spends that run's budget, also after a resume.
-        return above.child(budget or Budget.from_json(earlier.budget or {}), run_id=earlier.run_id)
-    if budget is None and earlier.parent_run_id is not None:
+    if earlier.stop_conditions:
+        raise CheckpointError(
+            "a run with stop conditions needs them again, got none: conditions are code and not "
+            "in a checkpoint. Pass a fresh budget that has them."
+        )
+    if current() is None and earlier.parent_run_id is not None:
         # Its own caps are not all that bounded it, and those above it are not in its snapshot.
         raise ConfigurationError(
             f"run {earlier.run_id!r}, a part of {earlier.parent_run_id!r}, needs a budget to go on "
             "alone, got None. Pass a fresh Budget, or a Guard."
         )
-    return Guard.restore(earlier, budget)
+    recorded = envelope_of(Budget.from_json(earlier.budget), **{"mode": earlier.mode, **options})
+    return recorded.open(resume=earlier)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import threading
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,25 +14,18 @@ from budgetguard_core import (
     NOT_EXECUTED,
     OUTCOME_UNKNOWN,
     AdapterError,
-    Admit,
-    BudgetExceeded,
-    CheckpointStore,
-    Guard,
     ModelCall,
-    Nudge,
     Outcome,
     Stop,
-    TokenUsage,
     ToolCall,
     Trip,
-    end_run,
-    estimate_tokens,
 )
+from budgetguard_core.kit import OpenModelCall, OpenToolCall, Prompt, Run, is_stop
 from budgetguard_loop import _history as history
-from budgetguard_loop._ambient import LAYER, Layer, taking_part
+from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import ModelReply
-from budgetguard_loop._usage import estimated
+from budgetguard_loop._settings import parameters_of
 
 ToolFunction: TypeAlias = Callable[..., Any]
 
@@ -41,9 +34,8 @@ ToolFunction: TypeAlias = Callable[..., Any]
 class CallModel:
     """Call the model. Answer with a `ModelReply` or a `Cut`; what the step raises is thrown."""
 
-    ticket: Admit
+    call: OpenModelCall
     messages: list[Message]
-    layer: Layer
     partial: str = ""
     """What a stream has said so far; the shell keeps it up to date."""
     shown: bool = False
@@ -51,14 +43,20 @@ class CallModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing for this long, within the deadline; answer with a `Cut` when that came first."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ToolJob:
     """A tool call that was admitted."""
 
     place: int
-    ticket: Admit
+    call: OpenToolCall
     function: ToolFunction
     arguments: dict[str, Any]
-    layer: Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +81,15 @@ class NextTool:
     """Answer with the `ToolEnd` of a job, or with a `Cut` when the rest will not end."""
 
 
-@dataclass(frozen=True, slots=True)
 class Save:
     """Save the run, blocking."""
 
-    flush: bool = False
-    """Have the sinks make safe what they took, too: the run ends with an exception."""
 
-
+@dataclass(frozen=True, slots=True)
 class Finish:
     """End the run, blocking; answer with the `Outcome`."""
 
-    __slots__ = ("final", "next_step", "trip")
-
-    def __init__(self, trip: Trip | None, final: str, next_step: str | None = None) -> None:
-        self.trip = trip
-        self.final = final
-        self.next_step = next_step
+    end: Callable[[], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +99,7 @@ class Cut:
     trip: Trip
 
 
-Command: TypeAlias = CallModel | StartTools | NextTool | Save | Finish
+Command: TypeAlias = CallModel | Wait | StartTools | NextTool | Save | Finish
 Steps: TypeAlias = Generator[Command, Any, Outcome]
 
 
@@ -121,85 +111,97 @@ class _Tripped(Exception):
 
 
 @dataclass(slots=True)
-class Run:
+class Loop:
     """One run of the loop."""
 
-    guard: Guard
+    run: Run
     messages: list[Message]
     tools: Mapping[str, ToolFunction]
-    step: object
     model: str | None
     provider: str | None
     retries: int
-    store: CheckpointStore | None
     interrupted: frozenset[str] = frozenset()
     """Ids of the tool calls that were in flight when the process of an earlier leg ended."""
     retry: bool = False
     """The first model call is another attempt at a turn that was counted already."""
     _results: dict[int, Message] = field(default_factory=dict[int, Message])
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _above: Layer | None = field(default_factory=LAYER.get)
-    _prompt_tokens: int = 0
+    _prompt: Prompt = field(default_factory=Prompt)
+    _schemas: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        # What the step sends of its tools is its own affair; this is about as much.
+        self._schemas = tuple(
+            {"name": name, "description": inspect.getdoc(tool), "parameters": parameters_of(tool)}
+            for name, tool in self.tools.items()
+        )
 
     def steps(self) -> Steps:
         """Run the loop to its end."""
-        with taking_part(self.guard, self.messages) as self.guard:
-            self._prompt_tokens = sum(map(history.message_tokens, self.messages))
-            try:
-                while True:
-                    _, waiting = history.open_batch(self.messages)
-                    if waiting:
-                        yield from self._run_tools(waiting)
-                    elif self._is_over():
-                        final = history.message_text(self.messages[-1])
-                        outcome: Outcome = yield Finish(None, final)
-                        return outcome
-                    yield from self._call_model()
-            except _Tripped as stop:
-                self._settle_history(NOT_EXECUTED)
-                end = history.end_message(self.guard, stop.trip, stop.partial)
-                self.messages.append(end)
-                outcome = yield Finish(stop.trip, end["content"], stop.next_step)
-                return outcome
-            except BaseException:
-                started = bool(self.guard.open_tool_calls())
-                self._settle_history(OUTCOME_UNKNOWN if started else NOT_EXECUTED)
-                yield Save(flush=True)
-                raise
+        outcome: Outcome
+        try:
+            while True:
+                _, waiting = history.open_batch(self.messages)
+                if waiting:
+                    yield from self._run_tools(waiting)
+                elif self._is_over():
+                    outcome = yield from self._conclude()
+                    return outcome
+                yield from self._call_model()
+        except _Tripped as stop:
+            self._settle_history(NOT_EXECUTED)
+            end = history.end_message(self.run.guard, stop.trip, stop.partial)
+            self.messages.append(end)
+            outcome = yield self._finish(end["content"], stop.trip, stop.next_step)
+            return outcome
+        except BaseException as error:
+            # Taken as it is, because the clause unbinds the name.
+            failure = error
+            started = bool(self.run.guard.open_tool_calls())
+            self._settle_history(OUTCOME_UNKNOWN if started else NOT_EXECUTED)
+            yield Finish(
+                lambda: self.run.fail(
+                    failure,
+                    self.messages,
+                    saved_messages=history.to_plain(self.messages),
+                    resume=self._resume,
+                )
+            )
+            raise
 
-    def save(self, command: Save = Save()) -> None:
-        """Save a snapshot of this run and of those that it is a part of; blocking."""
-        if self.store is not None:
-            # Under a lock, so that no older snapshot overwrites a newer one.
-            with self._lock:
-                try:
-                    self.store.save(self.guard.snapshot(history.to_plain(self._so_far())))
-                except Exception as error:
-                    self.guard.report(f"checkpoint: {type(error).__name__}: {error}")
-        if self._above is not None and self._above.save is not None:
-            self._above.save()
-        if command.flush:
-            self.guard.flush()
+    def _conclude(self) -> Steps:
+        # A part of the run may have been refused where nobody was told.
+        if self.run.stopped_by is not None:
+            raise _Tripped(self.run.stopped_by, "give the answer")
+        outcome: Outcome = yield self._finish(history.message_text(self.messages[-1]))
+        return outcome
+
+    def save(self) -> None:
+        """Save a checkpoint of this run and of those that it is a part of; blocking."""
+        self.run.save(history.to_plain(self._so_far()))
 
     @property
-    def is_saved(self) -> bool:
-        """Whether `save` has anything to do."""
-        return self.store is not None or (self._above is not None and self._above.save is not None)
+    def is_passed_on(self) -> bool:
+        """Whether the caller gets an exception for the stop: it asked for that, or is cut too."""
+        trip = self.run.trip
+        return self.run.is_to_raise or (trip is not None and self.run.is_of_the_run_around(trip))
 
-    def finish(self, command: Finish) -> Outcome:
-        """End the run; blocking."""
+    @property
+    def _resume(self) -> str:
         resume = "resume=outcome, and a fresh Budget"
-        if self.store is not None:
-            resume = f"resume={self.guard.run_id!r} with the same store, and a fresh Budget"
-        return end_run(
-            self.guard,
-            trip=command.trip,
-            messages=self.messages,
-            saved_messages=history.to_plain(self.messages),
-            final=command.final,
-            store=self.store,
-            next_step=command.next_step,
-            resume=None if command.trip is None else f"run_bounded(step, ..., {resume})",
+        if self.run.envelope.store is not None:
+            resume = f"resume={self.run.guard.run_id!r} with the same store, and a fresh Budget"
+        return f"run_bounded(step, ..., {resume})"
+
+    def _finish(self, final: str, trip: Trip | None = None, next_step: str | None = None) -> Finish:
+        return Finish(
+            lambda: self.run.end(
+                self.messages,
+                final,
+                trip=trip,
+                saved_messages=history.to_plain(self.messages),
+                next_step=next_step,
+                resume=self._resume,
+            )
         )
 
     def _is_over(self) -> bool:
@@ -216,61 +218,63 @@ class Run:
             try:
                 answer = yield command
             except Exception as error:
-                self._fail(command, error)
-                if isinstance(error, BudgetExceeded) and self.guard.trip is not None:
-                    raise _Tripped(self.guard.trip, "call the model") from None
+                self.run.failed(command.call, error, written=command.partial)
+                trip = self.run.stopped_by
+                if is_stop(error) and trip is not None:
+                    raise _Tripped(trip, "call the model") from None
                 if attempt == self.retries or command.shown or isinstance(error, AdapterError):
                     raise
                 yield Save()
+                cut: Cut | None = yield Wait(delay_after(error, attempt))
+                if cut is not None:
+                    raise _Tripped(cut.trip, "call the model") from None
             except BaseException as error:
-                self._fail(command, error)
+                self.run.failed(command.call, error, written=command.partial)
                 raise
             else:
                 if isinstance(answer, Cut):
-                    self._fail(command, "cut short")
+                    self.run.failed(command.call, "cut short", written=command.partial)
                     raise _Tripped(answer.trip, "call the model", command.partial)
-                self._take(command, answer)
+                self._take(command.call, answer)
                 yield Save()
                 return
 
     def _admit_model_call(self, *, retry: bool) -> CallModel:
-        decision = self.guard.admit_model_call(
+        call = self.run.model_call(
             ModelCall(
                 model=self.model,
                 provider=self.provider,
                 retry=retry,
-                input_tokens=self._prompt_tokens,
+                input_tokens=self._prompt.project(self.messages, tools=self._schemas),
             )
         )
-        if isinstance(decision, Stop):
-            raise _Tripped(decision.trip, "call the model")
+        if isinstance(call, Stop):
+            raise _Tripped(call.trip, "call the model")
         messages = list(self.messages)
-        if isinstance(decision, Nudge):
+        if call.nudge is not None:
             # For this call alone: a later turn has nothing to learn from it.
-            messages.append({"role": "user", "content": decision.message})
-        layer = Layer(self.guard, ticket=decision, function=self.step, save=self.save)
-        return CallModel(decision, messages, layer)
+            messages.append({"role": "user", "content": call.nudge})
+        return CallModel(call, messages)
 
-    def _take(self, command: CallModel, reply: ModelReply) -> None:
+    def _take(self, call: OpenModelCall, reply: ModelReply) -> None:
         message = dict(reply.message)
         text = history.message_text(message)
-        usage = reply.usage
-        if usage is None:
-            said = text + str(message.get("tool_calls") or "")
-            usage = estimated(command.ticket.call.input_tokens, said)
-        self.guard.settle_model_call(
-            command.ticket, usage, model=reply.model, cost_usd=reply.cost_usd
+        calls = message.get("tool_calls")
+        self.run.answered(
+            call,
+            reply.usage,
+            text=text + str(calls or ""),
+            model=reply.model,
+            cost_usd=reply.cost_usd,
+            final=not calls,
         )
+        self._prompt.measured(reply.usage, reply=message)
         self.messages.append(message)
-        # What the provider counted is the best projection of the next prompt.
-        self._prompt_tokens = usage.input_tokens + usage.output_tokens - usage.reasoning_tokens
-
-    def _fail(self, command: CallModel, error: BaseException | str) -> None:
-        usage = None
-        if command.partial:
-            written = estimate_tokens(command.partial)
-            usage = TokenUsage(command.ticket.call.input_tokens, written, estimated=True)
-        self.guard.settle_model_call(command.ticket, usage, error=error)
+        if reply.is_cut and not calls:
+            trip = self.run.cut_short(call)
+            if trip is not None:
+                self.messages.pop()
+                raise _Tripped(trip, "go on with the answer", text)
 
     # The tools
 
@@ -285,18 +289,18 @@ class Run:
             else:
                 fresh.append((place, call, *self._request(call)))
         self.interrupted = frozenset()
-        decisions = self.guard.admit_tool_calls([request for _, _, request, _ in fresh])
-        for (place, call, request, arguments), decision in zip(fresh, decisions, strict=True):
-            if not isinstance(decision, Admit):
-                self._results[place] = history.tool_message(call.id, decision.message)
-                trip = decision.trip if isinstance(decision, Stop) else trip
+        batch = self.run.batch([request for _, _, request, _ in fresh])
+        for (place, call, request, arguments), admitted in zip(fresh, batch, strict=True):
+            refusal = self.run.start(admitted)
+            if refusal is not None:
+                self._results[place] = history.tool_message(call.id, refusal)
+                trip = admitted.trip or trip
             elif request.kind == "output":
-                self.guard.settle_tool_call(decision, error=str(arguments["error"]))
+                self.run.finished(admitted, error=str(arguments["error"]))
                 self._results[place] = history.tool_message(call.id, arguments["error"])
             else:
-                function = self.tools[call.name]
-                layer = Layer(self.guard, ticket=decision, function=function, save=self.save)
-                jobs.append(ToolJob(place, decision, function, arguments, layer))
+                admitted.function = self.tools[call.name]
+                jobs.append(ToolJob(place, admitted, self.tools[call.name], arguments))
         yield Save()
         if jobs:
             trip = (yield from self._watch_tools(waiting, jobs)) or trip
@@ -312,16 +316,16 @@ class Run:
             end: ToolEnd | Cut = yield NextTool()
             if isinstance(end, Cut):
                 return end.trip
-            ticket = end.job.ticket
+            call = end.job.call
             if not end.started:
                 text = NOT_EXECUTED
-                self.guard.settle_tool_call(ticket, error=text)
+                self.run.finished(call, error=text)
             elif end.error is None:
                 text = history.result_text(end.result)
-                self.guard.settle_tool_call(ticket, text)
+                self.run.finished(call, text)
             else:
                 text = history.error_text(end.error)
-                self.guard.settle_tool_call(ticket, error=end.error)
+                self.run.finished(call, text, error=end.error)
             self._results[end.job.place] = history.tool_message(waiting[end.job.place].id, text)
             yield Save()
         return None
@@ -361,4 +365,3 @@ class Run:
         ]
         self._results = {}
         self.messages.extend(added)
-        self._prompt_tokens += sum(map(history.message_tokens, added))

@@ -5,8 +5,9 @@ framework does. Which budgets apply, what is counted, what a failed call costs, 
 and how the run ends is decided here, once for all adapters.
 """
 
-from budgetguard_core.kit.ambient import Frame, current, current_guard, entered
+from budgetguard_core.kit.ambient import Frame, current, current_call, current_guard, entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.delay import wait, wait_async
 from budgetguard_core.kit.envelope import (
     Envelope,
     EnvelopeOptions,
@@ -19,6 +20,7 @@ from budgetguard_core.kit.outcomes import outcome_of, remember
 from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.run import Run
+from budgetguard_core.kit.stops import is_stop
 from budgetguard_core.kit.usage import (
     answered_usage,
     merge_usage,
@@ -40,12 +42,14 @@ __all__ = [
     "Watch",
     "answered_usage",
     "current",
+    "current_call",
     "current_guard",
     "cut_short",
     "entered",
     "envelope_of",
     "estimate",
     "failed_usage",
+    "is_stop",
     "joined",
     "merge_usage",
     "outcome_of",
@@ -56,4 +60,6 @@ __all__ = [
     "supervised",
     "token_usage",
     "turned_away",
+    "wait",
+    "wait_async",
 ]

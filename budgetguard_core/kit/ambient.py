@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from budgetguard_core.decision import Admit
 from budgetguard_core.frame import FRAME, Frame, current
 from budgetguard_core.guard import Guard
 
-__all__ = ["Frame", "current", "current_guard", "entered", "in_force"]
+__all__ = ["Frame", "current", "current_call", "current_guard", "entered", "in_force"]
 
 
 def current_guard() -> Guard | None:
     """Return the guard that a call from this code is charged to, or None outside of any run."""
     frame = current()
     return None if frame is None else frame.guard
+
+
+def current_call() -> Admit | None:
+    """Return the admitted call that this code is the body of, or None outside of any.
+
+    A tool finds its `idempotency_key` here, and in `call.guard.cancellation` the token that tells
+    it to stop.
+    """
+    frame = current()
+    return None if frame is None or frame.call is None else frame.call.ticket
 
 
 @contextmanager

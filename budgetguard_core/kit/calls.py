@@ -73,6 +73,12 @@ class OpenModelCall:
         return self._open
 
     @property
+    def ticket(self) -> Admit | None:
+        """The admission of the run's own guard, or of the layer above that counts the call."""
+        charged = self.charged
+        return charged[0] if charged else None
+
+    @property
     def charged(self) -> tuple[Admit, ...]:
         """Every admission that stands for this call, those of the layers above included."""
         above = () if self.above is None else self.above.charged
@@ -98,15 +104,30 @@ class OpenToolCall:
     Attributes:
         call: What the model asked for.
         frame: The tool's body runs in this frame.
+        function: The callable that is the tool's body, where the adapter knows it: a guarded
+            function finds by it that this call is its own, whatever the tool is called.
         tickets: The admissions of the guards that charge it.
         state: `waiting` to start, `refused`, `started`, `completed`, `failed` or `withdrawn`.
         refusal: The call's result where it may not start; None where it may.
         reason: Why it was refused.
+        detail: The same for people, with the figures; never for the model.
         trip: The stop that refused it; None for a quota, after which the run goes on.
         result: What it returned, or the text of what it raised; None before its end.
     """
 
-    __slots__ = ("call", "frame", "reason", "refusal", "result", "seen", "state", "tickets", "trip")
+    __slots__ = (
+        "call",
+        "detail",
+        "frame",
+        "function",
+        "reason",
+        "refusal",
+        "result",
+        "seen",
+        "state",
+        "tickets",
+        "trip",
+    )
 
     def __init__(self, call: ToolCall, tickets: Sequence[Admit]) -> None:
         self.call = call
@@ -114,6 +135,8 @@ class OpenToolCall:
         self.state: ToolState = "waiting"
         self.refusal: str | None = None
         self.reason: StopReason | None = None
+        self.detail = ""
+        self.function: object = None
         self.trip: Trip | None = None
         self.result: Any = None
         self.seen = False

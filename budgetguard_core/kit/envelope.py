@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
+from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
 
 OnTrip: TypeAlias = Literal["return", "raise"]
 
-_OF_THE_GUARD = ("mode", "sinks", "on_warning", "price_book", "clock", "ledger", "tenant")
+_OF_THE_GUARD = (
+    "mode",
+    "sinks",
+    "on_warning",
+    "price_book",
+    "clock",
+    "breakers",
+    "ledger",
+    "tenant",
+)
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -43,6 +53,7 @@ class EnvelopeOptions(TypedDict, total=False):
     on_outcome: Callable[[Outcome], object] | None
     price_book: PriceBook | None
     clock: Clock | None
+    breakers: BreakerRegistry | None
     store: CheckpointStore | None
     on_trip: OnTrip
     ledger: Ledger | str | None
@@ -62,6 +73,9 @@ class Envelope:
         on_warning: Of fresh guards: called at the warning share of a cap; it may extend or abort.
         price_book: Of fresh guards: where prices come from.
         clock: Of fresh guards: where time comes from.
+        breakers: Of fresh guards: the circuit breakers, rate limits and bulkheads that they share.
+            The runs of one envelope share theirs; give the same registry to several, or the part
+            of it that is for a profile or tenant (`registry.scoped(tenant)`).
         on_outcome: Called with the outcome of each run when it has ended or paused: completed,
             terminated, paused or failed. What it raises is in the guard's `errors`.
         store: Where checkpoints go.
@@ -85,6 +99,7 @@ class Envelope:
     on_outcome: Callable[[Outcome], object] | None = None
     price_book: PriceBook | None = None
     clock: Clock | None = None
+    breakers: BreakerRegistry | None = field(default=None, compare=False)
     store: CheckpointStore | None = None
     on_trip: OnTrip = "return"
     ledger: Ledger | str | None = None
@@ -119,6 +134,13 @@ class Envelope:
                 f"clock must tell the time, got {type(self.clock).__name__}. "
                 "Pass an object with monotonic_ns and wall_ns."
             )
+        if self.breakers is not None and not isinstance(self.breakers, BreakerRegistry):
+            raise ConfigurationError(
+                f"breakers must be a BreakerRegistry, got {type(self.breakers).__name__}. "
+                "Leave it out for one of this envelope's own."
+            )
+        if self.breakers is None and isinstance(self.budget, Budget):
+            object.__setattr__(self, "breakers", BreakerRegistry())
         if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise ConfigurationError(
                 f"store must save, load and delete snapshots, got {type(self.store).__name__}. "
@@ -175,7 +197,7 @@ class Envelope:
         frame = current()
         around = in_force(frame)
         if isinstance(self.budget, Guard):
-            run = self._seated(self.budget, frame, around, resume, loose)
+            run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
             guard = self._fresh(self.budget, frame, around, resume, fresh, run_id, config)
             run = Run(self, guard, frame, around, loose=loose)
@@ -203,6 +225,7 @@ class Envelope:
             "on_warning": self.on_warning,
             "price_book": self.price_book or (around[0].price_book if around else None),
             "clock": self.clock or (around[0].clock if around else None),
+            "breakers": self.breakers,
         }
         if resume is not None:
             guard = Guard.restore(
@@ -222,6 +245,7 @@ class Envelope:
                 run_id=run_id,
                 on_warning=self.on_warning,
                 beside=near[1:],
+                breakers=self.breakers,
                 **paid,
             )
         return Guard(budget, mode=self.mode, run_id=run_id, **settings, **paid)
@@ -287,7 +311,7 @@ def joined() -> Run | None:
     return run
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Envelope)}
+_DEFAULTS = {one.name: one.default for one in fields(Envelope)}
 
 
 def envelope_of(

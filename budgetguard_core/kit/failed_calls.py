@@ -89,10 +89,8 @@ def _verdicts(error: BaseException | str | None) -> Iterator[bool]:
 
 
 def _verdict(error: BaseException) -> bool | None:
-    # What came within a stream carries the status of an error or of what it wraps, although the
-    # call had been accepted: botocore gives each one 400, LiteLLM the wrapped error's.
-    if type(error).__name__ == "EventStreamError" or part(error, "is_pre_first_chunk") is False:
-        return False
+    if part(error, "is_pre_first_chunk") is False:
+        return False  # LiteLLM gives what broke its stream the status of the error behind it
     status = _status(error)
     if status is not None:
         return status in _CLIENT_ERRORS and status not in _AT_WORK

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from enum import Enum
-from typing import Any, Final, cast
+from enum import IntEnum
+from typing import Any, Final, TypeGuard, cast
 
 from budgetguard_core.kit.records import fields_of, part
 from budgetguard_core.usage import TokenUsage
@@ -30,7 +30,7 @@ _MOST_TOKENS: Final = 10**12
 _LONGEST_NUMBER: Final = 32
 
 
-class _Figure(Enum):
+class _Figure(IntEnum):
     PROMPT = 1
     PROMPT_BESIDE = 2
     NOT_CACHED = 3
@@ -129,6 +129,9 @@ class _Tally:
         self._of_tiers: dict[_Figure, int] = {}
         self.legible = True
 
+    def __bool__(self) -> bool:
+        return bool(self._largest or self._of_tiers)
+
     def __contains__(self, figure: _Figure) -> bool:
         return figure in self._largest
 
@@ -197,13 +200,15 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     if isinstance(record, TokenUsage):
         return fitted(record)
     fields = fields_of(record)
-    if fields is None:
-        # Messages of protobuf (xAI's SDK) have properties only.
-        fields = {name: getattr(record, name, None) for name in _NAMES}
+    if not fields:
+        # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
+        fields = {name: part(record, name) for name in _NAMES}
     if "input_tokens" in fields and count_of(fields.get("total_cost")) == 0:
         return TokenUsage()
     tally = _Tally()
     tally.take(fields, _NAMES)
+    if not tally:
+        return None
     usage = _add_up(tally, beside=_is_beside(fields))
     listed = fields.get("iterations")
     if steps and isinstance(listed, list):
@@ -217,7 +222,7 @@ def fitted(usage: TokenUsage) -> TokenUsage:
 
     What is no count is 0, and the usage then marked as estimated.
     """
-    counts = [count_of(value) for value in usage[:-1]]
+    counts = [value if _is_count(value) else count_of(value) for value in usage[:-1]]
     prompt, output, read, write, write_1h, reasoning = (count or 0 for count in counts)
     write = max(write, write_1h)
     return TokenUsage(
@@ -229,6 +234,11 @@ def fitted(usage: TokenUsage) -> TokenUsage:
         reasoning,
         estimated=usage.estimated is True or None in counts,
     )
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    # Sums may be above what one figure can be.
+    return type(value) is int and value >= 0
 
 
 def larger(one: TokenUsage, other: TokenUsage) -> TokenUsage:

@@ -57,7 +57,7 @@ _KINDS: Final = {
 _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"})
 """Parts by their name: Gemini."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
-_DATA_URL: Final = re.compile(r"data:(\w*)[^,]{0,200},", re.ASCII)
+_DATA_URL: Final = re.compile(r"data:(\w*)[^,\s]{0,200};base64,", re.ASCII)
 
 
 def block_tokens(block: Mapping[Any, Any]) -> int | None:
@@ -66,7 +66,8 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     if source is not None and source.get("type") in {"text", "content"}:
         return None
     kind = block.get("type") or block.get("kind")
-    by_media_type = None if block.get("text") else _of_media_type(block)
+    is_text = kind == "text" or block.get("text")
+    by_media_type = None if is_text else _of_media_type(block)
     if by_media_type is None and isinstance(kind, str) and kind in _TYPES:
         # Cohere's documents are data, Bedrock's have no type.
         return None if fields_of(block.get("document")) else _TYPES[kind]

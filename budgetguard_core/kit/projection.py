@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
 from pydantic import BaseModel, TypeAdapter
@@ -13,8 +14,8 @@ from budgetguard_core.kit.media import block_tokens, data_tokens, named_tokens
 from budgetguard_core.kit.records import fields_of, part
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
-_MESSAGE_TOKENS: Final = 4
-"""Role and separators of a message: three to four with OpenAI's models."""
+_MESSAGE_TOKENS: Final = 5
+"""Role and separators of a message: five in ChatML and Llama 3, three to four with OpenAI."""
 _ENCRYPTED_BYTES: Final = 5
 """Bytes of Base64 to a token of the reasoning that is encrypted in it."""
 _MOST_PARTS: Final = 100_000
@@ -86,11 +87,8 @@ def estimate(content: object) -> int:
         content: In the format of any provider or framework, as plain data or objects.
     """
     total = 0
-    waiting = [content]
-    for _ in range(_MOST_PARTS):
-        if not waiting:
-            break
-        one = waiting.pop()
+    parts = [content]
+    for one in islice(parts, _MOST_PARTS):  # which grow meanwhile
         if one is None or isinstance(one, bool | int | float):
             continue
         allowance = data_tokens(one)
@@ -99,9 +97,9 @@ def estimate(content: object) -> int:
         elif isinstance(one, str):
             total += estimate_tokens(one) if one else 0
         elif isinstance(one, list | tuple):
-            waiting.extend(cast("Sequence[object]", one))
+            parts.extend(cast("Sequence[object]", one))
         elif (fields := fields_of(one)) is not None:
-            total += _estimate_fields(fields, waiting)
+            total += _estimate_fields(fields, parts)
     return total
 
 
@@ -181,16 +179,23 @@ class Prompt:
         self._seen = seen
         return max(seen.tokens + fixed, 0)
 
-    def measured(self, usage: TokenUsage | None) -> None:
+    def measured(self, usage: TokenUsage | None, *, reply: object = None) -> None:
         """Take what the provider measured for the last prompt as the base of the next.
 
         Args:
             usage: Of the call; figures that were estimated, and None, change nothing.
+            reply: The reply as it stands next in the conversation: then it counts as measured too,
+                less the reasoning, which is not sent again.
         """
         if usage is None or usage.estimated or not usage.input_tokens:
             return
         tokens = usage.total_tokens if self._server_side else usage.input_tokens
-        self._seen = self._seen._replace(tokens=tokens - self._fixed[1])
+        seen = self._seen._replace(tokens=tokens - self._fixed[1])
+        if reply is not None and not self._server_side:
+            said = usage.output_tokens - usage.reasoning_tokens
+            first = seen.first if seen.length else reply
+            seen = _Seen(seen.length + 1, first, reply, seen.tokens + said)
+        self._seen = seen
 
     def _size_of_fixed(self, system: object, tools: Sequence[object], output_schema: object) -> int:
         parts = (system, *tools, output_schema)
@@ -228,8 +233,8 @@ def _estimate_messages(messages: Sequence[object]) -> int:
     return sum(_MESSAGE_TOKENS + estimate(message) for message in messages)
 
 
-def _estimate_fields(fields: Mapping[Any, Any], waiting: list[object]) -> int:
-    """Estimate a message or block, and leave what is inside it to be estimated later."""
+def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
+    """Estimate what a message or block holds itself; what is inside goes to the parts."""
     allowance = block_tokens(fields)
     if allowance is not None:
         return allowance
@@ -247,7 +252,7 @@ def _estimate_fields(fields: Mapping[Any, Any], waiting: list[object]) -> int:
         elif name in _JSON and not isinstance(value, str):
             total += estimate_tokens(_json(value))
         else:
-            waiting.append(value)
+            parts.append(value)
     return total
 
 
@@ -268,13 +273,16 @@ def _schema_text(schema: object) -> str:
         return schema
     if isinstance(schema, Mapping):
         return _json(cast("object", schema))
-    if inspect.isroutine(schema):
+    if inspect.isfunction(schema) or inspect.ismethod(schema):
         return f"{schema.__name__}{inspect.signature(schema)}\n{inspect.getdoc(schema)}"
     if isinstance(schema, type):
         return _json(cast("object", schema))
-    whole = getattr(schema, "tool_spec", None) or _called(getattr(schema, "json_schema", None))
-    if whole is not None:
-        return _json(whole)
+    of_strands = getattr(schema, "tool_spec", None)
+    if of_strands is not None:
+        return _json(of_strands)
+    output = getattr(schema, "json_schema", None)
+    if callable(output):
+        return _json(_called(output))
     for name in _INPUT_SCHEMAS:
         inner = getattr(schema, name, None)
         if inner is not None:
@@ -283,11 +291,10 @@ def _schema_text(schema: object) -> str:
     return _json(schema)
 
 
-def _called(method: object) -> object:
-    """Return what a method without arguments returns; None where it is none, or raises."""
+def _called(method: Callable[[], object]) -> object:
     try:
-        return method() if callable(method) else None
-    except Exception:  # OpenAI Agents: the output is plain text and has no schema
+        return method()
+    except Exception:  # OpenAI Agents: an output that is plain text has no schema
         return None
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -11,25 +12,44 @@ from pydantic import BaseModel
 
 def part(record: object, name: str) -> Any:
     """Return an item of a mapping or an attribute of an object; None where there is none."""
-    if isinstance(record, Mapping):
-        return cast("Mapping[object, Any]", record).get(name)
+    return parts_of(record)(name)
+
+
+def parts_of(record: object) -> Callable[[str], Any]:
+    """Return what looks up the parts of one record by name, as `part` does."""
+    if isinstance(record, dict):
+        return cast("dict[str, Any]", record).get
     if isinstance(record, BaseModel):
         # Not getattr: a model looks for a name that it lacks for about a microsecond.
-        value = record.__dict__.get(name)
         extra = record.__pydantic_extra__
-        return extra.get(name) if value is None and extra else value
-    return getattr(record, name, None)
+        return ({**record.__dict__, **extra} if extra else record.__dict__).get
+    if isinstance(record, Mapping):
+        return cast("Mapping[str, Any]", record).get
+    return partial(_attribute, record)
+
+
+def _attribute(record: object, name: str) -> Any:
+    try:
+        return getattr(record, name, None)
+    except Exception:  # a property is code of the SDK's
+        return None
 
 
 def fields_of(record: object) -> Mapping[Any, Any] | None:
-    """Return all that a mapping or an object holds, by name; None for what has no names."""
-    if isinstance(record, Mapping):
-        return cast("Mapping[Any, Any]", record)
+    """Return what a mapping or an object holds, by name; None for what has no names.
+
+    Of an object of another kind than a data class or a model, what is not private.
+    """
+    if isinstance(record, dict):
+        return cast("dict[Any, Any]", record)
+    if record is None or isinstance(record, str | int | float | bytes | list | type):
+        return None
     if isinstance(record, BaseModel):
         extra = record.__pydantic_extra__
         return {**record.__dict__, **extra} if extra else record.__dict__
-    if isinstance(record, type):
-        return None
+    if isinstance(record, Mapping):
+        return cast("Mapping[Any, Any]", record)
     if dataclasses.is_dataclass(record):
         return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return getattr(record, "__dict__", None)
+    held: dict[str, Any] | None = getattr(record, "__dict__", None)
+    return held and {name: value for name, value in held.items() if not name.startswith("_")}

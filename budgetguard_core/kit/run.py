@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Stop, ToolCall
@@ -21,14 +21,37 @@ from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.outcomes import remember
 from budgetguard_core.kit.usage import answered_usage
+from budgetguard_core.limits import cut_answer
 from budgetguard_core.outcome import Outcome, Status
-from budgetguard_core.stop import Trip
+from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
-    from budgetguard_core.kit.envelope import Envelope
+
+class Terms(Protocol):
+    """What a run asks of the envelope that it was opened on."""
+
+    @property
+    def store(self) -> CheckpointStore | None:
+        """Where checkpoints go."""
+        ...
+
+    @property
+    def on_outcome(self) -> Callable[[Outcome], object] | None:
+        """Called with each outcome."""
+        ...
+
+    @property
+    def on_trip(self) -> str:
+        """What the caller gets for a stop."""
+        ...
+
+    def open(self, *, loose: bool = False) -> Run:
+        """Open a run."""
+        ...
 
 
 class Run:
@@ -43,11 +66,12 @@ class Run:
         trip: Why the run was stopped; None while it may go on.
         outcome: How the run ended, or where it paused; None before.
         ended: The run is over. Nothing that it left behind is a part of it any more.
+        is_loose: It is single calls that belong together; nobody tells their end.
     """
 
     def __init__(
         self,
-        envelope: Envelope,
+        envelope: Terms,
         guard: Guard,
         above: Frame | None,
         around: Sequence[Guard],
@@ -67,11 +91,14 @@ class Run:
         self._messages: Sequence[Any] = ()
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
         self._parts: dict[object, Run] = {}
+        self.is_loose = loose
+        # An `activate` block bounds a run and reads no answer of its.
+        self._is_inside_a_run = _is_inside_a_run(above)
         # Nobody tells the end of a loose run, so nobody waits for it.
         if self._parent is not None and not loose:
             self._parent._children.add(self)  # noqa: SLF001 - another run's own field
 
-    def part(self, owner: object, envelope: Envelope) -> Run:
+    def part(self, owner: object, envelope: Terms) -> Run:
         """Return the run in which an owner's single calls within this run are counted together.
 
         Args:
@@ -192,7 +219,30 @@ class Run:
         if final:
             self.guard.report_reply(text, speaker=speaker)
 
-    def failed(self, call: OpenModelCall, error: BaseException | str, *, written: str = "") -> None:
+    def cut_short(self, call: OpenModelCall) -> Trip | None:
+        """Say that a settled answer ended at its completion bound, and not by itself.
+
+        Returns:
+            The stop, where the bound was the budget's: the run ends, and its text is kept. None
+            where the request itself, or the model, was the bound.
+        """
+        bound, own = call.max_output_tokens, call.call.max_output_tokens
+        if bound is None or (own is not None and own <= bound):
+            return None
+        charged = call.charged
+        reason = next((one.clamped_by for one in charged if one.clamped_by is not None), None)
+        violation = cut_answer(reason or StopReason.MAX_OUTPUT_TOKENS_PER_CALL, bound)
+        self.guard.hold(violation)
+        return self.check()
+
+    def failed(
+        self,
+        call: OpenModelCall,
+        error: BaseException | str,
+        *,
+        written: str = "",
+        turned_away: bool = False,
+    ) -> None:
         """Charge a model call that failed, timed out or was cancelled, by the one rule for them.
 
         Args:
@@ -200,19 +250,29 @@ class Run:
             error: What ended it. A call that the provider turned away before any work costs no
                 tokens, any other its projected prompt and what was written.
             written: What a stream had brought until then.
+            turned_away: The provider did no work for it, as the framework says by a class of its
+                own; otherwise the error's status tells.
         """
         if not call.close():
             return
-        used = failed_usage(
-            error,
-            projected_input=call.call.input_tokens,
-            written=written,
-            reported=call.measured,
-        )
+        used: TokenUsage | None = TokenUsage()
+        if written or not turned_away:
+            used = failed_usage(
+                error,
+                projected_input=call.call.input_tokens,
+                written=written,
+                reported=call.measured,
+            )
         if call.above is not None:
             call.above.measured = used
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
+
+    def unreported(self, call: OpenModelCall) -> None:
+        """Settle a model call of which nobody says what it used: its reservation is charged."""
+        if call.close():
+            for ticket in call.tickets:
+                self._settle(ticket, call.measured)
 
     def unmade(self, call: OpenModelCall) -> None:
         """Take back a model call that was admitted and never made; it counts as nothing."""
@@ -248,10 +308,11 @@ class Run:
                 refused = opened[place] = OpenToolCall(asked[place], ())
                 refused.state = "refused"
                 refused.refusal = decision.message
-                refused.reason = (
-                    decision.trip.reason if isinstance(decision, Stop) else decision.reason
-                )
-                refused.trip = decision.trip if isinstance(decision, Stop) else None
+                if isinstance(decision, Stop):
+                    refused.trip = decision.trip
+                    refused.reason, refused.detail = decision.trip.reason, decision.trip.detail
+                else:
+                    refused.reason, refused.detail = decision.reason, decision.detail
             places = left
         for place in places:
             opened[place] = OpenToolCall(asked[place], tickets[place])
@@ -260,18 +321,23 @@ class Run:
             one.frame = self.frame(one)
         return batch
 
-    def tool_call(self, call: ToolCall) -> OpenToolCall:
+    def tool_call(self, call: ToolCall, *, function: object = None) -> OpenToolCall:
         """Ask for one tool call: a batch of one.
 
         A call that a layer above has admitted and whose body has not been seen since is the same
         call: it has no tickets of its own, and is counted once.
+
+        Args:
+            call: What is to be called.
+            function: The tool's body; the call above is the same one if this is its body, or if it
+                has the same name.
         """
         frame = current()
         outer = None if frame is None else frame.call
         if (
             isinstance(outer, OpenToolCall)
             and not outer.seen
-            and outer.call.name == call.name
+            and (outer.call.name == call.name or (function and outer.function is function))
             and all(_covers(outer.tickets, guard) for guard in self.guards)
         ):
             outer.seen = True
@@ -284,6 +350,8 @@ class Run:
         """Say that a tool's body starts now: None, or the result to give in its place."""
         if call.refusal is None:
             call.state = "started"
+            for ticket in call.tickets:
+                ticket.guard.start_tool_call(ticket)
         return call.refusal
 
     def finished(
@@ -358,7 +426,7 @@ class Run:
         Such a stop goes through: the adapter closes its history and raises, so that nobody takes
         its partial result for an answer. Only a run's own envelope gives its parent one.
         """
-        return trip.run_id in self._around
+        return self._is_inside_a_run and trip.run_id in self._around
 
     # Checkpoints, pauses and the end
 
@@ -545,6 +613,14 @@ def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
     for first, *rest in trees:
         parts.append(first.child(Budget(loop_detection=None), beside=rest))
     return parts
+
+
+def _is_inside_a_run(frame: Frame | None) -> bool:
+    while frame is not None:
+        if frame.is_live and frame.run is not None and not frame.run.is_loose:
+            return True
+        frame = frame.above
+    return False
 
 
 def _open_model_call() -> OpenModelCall | None:

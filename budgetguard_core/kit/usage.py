@@ -7,11 +7,12 @@ and what is charged when some of them are missing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Context, Decimal
+from itertools import islice
 from typing import Final, cast
 
 from budgetguard_core.kit.figures import fitted, larger, read_figures
-from budgetguard_core.kit.records import part
+from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 _RECORDS: Final = (
@@ -37,7 +38,13 @@ _WRAPPERS: Final = (
 )
 """What a response is wrapped in: by events and chunks of streams, and by frameworks."""
 _DEEPEST: Final = 4
+_MOST_RECORDS: Final = 32
+"""Records that are looked at in one response; stand-ins for one (mocks) have every name."""
 _LONGEST_AMOUNT: Final = 40
+# No call costs ten million dollars, and exact arithmetic on what is smaller would take for ever.
+_MAGNITUDES: Final = range(-30, 7)
+# Whatever the caller's context is; sums of such amounts have fewer digits.
+_EXACT: Final = Context(prec=100)
 _XAI_DECIMALS: Final = 10
 
 
@@ -61,7 +68,8 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
-    return next(filter(None.__ne__, map(read_figures, _candidates(record))), None)
+    read = map(read_figures, islice(_candidates(record), _MOST_RECORDS))
+    return next((usage for usage in read if usage is not None), None)
 
 
 def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUsage | None:
@@ -124,7 +132,7 @@ def reported_cost(record: object) -> Decimal | None:
     cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
     if cost is not None:
         return cost
-    costs = map(_cost_of, _candidates(record))
+    costs = map(_cost_of, islice(_candidates(record), _MOST_RECORDS))
     return next((cost for cost in costs if cost is not None), None)
 
 
@@ -136,13 +144,14 @@ def _candidates(record: object) -> Iterator[object]:
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
     # Figures count under a name of usage only: what else is in there may be the user's own.
+    held = parts_of(record)
     for name in _RECORDS:
-        kept = part(record, name)
+        kept = held(name)
         if kept is not None:
             yield kept
     if not depth:
         return
-    for one in (_first(part(record, "generations")), *(part(record, name) for name in _WRAPPERS)):
+    for one in (_first(held("generations")), *map(held, _WRAPPERS)):
         if one is not None and not isinstance(one, str | bytes):
             yield from _kept_in(one, depth - 1)
 
@@ -156,9 +165,9 @@ def _first(answers: object) -> object:
 
 
 def _cost_of(usage: object) -> Decimal | None:
-    ticks = _amount(part(usage, "cost_in_usd_ticks"))
+    ticks = _amount(part(usage, "cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
     if ticks is not None:
-        return ticks.scaleb(-_XAI_DECIMALS)
+        return ticks
     if read_figures(usage) == TokenUsage():
         return Decimal(0)
     cost = part(usage, "cost")
@@ -167,16 +176,18 @@ def _cost_of(usage: object) -> Decimal | None:
         return _amount(part(cost, "total_cost"))
     if part(usage, "is_byok") is True:
         behind = _amount(part(part(usage, "cost_details"), "upstream_inference_cost"))
-        return total + (behind or 0)
+        return _EXACT.add(total, behind or Decimal(0))
     return total
 
 
-def _amount(value: object) -> Decimal | None:
+def _amount(value: object, *, decimals: int = 0) -> Decimal | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         return None
     text = str(value)
     try:
-        amount = Decimal(text) if len(text) <= _LONGEST_AMOUNT else None
+        amount = _EXACT.scaleb(Decimal(text), -decimals) if len(text) <= _LONGEST_AMOUNT else None
     except ArithmeticError:
         return None
-    return amount if amount is not None and amount.is_finite() and amount >= 0 else None
+    if amount is None or not amount.is_finite() or amount < 0:
+        return None
+    return amount if not amount or amount.adjusted() in _MAGNITUDES else None

@@ -2,17 +2,19 @@
 
 from budgetguard_core.testing.clauses import CLAUSES
 from budgetguard_core.testing.clock import ManualClock
-from budgetguard_core.testing.conformance import (
+from budgetguard_core.testing.conformance import Clause, check_history, check_request
+from budgetguard_core.testing.driver import Driver, Feature, Nested, perform, run_in_loop
+from budgetguard_core.testing.failures import DriverError, NonConformance
+from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.report import Report, check
+from budgetguard_core.testing.scenario import (
     MODES,
-    Clause,
-    Driver,
-    Message,
+    PLACES,
     Mode,
-    NonConformance,
+    Place,
     Ran,
     Scenario,
-    check_history,
-    run_in_loop,
+    Scratch,
 )
 from budgetguard_core.testing.script import (
     MODEL,
@@ -33,25 +35,35 @@ __all__ = [
     "CLAUSES",
     "MODEL",
     "MODES",
+    "PLACES",
     "Agent",
     "Call",
     "Clause",
     "Driver",
+    "DriverError",
+    "Feature",
     "ManualClock",
     "Message",
     "Mode",
+    "Nested",
     "NonConformance",
+    "Place",
     "ProviderError",
     "Ran",
     "Reply",
+    "Report",
     "Scenario",
+    "Scratch",
     "Script",
     "Tool",
     "arguments_value",
     "calls",
     "capability_table",
+    "check",
     "check_history",
+    "check_request",
     "hang",
+    "perform",
     "run_in_loop",
     "says",
 ]

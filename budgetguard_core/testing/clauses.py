@@ -1,41 +1,53 @@
-"""The 25 clauses of the contract, each checked once."""
+"""The clauses of the contract, each checked once; the later ones are in files of their own."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.clock import SystemClock
 from budgetguard_core.decision import NOT_AVAILABLE, NOT_EXECUTED, OUTCOME_UNKNOWN
 from budgetguard_core.events import (
     Event,
     IncidentRecorded,
     ModelCallAdmitted,
-    NudgeTaken,
     TripObserved,
 )
 from budgetguard_core.guard import Guard
-from budgetguard_core.outcome import BudgetExceeded, Outcome
+from budgetguard_core.outcome import BudgetExceeded
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stop import StopReason, tool_called
 from budgetguard_core.stores import MemoryStore
-from budgetguard_core.testing.clock import ManualClock
-from budgetguard_core.testing.conformance import (
-    Clause,
-    Driver,
-    Message,
-    Mode,
-    Ran,
-    Scenario,
-    check_history,
-    expect,
+from budgetguard_core.testing.checks import (
+    DEADLINE,
+    GRACE,
+    act,
+    act_timed,
+    check_completed,
+    check_equal,
+    check_nudge,
+    check_stopped,
+    in_threads,
+    nudges_of,
+    outcome_of,
+    results_of,
+    search_tool,
+    shape_of,
+    sticky,
 )
+from budgetguard_core.testing.clock import ManualClock
+from budgetguard_core.testing.conformance import Clause, check_history
+from budgetguard_core.testing.driver import Driver, Feature
+from budgetguard_core.testing.endings import cut_short, failed, nothing_kept, same_history
+from budgetguard_core.testing.failures import expect
+from budgetguard_core.testing.nesting import activated, nested, not_an_answer
+from budgetguard_core.testing.pauses import paused
+from budgetguard_core.testing.replies import dialogue, equal_ids, every_usage
+from budgetguard_core.testing.scenario import Mode, Ran, Scenario, Scratch
 from budgetguard_core.testing.script import (
     MODEL,
     Agent,
@@ -45,13 +57,10 @@ from budgetguard_core.testing.script import (
     Script,
     Tool,
     calls,
-    changing,
     says,
 )
 from budgetguard_core.usage import TokenUsage
 
-_DEADLINE = 0.3
-_GRACE = 5.0
 _DIME = PriceBook({MODEL: Price(input=1000, output=0)})
 _UNSPEAKABLE = re.compile(
     r"budget|quota|\bcaps?\b|max_|iteration|tokens? left|remaining|stop_reason|deadline|\$\d",
@@ -59,122 +68,51 @@ _UNSPEAKABLE = re.compile(
 )
 
 
-def _sticky(*names: str) -> Script:
-    """Make a model that asks for the same tools for ever."""
-    return Script([calls(*names)])
-
-
-def _search() -> Tool:
-    return Tool("search", changing)
-
-
-def _run(driver: Driver, mode: Mode, script: Script, **facts: Any) -> tuple[Ran, Scenario]:
-    scenario = Scenario(script=script, mode=mode, **facts)
-    return driver.run(scenario), scenario
-
-
-def _outcome(ran: Ran) -> Outcome:
-    expect(ran.raised is None, f"the run raised {ran.raised!r}")
-    expect(ran.outcome is not None, "the run has no outcome")
-    return cast("Outcome", ran.outcome)
-
-
-def _stopped(ran: Ran, reason: StopReason) -> Outcome:
-    outcome = _outcome(ran)
-    expect(
-        (outcome.status, outcome.stop_reason) == ("terminated", reason),
-        f"ended {outcome.status} ({outcome.stop_reason}: {outcome.detail}), expected {reason}",
-    )
-    check_history(ran.history)
-    expect(not ran.leaked, f"tasks left behind: {ran.leaked}")
-    return outcome
-
-
-def _completed(ran: Ran) -> Outcome:
-    outcome = _outcome(ran)
-    expect(
-        outcome.status == "completed",
-        f"ended {outcome.status} ({outcome.stop_reason}: {outcome.detail}), expected completed",
-    )
-    check_history(ran.history)
-    expect(not any(m.synthetic for m in ran.history), "a completed run has a synthetic message")
-    return outcome
-
-
-def _equal(what: str, got: object, expected: object) -> None:
-    expect(got == expected, f"{what}: {got!r}, expected {expected!r}")
-
-
-def _shape(history: Sequence[Message]) -> list[tuple[str, str, list[str]]]:
-    """Reduce a history to what does not depend on ids."""
-    return [(m.role, m.text, [name for _, name in m.tool_calls]) for m in history]
-
-
-def _results(history: Sequence[Message]) -> list[str]:
-    """List the results of tool calls in the order in which the model asked."""
-    texts = {m.tool_call_id: m.text for m in history if m.role == "tool"}
-    return [texts[id_] for message in history for id_, _ in message.tool_calls]
-
-
-def _timed(driver: Driver, mode: Mode, script: Script, **facts: Any) -> tuple[Ran, float]:
-    clock = SystemClock()
-    began = clock.monotonic_ns()
-    ran, _ = _run(driver, mode, script, **facts)
-    return ran, (clock.monotonic_ns() - began) / 1e9
-
-
-def _in_threads(*actions: Callable[[], object]) -> None:
-    """Run actions at the same time, and raise what the first failing one raised."""
-    with ThreadPoolExecutor(len(actions)) as pool:
-        for future in [pool.submit(action) for action in actions]:
-            future.result()
-
-
 def _within_the_caps(driver: Driver, mode: Mode) -> None:
     def run(guard: Guard | None) -> tuple[Ran, Scenario]:
         script = Script([calls("search", "read"), calls("search"), says("The answer is 42.")])
         search = Tool("search", lambda number, _: f"result {number}")
-        return _run(driver, mode, script, guard=guard, tools=[search, Tool("read")])
+        return act(driver, mode, script, guard=guard, tools=[search, Tool("read")])
 
     bare, bare_scenario = run(None)
     guard = Guard(Budget(max_iterations=50, max_tool_calls=50, max_total_tokens=10**6))
     ran, scenario = run(guard)
     expect(bare.raised is None, f"the run without a guard raised {bare.raised!r}")
-    _completed(ran)
-    _equal("history", _shape(ran.history), _shape(bare.history))
-    _equal("model calls", scenario.script.calls, bare_scenario.script.calls)
-    _equal("tool bodies", sorted(scenario.started), sorted(bare_scenario.started))
-    _equal("final", _outcome(ran).final, "The answer is 42.")
+    check_completed(ran)
+    check_equal("history", shape_of(ran.history), shape_of(bare.history))
+    check_equal("model calls", scenario.script.calls, bare_scenario.script.calls)
+    check_equal("tool bodies", sorted(scenario.started), sorted(bare_scenario.started))
+    check_equal("final", outcome_of(ran).final, "The answer is 42.")
     if mode == "streamed":
-        _equal("chunks", len(ran.chunks), len(bare.chunks))
+        check_equal("chunks", len(ran.chunks), len(bare.chunks))
 
 
 def _iterations(driver: Driver, mode: Mode) -> None:
-    ran, scenario = _run(
-        driver, mode, _sticky("search"), guard=Budget(max_iterations=3), tools=[_search()]
+    ran, scenario = act(
+        driver, mode, sticky("search"), guard=Budget(max_iterations=3), tools=[search_tool()]
     )
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("model calls", scenario.script.calls, 3)
-    _equal("tool bodies", len(scenario.started), 3)
-    _equal("iterations", outcome.usage.iterations, 3)
-    _equal("tokens", outcome.usage.total_tokens, 360)
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("model calls", scenario.script.calls, 3)
+    check_equal("tool bodies", len(scenario.started), 3)
+    check_equal("iterations", outcome.usage.iterations, 3)
+    check_equal("tokens", outcome.usage.total_tokens, 360)
 
 
 def _tool_calls(driver: Driver, mode: Mode) -> None:
     names = ["a", "b", "c", "d", "e", "f"]
     script = Script([calls("a", "b"), calls("c", "d", "e", "f")])
-    ran, scenario = _run(
+    ran, scenario = act(
         driver,
         mode,
         script,
         guard=Budget(max_tool_calls=3),
         tools=[Tool(name, f"{name} is done") for name in names],
     )
-    outcome = _stopped(ran, StopReason.MAX_TOOL_CALLS)
-    _equal("tool bodies", sorted(scenario.started), ["a", "b", "c"])
-    _equal("model calls", script.calls, 2)
-    _equal("counted", outcome.usage.tool_calls, 3)
-    results = _results(ran.history)
+    outcome = check_stopped(ran, StopReason.MAX_TOOL_CALLS)
+    check_equal("tool bodies", sorted(scenario.started), ["a", "b", "c"])
+    check_equal("model calls", script.calls, 2)
+    check_equal("counted", outcome.usage.tool_calls, 3)
+    results = results_of(ran.history)
     expect("c is done" in results[2], f"the last call that fits has no result: {results}")
     for text in results[3:]:
         expect(NOT_EXECUTED in text, f"a call that never started has the result {text!r}")
@@ -182,54 +120,54 @@ def _tool_calls(driver: Driver, mode: Mode) -> None:
 
 def _quota(driver: Driver, mode: Mode) -> None:
     script = Script([calls("search"), calls("search", "read"), says("Without more searches.")])
-    ran, scenario = _run(
+    ran, scenario = act(
         driver,
         mode,
         script,
         guard=Budget(tool_quotas={"sea*": 1}),
-        tools=[_search(), Tool("read", "text")],
+        tools=[search_tool(), Tool("read", "text")],
     )
-    _completed(ran)
-    _equal("tool bodies", sorted(scenario.started), ["read", "search"])
-    _equal("model calls", script.calls, 3)
-    refused = [text for text in _results(ran.history) if NOT_AVAILABLE in text]
-    _equal("refused results", len(refused), 1)
+    check_completed(ran)
+    check_equal("tool bodies", sorted(scenario.started), ["read", "search"])
+    check_equal("model calls", script.calls, 3)
+    refused = [text for text in results_of(ran.history) if NOT_AVAILABLE in text]
+    check_equal("refused results", len(refused), 1)
     expect(NOT_AVAILABLE[:40] in script.sent[2], "the model does not see that it was refused")
 
 
 def _tokens_and_dollars(driver: Driver, mode: Mode) -> None:
     cap = 300
-    ran, scenario = _run(
-        driver, mode, _sticky("search"), guard=Budget(max_total_tokens=cap), tools=[_search()]
+    ran, scenario = act(
+        driver, mode, sticky("search"), guard=Budget(max_total_tokens=cap), tools=[search_tool()]
     )
-    outcome = _stopped(ran, StopReason.MAX_TOTAL_TOKENS)
+    outcome = check_stopped(ran, StopReason.MAX_TOTAL_TOKENS)
     used = outcome.usage.total_tokens
     expect(1 <= scenario.script.calls <= 3, f"{scenario.script.calls} calls of 120 under {cap}")
     expect(used - 120 < cap, f"a call started after {used - 120} of {cap} tokens were used")
 
     usage = TokenUsage(30, 10)
-    ran, _ = _run(
+    ran, _ = act(
         driver,
         mode,
         Script([calls("search", usage=usage)]),
         guard=Budget(max_total_tokens=400, max_output_tokens_per_call=10),
-        tools=[_search()],
+        tools=[search_tool()],
         user_input="Please look this up carefully. " * 8,
     )
-    outcome = _stopped(ran, StopReason.MAX_TOTAL_TOKENS)
+    outcome = check_stopped(ran, StopReason.MAX_TOTAL_TOKENS)
     expect(
         outcome.usage.total_tokens <= 400,
         f"{outcome.usage.total_tokens} tokens with a projection under 400",
     )
 
-    ran, scenario = _run(
+    ran, scenario = act(
         driver,
         mode,
         Script([calls("search", usage=TokenUsage(100, 0))]),
         guard=Guard(Budget(max_cost_usd=Decimal("0.30")), price_book=_DIME),
-        tools=[_search()],
+        tools=[search_tool()],
     )
-    outcome = _stopped(ran, StopReason.MAX_COST_USD)
+    outcome = check_stopped(ran, StopReason.MAX_COST_USD)
     expect(1 <= scenario.script.calls <= 3, f"{scenario.script.calls} calls of $0.10 under $0.30")
     expect(outcome.usage.cost_usd <= Decimal("0.30"), f"${outcome.usage.cost_usd} under $0.30")
 
@@ -242,29 +180,29 @@ def _deadline(driver: Driver, mode: Mode) -> None:
             [Reply(tool_calls=(Call("search"),), seconds=10.0), calls("search")], clock=clock
         )
         guard = Guard(Budget(max_seconds=5), clock=clock)
-        ran, scenario = _run(driver, mode, script, guard=guard, tools=[_search()])
-        _stopped(ran, StopReason.MAX_SECONDS)
-        _equal("model calls", script.calls, 1)
-        _equal("tool bodies after the deadline", scenario.started, [])
+        ran, scenario = act(driver, mode, script, guard=guard, tools=[search_tool()])
+        check_stopped(ran, StopReason.MAX_SECONDS)
+        check_equal("model calls", script.calls, 1)
+        check_equal("tool bodies after the deadline", scenario.started, [])
         return
 
     def run(script: Script) -> Ran:
-        ran, took = _timed(
+        ran, took = act_timed(
             driver,
             mode,
             script,
-            guard=Budget(max_seconds=_DEADLINE),
+            guard=Budget(max_seconds=DEADLINE),
             tools=[Tool("search", hang=True)],
         )
-        _stopped(ran, StopReason.MAX_SECONDS)
-        expect(took < _DEADLINE + _GRACE, f"it took {took:.1f} s")
+        check_stopped(ran, StopReason.MAX_SECONDS)
+        expect(took < DEADLINE + GRACE, f"it took {took:.1f} s")
         return ran
 
     run(Script([Reply(hang=True)]))
-    ran = run(_sticky("search"))
+    ran = run(sticky("search"))
     expect(
-        OUTCOME_UNKNOWN in _results(ran.history)[0],
-        f"the interrupted call has the result {_results(ran.history)[0]!r}",
+        OUTCOME_UNKNOWN in results_of(ran.history)[0],
+        f"the interrupted call has the result {results_of(ran.history)[0]!r}",
     )
 
 
@@ -273,86 +211,70 @@ def _abort(driver: Driver, mode: Mode) -> None:
 
     def aborting(number: int) -> Reply:
         if number == 1:
-            _in_threads(guard.abort)
+            in_threads(guard.abort)
         return calls("search")
 
     script = Script(aborting)
-    ran, scenario = _run(driver, mode, script, guard=guard, tools=[_search()])
-    _stopped(ran, StopReason.ABORTED)
+    ran, scenario = act(driver, mode, script, guard=guard, tools=[search_tool()])
+    check_stopped(ran, StopReason.ABORTED)
     expect(script.calls == 2, f"{script.calls} model calls, aborted during the second")
     expect(len(scenario.started) == 1, f"{scenario.started} started after the abort")
     if mode == "sync":
         return
     for script, tools in (
         (Script([Reply(hang=True)]), []),
-        (_sticky("search"), [Tool("search", hang=True)]),
+        (sticky("search"), [Tool("search", hang=True)]),
     ):
         guard = Guard(Budget(max_iterations=50))
-        timer = threading.Timer(_DEADLINE, guard.abort)
+        timer = threading.Timer(DEADLINE, guard.abort)
         timer.start()
-        ran, took = _timed(driver, mode, script, guard=guard, tools=tools)
+        ran, took = act_timed(driver, mode, script, guard=guard, tools=tools)
         timer.join()
-        _stopped(ran, StopReason.ABORTED)
-        expect(took < _DEADLINE + _GRACE, f"it took {took:.1f} s")
-
-
-def _nudges(events: Sequence[Event]) -> list[str]:
-    given = [e.nudge for e in events if isinstance(e, ModelCallAdmitted) and e.nudge is not None]
-    return given + [e.message for e in events if isinstance(e, NudgeTaken)]
-
-
-def _check_nudge(events: Sequence[Event], script: Script) -> None:
-    nudges = _nudges(events)
-    _equal("nudges", len(nudges), 1)
-    # Serialised prompts may escape quotation marks; the sentence up to one is enough.
-    words = re.split(r"[\"'\\]", nudges[0])[0]
-    expect(
-        any(words in sent for sent in script.sent),
-        f"the model was not told {nudges[0]!r}",
-    )
+        check_stopped(ran, StopReason.ABORTED)
+        expect(took < DEADLINE + GRACE, f"it took {took:.1f} s")
 
 
 def _repetition(driver: Driver, mode: Mode) -> None:
     events: list[Event] = []
     script = Script([calls(Call("search", "same"))])
-    ran, scenario = _run(
+    ran, scenario = act(
         driver,
         mode,
         script,
         guard=Guard(Budget(max_iterations=30), sinks=[events.append]),
         tools=[Tool("search", "nothing found")],
     )
-    _stopped(ran, StopReason.NO_PROGRESS)
+    check_stopped(ran, StopReason.NO_PROGRESS)
     expect(len(scenario.started) <= 6, f"{len(scenario.started)} identical calls were made")
-    _check_nudge(events, script)
+    check_nudge(events, script)
 
     events.clear()
     script = Script([*[calls(Call("search", "same"))] * 8, says("Found.")])
-    ran, scenario = _run(
+    ran, scenario = act(
         driver,
         mode,
         script,
         guard=Guard(Budget(max_iterations=30), sinks=[events.append]),
-        tools=[_search()],
+        tools=[search_tool()],
     )
-    _completed(ran)
-    _equal("nudges for changing results", _nudges(events), [])
-    _equal("tool bodies", len(scenario.started), 8)
+    check_completed(ran)
+    check_equal("nudges for changing results", nudges_of(events), [])
+    check_equal("tool bodies", len(scenario.started), 8)
 
 
 def _oscillation(driver: Driver, mode: Mode) -> None:
     events: list[Event] = []
     script = Script(lambda number: calls(("analyze", "verify")[number % 2]))
-    ran, scenario = _run(
+    ran, scenario = act(
         driver,
         mode,
         script,
         guard=Guard(Budget(max_iterations=40), sinks=[events.append]),
         tools=[Tool("analyze", "please verify"), Tool("verify", "please analyze")],
     )
-    _stopped(ran, StopReason.OSCILLATION)
+    check_stopped(ran, StopReason.OSCILLATION)
     expect(len(scenario.started) <= 8, f"{len(scenario.started)} calls went round in a circle")
-    _check_nudge(events, script)
+    check_nudge(events, script)
 
 
 class _Recorder(MemoryStore):
@@ -379,18 +301,18 @@ class _Recorder(MemoryStore):
 def _ending(driver: Driver, mode: Mode) -> None:
     recorder = _Recorder()
     guard = Guard(Budget(max_iterations=2), sinks=[recorder])
-    ran, _ = _run(driver, mode, _sticky("search"), guard=guard, tools=[_search()], store=recorder)
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
+    ran, _ = act(driver, mode, sticky("search"), guard=guard, tools=[search_tool()], store=recorder)
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
     last = ran.history[-1]
-    _equal("the last message's role", last.role, "assistant")
+    check_equal("the last message's role", last.role, "assistant")
     marker = dict(last.synthetic or {})
     expected = {"synthetic": True, "stop_reason": "max_iterations", "run_id": guard.run_id}
-    _equal("its marker", {name: marker.get(name) for name in expected}, expected)
+    check_equal("its marker", {name: marker.get(name) for name in expected}, expected)
     expect(not re.search(r"max_iterations|\b2 of\b", last.text), f"it tells: {last.text!r}")
     expect(outcome.final, "the outcome has no final text")
     expect(outcome.messages, "the outcome has no messages")
     expect(guard.outcome is not None, "guard.outcome is not set")
-    _equal("violations", [v.reason for v in outcome.violations], [StopReason.MAX_ITERATIONS])
+    check_equal("violations", [v.reason for v in outcome.violations], [StopReason.MAX_ITERATIONS])
     expect("saved" in recorder.order, "no checkpoint was saved")
     expect("incident" in recorder.order, "no incident was recorded")
     incident = recorder.order.index("incident")
@@ -400,12 +322,12 @@ def _ending(driver: Driver, mode: Mode) -> None:
     trip = recorder.last and recorder.last.trip
     expect(trip is not None, "the checkpoint does not know of the trip")
 
-    ran, _ = _run(
+    ran, _ = act(
         driver,
         mode,
-        _sticky("search"),
+        sticky("search"),
         guard=Budget(max_iterations=2),
-        tools=[_search()],
+        tools=[search_tool()],
         on_trip="raise",
     )
     expect(isinstance(ran.raised, BudgetExceeded), f"on_trip='raise' gave {ran.raised!r}")
@@ -421,39 +343,39 @@ def _closed(driver: Driver, mode: Mode) -> None:
         (Budget(max_iterations=1), StopReason.MAX_ITERATIONS),
         (Budget(stop_when=(tool_called("read"),)), StopReason.STOP_CONDITION),
     ):
-        tools = [_search(), Tool("read", "text"), Tool("write", error=ValueError("read-only"))]
+        tools = [search_tool(), Tool("read", "text"), Tool("write", error=ValueError("read-only"))]
         script = Script([calls("search", "read"), calls("search", "read", "search")])
-        ran, _ = _run(driver, mode, script, guard=budget, tools=tools)
-        _stopped(ran, reason)
+        ran, _ = act(driver, mode, script, guard=budget, tools=tools)
+        check_stopped(ran, reason)
         expect(ran.history[-1].synthetic is not None, "the last message is not synthetic")
 
     guard = Guard(Budget(max_iterations=5))
     guard.abort()
-    script = _sticky("search")
-    ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()])
-    _stopped(ran, StopReason.ABORTED)
-    _equal("model calls of an aborted run", script.calls, 0)
+    script = sticky("search")
+    ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
+    check_stopped(ran, StopReason.ABORTED)
+    check_equal("model calls of an aborted run", script.calls, 0)
 
 
 def _kept(driver: Driver, mode: Mode) -> None:
     script = Script([says("A very long answer.", TokenUsage(100, 900))])
-    ran, _ = _run(driver, mode, script, guard=Budget(max_total_tokens=500))
-    outcome = _completed(ran)
-    _equal("final", outcome.final, "A very long answer.")
-    _equal("tokens", outcome.usage.total_tokens, 1000)
+    ran, _ = act(driver, mode, script, guard=Budget(max_total_tokens=500))
+    outcome = check_completed(ran)
+    check_equal("final", outcome.final, "A very long answer.")
+    check_equal("tokens", outcome.usage.total_tokens, 1000)
 
     script = Script([calls("read", "search", "write")])
     tools = [Tool("read", "what was read"), Tool("search", "found"), Tool("write")]
-    ran, _ = _run(driver, mode, script, guard=Budget(max_tool_calls=2), tools=tools)
-    _stopped(ran, StopReason.MAX_TOOL_CALLS)
-    expect("what was read" in _results(ran.history)[0], "a completed sibling's result is lost")
+    ran, _ = act(driver, mode, script, guard=Budget(max_tool_calls=2), tools=tools)
+    check_stopped(ran, StopReason.MAX_TOOL_CALLS)
+    expect("what was read" in results_of(ran.history)[0], "a completed sibling's result is lost")
     if mode == "sync":
         return
     script = Script([calls("read", "search")])
     tools = [Tool("read", "what was read"), Tool("search", hang=True)]
-    ran, _ = _run(driver, mode, script, guard=Budget(max_seconds=_DEADLINE), tools=tools)
-    _stopped(ran, StopReason.MAX_SECONDS)
-    results = _results(ran.history)
+    ran, _ = act(driver, mode, script, guard=Budget(max_seconds=DEADLINE), tools=tools)
+    check_stopped(ran, StopReason.MAX_SECONDS)
+    results = results_of(ran.history)
     expect("what was read" in results[0], f"a completed sibling's result is lost: {results}")
     expect(OUTCOME_UNKNOWN in results[1], f"the interrupted call's result: {results}")
 
@@ -461,28 +383,28 @@ def _kept(driver: Driver, mode: Mode) -> None:
 def _resumed(driver: Driver, mode: Mode) -> None:
     script = Script([calls("first"), calls("second"), calls("third"), says("All three.")])
     tools = [Tool(name, f"{name} is done") for name in ("first", "second", "third")]
-    facts: dict[str, Any] = {"tools": tools, "store": MemoryStore(), "shared": {}}
-    ran, before = _run(driver, mode, script, guard=Budget(max_iterations=2), **facts)
-    _stopped(ran, StopReason.MAX_ITERATIONS)
-    ran, after = _run(
+    facts: dict[str, Any] = {"tools": tools, "store": MemoryStore(), "shared": Scratch()}
+    ran, before = act(driver, mode, script, guard=Budget(max_iterations=2), **facts)
+    check_stopped(ran, StopReason.MAX_ITERATIONS)
+    ran, after = act(
         driver, mode, script, guard=Budget(max_iterations=2), after=ran, user_input=None, **facts
     )
-    outcome = _completed(ran)
-    _equal("final", outcome.final, "All three.")
-    _equal("tool bodies", before.started + after.started, ["first", "second", "third"])
-    _equal("iterations under the fresh budget", outcome.usage.iterations, 2)
+    outcome = check_completed(ran)
+    check_equal("final", outcome.final, "All three.")
+    check_equal("tool bodies", before.started + after.started, ["first", "second", "third"])
+    check_equal("iterations under the fresh budget", outcome.usage.iterations, 2)
     for name in ("first", "second"):
         expect(f"{name} is done" in script.sent[-1], f"the model forgot what {name} brought")
 
 
 def _another_turn(driver: Driver, mode: Mode) -> None:
     script = Script([calls("search"), calls("search"), says("Here you are.")])
-    facts: dict[str, Any] = {"tools": [_search()], "store": MemoryStore(), "shared": {}}
-    ran, _ = _run(
+    facts: dict[str, Any] = {"tools": [search_tool()], "store": MemoryStore(), "shared": Scratch()}
+    ran, _ = act(
         driver, mode, script, guard=Budget(max_iterations=2), user_input="What is new?", **facts
     )
-    _stopped(ran, StopReason.MAX_ITERATIONS)
-    ran, _ = _run(
+    check_stopped(ran, StopReason.MAX_ITERATIONS)
+    ran, _ = act(
         driver,
         mode,
         script,
@@ -491,10 +413,10 @@ def _another_turn(driver: Driver, mode: Mode) -> None:
         after=ran,
         **facts,
     )
-    outcome = _outcome(ran)
-    _equal("status", outcome.status, "completed")
+    outcome = outcome_of(ran)
+    check_equal("status", outcome.status, "completed")
     check_history(ran.history)
-    _equal("final", outcome.final, "Here you are.")
+    check_equal("final", outcome.final, "Here you are.")
     for text in ("What is new?", "And without searching?"):
         expect(text in script.sent[-1], f"{text!r} was not sent to the model")
 
@@ -507,24 +429,24 @@ def _warnings(driver: Driver, mode: Mode) -> None:
             given.append(event.dimension)
             action(guard)
 
-        script = _sticky("search")
+        script = sticky("search")
         budget = Budget(max_iterations=10, max_tool_calls=100)
         guard = Guard(budget, on_warning=warned)
-        ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()])
+        ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
         return ran, script, given
 
     ran, script, given = run(lambda _: None)
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("warnings", given, ["max_iterations"])
-    _equal("outcome.warnings", outcome.warnings, ("max_iterations",))
-    _equal("model calls", script.calls, 10)
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("warnings", given, ["max_iterations"])
+    check_equal("outcome.warnings", outcome.warnings, ("max_iterations",))
+    check_equal("model calls", script.calls, 10)
 
     ran, script, _ = run(lambda guard: guard.extend(max_iterations=12))
-    _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("model calls when it extends", script.calls, 12)
+    check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("model calls when it extends", script.calls, 12)
 
     ran, script, _ = run(lambda guard: guard.abort("a person said no"))
-    _stopped(ran, StopReason.ABORTED)
+    check_stopped(ran, StopReason.ABORTED)
     expect(script.calls <= 8, f"{script.calls} model calls, ended by the handler at 8")
 
 
@@ -534,43 +456,53 @@ def _observe(driver: Driver, mode: Mode) -> None:
     def run(guard_mode: str) -> tuple[Ran, Script]:
         guard = Guard(Budget(max_iterations=2), mode=guard_mode, sinks=[events.append])
         script = Script([*[calls("search")] * 4, says("Done.")])
-        ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()])
+        ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
         return ran, script
 
     ran, script = run("observe")
-    outcome = _completed(ran)
-    _equal("model calls", script.calls, 5)
-    _equal("observed", [v.reason for v in outcome.observed], [StopReason.MAX_ITERATIONS])
+    outcome = check_completed(ran)
+    check_equal("model calls", script.calls, 5)
+    check_equal("observed", [v.reason for v in outcome.observed], [StopReason.MAX_ITERATIONS])
     kinds = [type(event) for event in events]
     admitted = kinds[: kinds.index(TripObserved)].count(ModelCallAdmitted)
-    _equal("model calls when it would have tripped", admitted, 2)
+    check_equal("model calls when it would have tripped", admitted, 2)
     ran, script = run("enforce")
-    _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("model calls in ENFORCE", script.calls, 2)
+    check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("model calls in ENFORCE", script.calls, 2)
 
 
 def _retries(driver: Driver, mode: Mode) -> None:
     failure = Reply(error=ProviderError("overloaded"))
     script = Script([failure, calls("search"), failure, says("At last.")])
-    ran, _ = _run(
-        driver, mode, script, guard=Guard(Budget(max_iterations=2)), tools=[_search()], retries=2
+    ran, _ = act(
+        driver,
+        mode,
+        script,
+        guard=Guard(Budget(max_iterations=2)),
+        tools=[search_tool()],
+        retries=2,
     )
-    outcome = _completed(ran)
-    _equal("model calls", (script.calls, outcome.usage.model_calls), (4, 4))
-    _equal("iterations", outcome.usage.iterations, 2)
-    _equal("failed calls", outcome.usage.failed_calls, 2)
+    outcome = check_completed(ran)
+    check_equal("model calls", (script.calls, outcome.usage.model_calls), (4, 4))
+    check_equal("iterations", outcome.usage.iterations, 2)
+    check_equal("failed calls", outcome.usage.failed_calls, 2)
 
     script = Script([failure])
-    ran, _ = _run(
-        driver, mode, script, guard=Guard(Budget(max_model_calls=2)), tools=[_search()], retries=5
+    ran, _ = act(
+        driver,
+        mode,
+        script,
+        guard=Guard(Budget(max_model_calls=2)),
+        tools=[search_tool()],
+        retries=5,
     )
-    _stopped(ran, StopReason.MAX_MODEL_CALLS)
-    _equal("model calls", script.calls, 2)
+    check_stopped(ran, StopReason.MAX_MODEL_CALLS)
+    check_equal("model calls", script.calls, 2)
 
 
 def _subagents(driver: Driver, mode: Mode) -> None:
     def agent(number: int = 0) -> Agent:
-        return Agent(name=f"agent{number}", script=_sticky("search"), tools=[_search()])
+        return Agent(name=f"agent{number}", script=sticky("search"), tools=[search_tool()])
 
     for form in sorted(driver.subagents):
         guard = Guard(Budget(max_model_calls=7))
@@ -582,7 +514,7 @@ def _subagents(driver: Driver, mode: Mode) -> None:
         }
         script = scripts[form]
         tools = [Tool(f"ask_{w.name}", agent=w) for w in workers] if form == "tool" else []
-        ran, _ = _run(
+        ran, _ = act(
             driver,
             mode,
             script,
@@ -591,103 +523,105 @@ def _subagents(driver: Driver, mode: Mode) -> None:
             handoffs=workers if form == "handoff" else (),
             graph=workers[0] if form == "graph" else None,
         )
-        outcome = _stopped(ran, StopReason.MAX_MODEL_CALLS)
+        outcome = check_stopped(ran, StopReason.MAX_MODEL_CALLS)
         made = script.calls + sum(worker.script.calls for worker in workers)
-        _equal(f"model calls in all ({form})", made, 7)
-        _equal(f"model calls counted ({form})", outcome.usage.model_calls, 7)
-        _equal(f"tokens counted ({form})", outcome.usage.total_tokens, 7 * 120)
+        check_equal(f"model calls in all ({form})", made, 7)
+        check_equal(f"model calls counted ({form})", outcome.usage.model_calls, 7)
+        check_equal(f"tokens counted ({form})", outcome.usage.total_tokens, 7 * 120)
 
 
 def _child_trip(driver: Driver, mode: Mode) -> None:
     def run(guard: Guard, budget: Budget) -> tuple[Ran, Script, Script]:
-        worker = Agent(name="worker", script=_sticky("search"), tools=[_search()], budget=budget)
+        worker = Agent(name="worker", script=sticky("search"), tools=[search_tool()], budget=budget)
         script = Script([calls("ask_worker"), says("I know enough.")])
-        ran, _ = _run(driver, mode, script, guard=guard, tools=[Tool("ask_worker", agent=worker)])
+        ran, _ = act(driver, mode, script, guard=guard, tools=[Tool("ask_worker", agent=worker)])
         return ran, script, worker.script
 
     ran, script, below = run(Guard(Budget(max_iterations=20)), Budget(max_iterations=2))
-    outcome = _completed(ran)
-    _equal("model calls of the child", below.calls, 2)
-    _equal("final", outcome.final, "I know enough.")
-    _equal("model calls counted", outcome.usage.model_calls, 4)
-    result = _results(ran.history)[0]
+    outcome = check_completed(ran)
+    check_equal("model calls of the child", below.calls, 2)
+    check_equal("final", outcome.final, "I know enough.")
+    check_equal("model calls counted", outcome.usage.model_calls, 4)
+    result = results_of(ran.history)[0]
     expect("stopped before it finished" in result, f"the parent got {result!r} from the child")
 
     ran, script, below = run(Guard(Budget(max_model_calls=4)), Budget(max_iterations=10))
-    _stopped(ran, StopReason.MAX_MODEL_CALLS)
-    _equal("model calls of parent and child", (script.calls, below.calls), (1, 3))
+    check_stopped(ran, StopReason.MAX_MODEL_CALLS)
+    check_equal("model calls of parent and child", (script.calls, below.calls), (1, 3))
 
 
 def _concurrent(driver: Driver, mode: Mode) -> None:
     guard = Guard(Budget(max_model_calls=9))
-    scripts = [_sticky("search") for _ in range(3)]
+    scripts = [sticky("search") for _ in range(3)]
     ran: list[Ran] = []
-    _in_threads(
+    in_threads(
         *(
             lambda script=script: ran.append(
-                _run(driver, mode, script, guard=guard, tools=[_search()])[0]
+                act(driver, mode, script, guard=guard, tools=[search_tool()])[0]
             )
             for script in scripts
         )
     )
     for one in ran:
-        _stopped(one, StopReason.MAX_MODEL_CALLS)
-    _equal("model calls of all runs", sum(script.calls for script in scripts), 9)
-    _equal("counted", guard.usage.model_calls, 9)
+        check_stopped(one, StopReason.MAX_MODEL_CALLS)
+    check_equal("model calls of all runs", sum(script.calls for script in scripts), 9)
+    check_equal("counted", guard.usage.model_calls, 9)
 
-    script = _sticky("search")
-    tools = [_search()]
-    shared: dict[str, Any] = {}
+    script = sticky("search")
+    tools = [search_tool()]
+    shared = Scratch()
     guards = [Guard(Budget(max_iterations=n)) for n in (2, 3)]
 
     def one_run(guard: Guard) -> None:
-        ran, _ = _run(driver, mode, script, guard=guard, tools=tools, shared=shared)
-        _stopped(ran, StopReason.MAX_ITERATIONS)
+        ran, _ = act(driver, mode, script, guard=guard, tools=tools, shared=shared)
+        check_stopped(ran, StopReason.MAX_ITERATIONS)
 
     for guard in guards:
         one_run(guard)
-    _equal("iterations of two guards on one agent", [g.usage.iterations for g in guards], [2, 3])
+    check_equal(
+        "iterations of two guards on one agent", [g.usage.iterations for g in guards], [2, 3]
+    )
     guards = [Guard(Budget(max_iterations=n)) for n in (2, 3)]
-    _in_threads(*(lambda guard=guard: one_run(guard) for guard in guards))
-    _equal("iterations at the same time", [g.usage.iterations for g in guards], [2, 3])
-    _equal("model calls", script.calls, 10)
+    in_threads(*(lambda guard=guard: one_run(guard) for guard in guards))
+    check_equal("iterations at the same time", [g.usage.iterations for g in guards], [2, 3])
+    check_equal("model calls", script.calls, 10)
 
 
 def _two_layers(driver: Driver, mode: Mode) -> None:
     guard = Guard(Budget(max_iterations=3))
-    script = _sticky("search")
-    ran, scenario = _run(driver, mode, script, guard=guard, tools=[_search()], twice=True)
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("model calls", (script.calls, outcome.usage.model_calls), (3, 3))
-    _equal("tokens", outcome.usage.total_tokens, 360)
-    _equal("tool bodies", (len(scenario.started), outcome.usage.tool_calls), (3, 3))
+    script = sticky("search")
+    ran, scenario = act(driver, mode, script, guard=guard, tools=[search_tool()], twice=True)
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("model calls", (script.calls, outcome.usage.model_calls), (3, 3))
+    check_equal("tokens", outcome.usage.total_tokens, 360)
+    check_equal("tool bodies", (len(scenario.started), outcome.usage.tool_calls), (3, 3))
 
 
 def _streamed(driver: Driver, mode: Mode) -> None:
     guard = Guard(Budget(max_iterations=2))
-    ran, _ = _run(driver, mode, _sticky("search"), guard=guard, tools=[_search()])
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("tokens", outcome.usage.total_tokens, 240)
+    ran, _ = act(driver, mode, sticky("search"), guard=guard, tools=[search_tool()])
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("tokens", outcome.usage.total_tokens, 240)
     expect(ran.chunks, "the stream gave nothing")
     text = str(outcome.final)
     expect(text[:30] in str(ran.chunks[-3:]), "the synthetic message did not end the stream")
 
     guard = Guard(Budget(max_iterations=2))
-    script = _sticky("search")
-    ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()], break_after=1)
+    script = sticky("search")
+    ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()], break_after=1)
     expect(ran.raised is None, f"leaving early raised {ran.raised!r}")
     expect(not ran.leaked, f"an early break leaves tasks behind: {ran.leaked}")
     expect(script.calls <= 1, f"{script.calls} model calls after an early break")
-    _equal("calls in flight after an early break", guard.open_calls(), ())
-    _equal("model calls counted", guard.usage.model_calls, script.calls)
+    check_equal("calls in flight after an early break", guard.open_calls(), ())
+    check_equal("model calls counted", guard.usage.model_calls, script.calls)
 
     # Without usage the tokens are estimated, never zero.
     guard = Guard(Budget(max_iterations=2))
     script = Script([calls("search", usage=None)])
-    ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()])
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
+    ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
     expect(outcome.usage.total_tokens > 0, "missing usage counts as zero")
-    _equal("estimated calls", outcome.usage.estimated_calls, 2)
+    check_equal("estimated calls", outcome.usage.estimated_calls, 2)
 
 
 def _full(what: str) -> OSError:
@@ -710,37 +644,37 @@ class _Broken(MemoryStore):
 def _failures(driver: Driver, mode: Mode) -> None:
     broken = _Broken()
     guard = Guard(Budget(max_iterations=2), sinks=[broken])
-    ran, scenario = _run(
-        driver, mode, _sticky("search"), guard=guard, tools=[_search()], store=broken
+    ran, scenario = act(
+        driver, mode, sticky("search"), guard=guard, tools=[search_tool()], store=broken
     )
-    outcome = _stopped(ran, StopReason.MAX_ITERATIONS)
-    _equal("model calls", scenario.script.calls, 2)
+    outcome = check_stopped(ran, StopReason.MAX_ITERATIONS)
+    check_equal("model calls", scenario.script.calls, 2)
     expect(any("sink" in e for e in outcome.errors), f"the sink is not in {outcome.errors}")
     expect(any("checkpoint" in e for e in outcome.errors), f"no checkpoint in {outcome.errors}")
 
     guard = Guard(Budget(max_iterations=5))
     script = Script([calls("search"), Reply(error=ProviderError("no such model"))])
-    ran, _ = _run(driver, mode, script, guard=guard, tools=[_search()])
+    ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
     expect(
         ran.raised is not None or (ran.outcome is not None and ran.outcome.status == "completed"),
         "a model that fails is hidden",
     )
-    _equal("failed calls", guard.usage.failed_calls, 1)
-    _equal("calls in flight after a failure", guard.open_calls(), ())
+    check_equal("failed calls", guard.usage.failed_calls, 1)
+    check_equal("calls in flight after a failure", guard.open_calls(), ())
 
     guard = Guard(Budget(max_iterations=2))
     script = Script([calls("broken")])
     tools = [Tool("broken", error=ValueError("the tool is broken"))]
-    ran, _ = _run(driver, mode, script, guard=guard, tools=tools)
+    ran, _ = act(driver, mode, script, guard=guard, tools=tools)
     stopped = ran.outcome is not None and ran.outcome.stop_reason is StopReason.MAX_ITERATIONS
     expect(ran.raised is not None or stopped, "a tool that fails is hidden")
     expect(ran.raised is not None or guard.usage.tool_calls == 2, "a failed call is not counted")
     check_history(ran.history)
-    _equal("tool calls in flight after a failure", guard.open_calls(), ())
+    check_equal("tool calls in flight after a failure", guard.open_calls(), ())
 
 
 def _not_a_word(driver: Driver, mode: Mode) -> None:
-    shared: dict[str, Any] = {}
+    shared = Scratch()
     budget = Budget(
         max_iterations=9,
         max_tool_calls=7,
@@ -751,13 +685,13 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
     )
     script = Script(lambda n: calls("read", "look") if n < 4 else calls("search"))
     facts: dict[str, Any] = {
-        "tools": [Tool("read", "text"), Tool("look", "nothing"), _search()],
+        "tools": [Tool("read", "text"), Tool("look", "nothing"), search_tool()],
         "shared": shared,
         "store": MemoryStore(),
     }
-    ran, _ = _run(driver, mode, script, guard=budget, **facts)
-    _outcome(ran)
-    ran, _ = _run(
+    ran, _ = act(driver, mode, script, guard=budget, **facts)
+    outcome_of(ran)
+    ran, _ = act(
         driver,
         mode,
         script,
@@ -776,22 +710,23 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
 
 
 def _not_undone(driver: Driver, mode: Mode) -> None:
-    for facts in ({"structured": True}, {"swallowing": True}):
-        script = _sticky("search")
+    features: tuple[Feature, ...] = ("structured", "swallowing")
+    for facts in ({feature: True} for feature in features if driver.has(feature)):
+        script = sticky("search")
         guard = Guard(Budget(max_iterations=3))
-        ran, scenario = _run(driver, mode, script, guard=guard, tools=[_search()], **facts)
-        _stopped(ran, StopReason.MAX_ITERATIONS)
-        _equal(f"model calls ({facts})", script.calls, 3)
-        _equal(f"tool bodies ({facts})", len(scenario.started), 3)
+        ran, scenario = act(driver, mode, script, guard=guard, tools=[search_tool()], **facts)
+        check_stopped(ran, StopReason.MAX_ITERATIONS)
+        check_equal(f"model calls ({facts})", script.calls, 3)
+        check_equal(f"tool bodies ({facts})", len(scenario.started), 3)
         expect(ran.history[-1].synthetic is not None, "the last message is not synthetic")
 
         script = Script([calls("search", "search", "search")])
-        ran, scenario = _run(
-            driver, mode, script, guard=Budget(max_tool_calls=2), tools=[_search()], **facts
+        ran, scenario = act(
+            driver, mode, script, guard=Budget(max_tool_calls=2), tools=[search_tool()], **facts
         )
-        _stopped(ran, StopReason.MAX_TOOL_CALLS)
-        _equal(f"model calls ({facts})", script.calls, 1)
-        _equal(f"tool bodies ({facts})", len(scenario.started), 2)
+        check_stopped(ran, StopReason.MAX_TOOL_CALLS)
+        check_equal(f"model calls ({facts})", script.calls, 1)
+        check_equal(f"tool bodies ({facts})", len(scenario.started), 2)
 
 
 CLAUSES: tuple[Clause, ...] = (
@@ -822,5 +757,16 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(23, "failures change no ending and are reported", _failures),
     Clause(24, "the model reads nothing of the budget", _not_a_word),
     Clause(25, "nothing undoes a trip", _not_undone),
+    Clause(26, "a run inside another one spends its budget", nested),
+    Clause(27, "`guard.activate()` bounds every run in its block", activated),
+    Clause(28, "a run that waits for a person is paused", paused, needs=("approval",)),
+    Clause(29, "a run that fails or is cancelled has an outcome", failed),
+    Clause(30, "a stop is never read as an answer", not_an_answer),
+    Clause(31, "equal ids of tool calls change nothing", equal_ids, needs=("equal_ids",)),
+    Clause(32, "replies that repeat: nudge, then stop", dialogue, needs=("dialogue",)),
+    Clause(33, "an answer cut by our bound is a stop", cut_short, needs=("bounded_output",)),
+    Clause(34, "nothing is kept of runs that are over", nothing_kept),
+    Clause(35, "usage is read in full, and estimated where there is none", every_usage),
+    Clause(36, "the stored history is the returned one, and goes on", same_history),
 )
 """The clauses of the contract, in its order."""

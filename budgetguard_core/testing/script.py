@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.testing.clock import ManualClock
+from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.recording import Recorded
 from budgetguard_core.usage import TokenUsage
 
 MODEL = "scripted-model"
@@ -42,7 +44,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(Recorded):
     """One answer of a scripted model."""
 
     text: str = ""
@@ -55,6 +57,12 @@ class Reply:
     """The call fails with it. The driver raises it, or its framework's exception for it."""
     hang: bool = False
     """The call never answers; the driver's model awaits `hang()`. Never in sync mode."""
+    record: Any = None
+    """The usage record in the framework's own form, one of `Driver.usage_records`; the driver
+    reports it in place of `usage`."""
+    cut: bool = False
+    """The bound of the request cut the answer short; the driver gives its provider's finish reason
+    for that (`length`, `max_tokens`)."""
     seconds: float = 0.0
     """How far the script's `ManualClock` moves while the model answers."""
 
@@ -86,6 +94,9 @@ class Script:
     Attributes:
         calls: How often the model was called.
         sent: What was sent to it, as text, per call.
+        requests: What was sent to it, as messages, per call.
+        bounds: The completion tokens that each request asked for at most.
+        given: The answers that were given, per call.
     """
 
     def __init__(self, replies: Replies, *, clock: ManualClock | None = None) -> None:
@@ -95,17 +106,26 @@ class Script:
         self._lock = threading.Lock()
         self.calls = 0
         self.sent: list[str] = []
+        self.requests: list[tuple[Message, ...]] = []
+        self.bounds: list[int | None] = []
+        self.given: list[Reply] = []
 
-    def next(self, sent: str) -> Reply:
+    def next(
+        self, sent: str, *, request: Sequence[Message] = (), bound: int | None = None
+    ) -> Reply:
         """Take the next answer; the driver's model calls it once per attempt.
 
         Args:
             sent: Everything that the framework handed to the model, serialised.
+            request: The messages of it, in the suite's words.
+            bound: The completion tokens that the request asks for at most, if it does.
         """
         with self._lock:
             number = self.calls
             self.calls += 1
             self.sent.append(sent)
+            self.requests.append(tuple(request))
+            self.bounds.append(bound)
         # Outside the lock: a reply that is a function may wait for another call of this script.
         if callable(self._replies):
             reply = self._replies(number)
@@ -113,8 +133,8 @@ class Script:
             reply = self._replies[min(number, len(self._replies) - 1)]
         if reply.seconds and self._clock is not None:
             self._clock.advance(reply.seconds)
-        return replace(
-            reply,
+        given = replace(
+            _cut(reply, bound),
             tool_calls=tuple(
                 call
                 if call.id is not None
@@ -122,9 +142,33 @@ class Script:
                 for place, call in enumerate(reply.tool_calls)
             ),
         )
+        with self._lock:
+            self.given.append(given)
+        return given
 
 
-class Tool:
+def _cut(reply: Reply, bound: int | None) -> Reply:
+    """Give as much of an answer as the bound of its request lets through."""
+    usage = reply.usage
+    if bound is None or usage is None or usage.output_tokens <= bound:
+        return reply
+    text = reply.text[: len(reply.text) * bound // usage.output_tokens]
+    return replace(reply, text=text, usage=usage._replace(output_tokens=bound), cut=True)
+
+
+class RunInside(Protocol):
+    """A run that the body of a tool does, to be made with `Nested`."""
+
+    def run(self) -> str:
+        """Do the run where no event loop runs, and return its final text."""
+        ...
+
+    async def run_async(self) -> str:
+        """Do the run on the running event loop, and return its final text."""
+        ...
+
+
+class Tool(Recorded):
     """A scripted tool. It takes one optional text argument, `value`, and returns a text.
 
     Args:
@@ -132,10 +176,15 @@ class Tool:
         result: What it returns: a text, or a function of the number of the call (from 0) and the
             value.
         error: What it raises instead.
-        hang: It never ends; the driver's tool awaits `hang()` after `Scenario.start`. Never in
-            sync mode.
+        hang: It never ends. Never in sync mode.
         agent: It runs this agent as a sub-agent with the call's value as its user input, and
             returns its final text.
+        runs: Its body does this run, of any adapter's, and returns its final text.
+        approval: A person has to approve each call of it, in the framework's own way.
+        description: What the model is told about it.
+
+    A tool's body in a driver is `Scenario.call` or `await Scenario.acall`; where the tool has an
+    `agent`, the driver then runs it.
     """
 
     def __init__(
@@ -146,12 +195,19 @@ class Tool:
         error: Exception | None = None,
         hang: bool = False,
         agent: Agent | None = None,
+        runs: RunInside | None = None,
+        approval: bool = False,
+        description: str = "A tool.",
     ) -> None:
+        super().__init__()
         self.name = name
         self.result = result
         self.error = error
         self.hang = hang
         self.agent = agent
+        self.runs = runs
+        self.approval = approval
+        self.description = description
         self._lock = threading.Lock()
         self._started = 0
 
@@ -166,7 +222,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agent:
+class Agent(Recorded):
     """Another agent of the same framework: as a tool, a handoff target, or a sub-graph."""
 
     name: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from budgetguard_core.testing.clauses import CLAUSES
-from budgetguard_core.testing.conformance import Driver, Mode
+from budgetguard_core.testing.driver import Driver
+from budgetguard_core.testing.scenario import Mode
 
 BEGIN = "<!-- capability table -->"
 END = "<!-- end of capability table -->"
@@ -14,9 +15,9 @@ END = "<!-- end of capability table -->"
 def capability_table(drivers: Sequence[Driver]) -> str:
     """Write the table as Markdown: a row for each clause, a column for each way in.
 
-    `yes` means that the clause is tested in every mode of the way in; any other cell names the
-    modes for which it holds, or `no`, with the reason below the table. Below that stands what the
-    drivers declare beyond the clauses.
+    `yes` means that the clause is tested in every mode of the way in; `-` that the framework has
+    no such thing; any other cell names the modes for which it holds, or `no`, with the reason below
+    the table. Below that stands what the drivers declare beyond the clauses.
     """
     reasons: list[str] = []
     lines = [
@@ -30,7 +31,8 @@ def capability_table(drivers: Sequence[Driver]) -> str:
         cells: list[str] = []
         for driver in drivers:
             asked: list[Mode] = [mode for mode in driver.modes if mode in clause.modes]
-            why = {mode: driver.deviation(clause.number, mode) for mode in asked}
+            lacking = clause.lacking(driver)
+            why = {mode: lacking or driver.deviation(clause.number, mode) for mode in asked}
             held = [mode for mode, reason in why.items() if reason is None]
             notes: list[str] = []
             for reason in dict.fromkeys(reason for reason in why.values() if reason):
@@ -42,7 +44,8 @@ def capability_table(drivers: Sequence[Driver]) -> str:
             elif not notes:
                 cell = "yes"
             else:
-                cell = f"{', '.join(held) or 'no'} {' '.join(notes)}"
+                none = "no" if lacking is None else "-"
+                cell = f"{', '.join(held) or none} {' '.join(notes)}"
             cells.append(cell)
         lines.append(f"| {clause.number}. {clause.title} | " + " | ".join(cells) + " |")
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]

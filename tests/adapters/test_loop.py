@@ -228,7 +228,7 @@ def test_a_step_may_return(answer):
     assert outcome.usage.total_tokens > 0
 
 
-@pytest.mark.parametrize("answer", [None, 7, {"choices": []}, {"type": "message", "content": []}])
+@pytest.mark.parametrize("answer", [None, 7, {"type": "message", "content": []}])
 def test_a_step_may_not_return(answer):
     guard = Guard(Budget())
     with pytest.raises(AdapterError, match="ModelReply"):
@@ -236,11 +236,18 @@ def test_a_step_may_not_return(answer):
     assert guard.usage.model_calls == 1
 
 
+def test_a_reply_that_a_filter_has_emptied_is_an_empty_answer():
+    usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
+    outcome = run_bounded(lambda messages: {"choices": [], "usage": usage}, messages="Hi")
+    assert (outcome.status, outcome.final) == ("completed", "")
+    assert outcome.usage.input_tokens == 30
+
+
 def test_missing_usage_is_estimated_and_marked():
     outcome = run_bounded(scripted(says("x" * 300, usage=None)), Budget(), messages="y" * 600)
     assert outcome.usage.estimated_calls == 1
-    assert outcome.usage.input_tokens >= 200
-    assert outcome.usage.output_tokens >= 100
+    assert outcome.usage.input_tokens >= 160
+    assert outcome.usage.output_tokens >= 80
 
 
 def test_zero_usage_counts_as_missing():
@@ -350,9 +357,9 @@ def test_retries_must_be_a_whole_number(retries):
 
 def test_other_arguments_that_make_no_sense():
     step = scripted(says("x"))
-    with pytest.raises(AdapterError, match="on_trip must be"):
+    with pytest.raises(ConfigurationError, match="on_trip must be"):
         run_bounded(step, Budget(), messages="Go", on_trip="ignore")
-    with pytest.raises(ConfigurationError, match="budget must be a Budget or a Guard, got dict"):
+    with pytest.raises(ConfigurationError, match="budget must be a Budget, a Guard or an Envelope"):
         run_bounded(step, {"max_iterations": 3}, messages="Go")
     with pytest.raises(ConfigurationError, match="Pass the store"):
         run_bounded(step, Budget(), resume="run")
@@ -622,7 +629,7 @@ async def test_cancelling_the_task_closes_the_run_and_leaves_nothing():
 
 
 async def test_work_that_does_not_listen_is_left_behind_after_the_grace(monkeypatch):
-    monkeypatch.setattr("budgetguard_loop.run.GRACE", 0.1)
+    monkeypatch.setattr("budgetguard_loop._async.GRACE", 0.1)
     free = asyncio.Event()
 
     async def deaf(*_):
@@ -801,8 +808,7 @@ async def test_leaving_a_stream_closes_the_providers_and_saves_the_run():
             break
     assert closed == [1]
     assert guard.open_calls() == ()
-    with pytest.raises(AdapterError, match="has an outcome when it was read to its end"):
-        assert stream.outcome
+    assert stream.outcome.status == "failed"
     saved = store.load("run")
     assert saved is not None
     assert saved.counters["failed_calls"] == 1
@@ -867,8 +873,7 @@ def test_a_block_that_fails_is_saved_and_fails():
     saved = store.load("run")
     assert saved is not None
     assert len(tool_texts(saved.messages)) == 2
-    with pytest.raises(AdapterError, match="has an outcome when it has ended"):
-        assert block.outcome
+    assert block.outcome.status == "failed"
     assert [r.status for r in guard.tool_calls] == ["failed", "interrupted"]
 
 
@@ -1016,7 +1021,7 @@ def test_a_guarded_model_is_charged_from_its_response_or_an_estimate():
     guarded(guard, kind="model")(lambda: says("x", usage=(40, 2)))()
     assert guard.usage.total_tokens == 42
     guarded(guard, kind="model")(lambda prompt: "y" * 30)("z" * 300)
-    assert guard.usage.input_tokens >= 140
+    assert guard.usage.input_tokens >= 120
     assert guard.usage.estimated_calls == 1
     with pytest.raises(ValueError, match="down"):
         guarded(guard, kind="model")(failing)()

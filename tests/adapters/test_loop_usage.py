@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from budgetguard_core import TokenUsage
-from budgetguard_loop import extract_usage
+from budgetguard_loop import token_usage
 
 
 def as_objects(data):
@@ -47,17 +47,17 @@ WRITTEN = TokenUsage(
     ("record", "usage"), [(CHAT, CACHED), (RESPONSES, CACHED), (ANTHROPIC, WRITTEN)]
 )
 def test_known_records(shape, record, usage):
-    assert extract_usage(shape(record)) == usage
-    assert extract_usage(shape({"usage": record})) == usage
-    assert extract_usage(shape({"type": "message_start", "message": {"usage": record}})) == usage
+    assert token_usage(shape(record)) == usage
+    assert token_usage(shape({"usage": record})) == usage
+    assert token_usage(shape({"type": "message_start", "message": {"usage": record}})) == usage
     assert (
-        extract_usage(shape({"type": "response.completed", "response": {"usage": record}})) == usage
+        token_usage(shape({"type": "response.completed", "response": {"usage": record}})) == usage
     )
 
 
 def test_ours_is_taken_as_it_is():
-    assert extract_usage(CACHED) is CACHED
-    assert extract_usage({"usage": CACHED}) is CACHED
+    assert token_usage(CACHED) is CACHED
+    assert token_usage({"usage": CACHED}) is CACHED
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_ours_is_taken_as_it_is():
     ],
 )
 def test_nothing_reported(nothing):
-    assert extract_usage(nothing) is None
+    assert token_usage(nothing) is None
 
 
 def test_parts_never_exceed_their_whole():
@@ -85,4 +85,4 @@ def test_parts_never_exceed_their_whole():
         "prompt_tokens_details": {"cached_tokens": 99, "cache_write_tokens": 99},
         "completion_tokens_details": {"reasoning_tokens": 99},
     }
-    assert extract_usage(record) == TokenUsage(10, 5, cache_read_tokens=10, reasoning_tokens=5)
+    assert token_usage(record) == TokenUsage(10, 5, cache_read_tokens=10, reasoning_tokens=5)

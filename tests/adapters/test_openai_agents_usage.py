@@ -71,11 +71,11 @@ def test_a_prompt_is_projected_from_the_last_measured_one():
     size = PromptSize(server_side=False)
     history = [{"role": "user", "content": "x" * 3000}]
     first = size.project("Be brief.", history)
-    assert first >= 1000
+    assert first >= 800
     size.measured(1, TokenUsage(700, 20))
     assert size.project("Be brief.", history) == 700
     history.append({"role": "user", "content": "y" * 300})
-    assert 800 <= size.project("Be brief.", history) <= 820
+    assert 780 <= size.project("Be brief.", history) <= 800
     # A history that was cut is looked at anew.
     assert size.project("Be brief.", []) < 10
 
@@ -115,8 +115,8 @@ async def test_missing_usage_is_estimated(mode):
     result = await go(mode, agent, "Tell me. " * 100, hooks=BudgetHooks(Budget()))
     usage = outcome(result).usage
     assert usage.estimated_calls == 1
-    assert usage.input_tokens >= 250
-    assert usage.output_tokens >= 400
+    assert usage.input_tokens >= 230
+    assert usage.output_tokens >= 300
 
 
 @modes

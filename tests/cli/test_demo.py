@@ -43,7 +43,7 @@ def test_the_demonstration_stops_every_runaway_and_the_server_agrees(budgetguard
     assert words.count("stopped: no_progress") == len(shown)
     assert words.count("stopped: max_cost_usd") == len(shown)
     assert words.count("outcome: terminated") == 2 * len(shown)
-    assert words.count("model calls: 5 counted by the guard, 5 by the server") == len(shown)
+    assert words.count("model calls: 4 counted by the guard, 4 by the server") == len(shown)
     assert words.count("By the morning: from 23:00 to 08:00") == len(shown)
     assert "FAILED" not in words
     assert "budget" not in words.partition("nudge to the model")[2].partition("max_iterations")[0]
@@ -78,7 +78,7 @@ def test_on_a_terminal_the_bars_move_and_the_cursor_comes_back(columns):
     assert process.returncode == 0
     assert seen.count(b"max_cost_usd") > 6
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
-    assert b"5 of 25" in seen
+    assert b"4 of 25" in seen
 
 
 def read_terminal(master):
@@ -170,14 +170,14 @@ def fails_on_the_way(base_url, guard, read_file):
         (raises, r"FAILED: ConnectionError: \x1b[31mno such model"),
         (ignores_the_guard, "the runaway must be stopped, got completed after 201 requests."),
         (fails_on_the_way, "nothing may fail on the way, got checkpoint: OSError: disk full"),
-        (hides_a_call, "the guard must count every request, got 5 of 6 that the server saw."),
+        (hides_a_call, "the guard must count every request, got 4 of 5 that the server saw."),
     ],
 )
 def test_a_failing_section_is_reported_and_the_rest_goes_on(runaway, reason):
     worked, text = shown(Planted("Broken", runaway), LOOP)
     assert not worked
     assert reason in text
-    assert "model calls: 5 counted by the guard, 5 by the server" in text
+    assert "model calls: 4 counted by the guard, 4 by the server" in text
     assert text.endswith("FAILED: Broken.")
 
 
@@ -185,7 +185,7 @@ def test_a_section_that_cannot_be_imported_is_reported():
     worked, text = shown(Section("budgetguard_core", "Without a module"), LOOP)
     assert not worked
     assert "FAILED: ModuleNotFoundError" in text
-    assert "5 by the server" in text
+    assert "4 by the server" in text
 
 
 def test_what_is_not_installed_is_named_and_is_no_failure():

@@ -109,15 +109,15 @@ def stopped(*arguments):
 
 
 @pytest.mark.parametrize("length", [64, 100])
-def test_a_runaway_is_stopped_before_its_sixth_identical_call(write, length):
+def test_a_runaway_is_stopped_before_its_fifth_identical_call(write, length):
     path = write(trajectory(turns(length), success=False, termination="max_steps"))
     (run,) = stopped(path)
     assert run["reason"] == "no_progress"
     assert run["runaway"] is True
     assert run["recorded"]["tool_calls"] == length
-    assert run["recorded"]["tool_calls"] - run["saved"]["tool_calls"] == 5
-    assert run["recorded"]["model_calls"] - run["saved"]["model_calls"] == 5
-    assert run["saved"]["tokens"] == (length - 5) * 1050
+    assert run["recorded"]["tool_calls"] - run["saved"]["tool_calls"] == 4
+    assert run["recorded"]["model_calls"] - run["saved"]["model_calls"] == 4
+    assert run["saved"]["tokens"] == (length - 4) * 1050
     assert in_all(path)["runaways_stopped"] == 1
 
 
@@ -143,8 +143,8 @@ HONEST = {
             *turn(2 * n + 1, name="edit", args={"line": n}, result="ok"),
         ]
     ],
-    "four identical calls, then the answer": [
-        *turns(4),
+    "three identical calls, then the answer": [
+        *turns(3),
         {"role": "assistant", "tool_calls": [], "content_len": 90},
     ],
 }
@@ -248,27 +248,27 @@ def test_the_recorded_cost_is_used_where_there_is_one(write):
     path = write(trajectory(turns(8, cost=0.25)))
     (run,) = stopped(path)
     assert Decimal(run["recorded"]["cost_usd"]) == 2
-    assert Decimal(run["saved"]["cost_usd"]) == Decimal("0.75")
+    assert Decimal(run["saved"]["cost_usd"]) == Decimal("1")
 
 
 def test_without_a_recorded_cost_the_models_price_counts(write):
     (run,) = stopped(write(trajectory(turns(8))))
     price = to_usd(PriceBook().rates_for("gpt-4o").cost(TokenUsage(1000, 50)))
-    assert Decimal(run["saved"]["cost_usd"]) == 3 * price
+    assert Decimal(run["saved"]["cost_usd"]) == 4 * price
     assert price > 0
 
 
 def test_an_unknown_price_is_said_and_never_counted_as_nothing(write):
     path = write(trajectory(turns(8), model="in-house-9"))
     (run,) = stopped(path)
-    assert run["saved"]["unpriced_calls"] == 3
+    assert run["saved"]["unpriced_calls"] == 4
     shown = replay(path).stdout
     assert "dollars saved       unknown of unknown" in shown
-    assert "price unknown       3 of 8 calls" in shown
+    assert "price unknown       4 of 8 calls" in shown
     assert "$" not in shown
     priced = write(trajectory(turns(8, cost=0.25)), name="priced.jsonl")
     both = in_words(replay(path, priced).stdout)
-    assert "dollars saved at least $0.75 of at least $2.00 price unknown 3 of 8 calls" in both
+    assert "dollars saved at least $1.00 of at least $2.00 price unknown 4 of 8 calls" in both
     assert "8 model calls have neither a recorded cost nor a known price" in both
 
 
@@ -289,12 +289,12 @@ def test_missing_usage_is_estimated_from_the_texts_and_said(write):
     path = write(trajectory(turns(8, usage=None)))
     (run,) = stopped(path)
     assert run["recorded"]["estimated_calls"] == 8
-    assert run["saved"]["estimated_calls"] == 3
+    assert run["saved"]["estimated_calls"] == 4
     # 40 characters of the user, then 12 + 9 + 13 of the call and 300 of its result each turn.
     expected = sum((40 + n * 334) // 3 + 1 + 34 // 3 + 1 for n in range(8))
     assert run["recorded"]["tokens"] == expected
     shown = in_words(replay(path).stdout)
-    assert "usage estimated 3 of 8 calls" in shown
+    assert "usage estimated 4 of 8 calls" in shown
     assert "8 of 8 model calls have no recorded usage" in shown
     found = in_all(path, "--max-total-tokens", "500")
     assert found["stopped"] == {"max_total_tokens": 1}
@@ -307,7 +307,7 @@ def test_files_are_summed_up(write):
     whole = in_all(one, two)
     assert [record["file"] for record in files] == [str(one), str(two)]
     assert (whole["runs"], whole["succeeded"], whole["successful_runs_cut"]) == (2, 1, 1)
-    assert whole["saved"]["model_calls"] == 3 + 4
+    assert whole["saved"]["model_calls"] == 4 + 5
     assert sum(record["saved"]["tokens"] for record in files) == whole["saved"]["tokens"]
     assert "All 2 files" in replay(one, two).stdout
     assert "All" not in replay(one).stdout
@@ -515,7 +515,7 @@ def test_a_malformed_line_is_named_and_the_rest_goes_on(write, what):
     assert reason in complaint
     assert len(complaint) < len(str(path)) + 320
     found = in_all(path, code=1)
-    assert (found["runs"], found["lines_not_read"], found["saved"]["model_calls"]) == (2, 1, 3)
+    assert (found["runs"], found["lines_not_read"], found["saved"]["model_calls"]) == (2, 1, 4)
 
 
 def test_arguments_may_be_anything(write):

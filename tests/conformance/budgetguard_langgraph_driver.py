@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
+import itertools
 import json
 import uuid
 import warnings
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any, ClassVar
 
 from langchain_core.language_models import BaseChatModel
@@ -14,13 +15,14 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import StructuredTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent, tools_condition
-from langgraph.types import RetryPolicy
+from langgraph.types import Command, RetryPolicy, interrupt
 from pydantic import BaseModel
 
-from budgetguard_core import BudgetExceeded, Guard
+from budgetguard_core import BudgetExceeded, Guard, TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,
@@ -28,11 +30,12 @@ from budgetguard_core.testing import (
     ProviderError,
     Ran,
     hang,
-    run_in_loop,
 )
 from budgetguard_langgraph import BudgetCallback, aresume, bounded, outcome, resume
+from conformance.outcomes import ended_with
 
 FAILED = "The model failed."
+REFUSED = "The person said no."
 # LangGraph's own limit was 25 super-steps up to 1.0; only `bounded` can raise it.
 HIGH = {"recursion_limit": 1000}
 
@@ -47,34 +50,39 @@ class ScriptedChat(BaseChatModel):
     def _llm_type(self):
         return "scripted"
 
-    def bind_tools(self, tools, **_):
-        return self
+    def bind_tools(self, tools, **settings):
+        return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **settings)
 
-    def _generate(self, messages, stop=None, run_manager=None, **_):
-        return ChatResult(generations=[ChatGeneration(message=message_of(self._next(messages)))])
+    def _generate(self, messages, stop=None, run_manager=None, **sent):
+        reply = self._next(messages, sent)
+        return ChatResult(generations=[ChatGeneration(message=message_of(reply))])
 
-    async def _agenerate(self, messages, stop=None, run_manager=None, **_):
-        reply = self._next(messages)
+    async def _agenerate(self, messages, stop=None, run_manager=None, **sent):
+        reply = self._next(messages, sent)
         if reply.hang:
             await hang()
         return ChatResult(generations=[ChatGeneration(message=message_of(reply))])
 
-    def _stream(self, messages, stop=None, run_manager=None, **_):
-        yield from chunks_of(self._next(messages))
+    def _stream(self, messages, stop=None, run_manager=None, **sent):
+        yield from chunks_of(self._next(messages, sent))
 
-    async def _astream(self, messages, stop=None, run_manager=None, **_):
-        reply = self._next(messages)
+    async def _astream(self, messages, stop=None, run_manager=None, **sent):
+        reply = self._next(messages, sent)
         if reply.hang:
             await hang()
         for chunk in chunks_of(reply):
             yield chunk
 
-    def _next(self, messages):
-        sent = [
+    def _next(self, messages, sent):
+        said = [
             [m.type, m.content, [[c["name"], c["args"]] for c in getattr(m, "tool_calls", ())]]
             for m in messages
         ]
-        reply = self.script.next(json.dumps(sent, ensure_ascii=False))
+        reply = self.script.next(
+            json.dumps([said, sent.get("tools")], ensure_ascii=False),
+            request=[message(one) for one in messages],
+            bound=sent.get("max_tokens"),
+        )
         if reply.error is not None:
             raise reply.error
         return reply
@@ -95,12 +103,20 @@ def usage_metadata(usage):
     }
 
 
+def facts_of(reply):
+    """What a message says besides its text and calls."""
+    metadata = {"model_name": MODEL, **({"finish_reason": "length"} if reply.cut else {})}
+    record = reply.record
+    if record is not None:
+        return {"usage_metadata": record, "response_metadata": metadata}
+    return {"usage_metadata": usage_metadata(reply.usage), "response_metadata": metadata}
+
+
 def message_of(reply):
     return AIMessage(
         reply.text,
         tool_calls=[{"name": c.name, "args": c.arguments, "id": c.id} for c in reply.tool_calls],
-        usage_metadata=usage_metadata(reply.usage),
-        response_metadata={"model_name": MODEL},
+        **facts_of(reply),
     )
 
 
@@ -115,8 +131,7 @@ def chunks_of(reply):
                 {"name": c.name, "args": json.dumps(c.arguments), "id": c.id, "index": n}
                 for n, c in enumerate(reply.tool_calls)
             ],
-            usage_metadata=usage_metadata(reply.usage),
-            response_metadata={"model_name": MODEL},
+            **facts_of(reply),
         )
     )
 
@@ -142,6 +157,60 @@ class Answer(BaseModel):
     answer: str
 
 
+class Rejected(Exception):
+    """What the user's own check raises."""
+
+
+# What LangChain's integrations make of OpenAI's, Anthropic's and Gemini's records.
+USAGE_RECORDS = (
+    (
+        {
+            "input_tokens": 100,
+            "output_tokens": 30,
+            "total_tokens": 130,
+            "input_token_details": {"cache_read": 60, "cache_creation": 30},
+            "output_token_details": {"reasoning": 10},
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, cache_write_tokens=30, reasoning_tokens=10),
+    ),
+    (
+        {
+            "input_tokens": 100,
+            "output_tokens": 30,
+            "total_tokens": 130,
+            "input_token_details": {
+                "cache_read": 60,
+                "cache_creation": 0,
+                "ephemeral_5m_input_tokens": 20,
+                "ephemeral_1h_input_tokens": 10,
+            },
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, cache_write_tokens=30, cache_write_1h_tokens=10),
+    ),
+    (
+        {
+            "input_tokens": 100,
+            "output_tokens": 30,
+            "total_tokens": 130,
+            "input_token_details": {"priority_cache_read": 60},
+            "output_token_details": {"priority_reasoning": 10},
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, reasoning_tokens=10),
+    ),
+    # The total knows of more than the answer says.
+    ({"input_tokens": 100, "output_tokens": 0, "total_tokens": 150}, TokenUsage(100, 50)),
+    (
+        {
+            "input_tokens": 100,
+            "output_tokens": 10,
+            "total_tokens": 150,
+            "output_token_details": {"reasoning": 40},
+        },
+        TokenUsage(100, 50, reasoning_tokens=40),
+    ),
+)
+
+
 class LangGraphDriver(Driver):
     adapter = "budgetguard_langgraph"
     limits: ClassVar = {
@@ -150,6 +219,7 @@ class LangGraphDriver(Driver):
         ),
     }
     subagents = frozenset({"tool", "graph"})
+    usage_records: ClassVar = USAGE_RECORDS
     checkpointed = True
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
@@ -165,24 +235,26 @@ class LangGraphDriver(Driver):
 
     def tool(self, scenario, tool):
         def run(value: str = "") -> str:
-            result = scenario.start(tool, value)
+            result = scenario.call(tool, value)
             if tool.agent is None:
                 return result
-            return self.worker(scenario, tool.agent).invoke(user(value))["messages"][-1].content
+            done = self.worker(scenario, tool.agent).invoke(user(value))
+            return scenario.read(done["messages"][-1].content)
 
         async def arun(value: str = "") -> str:
-            result = scenario.start(tool, value)
-            if tool.hang:
-                await hang()
+            result = await scenario.acall(tool, value)
             if tool.agent is None:
                 return result
             done = await self.worker(scenario, tool.agent).ainvoke(user(value))
-            return done["messages"][-1].content
+            return scenario.read(done["messages"][-1].content)
 
         # Most tools are sync, also in async graphs: there they run in a thread.
-        coroutine = arun if tool.hang or tool.agent is not None else None
+        is_async = tool.hang or tool.agent is not None or tool.runs is not None
         return StructuredTool.from_function(
-            run, coroutine=coroutine, name=tool.name, description="A tool."
+            run,
+            coroutine=arun if is_async and scenario.mode != "sync" else None,
+            name=tool.name,
+            description=tool.description,
         )
 
     def worker(self, scenario, agent):
@@ -191,46 +263,92 @@ class LangGraphDriver(Driver):
 
     def graph(self, scenario):
         shared = scenario.shared
+        if scenario.place != "same object":
+            shared.pop("graph", None)
+        if scenario.place == "new process":
+            shared["saver"] = reopened(shared["saver"])
         if "graph" not in shared:
-            saver = InMemorySaver() if self.checkpointed else None
-            tools = self.tools(scenario, scenario.tools)
-            if scenario.graph is None:
-                shared["graph"] = self.agent(
-                    scenario, scenario.script, tools, checkpointer=saver, top=True
-                )
-            else:
-                parent = StateGraph(MessagesState)
-                parent.add_node("worker", self.worker(scenario, scenario.graph))
-                parent.add_node("main", self.agent(scenario, scenario.script, tools, top=True))
-                parent.add_edge(START, "worker")
-                parent.add_edge("worker", "main")
-                shared["graph"] = parent.compile(checkpointer=saver)
-            shared["tools"] = tools
+            keeps = scenario.stored or any(tool.approval for tool in scenario.tools)
+            if "saver" not in shared:
+                shared["saver"] = InMemorySaver() if self.checkpointed or keeps else None
+            shared["graph"] = self.build(scenario, shared["saver"])
         return shared["graph"]
 
-    def run(self, scenario):
+    def build(self, scenario, saver):
+        tools = self.tools(scenario, scenario.tools)
+        if scenario.graph is None and scenario.dialogue is None and scenario.judge is None:
+            return self.agent(scenario, scenario.script, tools, checkpointer=saver, top=True)
+        parent = StateGraph(MessagesState)
+        parent.add_node("main", self.agent(scenario, scenario.script, tools, top=True))
+        if scenario.judge is not None:
+            parent.add_conditional_edges(START, self.condition(scenario), ["main"])
+        elif scenario.graph is not None:
+            parent.add_node("worker", self.worker(scenario, scenario.graph))
+            parent.add_edge(START, "worker")
+            parent.add_edge("worker", "main")
+        else:
+            parent.add_edge(START, "main")
+        if scenario.dialogue is not None:
+            parent.add_node("other", self.worker(scenario, scenario.dialogue))
+            parent.add_node("to other", said_to)
+            parent.add_node("to main", said_to)
+            for one, next_ in itertools.pairwise(["main", "to other", "other", "to main", "main"]):
+                parent.add_edge(one, next_)
+        return parent.compile(checkpointer=saver)
+
+    def condition(self, scenario):
+        """An edge that asks an agent which way to go."""
+
+        def go(answer):
+            if scenario.read(answer) != "yes":
+                raise Rejected(answer)
+            return "main"
+
+        def ask(_):
+            done = self.worker(scenario, scenario.judge).invoke(user("Is it fine?"))
+            return go(done["messages"][-1].content)
+
+        async def aask(_):
+            done = await self.worker(scenario, scenario.judge).ainvoke(user("Is it fine?"))
+            return go(done["messages"][-1].content)
+
+        return RunnableLambda(ask, aask)
+
+    def run_sync(self, scenario):
+        graph, config = self.opened(scenario)
+        return self.report(scenario, graph, config, *self.invoke(scenario, graph, config))
+
+    async def run_async(self, scenario):
+        graph, config = self.opened(scenario)
+        done = await self.ainvoke(scenario, graph, config)
+        return self.report(scenario, graph, config, *done)
+
+    def opened(self, scenario):
         graph = self.graph(scenario)
-        config = {"configurable": {"thread_id": uuid.uuid4().hex}}
-        if scenario.after is not None and self.checkpointed:
-            config = scenario.after.session
-        if scenario.mode == "sync":
-            return self.report(scenario, graph, config, *self.invoke(scenario, graph, config))
-        done, leaked = run_in_loop(self.ainvoke(scenario, graph, config))
-        ran = self.report(scenario, graph, config, *done)
-        ran.leaked = leaked
-        return ran
+        if scenario.after is not None and self.is_checkpointed(scenario):
+            return graph, scenario.after.session
+        return graph, {"configurable": {"thread_id": uuid.uuid4().hex}}
+
+    def is_checkpointed(self, scenario):
+        return scenario.shared["saver"] is not None
 
     def given(self, scenario):
         """The input of the run; None to go on."""
+        if scenario.answer is not None:
+            return Command(resume=self.answer(scenario.answer))
         if scenario.user_input is None:
             return None
         return user(scenario.user_input)
+
+    def answer(self, answer):
+        """What the person says, in the form that the graph waits for."""
+        return answer
 
     def invoke(self, scenario, graph, config):
         graph, config = self.attach(scenario, graph, config)
         given = self.given(scenario)
         try:
-            if given is None and self.checkpointed:
+            if given is None:
                 return resume(graph, config, scenario.guard), (), None
             return graph.invoke(given, config), (), None
         except Exception as error:
@@ -242,7 +360,7 @@ class LangGraphDriver(Driver):
         chunks = []
         result = None
         try:
-            if given is None and self.checkpointed:
+            if given is None:
                 return await aresume(graph, config, scenario.guard), (), None
             if scenario.mode == "async":
                 return await graph.ainvoke(given, config), (), None
@@ -265,11 +383,12 @@ class LangGraphDriver(Driver):
         return bounded(graph, guard).invoke(user("And now?"), config)["messages"][:-2]
 
     def report(self, scenario, graph, config, result, chunks, error):
-        native = (result or {}).get("messages", [])
+        native = returned = (result or {}).get("messages", [])
         failed = error is not None and not isinstance(error, BudgetExceeded)
-        if self.checkpointed and scenario.guard is not None:
+        stored = self.is_checkpointed(scenario) and scenario.guard is not None
+        if stored:
             native = graph.get_state(config).values.get("messages", [])
-            if failed:
+            if failed and not scenario.stored:
                 native = self.next_turn(graph, config)
         elif failed:
             # The graph raised and gave back nothing: the caller has what it had before.
@@ -278,19 +397,59 @@ class LangGraphDriver(Driver):
         ended = outcome(result)
         if ended is None and isinstance(guard, Guard):
             ended = guard.outcome
-        if isinstance(error, BudgetExceeded):
-            ended = error.outcome
-        if error is not None and not isinstance(error, BudgetExceeded):
-            ended = None
+        if error is not None:
+            ended = ended_with(error)
         if scenario.break_after is not None:
             ended = None
+        whole = stored and error is None and scenario.break_after is None
         return Ran(
             history=[message(one) for one in native],
+            returned=[message(one) for one in returned] if whole else None,
             outcome=ended if guard is not None else None,
             raised=error,
             chunks=chunks,
             session=config,
         )
+
+
+def reopened(saver):
+    """Open a checkpointer in another process: only its bytes have come along."""
+    again = InMemorySaver()
+    for thread, namespaces in saver.storage.items():
+        for namespace, checkpoints in namespaces.items():
+            again.storage[thread][namespace].update(copy.deepcopy(checkpoints))
+    for key, writes in saver.writes.items():
+        again.writes[key].update(copy.deepcopy(writes))
+    again.blobs.update(copy.deepcopy(saver.blobs))
+    return again
+
+
+def said_to(state):
+    """Hand one agent's answer to the other as what a user says."""
+    return {"messages": [HumanMessage(state["messages"][-1].content)]}
+
+
+def approval(scenario, tools):
+    """A node that waits for a person before the tools that need it."""
+    asking = {tool.name for tool in scenario.tools if tool.approval}
+
+    def node(state):
+        calls = getattr(state["messages"][-1], "tool_calls", ())
+        waiting = [call for call in calls if call["name"] in asking]
+        if not waiting or interrupt([call["name"] for call in waiting]) == "approve":
+            return {}
+        return {"messages": [ToolMessage(REFUSED, tool_call_id=c["id"]) for c in waiting]}
+
+    return node
+
+
+def unanswered(state):
+    """Go to the tools where a call has no result yet, and back to the model otherwise."""
+    answered = {m.tool_call_id for m in state["messages"] if isinstance(m, ToolMessage)}
+    asked = next(m for m in reversed(state["messages"]) if isinstance(m, AIMessage))
+    if not asked.tool_calls:
+        return END
+    return "tools" if any(c["id"] not in answered for c in asked.tool_calls) else "agent"
 
 
 def user(text):
@@ -321,6 +480,8 @@ def state_graph(scenario, script, tools, *, checkpointer=None, top=False):
     model = ScriptedChat(script=script)
     swallowing = scenario.swallowing and top
 
+    model = model.bind_tools(tools) if tools else model
+
     def node(state):
         call = lambda: model.invoke(state["messages"])  # noqa: E731
         return {"messages": [swallow(call) if swallowing else call()]}
@@ -334,7 +495,12 @@ def state_graph(scenario, script, tools, *, checkpointer=None, top=False):
     handling = {"handle_tool_errors": True} if swallowing else {}
     graph.add_node("tools", ToolNode(tools, **handling))
     graph.add_edge(START, "agent")
-    graph.add_conditional_edges("agent", tools_condition, ["tools", END])
+    if top and any(tool.approval for tool in scenario.tools):
+        graph.add_node("approval", approval(scenario, tools))
+        graph.add_edge("agent", "approval")
+        graph.add_conditional_edges("approval", unanswered, ["tools", "agent", END])
+    else:
+        graph.add_conditional_edges("agent", tools_condition, ["tools", END])
     graph.add_edge("tools", "agent")
     return graph.compile(checkpointer=checkpointer)
 
@@ -355,6 +521,12 @@ class CallbackDriver(LangGraphDriver):
 
     name = "BudgetCallback"
     checkpointed = False
+    # Where it cannot end a hung call, it is not to take long.
+    patience = 3.0
+    lacks: ClassVar = {
+        "bounded_output": "a callback cannot change a request; the middleware does",
+        "structured": "a graph of one's own has no structured output",
+    }
     deviations: ClassVar = {
         (6, "async"): "a callback cannot cancel a call that hangs; `bounded` does",
         (6, "streamed"): "a callback cannot cancel a call that hangs; `bounded` does",
@@ -369,41 +541,47 @@ class CallbackDriver(LangGraphDriver):
         return state_graph(scenario, script, tools, **options)
 
     def given(self, scenario):
-        before = list(scenario.after.session) if scenario.after is not None else []
-        if scenario.user_input is None:
-            return {"messages": before[:-1]}
-        return {"messages": [*before, HumanMessage(scenario.user_input)]}
-
-    async def ainvoke(self, scenario, graph, config):
-        # Where it cannot end a hung call, it is not to take the suite's whole patience.
-        async with asyncio.timeout(3):
-            return await super().ainvoke(scenario, graph, config)
+        return given_with_history(scenario, super().given)
 
     def attach(self, scenario, graph, config):
         if scenario.guard is None:
-            return graph, {}
+            return graph, config
         callbacks = [
             BudgetCallback(scenario.guard, on_trip=scenario.on_trip, store=scenario.store)
             for _ in range(2 if scenario.twice else 1)
         ]
         scenario.shared["callback"] = callbacks[0]
-        return graph, {**HIGH, "callbacks": callbacks}
+        return graph, {**config, **HIGH, "callbacks": callbacks}
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
-        if ran.outcome is not None:
+        if ran.outcome is not None and not self.is_checkpointed(scenario):
             ran.history = [message(one) for one in ran.outcome.messages]
             ran.session = ran.outcome.messages
         return ran
+
+
+def given_with_history(scenario, given):
+    """The input where the caller keeps the messages."""
+    if scenario.answer is not None or scenario.stored:
+        return given(scenario)
+    before = list(scenario.after.session) if scenario.after is not None else []
+    if scenario.user_input is None:
+        return {"messages": before[:-1]}
+    return {"messages": [*before, HumanMessage(scenario.user_input)]}
 
 
 class BoundedDriver(LangGraphDriver):
     """`bounded` on an agent of LangChain's `create_agent`."""
 
     name = "bounded"
+    lacks: ClassVar = {"bounded_output": "a graph cannot change a request; the middleware does"}
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         return create_agent_graph(scenario, script, tools, checkpointer=checkpointer, top=top)
+
+    def answer(self, answer):
+        return decision(answer)
 
     def attach(self, scenario, graph, config):
         if scenario.guard is None:
@@ -421,6 +599,7 @@ class BoundedReactDriver(BoundedDriver):
     name = "bounded (create_react_agent)"
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
+        waits = any(tool.approval for tool in scenario.tools)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = create_react_agent(
@@ -428,16 +607,27 @@ class BoundedReactDriver(BoundedDriver):
                 ToolNode(tools, handle_tool_errors=True) if scenario.swallowing else tools,
                 checkpointer=checkpointer,
                 response_format=Answer if scenario.structured and top else None,
+                post_model_hook=approval(scenario, tools) if waits and top else None,
             )
         policy = retry_policy(scenario)
         if policy is not None:
             graph.retry_policy = (policy,)
         return graph
 
+    def answer(self, answer):
+        return answer
+
+
+def decision(answer):
+    """A person's answer to `HumanInTheLoopMiddleware`."""
+    if answer == "approve":
+        return {"decisions": [{"type": "approve"}]}
+    return {"decisions": [{"type": "reject", "message": REFUSED}]}
+
 
 def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False, inner=()):
     from langchain.agents import create_agent
-    from langchain.agents.middleware import AgentMiddleware
+    from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
     from langchain.agents.structured_output import ToolStrategy
 
     class Retrying(AgentMiddleware):
@@ -479,6 +669,9 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
                 return ToolMessage("The tool failed.", tool_call_id=request.tool_call["id"])
 
     outer = []
+    asking = {tool.name: True for tool in scenario.tools if tool.approval}
+    if asking and top:
+        outer.append(HumanInTheLoopMiddleware(asking))
     if scenario.swallowing and top:
         outer.append(Swallowing())
     if scenario.retries:
@@ -502,6 +695,10 @@ class MiddlewareDriver(LangGraphDriver):
         (1, "streamed"): "the steps that begin and end the middleware's run are in the stream",
     }
 
+    lacks: ClassVar = {
+        "dialogue": "an agent ends with its first answer that asks for no tool",
+    }
+
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         from budgetguard_langgraph import BudgetMiddleware
 
@@ -509,7 +706,36 @@ class MiddlewareDriver(LangGraphDriver):
         if top and scenario.guard is not None:
             budget = None if "active" in scenario.shared else scenario.guard
             inner = [BudgetMiddleware(budget, on_trip=scenario.on_trip, store=scenario.store)]
-        return create_agent_graph(scenario, script, tools, top=top, inner=inner)
+        if top and scenario.judge is not None:
+            inner.append(self.guardrail(scenario))
+        return create_agent_graph(
+            scenario, script, tools, checkpointer=checkpointer, top=top, inner=inner
+        )
+
+    def graph(self, scenario):
+        # An agent has its budget in it: under another one it is another agent.
+        if scenario.shared.setdefault("guard", scenario.guard) != scenario.guard:
+            scenario.shared.pop("graph", None)
+            scenario.shared["guard"] = scenario.guard
+        return super().graph(scenario)
+
+    def build(self, scenario, saver):
+        tools = self.tools(scenario, scenario.tools)
+        return self.agent(scenario, scenario.script, tools, checkpointer=saver, top=True)
+
+    def guardrail(self, scenario):
+        from langchain.agents.middleware import AgentMiddleware
+
+        condition = self.condition(scenario)
+
+        class Guardrail(AgentMiddleware):
+            def before_agent(self, state, runtime):
+                condition.func(state)
+
+            async def abefore_agent(self, state, runtime):
+                await condition.afunc(state)
+
+        return Guardrail()
 
     def worker(self, scenario, agent):
         from budgetguard_langgraph import BudgetMiddleware
@@ -519,27 +745,35 @@ class MiddlewareDriver(LangGraphDriver):
         return create_agent_graph(scenario, agent.script, tools, inner=inner)
 
     def given(self, scenario):
-        before = list(scenario.after.session) if scenario.after is not None else []
-        if scenario.user_input is None:
-            return {"messages": before[:-1]}
-        return {"messages": [*before, HumanMessage(scenario.user_input)]}
+        return given_with_history(scenario, super().given)
 
-    def run(self, scenario):
+    def answer(self, answer):
+        return decision(answer)
+
+    def active(self, scenario):
+        """The agent may be one that several guards share: it takes the guard that is active."""
         if not isinstance(scenario.guard, Guard) or scenario.store is not None:
-            return super().run(scenario)
-        # The agent may be one that several guards share: it takes the guard that is active.
+            return nullcontext()
         scenario.shared["active"] = True
-        with scenario.guard.activate():
-            return super().run(scenario)
+        return scenario.guard.activate()
+
+    def run_sync(self, scenario):
+        with self.active(scenario):
+            return super().run_sync(scenario)
+
+    async def run_async(self, scenario):
+        with self.active(scenario):
+            return await super().run_async(scenario)
 
     def attach(self, scenario, graph, config):
         if scenario.twice:
-            return graph, {**HIGH, "callbacks": [BudgetCallback(scenario.guard)]}
-        return graph, HIGH
+            return graph, {**config, **HIGH, "callbacks": [BudgetCallback(scenario.guard)]}
+        return graph, {**config, **HIGH}
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
-        ran.session = (result or {}).get("messages", [])
+        if not self.is_checkpointed(scenario):
+            ran.session = (result or {}).get("messages", [])
         return ran
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
+from typing import ClassVar
 
-from budgetguard_core import BudgetExceeded, Guard
+from budgetguard_core import BudgetExceeded, Guard, Outcome, TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     MODES,
@@ -19,7 +20,6 @@ from budgetguard_core.testing import (
     Scenario,
     arguments_value,
     hang,
-    run_in_loop,
 )
 from budgetguard_loop import (
     SyntheticMessage,
@@ -30,6 +30,65 @@ from budgetguard_loop import (
     run_bounded,
     run_bounded_async,
     run_bounded_stream,
+)
+from conformance.outcomes import ended_with
+
+# Chat completions, with and without details; the Responses API; Anthropic's and Gemini's.
+USAGE_RECORDS = (
+    (
+        {
+            "prompt_tokens": 100,
+            "completion_tokens": 30,
+            "total_tokens": 130,
+            "prompt_tokens_details": {"cached_tokens": 60},
+            "completion_tokens_details": {"reasoning_tokens": 10},
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, reasoning_tokens=10),
+    ),
+    (
+        {
+            "input_tokens": 100,
+            "output_tokens": 30,
+            "total_tokens": 130,
+            "input_tokens_details": {"cached_tokens": 60},
+            "output_tokens_details": {"reasoning_tokens": 10},
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, reasoning_tokens=10),
+    ),
+    (
+        {
+            "input_tokens": 10,
+            "output_tokens": 30,
+            "cache_read_input_tokens": 60,
+            "cache_creation_input_tokens": 30,
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, cache_write_tokens=30),
+    ),
+    # Gemini's candidates leave the thoughts out.
+    (
+        {
+            "prompt_token_count": 100,
+            "candidates_token_count": 20,
+            "thoughts_token_count": 10,
+            "cached_content_token_count": 60,
+            "total_token_count": 130,
+        },
+        TokenUsage(100, 30, cache_read_tokens=60, reasoning_tokens=10),
+    ),
+    # The total knows of more than the completion says.
+    (
+        {"prompt_tokens": 100, "completion_tokens": 0, "total_tokens": 150},
+        TokenUsage(100, 50),
+    ),
+    (
+        {
+            "prompt_tokens": 100,
+            "completion_tokens": 10,
+            "total_tokens": 150,
+            "completion_tokens_details": {"reasoning_tokens": 40},
+        },
+        TokenUsage(100, 50, reasoning_tokens=40),
+    ),
 )
 
 
@@ -45,13 +104,18 @@ def completion(reply):
             }
             for call in reply.tool_calls
         ]
-    response = {"model": MODEL, "choices": [{"message": message}]}
-    if reply.usage is not None:
-        response["usage"] = usage_of(reply)
+    choice = {"message": message, "finish_reason": "length" if reply.cut else "stop"}
+    response = {"model": MODEL, "choices": [choice]}
+    if (usage := usage_of(reply)) is not None:
+        response["usage"] = usage
     return response
 
 
 def usage_of(reply):
+    if reply.record is not None:
+        return reply.record
+    if reply.usage is None:
+        return None
     return {
         "prompt_tokens": reply.usage.input_tokens,
         "completion_tokens": reply.usage.output_tokens,
@@ -69,8 +133,10 @@ def chunks_of(reply):
         deltas.append({"tool_calls": [{"index": index, "function": rest}]})
     for delta in deltas:
         yield {"model": MODEL, "choices": [{"delta": delta}]}
-    if reply.usage is not None:
-        yield {"model": MODEL, "choices": [], "usage": usage_of(reply)}
+    if reply.cut:
+        yield {"model": MODEL, "choices": [{"delta": {}, "finish_reason": "length"}]}
+    if (usage := usage_of(reply)) is not None:
+        yield {"model": MODEL, "choices": [], "usage": usage}
 
 
 def whole(chunks):
@@ -90,29 +156,42 @@ def whole(chunks):
     return message
 
 
+class AtOnce:
+    """The response of a provider that lets a client try again without waiting."""
+
+    headers = {"retry-after": "0"}  # noqa: RUF012 - never changed
+
+
 class Model:
     """The scripted model as the client of a provider."""
 
-    def __init__(self, script):
+    def __init__(self, script, tools=()):
         self._script = script
+        # As users do: the functions' descriptions are in each request of theirs.
+        self.tools = [
+            {"type": "function", "function": {"name": t.name, "description": t.description}}
+            for t in tools
+        ]
 
-    def _next(self, messages):
-        reply = self._script.next(json.dumps(messages, ensure_ascii=False))
+    def _next(self, messages, bound):
+        sent = json.dumps([messages, self.tools], ensure_ascii=False)
+        reply = self._script.next(sent, request=normal(messages), bound=bound)
         if reply.error is not None:
+            reply.error.response = AtOnce
             raise reply.error
         return reply
 
-    def complete(self, messages):
-        return completion(self._next(messages))
+    def complete(self, messages, *, max_output_tokens=None):
+        return completion(self._next(messages, max_output_tokens))
 
-    async def complete_async(self, messages):
-        reply = self._next(messages)
+    async def complete_async(self, messages, *, max_output_tokens=None):
+        reply = self._next(messages, max_output_tokens)
         if reply.hang:
             await hang()
         return completion(reply)
 
-    async def stream(self, messages):
-        reply = self._next(messages)
+    async def stream(self, messages, *, max_output_tokens=None):
+        reply = self._next(messages, max_output_tokens)
         if reply.hang:
             await hang()
         for chunk in chunks_of(reply):
@@ -132,19 +211,26 @@ def functions(scenario, tools, run_agent):
 
     def function(tool):
         def call(value=""):
-            result = scenario.start(tool, value)
-            return result if tool.agent is None else run_agent(tool.agent, value)
+            result = scenario.call(tool, value)
+            if tool.agent is None:
+                return result
+            return scenario.read(str(answer_of(run_agent(tool.agent, value))))
 
         async def call_async(value=""):
-            result = scenario.start(tool, value)
-            if tool.hang:
-                await hang()
+            result = await scenario.acall(tool, value)
             await asyncio.sleep(0)
-            return result if tool.agent is None else await run_agent(tool.agent, value)
+            if tool.agent is None:
+                return result
+            return scenario.read(str(answer_of(await run_agent(tool.agent, value))))
 
+        call.__doc__ = call_async.__doc__ = tool.description
         return call if scenario.mode == "sync" else call_async
 
     return {tool.name: function(tool) for tool in tools}
+
+
+def answer_of(ended):
+    return ended.final if isinstance(ended, Outcome) else ended
 
 
 def swallowing(function, mode):
@@ -188,81 +274,113 @@ def normal(messages):
     ]
 
 
-def ran(outcome, *, raised=None, chunks=(), leaked=()):
+def ran(scenario, outcome, *, raised=None, chunks=()):
     """Report a run that ended with an outcome, or raised."""
-    if outcome is None and isinstance(raised, BudgetExceeded):
-        outcome = raised.outcome
+    if outcome is None:
+        outcome = ended_with(raised)
+    history = returned = normal(() if outcome is None else outcome.messages)
+    session = outcome
+    if scenario.stored and outcome is not None:
+        session = scenario.store.load(outcome.run_id)
+        history = normal(session.messages)
     return Ran(
-        history=normal(() if outcome is None else outcome.messages),
+        history=history,
+        returned=returned if scenario.stored and raised is None else None,
         outcome=outcome,
         raised=raised,
         chunks=chunks,
-        leaked=leaked,
-        session=outcome,
+        session=session,
     )
 
 
-def plain_loop(scenario):
-    """Run the same loop without the adapter."""
-    model = Model(scenario.script)
-    messages = [{"role": "user", "content": scenario.user_input}]
-    tools = functions(scenario, scenario.tools, None)
-    chunks = []
+class PlainLoop:
+    """The same loop without the adapter."""
 
-    async def ask():
-        if scenario.mode == "async":
-            return (await model.complete_async(messages))["choices"][0]["message"]
-        mine = [chunk async for chunk in model.stream(messages)]
-        chunks.extend(mine)
+    def __init__(self, scenario):
+        self.scenario = scenario
+        self.model = Model(scenario.script, scenario.tools)
+        self.messages = [{"role": "user", "content": scenario.user_input}]
+        self.tools = functions(scenario, scenario.tools, None)
+        self.chunks = []
+
+    def run(self):
+        while True:
+            self.messages.append(self.model.complete(self.messages)["choices"][0]["message"])
+            if not (calls := self.messages[-1].get("tool_calls")):
+                return self.ran()
+            for call in calls:
+                self.answer(call, self.tools[call["function"]["name"]](**self.arguments(call)))
+
+    async def run_async(self):
+        while True:
+            self.messages.append(await self.ask())
+            if not (calls := self.messages[-1].get("tool_calls")):
+                return self.ran()
+            for call in calls:
+                text = await self.tools[call["function"]["name"]](**self.arguments(call))
+                self.answer(call, text)
+
+    async def ask(self):
+        if self.scenario.mode == "async":
+            return (await self.model.complete_async(self.messages))["choices"][0]["message"]
+        mine = [chunk async for chunk in self.model.stream(self.messages)]
+        self.chunks.extend(mine)
         return whole(mine)
 
-    async def loop():
-        while True:
-            messages.append(await ask())
-            if not (calls := messages[-1].get("tool_calls")):
-                return
-            for call in calls:
-                arguments = json.loads(call["function"]["arguments"])
-                text = await tools[call["function"]["name"]](**arguments)
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+    def arguments(self, call):
+        return json.loads(call["function"]["arguments"])
 
-    def loop_sync():
-        while True:
-            messages.append(model.complete(messages)["choices"][0]["message"])
-            if not (calls := messages[-1].get("tool_calls")):
-                return
-            for call in calls:
-                arguments = json.loads(call["function"]["arguments"])
-                text = tools[call["function"]["name"]](**arguments)
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+    def answer(self, call, text):
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
-    if scenario.mode == "sync":
-        loop_sync()
-    else:
-        run_in_loop(loop())
-    return Ran(history=normal(messages), chunks=chunks)
+    def ran(self):
+        return Ran(history=normal(self.messages), chunks=self.chunks)
 
 
-class RunBounded(Driver):
+def no_person(adapter):
+    return (
+        f"{adapter} has no state in which a run waits for a person: a loop of one's own waits in a "
+        "tool, or ends and is called again with the answer."
+    )
+
+
+class LoopDriver(Driver):
     adapter = "budgetguard_loop"
-    name = "run_bounded"
     modes = MODES
+    lacks: ClassVar = {
+        "approval": no_person("a plain loop"),
+        "new_process": no_person("a plain loop"),
+        "structured": "a plain loop has no structured output of its own.",
+    }
+    usage_records: ClassVar = USAGE_RECORDS
 
-    def run(self, scenario: Scenario) -> Ran:
+
+class RunBounded(LoopDriver):
+    name = "run_bounded"
+    lacks: ClassVar = {
+        **LoopDriver.lacks,
+        "dialogue": "`run_bounded` ends with the first reply that asks for no tool.",
+        "judge": "`run_bounded` has no place for a check before its first model call.",
+    }
+
+    def run_sync(self, scenario: Scenario) -> Ran:
         if scenario.guard is None:
-            return plain_loop(scenario)
-        chunks = []
-        leaked = ()
+            return PlainLoop(scenario).run()
         try:
-            if scenario.mode == "sync":
-                outcome = self._bounded(run_bounded, scenario)
-            elif scenario.mode == "async":
-                outcome, leaked = run_in_loop(self._bounded(run_bounded_async, scenario))
-            else:
-                outcome, leaked = run_in_loop(self._read(scenario, chunks))
+            return ran(scenario, self._bounded(run_bounded, scenario))
         except Exception as error:
-            return ran(None, raised=error)
-        return ran(outcome, chunks=chunks, leaked=leaked)
+            return ran(scenario, None, raised=error)
+
+    async def run_async(self, scenario: Scenario) -> Ran:
+        if scenario.guard is None:
+            return await PlainLoop(scenario).run_async()
+        chunks = []
+        try:
+            if scenario.mode == "async":
+                return ran(scenario, await self._bounded(run_bounded_async, scenario))
+            return ran(scenario, await self._read(scenario, chunks), chunks=chunks)
+        except Exception as error:
+            return ran(scenario, None, raised=error)
 
     async def _read(self, scenario, chunks):
         stream = self._bounded(run_bounded_stream, scenario)
@@ -273,7 +391,7 @@ class RunBounded(Driver):
         return stream.outcome
 
     def _bounded(self, entry, scenario):
-        step = Model(scenario.script).step(scenario.mode)
+        step = Model(scenario.script, scenario.tools).step(scenario.mode)
         tools = functions(scenario, scenario.tools, self._agent(scenario))
         if scenario.twice or scenario.swallowing:
             guard = scenario.guard if isinstance(scenario.guard, Guard) else None
@@ -298,7 +416,7 @@ class RunBounded(Driver):
     def _agent(self, scenario):
         def run_agent(agent, value):
             entry = run_bounded if scenario.mode == "sync" else run_bounded_async
-            model = Model(agent.script)
+            model = Model(agent.script, agent.tools)
             return entry(
                 model.complete if scenario.mode == "sync" else model.complete_async,
                 agent.budget,
@@ -310,24 +428,50 @@ class RunBounded(Driver):
         return run_agent
 
 
-class Handwritten(Driver):
+class Rejected(Exception):
+    """What the user's own check raises."""
+
+
+class Alone:
+    dialogue = None
+
+
+class Voices:
+    """Whose turn it is to answer: the agent's, or that of the one it talks to."""
+
+    def __init__(self, model, scenario):
+        self.model = model
+        other = scenario.dialogue
+        self.other = None if other is None else Model(other.script, other.tools)
+
+    def turn(self, messages):
+        """Hand a reply without tool calls to the other; False where there is none."""
+        if self.other is None:
+            return False
+        messages.append({"role": "user", "content": messages[-1]["content"]})
+        self.model, self.other = self.other, self.model
+        return True
+
+
+class Handwritten(LoopDriver):
     """A loop of the user's own in a `bounded` block."""
 
-    adapter = "budgetguard_loop"
-
-    def run(self, scenario: Scenario) -> Ran:
+    def run_sync(self, scenario: Scenario) -> Ran:
         if scenario.guard is None:
-            return plain_loop(scenario)
-        chunks = []
-        leaked = ()
+            return PlainLoop(scenario).run()
         try:
-            if scenario.mode == "sync":
-                outcome = self._block(scenario)
-            else:
-                outcome, leaked = run_in_loop(self._block_async(scenario, chunks))
+            return ran(scenario, self._block(scenario))
         except Exception as error:
-            return ran(None, raised=error)
-        return ran(outcome, chunks=chunks, leaked=leaked)
+            return ran(scenario, None, raised=error)
+
+    async def run_async(self, scenario: Scenario) -> Ran:
+        if scenario.guard is None:
+            return await PlainLoop(scenario).run_async()
+        chunks = []
+        try:
+            return ran(scenario, await self._block_async(scenario, chunks), chunks=chunks)
+        except Exception as error:
+            return ran(scenario, None, raised=error)
 
     def _opened(self, scenario):
         text = scenario.user_input
@@ -342,21 +486,34 @@ class Handwritten(Driver):
     def _block(self, scenario):
         tools = functions(scenario, scenario.tools, self._agent(scenario))
         with self._opened(scenario) as run:
-            self.loop(run, Model(scenario.script), tools, scenario)
+            if scenario.judge is not None:
+                self._judged(scenario, self._agent(scenario)(scenario.judge, "Is it fine?"))
+            self.loop(
+                run, Voices(Model(scenario.script, scenario.tools), scenario), tools, scenario
+            )
         return run.outcome
+
+    def _judged(self, scenario, answer):
+        if scenario.read(answer) != "yes":
+            raise Rejected(answer)
 
     async def _block_async(self, scenario, chunks):
         tools = functions(scenario, scenario.tools, self._agent(scenario))
         left = False
         async with self._opened(scenario) as run:
-            left = await self.loop_async(run, Model(scenario.script), tools, scenario, chunks)
+            if scenario.judge is not None:
+                answer = await self._agent(scenario)(scenario.judge, "Is it fine?")
+                self._judged(scenario, answer)
+            voices = Voices(Model(scenario.script, scenario.tools), scenario)
+            left = await self.loop_async(run, voices, tools, scenario, chunks)
         if run.outcome.status == "terminated" and not left:
             chunks.append(run.messages[-1])
         return run.outcome
 
     def _agent(self, scenario):
         def run_agent(agent, value):
-            model, tools = Model(agent.script), functions(scenario, agent.tools, run_agent)
+            model = Voices(Model(agent.script, agent.tools), Alone)
+            tools = functions(scenario, agent.tools, run_agent)
             guard = current_guard().child(agent.budget)
             messages = [{"role": "user", "content": value or "Go."}]
             with bounded(guard, messages=messages) as run:
@@ -364,7 +521,8 @@ class Handwritten(Driver):
             return run.outcome.final
 
         async def run_agent_async(agent, value):
-            model, tools = Model(agent.script), functions(scenario, agent.tools, run_agent_async)
+            model = Voices(Model(agent.script, agent.tools), Alone)
+            tools = functions(scenario, agent.tools, run_agent_async)
             messages = [{"role": "user", "content": value or "Go."}]
             async with bounded(agent.budget, messages=messages) as run:
                 await self.loop_async(run, model, tools, scenario, [])
@@ -375,17 +533,23 @@ class Handwritten(Driver):
 
 class Explicit(Handwritten):
     name = "bounded"
-    modes = MODES
 
-    def loop(self, run, model, tools, scenario):
-        complete = model.complete
+    def loop(self, run, voices, tools, scenario):
         if scenario.twice:
-            complete = guarded(run.guard, kind="model")(complete)
             tools = {name: guarded(run.guard, name=name)(tool) for name, tool in tools.items()}
+        failures = 0
         while True:
-            message = self._ask(run, complete, scenario.retries)
+            try:
+                message = self._ask(run, voices.model, scenario)
+            except Exception:
+                failures += 1
+                if scenario.swallowing and failures < 3:
+                    continue
+                raise
             run.messages.append(message)
             if not message.get("tool_calls"):
+                if voices.turn(run.messages):
+                    continue
                 return
             for call in run.tool_calls(message["tool_calls"]):
                 text = call.refusal
@@ -394,28 +558,31 @@ class Explicit(Handwritten):
                         with call:
                             text = tools[call.name](**call.arguments)
                             call.settle(text)
-                    except ValueError as error:
+                    except Exception as error:
+                        if not (scenario.swallowing or isinstance(error, ValueError)):
+                            raise
                         text = f"Error: {error}"
                 run.messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
-    def _ask(self, run, complete, retries):
-        for attempt in range(retries + 1):
+    def _ask(self, run, model, scenario):
+        tools, complete = model.tools, model.complete
+        if scenario.twice:
+            complete = guarded(run.guard, kind="model")(complete)
+        for attempt in range(scenario.retries + 1):
             try:
-                with run.model_call(MODEL, retry=attempt > 0) as call:
-                    response = complete(call.messages)
+                with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
+                    response = complete(call.messages, max_output_tokens=call.max_output_tokens)
                     call.settle(response)
                     return response["choices"][0]["message"]
             except BudgetExceeded:
                 raise
             except Exception:
-                if attempt == retries:
+                if attempt == scenario.retries:
                     raise
         raise AssertionError
 
-    async def loop_async(self, run, model, tools, scenario, chunks):
-        step = model.step(scenario.mode)
+    async def loop_async(self, run, voices, tools, scenario, chunks):
         if scenario.twice:
-            step = guarded(run.guard, kind="model")(step)
             tools = {name: guarded(run.guard, name=name)(tool) for name, tool in tools.items()}
 
         async def run_tool(call):
@@ -425,37 +592,51 @@ class Explicit(Handwritten):
                     with call:
                         text = await tools[call.name](**call.arguments)
                         call.settle(text)
-                except ValueError as error:
+                except Exception as error:
+                    if not (scenario.swallowing or isinstance(error, ValueError)):
+                        raise
                     text = f"Error: {error}"
             run.messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
+        failures = 0
         while True:
-            message = await self._ask_async(run, step, scenario, chunks)
+            try:
+                message = await self._ask_async(run, voices.model, scenario, chunks)
+            except Exception:
+                failures += 1
+                if scenario.swallowing and failures < 3:
+                    continue
+                raise
             if message is None:
                 return True
             run.messages.append(message)
             if not message.get("tool_calls"):
+                if voices.turn(run.messages):
+                    continue
                 return False
             await asyncio.gather(*map(run_tool, run.tool_calls(message["tool_calls"])))
 
-    async def _ask_async(self, run, step, scenario, chunks):
+    async def _ask_async(self, run, model, scenario, chunks):
+        tools, step = model.tools, model.step(scenario.mode)
+        if scenario.twice:
+            step = guarded(run.guard, kind="model")(step)
         for attempt in range(scenario.retries + 1):
             try:
-                with run.model_call(MODEL, retry=attempt > 0) as call:
+                with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
+                    bound = {"max_output_tokens": call.max_output_tokens}
                     if scenario.mode == "async":
-                        response = await step(call.messages)
+                        response = await step(call.messages, **bound)
                         call.settle(response)
                         return response["choices"][0]["message"]
                     mine = []
-                    async with aclosing(step(call.messages)) as stream:
+                    async with aclosing(step(call.messages, **bound)) as stream:
                         async for chunk in stream:
                             mine.append(chunk)
                             chunks.append(chunk)
                             if len(chunks) == scenario.break_after:
                                 return None
-                    message = whole(mine)
-                    call.settle({"usage": mine[-1].get("usage"), **message})
-                    return message
+                    call.settle(settled(mine))
+                    return whole(mine)
             except BudgetExceeded:
                 raise
             except Exception:
@@ -464,18 +645,25 @@ class Explicit(Handwritten):
         raise AssertionError
 
 
+def settled(chunks):
+    """Put a stream together as the response that it would have been."""
+    reasons = [c.get("finish_reason") for chunk in chunks for c in chunk["choices"]]
+    choice = {"message": whole(chunks), "finish_reason": next(filter(None, reasons), "stop")}
+    return {"model": MODEL, "choices": [choice], "usage": chunks[-1].get("usage")}
+
+
 class Guarded(Handwritten):
     name = "guarded"
-    modes = MODES
     deviations = {  # noqa: RUF012 - data, read once
         17: "A decorated function cannot tell another attempt from another turn, so each call is "
         "an iteration; `run.model_call(retry=True)` says which it is."
     }
 
-    def loop(self, run, model, tools, scenario):
-        @guarded(kind="model", model=MODEL)
-        def ask(messages, *, nudge=None):
-            return model.complete(told(messages, nudge))
+    def loop(self, run, voices, tools, scenario):
+        @guarded(kind="model", model=MODEL, tools=voices.model.tools)
+        def ask(messages, *, nudge=None, max_output_tokens=None):
+            bound = {"max_output_tokens": max_output_tokens}
+            return voices.model.complete(told(messages, nudge), **bound)
 
         if scenario.twice:
             ask = guarded(run.guard, kind="model")(ask)
@@ -491,6 +679,8 @@ class Guarded(Handwritten):
                 raise
             run.messages.append(message)
             if not message.get("tool_calls"):
+                if voices.turn(run.messages):
+                    continue
                 return
             for call in message["tool_calls"]:
                 function = call["function"]
@@ -515,8 +705,8 @@ class Guarded(Handwritten):
                     raise
         raise AssertionError
 
-    async def loop_async(self, run, model, tools, scenario, chunks):
-        ask = self._asking(model, scenario)
+    async def loop_async(self, run, voices, tools, scenario, chunks):
+        ask = self._asking(voices, scenario)
         if scenario.twice:
             ask = guarded(run.guard, kind="model")(ask)
         tools = self._tools(tools, scenario)
@@ -546,6 +736,8 @@ class Guarded(Handwritten):
                 return True
             run.messages.append(message)
             if not message.get("tool_calls"):
+                if voices.turn(run.messages):
+                    continue
                 return False
             results = await asyncio.gather(
                 *map(run_tool, message["tool_calls"]), return_exceptions=True
@@ -554,18 +746,20 @@ class Guarded(Handwritten):
                 if result is not None:
                     raise result
 
-    def _asking(self, model, scenario):
+    def _asking(self, voices, scenario):
         if scenario.mode == "async":
 
-            @guarded(kind="model", model=MODEL)
-            async def ask(messages, *, nudge=None):
-                return await model.complete_async(told(messages, nudge))
+            @guarded(kind="model", model=MODEL, tools=voices.model.tools)
+            async def ask(messages, *, nudge=None, max_output_tokens=None):
+                bound = {"max_output_tokens": max_output_tokens}
+                return await voices.model.complete_async(told(messages, nudge), **bound)
 
         else:
 
-            @guarded(kind="model", model=MODEL)
-            async def ask(messages, *, nudge=None):
-                async with aclosing(model.stream(told(messages, nudge))) as stream:
+            @guarded(kind="model", model=MODEL, tools=voices.model.tools)
+            async def ask(messages, *, nudge=None, max_output_tokens=None):
+                bound = {"max_output_tokens": max_output_tokens}
+                async with aclosing(voices.model.stream(told(messages, nudge), **bound)) as stream:
                     async for chunk in stream:
                         yield chunk
 

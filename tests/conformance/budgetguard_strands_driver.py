@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -15,14 +18,17 @@ from strands.hooks import (
     AfterModelCallEvent,
     AfterToolCallEvent,
     BeforeInvocationEvent,
+    BeforeModelCallEvent,
+    BeforeToolCallEvent,
     HookRegistry,
 )
-from strands.models import Model
+from strands.models.anthropic import AnthropicModel
 from strands.multiagent import GraphBuilder, Swarm
+from strands.session import FileSessionManager
 from strands.types.content import Message as StrandsMessage
 from strands.types.exceptions import ModelThrottledException
 
-from budgetguard_core import BudgetExceeded
+from budgetguard_core import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,
@@ -33,18 +39,21 @@ from budgetguard_core.testing import (
     Scenario,
     Script,
     hang,
-    run_in_loop,
 )
 from budgetguard_core.testing import Agent as SubAgent
 from budgetguard_core.testing import Tool as ScriptedTool
 from budgetguard_strands import BudgetHookProvider
+from conformance.outcomes import ended_with
 
 # Older releases hand a message's metadata to the model as well, whose formatters leave it out.
 STRIPS_METADATA = "metadata" in StrandsMessage.__annotations__
 
 
-class ScriptedModel(Model):
-    """Answers from a script, in the chunks of a real provider's stream."""
+class ScriptedModel(AnthropicModel):
+    """Answers from a script, in the chunks of a real provider's stream.
+
+    It is one of Strands' own models, so that it is known where its settings keep the bound.
+    """
 
     def __init__(self, script: Script, *, ask_as: dict[str, str] | None = None) -> None:
         self.script = script
@@ -64,7 +73,11 @@ class ScriptedModel(Model):
         sent = messages
         if not STRIPS_METADATA:
             sent = [{"role": m["role"], "content": m["content"]} for m in messages]
-        reply = self.script.next(json.dumps([system_prompt, tool_specs, sent], default=str))
+        reply = self.script.next(
+            json.dumps([system_prompt, tool_specs, sent], default=str),
+            request=history_of(messages),
+            bound=self.config.get("max_tokens"),
+        )
         if isinstance(reply.error, ProviderError):
             # The one that Strands' own retry strategy tries again.
             raise ModelThrottledException(str(reply.error)) from reply.error
@@ -95,18 +108,41 @@ def chunks_of(reply: Reply, ask_as: dict[str, str]):
         yield {"contentBlockStart": {"start": {"toolUse": {"name": name, "toolUseId": id_}}}}
         yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(arguments)}}}}
         yield {"contentBlockStop": {}}
-    yield {"messageStop": {"stopReason": "tool_use" if uses else "end_turn"}}
-    if reply.usage is not None:
-        yield {
-            "metadata": {
-                "usage": {
-                    "inputTokens": reply.usage.input_tokens,
-                    "outputTokens": reply.usage.output_tokens,
-                    "totalTokens": reply.usage.total_tokens,
-                },
-                "metrics": {"latencyMs": 1},
-            }
+    reason = "tool_use" if uses else "end_turn"
+    yield {"messageStop": {"stopReason": "max_tokens" if reply.cut else reason}}
+    usage = reply.record
+    if usage is None and reply.usage is not None:
+        usage = {
+            "inputTokens": reply.usage.input_tokens,
+            "outputTokens": reply.usage.output_tokens,
+            "totalTokens": reply.usage.total_tokens,
         }
+    if usage is not None:
+        yield {"metadata": {"usage": usage, "metrics": {"latencyMs": 1}}}
+
+
+def usage_record(given, answered, total, **cache):
+    return {"inputTokens": given, "outputTokens": answered, "totalTokens": total, **cache}
+
+
+CACHE = {"cacheReadInputTokens": 60, "cacheWriteInputTokens": 30}
+# Bedrock and Anthropic count the cache on top, OpenAI inside.
+USAGE_RECORDS = (
+    (
+        usage_record(10, 30, 130, **CACHE),
+        TokenUsage(100, 30, cache_read_tokens=60, cache_write_tokens=30),
+    ),
+    (
+        usage_record(10, 30, 40, **CACHE),
+        TokenUsage(100, 30, cache_read_tokens=60, cache_write_tokens=30),
+    ),
+    (
+        usage_record(100, 30, 130, cacheReadInputTokens=60),
+        TokenUsage(100, 30, cache_read_tokens=60),
+    ),
+    # The total knows of more than the answer says.
+    (usage_record(100, 0, 150), TokenUsage(100, 50)),
+)
 
 
 class Answer(BaseModel):
@@ -135,20 +171,38 @@ class Swallowing:
         event.resume = "Go on."
 
 
+class Rejected(Exception):
+    """What the user's own check raises."""
+
+
 class StrandsDriver(Driver):
     adapter = "budgetguard_strands"
     deviations: ClassVar = {}
+    usage_records: ClassVar = USAGE_RECORDS
 
     def agent(self, scenario: Scenario, hooks: list[Any]) -> Agent:
         tools, ask_as = self.tools(scenario, scenario.tools)
+        asking = {tool.name for tool in scenario.tools if tool.approval}
+        if asking:
+            hooks = [*hooks, Approval(asking)]
+        if scenario.judge is not None:
+            hooks = [*hooks, Check(self, scenario, scenario.judge)]
+        if scenario.swallowing:
+            hooks = [*hooks, Swallowing()]
+        session = None
+        if asking or scenario.stored:
+            if "folder" not in scenario.shared:
+                scenario.shared["folder"] = folder()
+            session = FileSessionManager("main", storage_dir=scenario.shared["folder"])
         return Agent(
             name="main",
             model=ScriptedModel(scenario.script, ask_as=ask_as),
             tools=tools,
-            hooks=hooks + ([Swallowing()] if scenario.swallowing else []),
+            hooks=hooks,
             structured_output_model=Answer if scenario.structured else None,
             retry_strategy=ModelRetryStrategy(max_attempts=scenario.retries + 1, initial_delay=0),
             callback_handler=None,
+            session_manager=session,
         )
 
     def sub_agent(self, scenario: Scenario, spec: SubAgent, hooks: list[Any]) -> Agent:
@@ -176,102 +230,173 @@ class StrandsDriver(Driver):
         }
 
     def scripted_tool(self, scenario: Scenario, spec: ScriptedTool) -> Any:
-        if spec.hang:
-
-            async def run(value: str = "") -> str:
-                scenario.start(spec, value)
-                await hang()
-
-        elif scenario.mode == "async":
+        if scenario.mode == "async" or spec.hang or (spec.runs and scenario.mode != "sync"):
 
             async def run(value: str = "") -> str:
                 await asyncio.sleep(0)
-                return scenario.start(spec, value)
+                return await scenario.acall(spec, value)
 
         else:
 
             def run(value: str = "") -> str:
-                return scenario.start(spec, value)
+                return scenario.call(spec, value)
 
-        return tool(name=spec.name, description=f"Does {spec.name}.")(run)
+        return tool(name=spec.name, description=spec.description)(run)
 
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
         """An agent made inside a tool, which is given the provider."""
-        provider = scenario.shared.get("provider")
 
         async def ask(value: str = "") -> str:
-            scenario.start(spec, value)
-            child = self.sub_agent(scenario, sub_agent, [])
-            if provider is not None and sub_agent.budget is None:
-                provider.attach(child)
-            return str(await child.invoke_async(value))
+            scenario.start(spec)
+            return await self.ask(scenario, sub_agent, value)
 
-        return tool(name=spec.name, description=f"Asks {sub_agent.name}.")(ask)
+        return tool(name=spec.name, description=spec.description)(ask)
+
+    async def ask(self, scenario: Scenario, spec: SubAgent, value: str) -> str:
+        """Run an agent where the user's own code does, and read its answer."""
+        provider = scenario.shared.get("provider")
+        child = self.sub_agent(scenario, spec, [])
+        if provider is not None and spec.budget is None:
+            provider.attach(child)
+        return scenario.read(str(await child.invoke_async(value)).rstrip("\n"))
 
     def provider(self, scenario: Scenario) -> BudgetHookProvider | None:
         if scenario.guard is None:
             return None
         return BudgetHookProvider(scenario.guard, on_trip=scenario.on_trip, store=scenario.store)
 
-    def act(self, scenario: Scenario, runner: Any, **options: Any) -> tuple[Any, list[Any], Any]:
-        """Call an agent or orchestrator: its result, the chunks, and the tasks left behind."""
-        if scenario.mode == "sync":
-            return runner(scenario.user_input, **options), [], ()
+    def input_of(self, scenario: Scenario) -> Any:
+        if scenario.answer is None or scenario.after is None:
+            return scenario.user_input
+        return [
+            {"interruptResponse": {"interruptId": one.id, "response": scenario.answer}}
+            for one in scenario.after.session.interrupts
+        ]
+
+    def target(self, scenario: Scenario) -> tuple[Any, Agent]:
+        """Make the agent, swarm or graph to call, and name the agent whose history it is."""
+        raise NotImplementedError
+
+    def opened(self, scenario: Scenario) -> tuple[Any, Agent, dict[str, Any]]:
+        """Find or make what is called, and how it is called."""
+        shared = scenario.shared
+        if "runner" not in shared or scenario.place != "same object":
+            shared.update(provider=self.provider(scenario), turn=threading.Lock())
+            shared["runner"] = self.target(scenario)
+            return *shared["runner"], {}
+        runner, agent = shared["runner"]
+        if scenario.after is not None:
+            runner = scenario.after.session.runner
+        # The agent may be one that several budgets share.
+        return runner, agent, {"invocation_state": {"budgetguard": scenario.guard}}
+
+    def run_sync(self, scenario: Scenario) -> Ran:
+        runner, agent, options = self.opened(scenario)
+        # Strands refuses a second run while one is on the way, so its callers queue.
+        with scenario.shared["turn"]:
+            try:
+                result = runner(self.input_of(scenario), **options)
+            except Exception as error:
+                return self.ran(scenario, runner, agent, None, [], error)
+            return self.ran(scenario, runner, agent, result, [])
+
+    async def run_async(self, scenario: Scenario) -> Ran:
+        runner, agent, options = self.opened(scenario)
         chunks: list[Any] = []
+        with scenario.shared["turn"]:
+            try:
+                result = await self.act(scenario, runner, chunks, options)
+            except Exception as error:
+                return self.ran(scenario, runner, agent, None, chunks, error)
+            return self.ran(scenario, runner, agent, result, chunks)
 
-        async def run() -> Any:
-            if scenario.mode == "async":
-                return await runner.invoke_async(scenario.user_input, **options)
-            stream = runner.stream_async(scenario.user_input, **options)
-            async for chunk in stream:
-                chunks.append(chunk)
-                if len(chunks) == scenario.break_after:
-                    await stream.aclose()
-                    return None
-            return chunks[-1]["result"]
-
-        result, leaked = run_in_loop(run())
-        return result, chunks, leaked
+    async def act(
+        self, scenario: Scenario, runner: Any, chunks: list[Any], options: dict[str, Any]
+    ) -> Any:
+        if scenario.mode == "async":
+            return await runner.invoke_async(self.input_of(scenario), **options)
+        stream = runner.stream_async(self.input_of(scenario), **options)
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == scenario.break_after:
+                await stream.aclose()
+                return None
+        return chunks[-1]["result"]
 
     def ran(
         self,
         scenario: Scenario,
         runner: Any,
-        agent: Callable[[], Agent],
-        provider: BudgetHookProvider | None,
-        **options: Any,
+        agent: Agent,
+        result: Any,
+        chunks: list[Any],
+        raised: Exception | None = None,
     ) -> Ran:
-        chunks: list[Any] = []
-        leaked: Any = ()
-        raised: Exception | None = None
-        try:
-            _, chunks, leaked = self.act(scenario, runner, **options)
-        except Exception as error:
-            raised = error
-        outcome = raised.outcome if isinstance(raised, BudgetExceeded) else None
+        provider: BudgetHookProvider | None = scenario.shared["provider"]
+        outcome = ended_with(raised)
         if raised is None and provider is not None:
             outcome = provider.outcome(runner)
+        history = returned = history_of(agent.messages)
+        if scenario.stored:
+            session = FileSessionManager("main", storage_dir=scenario.shared["folder"])
+            kept = session.list_messages("main", agent.agent_id)
+            history = history_of([one.to_message() for one in kept])
         return Ran(
-            history=history_of(agent().messages),
+            history=history,
+            returned=returned if scenario.stored and raised is None else None,
             outcome=outcome,
             raised=raised,
             chunks=chunks,
-            leaked=leaked,
-            session=runner,
+            session=Left(runner, list(getattr(result, "interrupts", None) or ())),
         )
 
-    def again(self, scenario: Scenario) -> Ran:
-        """Run the same agent under another budget."""
-        agent, provider = scenario.shared["agent"], scenario.shared["provider"]
-        # Strands refuses a second run while one is on the way, so its callers queue.
-        with scenario.shared["turn"]:
-            return self.ran(
-                scenario,
-                agent,
-                lambda: agent,
-                provider,
-                invocation_state={"budgetguard": scenario.guard},
-            )
+
+@dataclass
+class Left:
+    """What to go on from."""
+
+    runner: Any
+    interrupts: list[Any]
+
+
+class Approval:
+    """The user's hook that has a person approve calls."""
+
+    def __init__(self, asking: set[str]) -> None:
+        self.asking = asking
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        registry.add_callback(BeforeToolCallEvent, self.before_tool)
+
+    def before_tool(self, event: BeforeToolCallEvent) -> None:
+        name = event.tool_use["name"]
+        if name in self.asking and event.interrupt(f"approve-{name}", reason=name) != "approve":
+            event.cancel_tool = "The person said no."
+
+
+class Check:
+    """The user's hook that asks an agent before the first model call."""
+
+    def __init__(self, driver: StrandsDriver, scenario: Scenario, judge: SubAgent) -> None:
+        self.driver, self.scenario, self.judge = driver, scenario, judge
+        self.asked = False
+
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        registry.add_callback(BeforeModelCallEvent, self.before_model)
+
+    async def before_model(self, event: BeforeModelCallEvent) -> None:
+        if not self.asked:
+            self.asked = True
+            answer = await self.driver.ask(self.scenario, self.judge, "Is it fine?")
+            if answer != "yes":
+                raise Rejected(answer)
+
+
+def folder() -> str:
+    """Make a folder for sessions, which goes when the tests end."""
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 class Hooks(StrandsDriver):
@@ -279,22 +404,23 @@ class Hooks(StrandsDriver):
 
     name = "BudgetHookProvider"
 
-    def run(self, scenario: Scenario) -> Ran:
-        if "agent" in scenario.shared:
-            return self.again(scenario)
-        provider = self.provider(scenario)
+    lacks: ClassVar = {
+        "dialogue": "an agent ends with its first answer that asks for no tool; graphs go round",
+    }
+
+    def target(self, scenario: Scenario) -> tuple[Any, Agent]:
+        provider = scenario.shared["provider"]
         hooks = [] if provider is None else [provider]
         if scenario.twice:
             hooks.append(self.provider(scenario))
-        scenario.shared.update(provider=provider, turn=threading.Lock())
-        agent = scenario.shared["agent"] = self.agent(scenario, hooks)
-        return self.ran(scenario, agent, lambda: agent, provider)
+        agent = self.agent(scenario, hooks)
+        return agent, agent
 
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
         if not hasattr(Agent, "as_tool"):  # the oldest releases
             return super().agent_tool(scenario, spec, sub_agent)
         child = self.sub_agent(scenario, sub_agent, [])
-        child.hooks.add_callback(BeforeInvocationEvent, lambda event: scenario.start(spec) and None)
+        child.hooks.add_callback(BeforeInvocationEvent, lambda event: scenario.start(spec))
         return child.as_tool(name=spec.name)
 
 
@@ -304,14 +430,9 @@ class Attached(StrandsDriver):
     name = "attach"
     subagents: ClassVar = frozenset({"tool", "handoff", "graph"})
 
-    def run(self, scenario: Scenario) -> Ran:
-        if "agent" in scenario.shared:
-            return self.again(scenario)
-        provider = self.provider(scenario)
-        scenario.shared.update(provider=provider, turn=threading.Lock())
-        agent = scenario.shared["agent"] = self.agent(scenario, [])
+    def target(self, scenario: Scenario) -> tuple[Any, Agent]:
+        agent = last = self.agent(scenario, [])
         runner: Any = agent
-        last = agent
         if scenario.handoffs:
             others = [self.sub_agent(scenario, spec, []) for spec in scenario.handoffs]
             last = others[0]
@@ -325,11 +446,21 @@ class Attached(StrandsDriver):
             builder.set_entry_point("part")
             builder.set_max_node_executions(10)
             runner = builder.build()
+        elif scenario.dialogue is not None:
+            builder = GraphBuilder()
+            builder.add_node(agent, "main")
+            builder.add_node(self.sub_agent(scenario, scenario.dialogue, []), "other")
+            builder.add_edge("main", "other")
+            builder.add_edge("other", "main")
+            builder.set_entry_point("main")
+            builder.set_max_node_executions(50)
+            runner = builder.build()
+        provider = scenario.shared["provider"]
         if provider is not None:
             provider.attach(runner)
             if scenario.twice:
                 self.provider(scenario).attach(runner)
-        return self.ran(scenario, runner, lambda: last, provider)
+        return runner, last
 
 
 def history_of(messages: Any) -> list[Message]:

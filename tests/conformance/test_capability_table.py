@@ -49,6 +49,15 @@ def test_the_table_tells_modes_and_reasons_apart():
     assert lines[len(CLAUSES) + 3 :] == ["", "[1] It cannot."]
 
 
+def test_the_table_says_what_a_framework_lacks():
+    driver = type("One", (Plain,), {"lacks": {"dialogue": "Nobody talks."}})()
+    lines = capability_table([driver]).splitlines()
+    (dialogue,) = [line for line in lines if line.startswith("| 32.")]
+    assert dialogue.endswith("| - [1] |")
+    assert lines[-1] == "[1] Nobody talks."
+
+
 class Plain(drivers_of("budgetguard_loop")[0].__class__):
     adapter = "budgetguard_mine"
     deviations = {}  # noqa: RUF012 - never changed
+    lacks = {}  # noqa: RUF012 - never changed

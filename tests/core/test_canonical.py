@@ -166,6 +166,7 @@ def test_what_tells_calls_apart_stays_apart():
         "a  b", "A B", 2**64, str(2**64 + 1), 10**40, "9" * 40, 10**5000, 10**5000 + 1, b"x", "x",
         Decimal("NaN"), Decimal("1e400"), Plain(a=1), Plain(a=2), Data, Model, range(3), range(4),
         ValueError("x"), ValueError("y"), "{x", "\ud800", "1.10", 1.1, {"a": "x'y"}, {"a": 'x"y'},
+        {"a": 10**40}, {"a": 10**40 + 1}, {"a": "9" * 40},
     ]  # fmt: skip
     texts = [canonical(value) for value in values]
     assert len(set(texts)) == len(texts)
@@ -252,6 +253,9 @@ def test_the_digest_of_what_is_large_tells_apart_what_its_text_would():
     assert canonical(OrderedDict(numbers)) == canonical(numbers)
     assert canonical([1.5, Broken(), "a"] * 50) != canonical([1.5, Broken(), "b"] * 50)
     assert canonical(doubled(30)) != canonical([doubled(29), doubled(28)])
+    days = [date(2026, 1, day) for day in range(1, 31)] * 4
+    assert canonical(days) == canonical([*map(str, days)])
+    assert canonical([*range(200), deque([1])]) == canonical([*range(200), [1]])
     assert canonical(deque(range(101))) != canonical(deque(range(102)))
 
 

@@ -366,6 +366,14 @@ def test_calls_in_flight_can_still_be_settled(guard, clock):
     assert [record.status for record in again.tool_calls] == ["completed"] * 2
 
 
+def test_a_call_in_flight_needs_no_model(clock):
+    guard = Guard(clock=clock)
+    guard.admit_model_call(ModelCall(input_tokens=7))
+    (ticket,) = Guard.restore(guard.snapshot(), clock=clock).open_calls()
+    assert ticket.call == ModelCall(input_tokens=7)
+    assert (ticket.reserved_tokens, ticket.rates) == (7, None)
+
+
 def test_a_trip_stays(guard, clock):
     guard.abort("user")
     trip = guard.check()
@@ -407,6 +415,14 @@ def test_a_loop_is_remembered(clock):
         ).take_nudge()
         is None
     )
+
+
+def test_a_run_that_looks_for_no_loops_goes_on_without(clock):
+    guard = Guard(Budget(loop_detection=None), clock=clock)
+    guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="a")), "x")
+    again = Guard.restore(guard.snapshot(), clock=clock)
+    assert again.snapshot() == guard.snapshot()
+    assert again.snapshot().detector is None
 
 
 def test_under_a_fresh_budget_the_caps_count_from_zero(guard, clock):

@@ -21,6 +21,7 @@ from budgetguard_core import (
     StopReason,
     ToolCall,
     Trip,
+    fingerprint,
 )
 from budgetguard_core.testing import ManualClock
 
@@ -94,9 +95,29 @@ def test_a_model_call_has_a_key_too():
 
 def test_the_key_survives_a_restart():
     guard = Guard(clock=ManualClock())
-    before = guard.admit_tool_call(ToolCall(name="send", id="c1")).idempotency_key
+    call = ToolCall(name="send", id="c1", arguments={"to": "a"})
+    before = guard.admit_tool_call(call).idempotency_key
     (after,) = Guard.restore(guard.snapshot(), Budget()).open_tool_calls()
     assert after.idempotency_key == before
+
+
+def test_a_call_has_the_fingerprint_of_its_arguments_once_it_was_admitted():
+    call = ToolCall(name="send", arguments={"to": ["a"]})
+    assert call.fingerprint is None
+    Guard(clock=ManualClock()).admit_tool_call(call)
+    call.arguments["to"].append("b")
+    assert call.fingerprint == fingerprint({"to": ["a"]})
+    assert ToolCall(name="send", fingerprint="known").fingerprint == "known"
+
+
+def test_what_a_log_or_a_snapshot_holds_of_small_arguments_is_their_fingerprint():
+    events = []
+    guard = Guard(clock=ManualClock(), sinks=[events.append])
+    done, _ = guard.admit_tool_calls([ToolCall(name="a", arguments="secret")] * 2)
+    guard.settle_tool_call(done, "secret")
+    texts = [event.model_dump_json() for event in events] + [guard.snapshot().model_dump_json()]
+    assert not any("secret" in text for text in texts)
+    assert sum(fingerprint("secret") in text for text in texts) == 2
 
 
 @pytest.mark.parametrize("mode", list(Mode))

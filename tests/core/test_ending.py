@@ -11,14 +11,17 @@ import pytest
 from budgetguard_core import (
     Budget,
     CheckpointError,
+    ConfigurationError,
     Guard,
     JsonLinesSink,
     MemoryStore,
     ModelCall,
+    Snapshot,
     SqliteStore,
     StopReason,
     TokenUsage,
     ToolCall,
+    Usage,
     end_run,
     read_events,
     synthetic_metadata,
@@ -231,3 +234,75 @@ def test_a_resumed_leg_tells_what_the_earlier_ones_used():
     assert outcome.usage.iterations == 0
     with pytest.raises(CheckpointError):
         store.load("r").model_copy(update={"messages": (object(),)}).to_json()
+
+
+# --- paused and failed ----------------------------------------------------------------------
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise OSError
+
+
+def test_a_run_that_waits_for_a_person_is_paused():
+    seen = Told()
+    guard = Guard(run_id="r", clock=ManualClock(), sinks=[seen])
+    guard.pause()
+    outcome = end_run(guard, trip=None, paused=True, store=seen, next_step="approve send")
+    assert (outcome.status, outcome.stop_reason, outcome.detail) == ("paused", None, "")
+    assert (outcome.next_step, outcome.error) == ("approve send", None)
+    assert seen.told == [
+        "run_started",
+        "run_paused",
+        "saved",
+        "checkpoint_saved",
+        "flushed",
+    ]
+    assert seen.snapshot.pauses == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("disk"), "OSError: disk"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ValueError("x" * 900), "ValueError: " + "x" * 488),
+        (Unprintable(), "Unprintable"),
+    ],
+)
+def test_a_run_that_an_exception_left_has_failed(error, text):
+    events = []
+    guard = Guard(Budget(max_iterations=5), clock=ManualClock(), sinks=[events.append])
+    guard.settle_model_call(guard.admit_model_call(), error=error)
+    outcome = end_run(guard, trip=None, error=error, paused=True)
+    assert (outcome.status, outcome.stop_reason, outcome.error) == ("failed", None, text)
+    assert outcome.usage.model_calls == 1
+    (ended,) = [event for event in events if event.event == "run_ended"]
+    assert (ended.status, ended.stop_reason) == ("failed", None)
+    assert ended.error == type(error).__name__
+    assert guard.outcome is outcome
+
+
+def test_a_limit_comes_before_what_else_happened():
+    guard, trip = stopped()
+    outcome = end_run(guard, trip=trip, error=OSError("late"), paused=True)
+    assert (outcome.status, outcome.stop_reason) == ("terminated", "max_iterations")
+    assert outcome.error == "OSError: late"
+
+
+def test_a_run_goes_on_from_its_outcome_under_a_fresh_budget():
+    guard, trip = stopped()
+    outcome = end_run(guard, trip=trip, messages=["m"])
+    snapshot = Snapshot.from_json(Snapshot.of_outcome(outcome).to_json())
+    assert snapshot.messages == ("m",)
+    again = Guard.restore(snapshot, Budget(max_iterations=1), clock=ManualClock())
+    assert again.run_id == "r"
+    assert again.usage == Usage()
+    # What was in flight may have cost something, but an outcome does not know what.
+    assert again.earlier_usage == guard.usage.model_copy(
+        update={"reserved_tokens": 0, "reserved_usd": Decimal(0)}
+    )
+    assert [record.status for record in again.tool_calls] == ["completed", "interrupted"]
+    assert Guard.restore(Snapshot.of_outcome(outcome), Budget()).trip is None
+    with pytest.raises(ConfigurationError, match="whose caps are not known needs a budget"):
+        Guard.restore(snapshot)

@@ -319,6 +319,65 @@ def test_a_newer_format_is_named(lines):
     assert message([newer]) == "line 1: format 3 is newer than 2. Upgrade BudgetGuard."
 
 
+VERSION_1 = """
+{"seq":1,"run_id":"r","at_ns":0,"wall_ns":0,"event":"run_started","format_version":1,\
+"budget":{"max_cost_usd":"1"},"mode":"enforce","parent_run_id":null,"price_book":"p",\
+"stop_conditions":0}
+{"seq":2,"run_id":"r","at_ns":0,"wall_ns":0,"event":"model_call_admitted","call_id":1,\
+"model":"m","provider":null,"retry":false,"input_tokens":9,"max_output_tokens":5,\
+"output_is_fixed":true,"seconds":2.5,"cost_usd":"0.5","admitted_output_tokens":5,"nudge":null}
+{"seq":3,"run_id":"r","at_ns":0,"wall_ns":0,"event":"model_call_settled","call_id":1,\
+"model":null,"usage":null,"cost_usd":"0.5","given_cost_usd":null,"error":null}
+{"seq":4,"run_id":"r","at_ns":0,"wall_ns":0,"event":"model_call_refused","model":"m",\
+"provider":null,"retry":true,"input_tokens":9,"max_output_tokens":null,"seconds":null,\
+"cost_usd":"0.6","reason":"max_cost_usd"}
+""".replace("\\\n", "")
+
+
+def test_version_1_which_had_model_calls_flat_is_read_and_replayed():
+    events = list(read_events(VERSION_1.splitlines(keepends=True)))
+    assert events[1].call == ModelCall(
+        model="m",
+        input_tokens=9,
+        max_output_tokens=5,
+        output_is_fixed=True,
+        seconds=2.5,
+        cost_usd=Decimal("0.5"),
+    )
+    assert events[3].call == ModelCall(
+        model="m", retry=True, input_tokens=9, cost_usd=Decimal("0.6")
+    )
+    guard = replay(events, price_book=BOOK, clock=ManualClock())
+    assert (guard.usage.cost_usd, guard.usage.model_calls) == (Decimal("0.5"), 1)
+    assert guard.trip.reason is StopReason.MAX_COST_USD
+
+
+@pytest.mark.parametrize(
+    "line",
+    [VERSION_1.splitlines()[2].replace('"model"', '"modell"'), '{"event":"model_call_refused"}'],
+)
+def test_a_flat_model_call_has_no_other_fields(line):
+    assert message([line]).startswith("line 1: not an event (model_call_")
+
+
+def test_an_event_keeps_the_call_as_it_was_asked():
+    events = []
+    guard = Guard(sinks=[events.append])
+    call = ModelCall(model="m", input_tokens=5)
+    guard.admit_model_call(call)
+    call.model = "changed by its owner"
+    assert events[-1].call == ModelCall(model="m", input_tokens=5)
+
+
+def test_a_nested_call_refuses_what_it_does_not_know(lines):
+    (line,) = [line for line in lines if '"model_call_refused"' in line]
+    data = json.loads(line)
+    data["call"]["nonsense"] = 1
+    assert message([json.dumps(data)]).startswith(
+        "line 1: not an event (model_call_refused.call.nonsense: "
+    )
+
+
 def test_nesting_without_end_is_a_damaged_line():
     assert message(["[" * 200_000 + "\n"]).startswith("line 1: not a JSON object.")
 

@@ -440,7 +440,7 @@ def test_asking_for_what_is_refused_again_and_again_is_a_loop(make):
     guard = make(Budget(tool_quotas={"a": 1}))
     use(guard, "a")
     kinds = [type(use(guard, "a")) for _ in range(8)]
-    assert kinds == [Refuse] * 6 + [Stop] * 2
+    assert kinds == [Refuse] * 5 + [Stop] * 3
     assert str(guard.trip.reason) == "no_progress"
 
 
@@ -666,8 +666,8 @@ def test_an_identical_call_is_corrected_and_then_stopped(make):
             break
         nudges.append(decision.message if isinstance(decision, Nudge) else None)
         use(guard, "read", arguments={"path": "a"})
-    assert len(guard.tool_calls) == 5
-    assert [bool(nudge) for nudge in nudges] == [False, False, False, True, False]
+    assert len(guard.tool_calls) == 4
+    assert [bool(nudge) for nudge in nudges] == [False, False, False, True]
     assert "budget" not in nudges[3]
     assert reasons(decision) == ["no_progress"]
 
@@ -679,10 +679,10 @@ def test_a_changing_result_is_progress(make):
         use(guard, "poll", result=number)
 
 
-def test_the_user_speaks_and_everything_is_new(make):
+def test_the_user_speaks_and_the_row_ends(make):
     guard = make()
     for _ in range(3):
-        for _ in range(3):
+        for _ in range(2):
             assert type(spend(guard)) is Admit
             use(guard, "read")
         guard.user_turn()
@@ -703,8 +703,8 @@ def test_a_user_turn_lifts_a_loop_but_not_an_abort(make):
 
 def test_a_correction_can_travel_in_a_refused_tool_call(make):
     guard = make()
-    decisions = [use(guard, "read") for _ in range(7)]
-    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Refuse, Admit, Admit, Stop]
+    decisions = [use(guard, "read") for _ in range(6)]
+    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Refuse, Admit, Stop]
     assert "read" in decisions[3].message
     assert decisions[3].reason is StopReason.NO_PROGRESS
 
@@ -726,6 +726,48 @@ def test_a_failing_call_is_known_by_its_error(make):
         guard.settle_tool_call(ticket, error=OSError("gone"))
     assert isinstance(guard.admit_model_call(), Nudge)
     assert [record.status for record in guard.tool_calls] == ["failed"] * 3
+
+
+def fail(guard, name, arguments, text):
+    ticket = guard.admit_tool_call(ToolCall(name=name, arguments=arguments))
+    if isinstance(ticket, Admit):
+        guard.settle_tool_call(ticket, error=OSError(text))
+    return ticket
+
+
+def test_the_same_error_is_corrected_after_three_and_stopped_after_five(make):
+    guard = make()
+    decisions = [(spend(guard), fail(guard, "read", "a", "gone"))[0] for _ in range(6)]
+    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Nudge, Admit, Stop]
+    assert "the same error" in decisions[3].message
+    assert "stop_after_same_error=5" in guard.trip.detail
+
+
+def test_errors_of_a_kind_are_corrected_after_three_and_stopped_after_eight(make):
+    guard = make()
+    decisions = [(spend(guard), fail(guard, "read", n, f"no row {n}"))[0] for n in range(9)]
+    assert [type(decision) for decision in decisions] == [Admit] * 3 + [Nudge] + [Admit] * 4 + [
+        Stop
+    ]
+    assert "stop_after_errors=8" in guard.trip.detail
+
+
+def test_what_is_to_be_ignored_in_a_result_does_not_tell_results_apart(make):
+    guard = make(Budget(loop_detection=LoopDetection(ignore_results=["took_ms"])))
+    for took in range(3):
+        assert type(spend(guard)) is Admit
+        use(guard, "read", result={"rows": [], "took_ms": took})
+    assert type(spend(guard)) is Nudge
+
+
+def test_what_a_caller_knows_already_is_not_fingerprinted_again(make):
+    guard = make()
+    for number in range(3):
+        ticket = guard.admit_tool_call(ToolCall(name="read", fingerprint=f"{number}"))
+        guard.settle_tool_call(
+            ticket, error="error", result_fingerprint=f"{number}", error_fingerprint="gone"
+        )
+    assert "the same error" in guard.take_nudge()
 
 
 def test_an_error_whose_text_cannot_be_had_is_settled(make):
@@ -1210,3 +1252,36 @@ def test_a_copy_of_a_guard_is_the_guard():
     guard = Guard(Budget(max_iterations=1))
     assert copy.copy(guard) is guard
     assert copy.deepcopy({"guard": guard})["guard"] is guard
+
+
+# --- what a sub-agent inherits --------------------------------------------------------------
+
+
+def test_a_child_without_settings_of_its_own_has_its_parents(make):
+    detection = LoopDetection(nudge_after=1, stop_after=2)
+    guard = make(Budget(warn_at=0.5, loop_detection=detection))
+    for budget in (None, Budget(max_iterations=9), Budget(max_iterations=8).raised({})):
+        child = guard.child(budget)
+        assert (child.budget.warn_at, child.budget.loop_detection) == (0.5, detection)
+        assert child.budget.max_iterations == (None if budget is None else budget.max_iterations)
+        grandchild = child.child()
+        assert (grandchild.budget.warn_at, grandchild.budget.loop_detection) == (0.5, detection)
+    child = guard.child(Budget(max_iterations=4))
+    spend(child)
+    spend(child)
+    assert child.warnings == ("max_iterations",)
+    use(child, "same")
+    use(child, "same")
+    assert child.take_nudge() is not None
+    silent = make(Budget(loop_detection=None)).child(Budget(max_iterations=9))
+    assert silent.budget.loop_detection is None
+
+
+def test_a_childs_own_settings_are_its_own(make):
+    guard = make(Budget(warn_at=0.5, loop_detection=None))
+    own = Budget(warn_at=0.8, loop_detection=LoopDetection())
+    assert guard.child(own).budget is own
+    assert guard.child(Budget(loop_detection=None)).budget.warn_at == 0.5
+    extended = guard.child(Budget(max_iterations=1))
+    extended.extend(max_iterations=5)
+    assert (extended.budget.warn_at, extended.budget.loop_detection) == (0.5, None)

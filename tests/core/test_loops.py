@@ -777,8 +777,8 @@ def test_the_detector_is_the_naive_model_also_through_its_state(chosen, steps, g
         match move:
             case "reload":
                 stored = json.loads(json.dumps(detector.state()))
+                assert LoopDetector.from_state(chosen, stored).state() == stored
                 detector = LoopDetector.from_state(chosen, stored)
-                assert detector.state() == stored
             case "nudge":
                 assert (detector.nudge() is not None) is naive.due
                 naive.nudge()

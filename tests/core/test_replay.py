@@ -109,6 +109,28 @@ def test_time_before_the_first_call_and_after_the_last_event(run):
     assert replay(early.events).usage.seconds < 10
 
 
+@pytest.mark.parametrize("same_arguments", [True, False])
+def test_errors_that_repeat_are_judged_as_in_the_run(same_arguments):
+    run = Run()
+    for number in range(3):
+        call = ToolCall(name="read", arguments=0 if same_arguments else number)
+        ticket = run.guard.admit_tool_call(call)
+        run.guard.settle_tool_call(ticket, error=OSError(f"no row {number}"))
+        assert same(run.replayed(), run.guard)
+    again = run.replayed()
+    assert again.take_nudge() == run.guard.take_nudge() is not None
+
+
+def test_repetition_is_found_across_the_replay():
+    run = Run()
+    for again in range(3):
+        ticket = run.guard.admit_tool_call(ToolCall(name="read", arguments={"path": "a"}))
+        run.guard.settle_tool_call(ticket, "the same")
+        if again == 1:
+            run.guard = run.replayed()
+    assert "3 times" in run.guard.take_nudge()
+
+
 def test_everything_the_outside_told_the_run_is_told_again():
     run = Run(Budget(max_iterations=3))
     for _ in range(3):

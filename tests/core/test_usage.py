@@ -90,10 +90,18 @@ def test_a_record_of_another_kind_is_refused(record):
         check_token_usage(record)
 
 
-@given(st.text())
-def test_an_estimate_is_never_zero_and_errs_upwards(text):
-    assert estimate_tokens(text) >= 1
-    assert estimate_tokens(text) >= len(text.encode()) / 3
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("Hi", 1), ("word", 2), ("12", 2), ("你好", 2), ("😀", 3), ("a\n\x7f", 3)]
+)
+def test_a_text_is_estimated_by_its_letters_digits_and_signs(text, tokens):
+    assert estimate_tokens(text) == tokens
+
+
+@given(st.text(), st.text())
+def test_an_estimate_is_never_zero_and_grows_with_its_text(text, more):
+    assert estimate_tokens("") == 1
+    assert 1 <= estimate_tokens(text) <= estimate_tokens(text + more)
+    assert estimate_tokens(text) <= 2 * len(text) + 1
 
 
 def test_half_a_surrogate_pair_can_be_estimated():

@@ -6,6 +6,7 @@ import re
 import shlex
 from importlib.metadata import entry_points
 
+import grimp
 from packaging.requirements import Requirement
 
 import layout
@@ -18,6 +19,10 @@ OTHER_EXTRAS = {"all", "cli", "postgres", "redis", "test"}
 SHARED_ADAPTER = {"langchain": "budgetguard_langgraph"}
 # An adapter that needs no extra, because it needs no framework.
 NO_FRAMEWORK = {"budgetguard_loop"}
+
+
+# Packages with an import circle: the rule against them joins when they have none.
+WITH_A_CIRCLE = {"budgetguard_openai_agents"}
 
 
 def contract(name: str) -> dict[str, list[str]]:
@@ -59,6 +64,32 @@ def test_every_adapter_is_kept_from_the_others():
 
 def test_every_adapter_is_kept_from_the_command_line():
     assert contract("Nothing imports the command line")["source_modules"] == layout.adapters()
+
+
+def test_every_package_is_kept_from_circles():
+    listed = contract("No import circle")["ancestors"]
+    assert listed == [
+        "budgetguard_core",
+        *(name for name in layout.packages() if name not in WITH_A_CIRCLE),
+    ]
+
+
+def test_a_package_without_a_circle_is_no_exception():
+    graph = grimp.build_graph(*sorted(WITH_A_CIRCLE), cache_dir=None)
+    assert {name for name in WITH_A_CIRCLE if graph.nominate_cycle_breakers(name)} == WITH_A_CIRCLE
+
+
+def test_no_module_imports_the_package_that_it_is_in():
+    packages = ["budgetguard_core", *layout.packages()]
+    graph = grimp.build_graph(*packages, cache_dir=None)
+    assert {name: graph.find_modules_that_directly_import(name) for name in packages} == {
+        name: {
+            module
+            for module in graph.find_modules_that_directly_import(name)
+            if module.partition(".")[0] != name
+        }
+        for name in packages
+    }
 
 
 def test_every_framework_adapter_has_its_extra():

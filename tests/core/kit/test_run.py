@@ -333,6 +333,15 @@ class TestModelCalls:
         assert run.guard.usage.total_tokens == 0
         assert run.guard.usage.model_calls == 1
 
+    def test_a_framework_may_know_that_a_call_was_turned_away(self):
+        run = opened(Budget())
+        overflow = ValueError("too long")
+        run.failed(run.model_call(ModelCall(input_tokens=100)), overflow, turned_away=True)
+        assert run.guard.usage.total_tokens == 0
+        call = run.model_call(ModelCall(input_tokens=100))
+        run.failed(call, overflow, written="It is", turned_away=True)
+        assert run.guard.usage.total_tokens > 100
+
     def test_the_cost_of_the_provider_is_taken(self):
         run = opened(Budget())
         model_call(run, cost_usd=Decimal("0.5"), model="other")
@@ -646,6 +655,16 @@ class TestAStopIsNoAnswer:
         own = next(iter(inner.batch([tool(value=1), tool(value=2)]).refused)).trip
         assert own == stop.trip
 
+    def test_an_activate_block_reads_no_answer(self):
+        with Guard(Budget(max_model_calls=1)).activate():
+            run = opened(Budget())
+            assert until_stopped(run) == 1
+            assert not run.is_of_the_run_around(run.trip)
+            with run.entered():
+                inner = opened(Budget())
+        assert until_stopped(inner) == 0
+        assert inner.is_of_the_run_around(inner.trip)
+
     def test_an_own_stop_is_handed_to_the_parent(self):
         outer = opened(Budget(max_model_calls=5))
         with outer.entered():
@@ -754,3 +773,43 @@ class TestSingleCalls:
         assert until_stopped(part) == 2
         assert run.guard.usage.model_calls == 2
         assert not run.has_children
+
+
+class TestAnswersCutShort:
+    def test_at_the_bound_of_each_call(self):
+        run = opened(Budget(max_output_tokens_per_call=50))
+        call = model_call(run, TokenUsage(10, 50))
+        assert run.cut_short(call).reason is StopReason.MAX_OUTPUT_TOKENS_PER_CALL
+        assert run.end().status == "terminated"
+
+    def test_at_what_was_left_of_the_tokens(self):
+        run = opened(Budget(max_total_tokens=100, max_output_tokens_per_call=500))
+        call = run.model_call(ModelCall(input_tokens=40))
+        assert call.max_output_tokens == 60
+        run.answered(call, TokenUsage(30, 60))
+        assert run.cut_short(call).reason is StopReason.MAX_TOTAL_TOKENS
+
+    def test_seen_by_a_layer_below_the_one_that_counts(self):
+        run = opened(Budget(max_total_tokens=100, max_output_tokens_per_call=500))
+        call = run.model_call(ModelCall(input_tokens=40))
+        with run.entered(call):
+            below = run.model_call(CALL)
+            run.answered(below, TokenUsage(30, 60))
+            assert run.cut_short(below).reason is StopReason.MAX_TOTAL_TOKENS
+
+    def test_at_a_bound_of_the_users_own_the_run_goes_on(self):
+        run = opened(Budget(max_output_tokens_per_call=50))
+        call = run.model_call(ModelCall(max_output_tokens=20))
+        run.answered(call, TokenUsage(10, 20))
+        assert run.cut_short(call) is None
+        assert opened(Budget()).cut_short(model_call(opened(Budget()))) is None
+
+    def test_less_than_the_provider_takes_is_not_sent(self):
+        run = opened(Budget(max_total_tokens=50, max_output_tokens_per_call=500))
+        stop = run.model_call(ModelCall(input_tokens=40, min_output_tokens=16))
+        assert stop.trip.reason is StopReason.MAX_TOTAL_TOKENS
+        assert not isinstance(run.guard.trip, type(None))
+
+    def test_a_least_bound_that_is_none_is_refused(self):
+        with pytest.raises(ConfigurationError, match="min_output_tokens must be >= 1, got 0"):
+            opened(Budget()).model_call(ModelCall(min_output_tokens=0))

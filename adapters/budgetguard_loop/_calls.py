@@ -1,0 +1,285 @@
+"""The calls of a hand-written loop, admitted one by one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from decimal import Decimal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from budgetguard_core import (
+    AdapterError,
+    Admit,
+    BudgetExceeded,
+    ModelCall,
+    Stop,
+    ToolCall,
+)
+from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run, reported_cost, token_usage
+from budgetguard_loop import _history as history
+from budgetguard_loop._history import Message, RequestedCall
+from budgetguard_loop._reply import said_by
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Block(Protocol):
+        """The block that a call is made in."""
+
+        messages: list[Message]
+
+        @property
+        def run(self) -> Run:
+            """The run of the block."""
+            ...
+
+        def measured(self, usage: Any) -> None:
+            """Take what the provider counted."""
+            ...
+
+
+class AdmittedModelCall:
+    """One model call in a `with` block; admitted when the block is entered.
+
+    Attributes:
+        nudge: What the model should be told before this call, or None.
+        max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
+
+    Raises:
+        BudgetExceeded: On entering, when a limit holds.
+    """
+
+    def __init__(self, block: Block, call: ModelCall) -> None:
+        self._block = block
+        self._call = call
+        self._stack = ExitStack()
+        self._open: OpenModelCall | None = None
+        self.nudge: str | None = None
+        self.max_output_tokens: int | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The history to send, the nudge at its end where there is one."""
+        messages = list(self._block.messages)
+        if self.nudge is not None:
+            messages.append({"role": "user", "content": self.nudge})
+        return messages
+
+    @property
+    def seconds(self) -> float | None:
+        """Time that the call may take from now on, or None for no limit."""
+        return None if self._open is None else self._open.seconds
+
+    def settle(
+        self,
+        response: Any = None,
+        *,
+        model: str | None = None,
+        cost_usd: Decimal | None = None,
+    ) -> None:
+        """Charge the call.
+
+        An answer that the budget's own completion bound cut short ends the run at its next step,
+        or with the block.
+
+        Args:
+            response: The response, its usage record, or a `TokenUsage`. Where it reports nothing,
+                the tokens are estimated from its text and marked so.
+            model: The model that was really called.
+            cost_usd: What the provider says it cost; read from the response if left out.
+        """
+        opened = self._opened()
+        usage = token_usage(response)
+        said = said_by(response)
+        run = self._block.run
+        run.answered(
+            opened,
+            usage,
+            text=said.text,
+            model=model,
+            cost_usd=cost_usd or reported_cost(response),
+            final=said.is_final,
+        )
+        self._block.measured(usage)
+        if said.is_cut:
+            run.cut_short(opened)
+
+    def _opened(self) -> OpenModelCall:
+        if self._open is None:
+            raise AdapterError("a model call is settled inside its block. Use it in `with`.")
+        return self._open
+
+    def __enter__(self) -> Self:
+        run = self._block.run
+        answer = run.model_call(self._call)
+        if isinstance(answer, Stop):
+            raise BudgetExceeded(answer.trip)
+        self._open = answer
+        self.nudge = answer.nudge
+        self.max_output_tokens = answer.max_output_tokens
+        self._stack.enter_context(run.entered(answer))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        if error is None:
+            self._block.run.unreported(self._opened())
+        else:
+            self._block.run.failed(self._opened(), error)
+
+
+class AdmittedToolCall:
+    """One tool call of a batch, admitted or refused.
+
+    Call `run` with the tool's function; or use it as a `with` block around the tool, so that what
+    is guarded inside belongs to the call, and give the block its result with `settle`.
+
+    Attributes:
+        id: The call's id in the history; empty where the provider gave none.
+        name: The tool's name.
+        refusal: The call's result when it must not start, else None.
+    """
+
+    def __init__(self, run: Run, wanted: RequestedCall, call: OpenToolCall) -> None:
+        self._run = run
+        self._wanted = wanted
+        self._call = call
+        self._stack = ExitStack()
+        self.id = wanted.id
+        self.name = wanted.name
+        self.refusal = call.refusal
+
+    @property
+    def ticket(self) -> Admit | None:
+        """The guard's answer, with the call's `idempotency_key`; None for a refused call."""
+        return self._call.ticket
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments as keywords.
+
+        Raises:
+            ValueError: The model wrote no JSON object.
+        """
+        return self._wanted.parsed()
+
+    @property
+    def seconds(self) -> float | None:
+        """Time that is left for the call, or None for no limit."""
+        return None if self.refusal is not None else self._run.time_left()
+
+    def run(self, function: Callable[..., Any]) -> Any:
+        """Call the tool with its arguments, and return the text of its result for the model.
+
+        A refused call returns its refusal; what the tool raises, and arguments that are no JSON
+        object, become an error text. For an async function the answer is to be awaited.
+        """
+        if self.refusal is not None:
+            return _done(self.refusal) if inspect.iscoroutinefunction(function) else self.refusal
+        if inspect.iscoroutinefunction(function):
+            return self._await(function)
+        try:
+            with self:
+                text = history.result_text(function(**self.arguments))
+                self.settle(text)
+        except Exception as error:
+            return self._failed(error)
+        return text
+
+    async def _await(self, function: Callable[..., Any]) -> str:
+        try:
+            with self:
+                text = history.result_text(await function(**self.arguments))
+                self.settle(text)
+        except Exception as error:
+            return self._failed(error)
+        return text
+
+    def _failed(self, error: Exception) -> str:
+        if self._run.stopped_by is not None and isinstance(error, BudgetExceeded):
+            raise error
+        return history.error_text(error)
+
+    def settle(self, result: object = None, *, error: BaseException | str | None = None) -> None:
+        """Report how the call ended; nothing for a refused one."""
+        self._run.finished(self._call, result, error=error)
+
+    def __enter__(self) -> Self:
+        if self.refusal is not None:
+            raise AdapterError(
+                f"a refused call must not start, got {self.name}. Give the model its refusal."
+            )
+        self._run.start(self._call)
+        self._stack.enter_context(self._run.entered(self._call))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        # What ends a tool from outside leaves its outcome unknown: the call stays open.
+        if error is None:
+            self.settle()
+        elif isinstance(error, Exception):
+            self.settle(error=error)
+
+
+class ToolCalls(list[AdmittedToolCall]):
+    """The tool calls of one reply, in the model's order, each admitted or refused.
+
+    In a `with` block they all settle when it is left in good order: those that nobody settled as
+    done, those that nobody started not at all.
+    """
+
+    def __init__(self, run: Run, calls: Iterable[Any]) -> None:
+        wanted = [_wanted(call) for call in calls if _is_call(call)]
+        self._run = run
+        self._batch = run.batch([asked for _, asked in wanted])
+        super().__init__(
+            AdmittedToolCall(run, one, call)
+            for (one, _), call in zip(wanted, self._batch, strict=True)
+        )
+        for call in self._batch:
+            run.start(call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            for call in self._batch:
+                self._run.finished(call)
+
+
+def _is_call(block: Any) -> bool:
+    """Tell a tool call from the other blocks of a reply's content."""
+    if isinstance(block, ToolCall):
+        return True
+    return bool(history.read_call(block).name)
+
+
+def _wanted(call: Any) -> tuple[RequestedCall, ToolCall]:
+    if isinstance(call, ToolCall):
+        return RequestedCall(call.id or "", call.name, call.arguments), call
+    wanted = history.read_call(call)
+    asked = ToolCall(name=wanted.name, arguments=wanted.arguments, id=wanted.id or None)
+    return wanted, asked
+
+
+async def _done(text: str) -> str:
+    return text

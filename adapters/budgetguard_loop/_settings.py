@@ -1,0 +1,94 @@
+"""The settings of an admitted call that a user's function takes as keywords."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run
+
+_SETTINGS = ("max_output_tokens", "seconds", "nudge")
+
+
+class Settings:
+    """Which settings a function takes, and what it has of its own for them.
+
+    What the caller gives stays as it is. A default is a bound of the user's: a setting only ever
+    lowers it, and takes its place where it is None.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(function)
+        except (TypeError, ValueError):
+            self._signature = None
+        parameters = {} if self._signature is None else self._signature.parameters
+        self._own: dict[str, Any] = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if name in _SETTINGS and parameter.kind is not parameter.POSITIONAL_ONLY
+        }
+
+    def for_call(
+        self,
+        run: Run,
+        call: OpenModelCall | OpenToolCall,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        nudges: bool = True,
+    ) -> dict[str, Any]:
+        """Return the keywords to add to the arguments of a call.
+
+        Args:
+            run: The run that the call is a part of.
+            call: The admitted call.
+            args: What the caller gives by position.
+            kwargs: What the caller gives by name.
+            nudges: The correction that is due is for this function.
+        """
+        if not self._own:
+            return {}
+        given = self._given(args, kwargs or {})
+        values = _values(run, call, nudges=nudges)
+        added: dict[str, Any] = {}
+        for name, own in self._own.items():
+            if name in given:
+                continue
+            value = values[name]
+            if own is inspect.Parameter.empty or own is None:
+                added[name] = value
+            elif isinstance(own, int | float) and value is not None:
+                added[name] = min(own, value)
+        return added
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the caller gives by the names of the function's parameters."""
+        if self._signature is not None:
+            try:
+                return dict(self._signature.bind_partial(*args, **kwargs).arguments)
+            except TypeError:
+                pass  # The call itself will say what is wrong.
+        return {"args": tuple(args), **kwargs}
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+        return {*kwargs, *(self.arguments(args, kwargs) if args else ())}
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Name the parameters of a function."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _values(run: Run, call: OpenModelCall | OpenToolCall, *, nudges: bool) -> dict[str, Any]:
+    if isinstance(call, OpenModelCall):
+        return {
+            "max_output_tokens": call.max_output_tokens,
+            "seconds": call.seconds,
+            "nudge": call.nudge if nudges else None,
+        }
+    return {"max_output_tokens": None, "seconds": run.time_left(), "nudge": None}

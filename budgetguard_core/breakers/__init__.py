@@ -1,0 +1,55 @@
+"""Breakers: what sees that nothing moves, or moves too fast, while it happens.
+
+All are deterministic state machines at constant memory. They wait for nothing, read no clock (the
+time is passed in, as nanoseconds of a monotonic clock) and know no guard and no framework.
+"""
+
+from budgetguard_core.breakers.bulkhead import Bulkhead, BulkheadConfig, Place
+from budgetguard_core.breakers.circuit_breaker import (
+    CircuitBreaker,
+    CircuitBreakerConfig,
+    CircuitBreakerMetrics,
+    CircuitBreakerState,
+    Permission,
+    StateTransition,
+)
+from budgetguard_core.breakers.progress import (
+    REPORT_PROGRESS,
+    REPORT_PROGRESS_DESCRIPTION,
+    REPORT_PROGRESS_SCHEMA,
+    ProgressReports,
+    ProgressSignal,
+)
+from budgetguard_core.breakers.rate_limit import RateLimit, RateLimiter, Turn
+from budgetguard_core.breakers.refusal import refusal
+from budgetguard_core.breakers.registry import BreakerRegistry
+from budgetguard_core.breakers.tool_mix import ToolMix, ToolMixAlarm, ToolMixBaseline, UnusualMix
+from budgetguard_core.breakers.velocity import VelocityLimits, VelocityMeter
+
+__all__ = [
+    "REPORT_PROGRESS",
+    "REPORT_PROGRESS_DESCRIPTION",
+    "REPORT_PROGRESS_SCHEMA",
+    "BreakerRegistry",
+    "Bulkhead",
+    "BulkheadConfig",
+    "CircuitBreaker",
+    "CircuitBreakerConfig",
+    "CircuitBreakerMetrics",
+    "CircuitBreakerState",
+    "Permission",
+    "Place",
+    "ProgressReports",
+    "ProgressSignal",
+    "RateLimit",
+    "RateLimiter",
+    "StateTransition",
+    "ToolMix",
+    "ToolMixAlarm",
+    "ToolMixBaseline",
+    "Turn",
+    "UnusualMix",
+    "VelocityLimits",
+    "VelocityMeter",
+    "refusal",
+]

@@ -1,0 +1,122 @@
+"""Bulkhead: how many calls of a tool may run at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from budgetguard_core.breakers.settings import Count, SecondsOrZero, Settings, nanoseconds
+
+
+class BulkheadConfig(Settings):
+    """How many calls of the tools that it is for may run at once, together.
+
+    Names and defaults are those of resilience4j's documentation
+    (https://resilience4j.readme.io/docs/bulkhead).
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    max_concurrent_calls: Count = 25
+    """Calls that run at the same time."""
+    max_wait_duration: SecondsOrZero = 0.0
+    """Seconds that a call may wait for a place. With 0, one that finds none is refused at once."""
+
+
+class Place:
+    """A call's place in a bulkhead, or its place in the queue. Give it back with `release`.
+
+    Attributes:
+        granted: The call may run.
+        wait_until_ns: Until when a call in the queue may wait. After that, release and refuse it.
+    """
+
+    __slots__ = ("_wake", "granted", "released", "wait_until_ns")
+
+    def __init__(self, granted: bool, wait_until_ns: int) -> None:
+        self.granted = granted
+        self.released = False
+        self.wait_until_ns = wait_until_ns
+        self._wake: Callable[[], object] | None = None
+
+    def on_granted(self, wake: Callable[[], object]) -> None:
+        """Have the one who waits called when the place is granted; look at `granted` after this.
+
+        Args:
+            wake: Called without arguments, in the thread that gave the place back
+                (`threading.Event.set`, or for a task `lambda: loop.call_soon_threadsafe(...)`).
+        """
+        self._wake = wake
+
+    def wake(self) -> None:
+        """Tell the one who waits that the place is granted."""
+        if self._wake is not None:
+            self._wake()
+
+
+class Bulkhead:
+    """The places of one bulkhead. Safe for threads; it waits for nothing.
+
+    Whoever waits is served in the order of asking. It has no `state`: a place belongs to a call
+    that runs in this process, and none of them lives on in another.
+
+    Args:
+        config: The settings; resilience4j's defaults if left out.
+    """
+
+    __slots__ = ("_lock", "_max_wait_ns", "_queue", "_running", "config")
+
+    def __init__(self, config: BulkheadConfig | None = None) -> None:
+        self.config = config or BulkheadConfig()
+        self._max_wait_ns = nanoseconds(self.config.max_wait_duration)
+        self._running = 0
+        self._queue: deque[Place] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> int:
+        """Calls that have a place."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """Calls in the queue."""
+        return len(self._queue)
+
+    def acquire(self, now_ns: int) -> Place | None:
+        """Ask for a place.
+
+        Args:
+            now_ns: The time, of the clock that `wait_until_ns` is read against.
+
+        Returns:
+            A place: `granted`, or in the queue until `wait_until_ns`. None: refused at once.
+        """
+        with self._lock:
+            if self._running < self.config.max_concurrent_calls:
+                self._running += 1
+                return Place(True, now_ns)
+            if not self._max_wait_ns:
+                return None
+            place = Place(False, now_ns + self._max_wait_ns)
+            self._queue.append(place)
+            return place
+
+    def release(self, place: Place) -> None:
+        """Give a place back, or leave the queue. The next in the queue gets it. Twice is once."""
+        with self._lock:
+            if place.released:
+                return
+            place.released = True
+            if not place.granted:
+                self._queue.remove(place)
+                return
+            if not self._queue:
+                self._running -= 1
+                return
+            following = self._queue.popleft()
+            following.granted = True
+        # Outside the lock: it is the caller's code.
+        following.wake()

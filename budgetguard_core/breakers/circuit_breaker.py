@@ -1,0 +1,562 @@
+"""Circuit breaker: a tool that keeps failing is left alone for a while, then tried again.
+
+States, transitions, names and default values are those of resilience4j's documentation
+(https://resilience4j.readme.io/docs/circuitbreaker). Three things are decided here, because the
+documentation leaves them open or its implementation differs from it:
+
+- A result counts only in the state that permitted its call. A slow call from before the breaker
+  opened neither decides the trial nor gives a trial call back.
+- A trial is decided when all permitted calls have reported, whatever the minimum number of calls.
+- No thread waits for a time to come: what is due is done when the breaker is next looked at.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, cast
+
+from pydantic import BeforeValidator, Field
+
+from budgetguard_core.breakers.settings import (
+    NS_PER_SECOND,
+    Count,
+    ExceptionNames,
+    Flag,
+    Percentage,
+    Seconds,
+    SecondsOrZero,
+    Settings,
+    damaged,
+    nanoseconds,
+    natural,
+    show,
+)
+
+_LARGEST_WINDOW = 100_000
+_LONGEST_TEXT = 200
+
+CallOutcome: TypeAlias = Literal["success", "failure", "ignored"]
+
+
+def _window_size(value: object) -> object:
+    if type(value) is not int or not 1 <= value <= _LARGEST_WINDOW:
+        raise ValueError(
+            f"must be a whole number from 1 to {_LARGEST_WINDOW}, got {show(value)}. "
+            "Leave it out for 100."
+        )
+    return value
+
+
+class CircuitBreakerState(StrEnum):
+    """What a circuit breaker does with a call."""
+
+    CLOSED = "closed"
+    """Permits every call, and watches how they end."""
+    OPEN = "open"
+    """Permits none until the wait is over."""
+    HALF_OPEN = "half_open"
+    """Permits a few trial calls, and goes by how they end."""
+    FORCED_OPEN = "forced_open"
+    """Permits none until it is told otherwise; records nothing."""
+    DISABLED = "disabled"
+    """Permits every call until it is told otherwise; records nothing."""
+
+
+class CircuitBreakerConfig(Settings):
+    """When a circuit breaker opens, and how it closes again.
+
+    The defaults are resilience4j's, made for services with many calls a second. An agent calls a
+    tool far less often: for one, begin with `sliding_window_size=10, minimum_number_of_calls=5,
+    permitted_number_of_calls_in_half_open_state=2, slow_call_duration_threshold=30`.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    failure_rate_threshold: Percentage = 50.0
+    """Percentage of failed calls in the window at which the breaker opens."""
+    slow_call_rate_threshold: Percentage = 100.0
+    """Percentage of slow calls in the window at which the breaker opens."""
+    slow_call_duration_threshold: Seconds = 60.0
+    """Seconds; a call that takes longer is slow, whether it fails or not."""
+    permitted_number_of_calls_in_half_open_state: Annotated[int, BeforeValidator(_window_size)] = 10
+    """Trial calls when half-open. The last of them to end closes the breaker or opens it again."""
+    max_wait_duration_in_half_open_state: SecondsOrZero = 0.0
+    """Seconds that a trial may take before the breaker opens again; 0 to wait without end."""
+    sliding_window_type: Literal["count_based", "time_based"] = "count_based"
+    """Whether the window holds the last calls, or the calls of the last seconds."""
+    sliding_window_size: Annotated[int, BeforeValidator(_window_size)] = 100
+    """Calls in a count-based window, seconds in a time-based one."""
+    minimum_number_of_calls: Count = 100
+    """Calls that the window must hold before a rate is judged. In a count-based window it is at
+    most the size of the window."""
+    wait_duration_in_open_state: Seconds = 60.0
+    """Seconds that the breaker stays open before it lets trial calls through."""
+    automatic_transition_from_open_to_half_open_enabled: Flag = False
+    """Whether it is half-open as soon as the wait is over, rather than at the next call."""
+    record_exceptions: ExceptionNames = ()
+    """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
+    raised. Whatever else is raised counts as a success."""
+    ignore_exceptions: ExceptionNames = ()
+    """What is neither a failure nor a success, even where `record_exceptions` has it too."""
+    record_result: Callable[[Any], bool] | None = Field(default=None, exclude=True)
+    """Whether a result that was returned is a failure. It is code and is in no snapshot."""
+    stop_after_open_rounds: Count = 3
+    """Rounds in a row in which every tool call was turned away by an open breaker, after which the
+    run is stopped with `circuit_open`. Not a field of resilience4j: services have no rounds."""
+
+    def outcome_of(self, result: object, error: BaseException | str | None) -> CallOutcome:
+        """Say what a call is to the breaker.
+
+        Args:
+            result: What the call returned, where it raised nothing.
+            error: What it raised, or what its framework says of that.
+        """
+        if error is None:
+            failed = self.record_result is not None and self.record_result(result)
+            return "failure" if failed else "success"
+        names = _names_of(error)
+        if _matches(self.ignore_exceptions, names):
+            return "ignored"
+        if not self.record_exceptions or _matches(self.record_exceptions, names):
+            return "failure"
+        return "success"
+
+
+def _names_of(error: BaseException | str) -> list[str]:
+    if isinstance(error, str):
+        return [error[:_LONGEST_TEXT]]
+    return [one.__name__ for one in type(error).__mro__[:-1]]
+
+
+def _matches(patterns: tuple[str | type[BaseException], ...], names: list[str]) -> bool:
+    return any(fnmatchcase(name, cast("str", pattern)) for pattern in patterns for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTransition:
+    """A change of state."""
+
+    breaker: str
+    """The breaker's name."""
+    from_state: CircuitBreakerState
+    to_state: CircuitBreakerState
+    detail: str
+    """One sentence for people: what the change was decided by."""
+
+
+class Permission(NamedTuple):
+    """The answer to whether a call may start."""
+
+    permitted: bool
+    generation: int
+    """What the call's result has to be reported with. It names the state that permitted it."""
+    retry_after: float | None = None
+    """Where it was turned away: seconds after which it may be permitted; None if that is not known
+    (trial calls are in flight, or the breaker was opened by hand)."""
+    transitions: tuple[StateTransition, ...] = ()
+    """The changes of state that asking has brought about."""
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitBreakerMetrics:
+    """What a breaker has seen in the state that it is in."""
+
+    number_of_buffered_calls: int
+    number_of_failed_calls: int
+    number_of_slow_calls: int
+    number_of_not_permitted_calls: int
+    failure_rate: float
+    """Percentage; -1 below the minimum number of calls."""
+    slow_call_rate: float
+    """Percentage; -1 below the minimum number of calls."""
+
+
+class CircuitBreaker:
+    """The state of one circuit breaker. Safe for threads; it waits for nothing.
+
+    Ask before the call, then report how it ended, with the generation of the answer. Times are
+    nanoseconds of one monotonic clock, the same for all who share the breaker.
+
+    Args:
+        name: What it is for: a tool, in transitions and metrics.
+        config: The settings; resilience4j's defaults if left out.
+    """
+
+    __slots__ = (
+        "_admitted",
+        "_generation",
+        "_granted",
+        "_lock",
+        "_not_permitted",
+        "_now",
+        "_since",
+        "_slow_ns",
+        "_state",
+        "_trial_ns",
+        "_wait_ns",
+        "_window",
+        "config",
+        "name",
+    )
+
+    def __init__(self, name: str, config: CircuitBreakerConfig | None = None) -> None:
+        self.name = name
+        self.config = config or CircuitBreakerConfig()
+        self._lock = threading.Lock()
+        self._wait_ns = nanoseconds(self.config.wait_duration_in_open_state)
+        self._trial_ns = nanoseconds(self.config.max_wait_duration_in_half_open_state)
+        self._slow_ns = nanoseconds(self.config.slow_call_duration_threshold)
+        self._now = 0
+        self._generation = 0
+        self._enter(CircuitBreakerState.CLOSED, 0)
+
+    # The questions that a call asks
+
+    def try_acquire_permission(self, now_ns: int) -> Permission:
+        """Ask whether a call may start.
+
+        A permission that is given must be answered once, by `on_success`, `on_error` or
+        `release_permission`; a trial call that never is keeps its place.
+        """
+        with self._lock:
+            if self._state is CircuitBreakerState.CLOSED:
+                return self._granted
+            now = self._time(now_ns)
+            transitions = self._pass_time(now, asked=True)
+            state = self._state
+            if state is CircuitBreakerState.DISABLED:
+                return self._granted
+            if state is CircuitBreakerState.HALF_OPEN:
+                permitted = self.config.permitted_number_of_calls_in_half_open_state
+                if self._admitted < permitted:
+                    self._admitted += 1
+                    return self._granted._replace(transitions=transitions)
+            self._not_permitted += 1
+            return Permission(False, self._generation, self._retry_after(now), transitions)
+
+    def on_success(
+        self, generation: int, duration_ns: int, now_ns: int
+    ) -> tuple[StateTransition, ...]:
+        """Record a call that succeeded.
+
+        Args:
+            generation: The one that the permission had.
+            duration_ns: How long the call took.
+            now_ns: When it ended.
+
+        Returns:
+            The changes of state that this has brought about.
+        """
+        return self._record(generation, False, duration_ns, now_ns)
+
+    def on_error(
+        self, generation: int, duration_ns: int, now_ns: int
+    ) -> tuple[StateTransition, ...]:
+        """Record a call that failed; as `on_success`."""
+        return self._record(generation, True, duration_ns, now_ns)
+
+    def release_permission(self, generation: int) -> None:
+        """Give back the permission of a call that did not start, or whose error is ignored."""
+        with self._lock:
+            if self._state is CircuitBreakerState.HALF_OPEN and generation == self._generation:
+                self._admitted -= 1
+
+    # What is asked of it from outside
+
+    def circuit_state(self, now_ns: int) -> CircuitBreakerState:
+        """Return the state that the breaker is in, with what has become due by itself."""
+        with self._lock:
+            self._pass_time(self._time(now_ns), asked=False)
+            return self._state
+
+    def retry_after(self, now_ns: int) -> float | None:
+        """Seconds after which a call may be permitted; 0 for now, None where it is not known."""
+        with self._lock:
+            now = self._time(now_ns)
+            self._pass_time(now, asked=False)
+            return self._retry_after(now)
+
+    def metrics(self, now_ns: int) -> CircuitBreakerMetrics:
+        """Return what the breaker has seen in the state that it is in."""
+        with self._lock:
+            now = self._time(now_ns)
+            self._pass_time(now, asked=False)
+            window = self._window
+            window.pass_time(now)
+            enough = window.total >= self._minimum() and window.total > 0
+            return CircuitBreakerMetrics(
+                window.total,
+                window.failed,
+                window.slow,
+                self._not_permitted,
+                100 * window.failed / window.total if enough else -1.0,
+                100 * window.slow / window.total if enough else -1.0,
+            )
+
+    def transition_to(self, state: CircuitBreakerState | str, now_ns: int) -> StateTransition:
+        """Change the state by hand, from any to any; what was recorded is forgotten.
+
+        The two forced states are entered and left only here and by `reset`.
+        """
+        with self._lock:
+            return self._change(
+                CircuitBreakerState(state), self._time(now_ns), "it was changed by hand"
+            )
+
+    def reset(self, now_ns: int) -> StateTransition:
+        """Close the breaker and forget what was recorded."""
+        return self.transition_to(CircuitBreakerState.CLOSED, now_ns)
+
+    # Snapshots
+
+    def state(self, now_ns: int) -> dict[str, Any]:
+        """Return what the breaker knows, ready for JSON. Times are kept as ages."""
+        with self._lock:
+            now = self._time(now_ns)
+            self._pass_time(now, asked=False)
+            self._window.pass_time(now)
+            return {
+                "state": str(self._state),
+                "generation": self._generation,
+                "age_ns": now - self._since,
+                "admitted": self._admitted,
+                "not_permitted": self._not_permitted,
+                "window": self._window.state(now),
+            }
+
+    @classmethod
+    def from_state(
+        cls, name: str, config: CircuitBreakerConfig | None, state: object, now_ns: int
+    ) -> Self:
+        """Make a breaker that goes on where another's `state` was taken.
+
+        Under another kind of window what was recorded is forgotten; the state is kept.
+
+        Raises:
+            ValueError: The state is damaged.
+        """
+        breaker = cls(name, config)
+        try:
+            breaker._load(cast("dict[str, Any]", state), now_ns)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise damaged("circuit breaker", state) from None
+        return breaker
+
+    def _load(self, state: dict[str, Any], now: int) -> None:
+        known = {"state", "generation", "age_ns", "admitted", "not_permitted", "window"}
+        if state.keys() != known or natural(state["generation"]) < 1:
+            raise ValueError
+        self._now = now
+        self._enter(CircuitBreakerState(state["state"]), now - natural(state["age_ns"]))
+        self._generation = state["generation"]
+        self._granted = Permission(True, self._generation)
+        self._admitted = natural(state["admitted"])
+        self._not_permitted = natural(state["not_permitted"])
+        self._window.load(state["window"], now)
+        if self._state is CircuitBreakerState.HALF_OPEN:
+            permitted = self.config.permitted_number_of_calls_in_half_open_state
+            if max(self._admitted, self._window.total + 1) > permitted:
+                # Fewer trial calls are permitted now than were made: begin the trial anew.
+                self._enter(CircuitBreakerState.HALF_OPEN, now)
+
+    # The machine
+
+    def _time(self, now_ns: int) -> int:
+        # Threads read the clock before they get the lock, so a reading may be a little old.
+        if now_ns > self._now:
+            self._now = now_ns
+        return self._now
+
+    def _enter(self, state: CircuitBreakerState, since: int) -> None:
+        config = self.config
+        self._state = state
+        self._since = since
+        self._generation += 1
+        self._granted = Permission(True, self._generation)
+        self._admitted = 0
+        self._not_permitted = 0
+        if state is CircuitBreakerState.HALF_OPEN:
+            size = config.permitted_number_of_calls_in_half_open_state
+            self._window: _CountWindow | _TimeWindow = _CountWindow(size)
+        elif state is CircuitBreakerState.CLOSED and config.sliding_window_type == "time_based":
+            self._window = _TimeWindow(config.sliding_window_size)
+        else:
+            self._window = _CountWindow(config.sliding_window_size)
+
+    def _change(self, state: CircuitBreakerState, since: int, detail: str) -> StateTransition:
+        before = self._state
+        self._enter(state, since)
+        return StateTransition(self.name, before, state, detail)
+
+    def _pass_time(self, now: int, *, asked: bool) -> tuple[StateTransition, ...]:
+        """Do what is due; `asked` when a call wants to start."""
+        transitions: tuple[StateTransition, ...] = ()
+        if self._state is CircuitBreakerState.HALF_OPEN and self._trial_ns:
+            over = self._since + self._trial_ns
+            if now >= over:
+                transitions = (
+                    self._change(
+                        CircuitBreakerState.OPEN, over, "the trial calls did not end in time"
+                    ),
+                )
+        if self._state is CircuitBreakerState.OPEN:
+            automatic = self.config.automatic_transition_from_open_to_half_open_enabled
+            over = self._since + self._wait_ns
+            if now >= over and (asked or automatic):
+                # Trials that came and went while nobody looked are left out.
+                missed = not automatic or (self._trial_ns and now >= over + self._trial_ns)
+                transitions += (
+                    self._change(
+                        CircuitBreakerState.HALF_OPEN,
+                        now if missed else over,
+                        "the wait in the open state is over",
+                    ),
+                )
+        return transitions
+
+    def _retry_after(self, now: int) -> float | None:
+        state = self._state
+        if state is CircuitBreakerState.OPEN:
+            return max(self._since + self._wait_ns - now, 0) / NS_PER_SECOND
+        if state is CircuitBreakerState.FORCED_OPEN:
+            return None
+        full = (
+            state is CircuitBreakerState.HALF_OPEN
+            and self._admitted >= self.config.permitted_number_of_calls_in_half_open_state
+        )
+        return None if full else 0.0
+
+    def _minimum(self) -> int:
+        config = self.config
+        if self._state is CircuitBreakerState.HALF_OPEN:
+            return config.permitted_number_of_calls_in_half_open_state
+        if config.sliding_window_type == "time_based":
+            return config.minimum_number_of_calls
+        return min(config.minimum_number_of_calls, config.sliding_window_size)
+
+    def _record(
+        self, generation: int, failed: bool, duration_ns: int, now_ns: int
+    ) -> tuple[StateTransition, ...]:
+        with self._lock:
+            now = self._time(now_ns)
+            transitions = self._pass_time(now, asked=False)
+            if generation != self._generation:
+                return transitions
+            state = self._state
+            trial = state is CircuitBreakerState.HALF_OPEN
+            if state is not CircuitBreakerState.CLOSED and not trial:
+                return transitions
+            window = self._window
+            window.record(now, failed, duration_ns > self._slow_ns)
+            if window.total < self._minimum():
+                return transitions
+            config = self.config
+            detail = None
+            if 100 * window.failed >= config.failure_rate_threshold * window.total:
+                detail = (
+                    f"{window.failed} of {window.total} calls failed, "
+                    f"failure_rate_threshold={config.failure_rate_threshold:g}"
+                )
+            elif 100 * window.slow >= config.slow_call_rate_threshold * window.total:
+                detail = (
+                    f"{window.slow} of {window.total} calls were slow, "
+                    f"slow_call_rate_threshold={config.slow_call_rate_threshold:g}"
+                )
+            if detail is not None:
+                return (*transitions, self._change(CircuitBreakerState.OPEN, now, detail))
+            if trial:
+                detail = f"{window.total} trial calls ended below the thresholds"
+                return (*transitions, self._change(CircuitBreakerState.CLOSED, now, detail))
+            return transitions
+
+
+class _CountWindow:
+    """The last calls, one digit each: 1 for a failure, 2 for a slow call, 3 for both."""
+
+    __slots__ = ("_calls", "failed", "slow", "total")
+
+    def __init__(self, size: int) -> None:
+        self._calls: deque[int] = deque(maxlen=size)
+        self.total = self.failed = self.slow = 0
+
+    def record(self, now: int, failed: bool, slow: bool) -> None:
+        del now
+        calls = self._calls
+        if len(calls) == calls.maxlen:
+            oldest = calls[0]
+            self.total -= 1
+            self.failed -= oldest & 1
+            self.slow -= oldest >> 1
+        calls.append(failed + 2 * slow)
+        self.total += 1
+        self.failed += failed
+        self.slow += slow
+
+    def pass_time(self, now: int) -> None:
+        """Do nothing: these calls grow no older."""
+
+    def state(self, now: int) -> dict[str, Any]:
+        del now
+        return {"calls": "".join(map(str, self._calls))}
+
+    def load(self, state: dict[str, Any], now: int) -> None:
+        for digit in state.get("calls", ""):
+            value = "0123".index(digit)
+            self.record(now, bool(value & 1), bool(value & 2))
+
+
+class _TimeWindow:
+    """The calls of the last seconds, added up by the second."""
+
+    __slots__ = ("_seconds", "_size", "failed", "slow", "total")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # The second, and its calls: all, failed, slow. Only seconds that have any.
+        self._seconds: deque[list[int]] = deque()
+        self.total = self.failed = self.slow = 0
+
+    def record(self, now: int, failed: bool, slow: bool) -> None:
+        self.pass_time(now)
+        self._add(now // NS_PER_SECOND, 1, int(failed), int(slow))
+
+    def _add(self, second: int, total: int, failed: int, slow: int) -> None:
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append([second, 0, 0, 0])
+        latest = self._seconds[-1]
+        latest[1] += total
+        latest[2] += failed
+        latest[3] += slow
+        self.total += total
+        self.failed += failed
+        self.slow += slow
+
+    def pass_time(self, now: int) -> None:
+        oldest = now // NS_PER_SECOND - self._size + 1
+        while self._seconds and self._seconds[0][0] < oldest:
+            _, total, failed, slow = self._seconds.popleft()
+            self.total -= total
+            self.failed -= failed
+            self.slow -= slow
+
+    def state(self, now: int) -> dict[str, Any]:
+        second = now // NS_PER_SECOND
+        return {"seconds": [[second - one[0], *one[1:]] for one in self._seconds]}
+
+    def load(self, state: dict[str, Any], now: int) -> None:
+        second = now // NS_PER_SECOND
+        youngest = None
+        for age, total, failed, slow in state.get("seconds", ()):
+            if youngest is not None and natural(age) >= youngest:
+                raise ValueError
+            if not (natural(failed) <= natural(total) and natural(slow) <= total):
+                raise ValueError
+            youngest = natural(age)
+            self._add(second - age, total, failed, slow)
+        self.pass_time(now)

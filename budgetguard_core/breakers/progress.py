@@ -1,0 +1,338 @@
+"""Progress: the model says at times how far it is, and a run that does not move is found.
+
+A planner can wander for ever without calling anything twice. What it says about its own work
+shows that: the next subgoal is the same again, or the work left does not get less.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Annotated, Any, Final, NamedTuple, Self, cast
+
+from pydantic import BeforeValidator
+
+from budgetguard_core.breakers.settings import Count, Settings, damaged, natural, show
+from budgetguard_core.stop import StopReason, Violation
+
+REPORT_PROGRESS: Final = "report_progress"
+"""The name of the tool."""
+REPORT_PROGRESS_DESCRIPTION: Final = (
+    "Say how far the work is. Call it when you are asked to, and go on with the work after it. "
+    "It changes nothing and nobody answers."
+)
+"""What the model reads about the tool."""
+REPORT_PROGRESS_SCHEMA: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "claims_so_far": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "What is done or known for certain by now.",
+        },
+        "next_subgoal": {
+            "type": "string",
+            "description": "What you want to achieve next, in one sentence.",
+        },
+        "estimated_remaining_steps": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "How many more steps you think the work takes.",
+        },
+    },
+    "required": ["claims_so_far", "next_subgoal", "estimated_remaining_steps"],
+}
+"""The JSON Schema of the tool's arguments."""
+
+NOTED: Final = "Noted. Go on."
+"""The result of a report that could be read."""
+
+_REQUEST = (
+    f"Before you go on, call {REPORT_PROGRESS}: say what is done so far, what you want to achieve "
+    "next, and how many more steps you think it takes."
+)
+_AGAIN = "Take another approach, or report what blocks you."
+_MOST_STEPS = 10**9
+_NOT_A_WORD = re.compile(r"[\W_]+")
+
+
+def _rows(value: object) -> object:
+    if type(value) is not int or not 2 <= value <= 10**6:
+        raise ValueError(
+            f"must be a whole number >= 2, got {show(value)}. Leave it out for the default."
+        )
+    return value
+
+
+class ProgressReports(Settings):
+    """When the model is asked how far it is, and what is a standstill.
+
+    At a standstill the model is corrected first. The run is stopped with `stalled` when its next
+    report shows no change, or does not come.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    every_iterations: Count = 10
+    """Iterations without a report after which the model is asked for one."""
+    same_subgoal: Annotated[int, BeforeValidator(_rows)] = 3
+    """Reports in a row with the same `next_subgoal` that are a standstill. Case, white space and
+    punctuation do not matter."""
+    flat_estimate: Annotated[int, BeforeValidator(_rows)] = 3
+    """Reports in a row whose `estimated_remaining_steps` does not fall that are a standstill."""
+    unanswered: Count = 2
+    """Requests in a row without a report that are a standstill."""
+
+
+class ProgressReport(NamedTuple):
+    """What the model said, as far as it is kept."""
+
+    subgoal: str
+    """A digest of the next subgoal."""
+    estimate: int
+    """Steps that the model thinks are left."""
+
+
+class ProgressSignal:
+    """What a run's reports say, at constant memory. The guard's lock is its lock.
+
+    Whoever admits the iterations of a run calls `iteration` for each, and takes the `nudge` before
+    it, even where it cannot be delivered; `tripped` says that the run is to be stopped.
+
+    Attributes:
+        due: A request or a correction waits to be taken.
+        tripped: The run is to be stopped: nothing changed after the correction.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_begun",
+        "_cause",
+        "_estimate",
+        "_flat",
+        "_same",
+        "_since",
+        "_subgoal",
+        "_waiting",
+        "due",
+        "settings",
+        "tripped",
+    )
+
+    def __init__(self, settings: ProgressReports) -> None:
+        self.settings = settings
+        self.user_turn()
+
+    def user_turn(self) -> None:
+        """Forget everything: the user spoke, so the work may be another."""
+        self._begun = False
+        self._since = 0
+        self._subgoal = ""
+        self._estimate = 0
+        self._same = 0
+        self._flat = 0
+        # Requests in a row that brought no report.
+        self._asked = 0
+        # A request was taken, and the turn that may answer it is not over.
+        self._waiting = False
+        # What the model was corrected for: "", "same", "flat" or "silent".
+        self._cause = ""
+        self.due = False
+        self.tripped = False
+
+    def iteration(self) -> None:
+        """Take in that a turn of the loop is to begin: the one before it, if any, is over."""
+        if not self._begun:
+            self._begun = True
+        elif self._waiting:
+            self._waiting = False
+            self._asked += 1
+            self.tripped = bool(self._cause)
+            self.due = not self.tripped
+        else:
+            self._since += 1
+            self.due = self.due or self._since >= self.settings.every_iterations
+
+    def report(self, arguments: object) -> str:
+        """Take in a call of the tool.
+
+        Args:
+            arguments: What the model passed: an object, or its JSON text.
+
+        Returns:
+            The result for the model. A report that cannot be read is none, and it says so.
+        """
+        report = read_report(arguments)
+        if isinstance(report, str):
+            return report
+        self.note(report)
+        return NOTED
+
+    def note(self, report: ProgressReport) -> None:
+        """Take in a report that was read."""
+        same = bool(self._same) and report.subgoal == self._subgoal
+        flat = bool(self._flat) and report.estimate >= self._estimate
+        # Who reports more often than asked is not nearer to a standstill for that.
+        asked = self._waiting or not self._same
+        if self._cause == "same":
+            self.tripped = same and asked
+            over = not same
+        elif self._cause == "flat":
+            self.tripped = flat and asked
+            over = not flat
+        else:
+            over = bool(self._cause)
+        if over:
+            # It has changed what it was corrected for: everything else begins anew as well.
+            self._cause = ""
+            same = flat = False
+        self._same = self._same + asked if same else 1
+        self._flat = self._flat + asked if flat else 1
+        self._subgoal = report.subgoal
+        if asked or not flat:
+            self._estimate = report.estimate
+        self._asked = 0
+        if asked:
+            self._since = 0
+            self._waiting = False
+        self.due = not (self._cause or self.tripped) and bool(self._standstill())
+
+    def nudge(self) -> str | None:
+        """Take the sentence for the model that is due: a request, or a correction."""
+        if not self.due:
+            return None
+        self.due = False
+        self._since = 0
+        cause = "" if self._cause else self._standstill()
+        self._cause = self._cause or cause
+        if cause == "same":
+            return f"You have named the same next subgoal {self._same} times. {_AGAIN}"
+        if cause == "flat":
+            return f"By your last {self._flat} reports there is no less work to do. {_AGAIN}"
+        self._waiting = True
+        if cause:
+            return f"You were asked how far the work is and did not say. {_AGAIN} {_REQUEST}"
+        return _REQUEST
+
+    def violation(self) -> Violation:
+        """Say why the run is stopped; asked when `tripped`."""
+        settings = self.settings
+        if self._asked:
+            limit, used = settings.unanswered, self._asked
+            what = f"requests in a row for a report were not answered, unanswered={limit}"
+        elif self._cause == "same":
+            limit, used = settings.same_subgoal, self._same
+            what = f"reports in a row had the same next subgoal, same_subgoal={limit}"
+        else:
+            limit, used = settings.flat_estimate, self._flat
+            what = f"reports in a row had an estimate that did not fall, flat_estimate={limit}"
+        return Violation(
+            reason=StopReason.STALLED,
+            limit=limit,
+            used=used,
+            detail=f"{used} {what}; the model was corrected in between",
+        )
+
+    def _standstill(self) -> str:
+        """Name what shows a standstill; empty for none."""
+        settings = self.settings
+        if self._asked >= settings.unanswered:
+            return "silent"
+        if self._same >= settings.same_subgoal:
+            return "same"
+        return "flat" if self._flat >= settings.flat_estimate else ""
+
+    def state(self) -> dict[str, Any]:
+        """Return what the signal knows, ready for JSON. It holds no text of the model's."""
+        return {
+            "begun": self._begun,
+            "since": self._since,
+            "subgoal": self._subgoal,
+            "estimate": self._estimate,
+            "same": self._same,
+            "flat": self._flat,
+            "asked": self._asked,
+            "waiting": self._waiting,
+            "cause": self._cause,
+            "due": self.due,
+            "tripped": self.tripped,
+        }
+
+    @classmethod
+    def from_state(cls, settings: ProgressReports, state: object) -> Self:
+        """Make a signal that goes on where another's `state` was taken.
+
+        Raises:
+            ValueError: The state is damaged.
+        """
+        signal = cls(settings)
+        try:
+            signal._load(cast("dict[str, Any]", state))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise damaged("progress signal", state) from None
+        return signal
+
+    def _load(self, state: dict[str, Any]) -> None:
+        flags = (state["begun"], state["waiting"], state["due"], state["tripped"])
+        sound = (
+            state.keys() == self.state().keys()
+            and all(type(flag) is bool for flag in flags)
+            and type(state["subgoal"]) is str
+            and state["cause"] in ("", "same", "flat", "silent")
+        )
+        if not sound:
+            raise ValueError
+        self._begun, self._waiting, self.due, self.tripped = flags
+        self._subgoal = state["subgoal"]
+        self._cause = state["cause"]
+        self._since = natural(state["since"])
+        self._estimate = natural(state["estimate"])
+        self._same = natural(state["same"])
+        self._flat = natural(state["flat"])
+        self._asked = natural(state["asked"])
+
+
+def read_report(arguments: object) -> ProgressReport | str:
+    """Read the arguments of a call of `report_progress`.
+
+    Args:
+        arguments: What the model passed: an object, or its JSON text.
+
+    Returns:
+        The report, or for the model what is wrong with it.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        return _wrong("the arguments", "an object")
+    fields = cast("Mapping[Any, Any]", arguments)
+    subgoal = fields.get("next_subgoal")
+    if not isinstance(subgoal, str) or not subgoal.strip():
+        return _wrong("next_subgoal", "a sentence")
+    estimate = _whole(fields.get("estimated_remaining_steps"))
+    if estimate is None:
+        return _wrong("estimated_remaining_steps", "a whole number >= 0")
+    # Words alone: "Fix the parser." is the subgoal "fix the parser" again.
+    words = _NOT_A_WORD.sub(" ", subgoal.casefold()).strip() or subgoal.strip()
+    digest = blake2b(words.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return ProgressReport(digest, min(estimate, _MOST_STEPS))
+
+
+def _wrong(name: str, rule: str) -> str:
+    return f"Not noted: {name} must be {rule}. Call {REPORT_PROGRESS} again."
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, str):
+        # A model writes a number as a string now and then. More digits than these mean nothing.
+        text = value.strip()
+        value = int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else None
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,286 @@
+"""Tool mix: does this run use its tools as runs like it did?
+
+200 reads without a search are no repetition when each reads another file. They are an unusual
+mix. The alarm is a soft signal, given once: a run that does something else is not for that a
+runaway, so nothing is refused or stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+
+from pydantic import AfterValidator, BeforeValidator
+
+from budgetguard_core.breakers.settings import Count, Frozen, Settings, damaged, natural, show
+
+_LEAST_EXPECTED = 5
+_MOST_TOOLS = 1024
+_LONGEST_NAME = 200
+
+
+def _tools(value: Any) -> object:
+    if isinstance(value, Mapping) and value:
+        tools = dict(cast("Mapping[Any, Any]", value))
+        names = all(isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME for name in tools)
+        counts = all(type(count) is int and 1 <= count <= 10**12 for count in tools.values())
+        if names and counts and len(tools) <= _MOST_TOOLS:
+            return tools
+    raise ValueError(
+        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {show(value)}. "
+        "Record it with ToolMixBaseline.of(runs)."
+    )
+
+
+def _alpha(value: object) -> object:
+    if type(value) is not float or not 0 < value <= 0.5:
+        raise ValueError(
+            f"must be a probability > 0 and <= 0.5, got {show(value)}. Leave it out for 0.001."
+        )
+    return value
+
+
+class ToolMixBaseline(Settings):
+    """How often runs of this kind call their tools; recorded, kept as JSON.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    format_version: Literal[1] = 1
+    """The form of this record."""
+    runs: Count
+    """Runs that were recorded."""
+    tools: Annotated[Mapping[str, int], BeforeValidator(_tools), AfterValidator(Frozen)]
+    """Calls of each tool in all of them."""
+
+    @classmethod
+    def of(cls, runs: Iterable[Mapping[str, int]]) -> Self:
+        """Record a baseline.
+
+        Args:
+            runs: The tool calls of each run by name. Runs without a call are left out.
+
+        Raises:
+            ConfigurationError: No run called a tool, or the runs call more than 1,024 tools.
+        """
+        kept = [run for run in runs if run]
+        calls: Counter[str] = Counter()
+        for run in kept:
+            calls.update(run)
+        return cls(runs=max(len(kept), 1), tools=calls)
+
+
+class ToolMix(Settings):
+    """When a run's tools are so unlike the baseline's that somebody should look.
+
+    The run is looked at when it has made `minimum_number_of_calls` tool calls, and each time that
+    number has doubled.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    baseline: ToolMixBaseline
+    """What is usual."""
+    alpha: Annotated[float, BeforeValidator(_alpha)] = 0.001
+    """How improbable the mix must be, from 0 to 1: the share of usual runs that would be reported
+    at each look."""
+    minimum_number_of_calls: Count = 20
+    """Tool calls before the first look."""
+
+
+class ChiSquared(NamedTuple):
+    """A chi-squared test of whether two histograms come from the same distribution."""
+
+    statistic: float
+    freedom: int
+    """Degrees of freedom: categories minus one."""
+    farthest: tuple[str, ...]
+    """Up to three tools that are the most unlike, the farthest first, with their shares."""
+
+
+class UnusualMix(NamedTuple):
+    """The alarm."""
+
+    calls: int
+    """Tool calls of the run."""
+    statistic: float
+    """Chi-squared."""
+    freedom: int
+    """Degrees of freedom."""
+    p_value: float
+    """How probable a mix at least as unlike is in a usual run."""
+    detail: str
+    """One sentence for people."""
+
+
+class ToolMixAlarm:
+    """A run's histogram, at constant memory. The guard's lock is its lock.
+
+    Args:
+        settings: The baseline, and how unlike it a run must be.
+    """
+
+    __slots__ = ("_calls", "_counts", "_next_look", "_rest", "_told", "settings")
+
+    def __init__(self, settings: ToolMix) -> None:
+        self.settings = settings
+        self._counts = dict.fromkeys(settings.baseline.tools, 0)
+        # Tools that the baseline does not have: a model can invent names without end.
+        self._rest = 0
+        self._calls = 0
+        self._next_look = settings.minimum_number_of_calls
+        self._told = False
+
+    def observe(self, tool: str) -> UnusualMix | None:
+        """Take in a tool call that starts; answer once, when the mix is found to be unusual."""
+        self._calls += 1
+        if tool in self._counts:
+            self._counts[tool] += 1
+        else:
+            self._rest += 1
+        if self._told or self._calls < self._next_look:
+            return None
+        self._next_look *= 2
+        return self._look()
+
+    def _look(self) -> UnusualMix | None:
+        baseline = self.settings.baseline
+        run = {name: count for name, count in self._counts.items() if count}
+        if self._rest:
+            run["tools that are not in the baseline"] = self._rest
+        result = chi_squared(run, baseline.tools)
+        if result is None:
+            return None
+        p_value = chi_squared_p_value(result.statistic, result.freedom)
+        if p_value >= self.settings.alpha:
+            return None
+        self._told = True
+        return UnusualMix(
+            self._calls,
+            result.statistic,
+            result.freedom,
+            p_value,
+            f"{self._calls} tool calls are unlike those of {baseline.runs} recorded runs: "
+            f"chi-squared {result.statistic:.1f} with {result.freedom} degrees of freedom, "
+            f"p={p_value:.2g} < alpha={self.settings.alpha:g}; most unlike: "
+            f"{', '.join(result.farthest)}",
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return what the alarm knows, ready for JSON."""
+        return {
+            "counts": {name: count for name, count in self._counts.items() if count},
+            "rest": self._rest,
+            "next_look": self._next_look,
+            "told": self._told,
+        }
+
+    @classmethod
+    def from_state(cls, settings: ToolMix, state: object) -> Self:
+        """Make an alarm that goes on where another's `state` was taken.
+
+        Raises:
+            ValueError: The state is damaged.
+        """
+        alarm = cls(settings)
+        try:
+            alarm._load(cast("dict[str, Any]", state))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise damaged("tool mix alarm", state) from None
+        return alarm
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"counts", "rest", "next_look", "told"}:
+            raise ValueError
+        if type(state["told"]) is not bool:
+            raise TypeError
+        self._rest = self._calls = natural(state["rest"])
+        for name, count in state["counts"].items():
+            self._calls += natural(count)
+            # Under another baseline a tool may be one of the rest.
+            if name in self._counts:
+                self._counts[name] = count
+            else:
+                self._rest += count
+        self._next_look = max(natural(state["next_look"]), self.settings.minimum_number_of_calls)
+        self._told = state["told"]
+
+
+def chi_squared(run: Mapping[str, int], baseline: Mapping[str, int]) -> ChiSquared | None:
+    """Test whether a run's tools are distributed as a baseline's (homogeneity, two samples).
+
+    Two samples, because the baseline is a sample as well: a tool that it happens not to have is
+    rare, not impossible. Tools with fewer than five expected calls on either side are one
+    category, after Cochran's rule; it takes in the next rarest until it has five itself.
+
+    Args:
+        run: Calls by tool.
+        baseline: Calls by tool.
+
+    Returns:
+        The test, or None where fewer than two categories are left.
+    """
+    in_run, in_baseline = sum(run.values()), sum(baseline.values())
+    whole = in_run + in_baseline
+    smaller = min(in_run, in_baseline)
+    columns = sorted(
+        ((run.get(name, 0), baseline.get(name, 0), name) for name in {**baseline, **run}),
+        key=lambda column: (column[0] + column[1], column[2]),
+    )
+    # From the rarest on, until the rare ones together are frequent enough as well.
+    pooled_run = pooled_baseline = rare = 0
+    for here, there, _ in columns:
+        pooled = pooled_run + pooled_baseline
+        enough = _LEAST_EXPECTED * whole
+        if (here + there) * smaller >= enough and (not pooled or pooled * smaller >= enough):
+            break
+        pooled_run += here
+        pooled_baseline += there
+        rare += 1
+    columns = columns[rare:]
+    if rare:
+        columns.append((pooled_run, pooled_baseline, "rare tools"))
+    if len(columns) < 2:
+        return None
+    parts: list[tuple[float, str]] = []
+    for here, there, name in columns:
+        both = here + there
+        expected_here, expected_there = both * in_run / whole, both * in_baseline / whole
+        part = (here - expected_here) ** 2 / expected_here
+        part += (there - expected_there) ** 2 / expected_there
+        share, usual = 100 * here / in_run, 100 * there / in_baseline
+        parts.append((part, f"{name} {share:.0f} % instead of {usual:.0f} %"))
+    parts.sort(key=lambda part: (-part[0], part[1]))
+    return ChiSquared(
+        math.fsum(part for part, _ in parts),
+        len(parts) - 1,
+        tuple(text for _, text in parts[:3]),
+    )
+
+
+def chi_squared_p_value(statistic: float, freedom: int) -> float:
+    """Return how probable a chi-squared statistic is that is at least as large.
+
+    The upper tail has a closed form for whole degrees of freedom: a sum of Poisson terms where
+    they are even, with the error function where they are odd.
+
+    Args:
+        statistic: The statistic, >= 0.
+        freedom: Degrees of freedom, >= 1.
+    """
+    half = statistic / 2
+    if half <= 0:
+        return 1.0
+    # In logarithms: half ** k alone would overflow for a large statistic.
+    log_half = math.log(half)
+    first = freedom % 2 / 2
+    terms = (
+        math.exp((first + step) * log_half - half - math.lgamma(first + step + 1))
+        for step in range(freedom // 2)
+    )
+    tail = math.erfc(math.sqrt(half)) if first else 0.0
+    return min(tail + math.fsum(terms), 1.0)

@@ -1,0 +1,301 @@
+"""Velocity: tokens, dollars and tool calls a minute.
+
+A cap on a run's total lets a runaway spend all of it in a minute. This one looks at the pace: near
+the ceiling calls are delayed, and a run that reaches it all the same is stopped.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any, Self, cast
+
+from budgetguard_core.breakers.settings import (
+    NS_PER_SECOND,
+    Cap,
+    Dollars,
+    Settings,
+    Share,
+    damaged,
+)
+from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.stop import StopReason, Violation
+
+_WINDOW = 60
+"""Seconds that the window reaches back, the current one not counted."""
+_RING = 2 * _WINDOW + 2
+"""Seconds that are kept: the window, now, and as far ahead as a call can be delayed."""
+
+FARTHEST_NS = (_WINDOW + 1) * NS_PER_SECOND
+"""How far ahead of now a call can be entered."""
+
+
+class VelocityLimits(Settings):
+    """How fast a run may go: the most in any 60 seconds.
+
+    A call counts when it starts, with what is reserved for it, and is corrected when it ends. The
+    call that reaches a ceiling is the last: the next one is not admitted and the run is stopped.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    max_tokens_per_minute: Cap = None
+    """Tokens, prompt plus completion. Checked before each model call."""
+    max_cost_usd_per_minute: Dollars = None
+    """US dollars. Checked before each model call."""
+    max_tool_calls_per_minute: Cap = None
+    """Tool bodies that start. Checked before each tool call: exactly this many start."""
+    throttle_at: Share = 0.8
+    """The share of a ceiling from which on calls are delayed until the pace is below it again, by
+    61 seconds at most."""
+
+
+class VelocityMeter:
+    """What a run has used in the last minute, in constant memory. The guard's lock is its lock.
+
+    The window is made of whole seconds, so that it covers the last 60 to 61 of them: never less
+    than a minute. Times are nanoseconds of one monotonic clock.
+
+    Args:
+        limits: The ceilings.
+    """
+
+    __slots__ = ("_cost", "_now", "_tokens", "_tool_calls", "limits")
+
+    def __init__(self, limits: VelocityLimits) -> None:
+        self.limits = limits
+        share = limits.throttle_at
+        dollars = limits.max_cost_usd_per_minute
+        self._tokens = _Window.up_to(limits.max_tokens_per_minute, share)
+        self._cost = _Window.up_to(None if dollars is None else from_usd(dollars), share)
+        self._tool_calls = _Window.up_to(limits.max_tool_calls_per_minute, share)
+        self._now = 0
+
+    def model_call_fits(self, now_ns: int) -> bool:
+        """Whether a model call may start: neither tokens nor dollars have reached their ceiling."""
+        second = self._second(now_ns)
+        return not (
+            (self._tokens is not None and self._tokens.reached(second))
+            or (self._cost is not None and self._cost.reached(second))
+        )
+
+    def tool_call_fits(self, now_ns: int) -> bool:
+        """Whether one more tool call may start."""
+        calls = self._tool_calls
+        return calls is None or not calls.reached(self._second(now_ns))
+
+    def start_of_model_call(self, now_ns: int) -> int:
+        """When a model call may start that is admitted now: at once, or later in the band."""
+        now = self._time(now_ns)
+        return max(self._start(self._tokens, now), self._start(self._cost, now))
+
+    def start_of_tool_call(self, now_ns: int) -> int:
+        """When a tool call may start that is admitted now."""
+        return self._start(self._tool_calls, self._time(now_ns))
+
+    def book_model_call(self, start_ns: int, tokens: int, cost: int) -> None:
+        """Enter a model call that is admitted.
+
+        Args:
+            start_ns: When it starts: what `start_of_model_call` said, or up to 61 seconds from
+                now where another meter holds it longer.
+            tokens: Tokens that are reserved for it.
+            cost: Femto-dollars that are reserved for it.
+        """
+        second = start_ns // NS_PER_SECOND
+        if self._tokens is not None:
+            self._tokens.add(second, tokens)
+        if self._cost is not None:
+            self._cost.add(second, cost)
+
+    def book_tool_call(self, start_ns: int) -> None:
+        """Enter a tool call that is admitted."""
+        if self._tool_calls is not None:
+            self._tool_calls.add(start_ns // NS_PER_SECOND, 1)
+
+    def correct_model_call(self, start_ns: int, now_ns: int, tokens: int, cost: int) -> None:
+        """Correct a model call that has ended.
+
+        What it used more is entered now, for it was used until now. What it used less is taken
+        from where it was entered, if the window still reaches back to that.
+
+        Args:
+            start_ns: When it started, as it was entered.
+            now_ns: The time.
+            tokens: Tokens measured minus tokens reserved.
+            cost: Femto-dollars measured minus femto-dollars reserved.
+        """
+        now = self._second(now_ns)
+        second = start_ns // NS_PER_SECOND
+        if self._tokens is not None:
+            self._tokens.correct(second, now, tokens)
+        if self._cost is not None:
+            self._cost.correct(second, now, cost)
+
+    def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
+        """Take out a tool call that did not start."""
+        if self._tool_calls is not None:
+            self._tool_calls.correct(start_ns // NS_PER_SECOND, self._second(now_ns), -1)
+
+    def model_call_violations(self, now_ns: int) -> list[Violation]:
+        """Say which ceilings hold against one more model call."""
+        second = self._second(now_ns)
+        limits = self.limits
+        found: list[Violation] = []
+        if self._tokens is not None and self._tokens.reached(second):
+            found.append(
+                _violation(
+                    "max_tokens_per_minute", limits.max_tokens_per_minute, self._tokens.total
+                )
+            )
+        if self._cost is not None and self._cost.reached(second):
+            found.append(
+                _violation(
+                    "max_cost_usd_per_minute",
+                    limits.max_cost_usd_per_minute,
+                    to_usd(self._cost.total),
+                )
+            )
+        return found
+
+    def tool_call_violations(self, now_ns: int) -> list[Violation]:
+        """Say which ceilings hold against one more tool call."""
+        calls = self._tool_calls
+        if calls is None or not calls.reached(self._second(now_ns)):
+            return []
+        limit = self.limits.max_tool_calls_per_minute
+        return [_violation("max_tool_calls_per_minute", limit, calls.total)]
+
+    def state(self, now_ns: int) -> dict[str, Any]:
+        """Return what the meter knows, ready for JSON. Times are kept as ages in seconds."""
+        second = self._second(now_ns)
+        return {
+            name: [] if window is None else window.state(second)
+            for name, window in self._windows().items()
+        }
+
+    @classmethod
+    def from_state(cls, limits: VelocityLimits, state: object, now_ns: int) -> Self:
+        """Make a meter that goes on where another's `state` was taken.
+
+        What the other had no ceiling for begins at nothing.
+
+        Raises:
+            ValueError: The state is damaged.
+        """
+        meter = cls(limits)
+        try:
+            meter._load(cast("dict[str, Any]", state), now_ns)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise damaged("velocity meter", state) from None
+        return meter
+
+    def _load(self, state: dict[str, Any], now_ns: int) -> None:
+        second = self._second(now_ns)
+        windows = self._windows()
+        if state.keys() != windows.keys():
+            raise ValueError
+        for name, window in windows.items():
+            if window is not None:
+                window.load(state[name], second)
+
+    def _windows(self) -> dict[str, _Window | None]:
+        return {"tokens": self._tokens, "cost": self._cost, "tool_calls": self._tool_calls}
+
+    def _time(self, now_ns: int) -> int:
+        # Threads read the clock before they get the lock, so a reading may be a little old.
+        if now_ns > self._now:
+            self._now = now_ns
+        return self._now
+
+    def _second(self, now_ns: int) -> int:
+        return self._time(now_ns) // NS_PER_SECOND
+
+    def _start(self, window: _Window | None, now: int) -> int:
+        return now if window is None else window.start(now)
+
+
+class _Window:
+    """What was used in each second, of the last minute and of the delays ahead."""
+
+    __slots__ = ("_band", "_ceiling", "_latest", "_ring", "total")
+
+    def __init__(self, ceiling: int, share: float) -> None:
+        self._ceiling = ceiling
+        self._band = -int(-share * ceiling // 1)
+        self._ring = [0] * _RING
+        self._latest = 0
+        self.total = 0
+
+    @classmethod
+    def up_to(cls, ceiling: int | None, share: float) -> _Window | None:
+        return None if ceiling is None else cls(ceiling, share)
+
+    def reached(self, second: int) -> bool:
+        """Whether the ceiling is reached, with what is in flight and what is delayed."""
+        self._pass_time(second)
+        return self.total >= self._ceiling
+
+    def start(self, now: int) -> int:
+        """When a call may start: when what was used has fallen below the band."""
+        second = now // NS_PER_SECOND
+        self._pass_time(second)
+        left = self.total
+        if left < self._band:
+            return now
+        oldest = second - _WINDOW
+        while True:
+            left -= self._ring[oldest % _RING]
+            oldest += 1
+            if left < self._band or oldest > second:
+                return (oldest + _WINDOW) * NS_PER_SECOND
+
+    def add(self, second: int, amount: int) -> None:
+        self._ring[second % _RING] += amount
+        self.total += amount
+
+    def correct(self, second: int, now: int, amount: int) -> None:
+        self._pass_time(now)
+        if amount > 0:
+            self.add(now, amount)
+        elif second >= now - _WINDOW:
+            self.add(second, max(amount, -self._ring[second % _RING]))
+
+    def state(self, second: int) -> list[list[int]]:
+        self._pass_time(second)
+        seconds = range(second - _WINDOW, second + _WINDOW + 2)
+        return [
+            [second - one, self._ring[one % _RING]] for one in seconds if self._ring[one % _RING]
+        ]
+
+    def load(self, state: list[list[int]], second: int) -> None:
+        self._pass_time(second)
+        for age, amount in state:
+            if type(age) is not int or not -_WINDOW - 1 <= age <= _WINDOW:
+                raise ValueError
+            if type(amount) is not int or amount < 1:
+                raise ValueError
+            self.add(second - age, amount)
+
+    def _pass_time(self, second: int) -> None:
+        """Let what is older than the window go."""
+        if second <= self._latest:
+            return
+        passed = second - self._latest
+        if passed >= _RING:
+            self._ring = [0] * _RING
+            self.total = 0
+        else:
+            for leaving in range(self._latest - _WINDOW, second - _WINDOW):
+                self.total -= self._ring[leaving % _RING]
+                self._ring[leaving % _RING] = 0
+        self._latest = second
+
+
+def _violation(name: str, limit: int | Decimal | None, used: int | Decimal) -> Violation:
+    return Violation(
+        reason=StopReason.VELOCITY,
+        limit=limit,
+        used=used,
+        detail=f"{name}={limit} is reached: {used} in the last minute",
+    )

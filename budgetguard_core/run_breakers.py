@@ -1,0 +1,297 @@
+"""The breakers of one run, as its guard asks them. The guard's lock is their lock.
+
+The functions below the class take the breakers of a whole line, the asking run's first, as those
+of `meter` take its meters: all of them are asked, then all are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, cast
+
+from budgetguard_core.breakers import (
+    BreakerRegistry,
+    Bulkhead,
+    CircuitBreaker,
+    ProgressSignal,
+    RateLimiter,
+    StateTransition,
+    ToolMixAlarm,
+    VelocityMeter,
+)
+from budgetguard_core.breakers.call import CallBreakers, TurnedAway, turned_away
+from budgetguard_core.breakers.velocity import FARTHEST_NS
+from budgetguard_core.budget import BREAKERS, Budget
+from budgetguard_core.stop import StopReason, Violation
+
+_NAMES_KEPT = 1024
+
+_Tool: TypeAlias = tuple[
+    CircuitBreaker | None,
+    tuple[tuple[str, RateLimiter], ...],
+    tuple[tuple[str, Bulkhead], ...],
+]
+
+
+class RunBreakers:
+    """What one run's budget has breakers for, and what they know.
+
+    Attributes:
+        enforced: False in OBSERVE, where nothing is delayed or turned away.
+        progress: What the model says of its work. None in OBSERVE as well: to ask for it would
+            change the run.
+        velocity: The pace of the last minute.
+        mix: The tools of the run.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_open_rounds",
+        "_registry",
+        "_tools",
+        "enforced",
+        "mix",
+        "progress",
+        "velocity",
+    )
+
+    def __init__(self, budget: Budget, enforced: bool, registry: BreakerRegistry) -> None:
+        self._budget = budget
+        self._registry = registry
+        self.enforced = enforced
+        self.begin()
+
+    @classmethod
+    def of(cls, budget: Budget, enforced: bool, registry: BreakerRegistry) -> RunBreakers | None:
+        """Return the breakers of a run; None where its budget has none."""
+        if any(getattr(budget, name) for name in BREAKERS):
+            return cls(budget, enforced, registry)
+        return None
+
+    def begin(self) -> None:
+        """Put what is this run's own to its beginning. What it shares with others goes on."""
+        budget = self._budget
+        asks = budget.progress is not None and self.enforced
+        self.progress = ProgressSignal(budget.progress) if asks and budget.progress else None
+        self.velocity = None if budget.velocity is None else VelocityMeter(budget.velocity)
+        self.mix = None if budget.tool_mix is None else ToolMixAlarm(budget.tool_mix)
+        self._open_rounds = 0
+        self._tools: dict[str, _Tool] = {}
+
+    @property
+    def tripped(self) -> bool:
+        """Whether the run is to be stopped for its want of progress."""
+        return self.progress is not None and self.progress.tripped
+
+    def round_ended(self, shut: bool) -> Violation | None:
+        """Take in a round of tool calls.
+
+        Args:
+            shut: Every call in it met an open circuit breaker.
+
+        Returns:
+            Why the run is to be stopped, where that was one round too many.
+        """
+        config = self._budget.circuit_breaker
+        if config is None:
+            return None
+        self._open_rounds = self._open_rounds + 1 if shut else 0
+        most = config.stop_after_open_rounds
+        if self._open_rounds < most:
+            return None
+        return Violation(
+            reason=StopReason.CIRCUIT_OPEN,
+            limit=most,
+            used=self._open_rounds,
+            detail=(
+                f"every tool call of {self._open_rounds} rounds in a row met an open circuit "
+                f"breaker, stop_after_open_rounds={most}"
+            ),
+        )
+
+    def turn_away(
+        self, held: CallBreakers, name: str, tool_class: str, now: int
+    ) -> tuple[TurnedAway | None, tuple[StateTransition, ...]]:
+        """Ask everything that one tool has to pass, and take a place in it.
+
+        Args:
+            held: What is taken for the call.
+            name: The tool's name.
+            tool_class: Its class, or an empty string.
+            now: The time.
+
+        Returns:
+            Why the call may not start, or None; and what changed in the circuit breakers.
+        """
+        tool = self._tools.get(name) or self._look_up(name, tool_class, now)
+        breaker, limiters, bulkheads = tool
+        changes: tuple[StateTransition, ...] = ()
+        if breaker is not None:
+            permitted, changes = held.ask_circuit(breaker, now)
+            if not permitted:
+                detail = f"the circuit breaker of {name[:200]!r} is {breaker.circuit_state(now)}"
+                after = breaker.retry_after(now)
+                return turned_away("tool_unavailable", name, detail, after), changes
+        for pattern, limiter in limiters:
+            after = held.ask_limiter(limiter, now, self.enforced)
+            if after is not None:
+                rate = limiter.limit.rate
+                detail = f"rate_limits[{pattern!r}]: {rate:g} calls a second are passed"
+                return turned_away("rate_limited", name, detail, after), changes
+        for pattern, bulkhead in bulkheads:
+            if not held.ask_bulkhead(bulkhead, now, self.enforced):
+                most = bulkhead.config.max_concurrent_calls
+                detail = f"bulkheads[{pattern!r}]: {most} calls are running"
+                return turned_away("busy", name, detail, None), changes
+        return None, changes
+
+    def _look_up(self, name: str, tool_class: str, now: int) -> _Tool:
+        """Find what a tool has to pass."""
+        budget, registry = self._budget, self._registry
+        names = (name, f"{tool_class}/{name}")
+        config = budget.circuit_breaker
+        tool = (
+            None if config is None else registry.circuit_breaker(name, config, now),
+            tuple(
+                (pattern, registry.rate_limiter(pattern, limit, now))
+                for pattern, limit in budget.rate_limits.items()
+                if any(fnmatchcase(one, pattern) for one in names)
+            ),
+            tuple(
+                (pattern, registry.bulkhead(pattern, bulkhead))
+                for pattern, bulkhead in budget.bulkheads.items()
+                if any(fnmatchcase(one, pattern) for one in names)
+            ),
+        )
+        # Names come from the model: what is kept must not grow with what it invents.
+        if len(self._tools) < _NAMES_KEPT:
+            self._tools[name] = tool
+        return tool
+
+    def state(self, now: int) -> dict[str, Any]:
+        """Return what the breakers know, ready for JSON."""
+        progress, velocity, mix = self.progress, self.velocity, self.mix
+        return {
+            "progress": None if progress is None else progress.state(),
+            "velocity": None if velocity is None else velocity.state(now),
+            "tool_mix": None if mix is None else mix.state(),
+            "open_rounds": self._open_rounds,
+            "shared": self._registry.state(now),
+        }
+
+    def go_on_from(self, state: object, now: int) -> None:
+        """Go on where the breakers were whose `state` this is.
+
+        Raises:
+            ValueError: The state is damaged.
+            KeyError: Likewise.
+            TypeError: Likewise.
+        """
+        data = cast("dict[str, Any]", state)
+        budget = self._budget
+        if self.progress is not None and data["progress"] is not None:
+            settings = self.progress.settings
+            self.progress = ProgressSignal.from_state(settings, data["progress"])
+        if self.velocity is not None and data["velocity"] is not None:
+            limits = self.velocity.limits
+            self.velocity = VelocityMeter.from_state(limits, data["velocity"], now)
+        if self.mix is not None and data["tool_mix"] is not None:
+            self.mix = ToolMixAlarm.from_state(self.mix.settings, data["tool_mix"])
+        self._open_rounds = int(data["open_rounds"])
+        self._registry.restore(
+            data["shared"],
+            now,
+            circuit_breaker=budget.circuit_breaker,
+            rate_limits=budget.rate_limits,
+        )
+        self._tools.clear()
+
+
+BreakerLine: TypeAlias = Sequence[RunBreakers]
+"""The breakers that a step is asked of: the asking run's first, then those above it."""
+
+
+def model_call_within_pace(line: BreakerLine, now: int) -> bool:
+    """Tell whether no ceiling holds against one more model call."""
+    for one in line:
+        if one.velocity is not None and not one.velocity.model_call_fits(now):
+            return False
+    return True
+
+
+def tool_call_within_pace(line: BreakerLine, now: int) -> bool:
+    """Tell whether no ceiling holds against one more tool call."""
+    for one in line:
+        if one.velocity is not None and not one.velocity.tool_call_fits(now):
+            return False
+    return True
+
+
+def hold_model_call(line: BreakerLine, now: int, tokens: int, cost: int) -> CallBreakers:
+    """Enter a model call that is admitted."""
+    start = now
+    for one in line:
+        if one.velocity is not None and one.enforced:
+            start = max(start, one.velocity.start_of_model_call(now))
+    for one in line:
+        if one.velocity is not None:
+            one.velocity.book_model_call(start, tokens, cost)
+    return CallBreakers(start)
+
+
+def correct_model_call(
+    line: BreakerLine, held: CallBreakers, now: int, tokens: int, cost: int
+) -> None:
+    """Correct a model call that has ended, by what it used more or less than was set aside."""
+    for one in line:
+        if one.velocity is not None:
+            one.velocity.correct_model_call(held.booked_ns, now, tokens, cost)
+
+
+def hold_tool_call(
+    line: BreakerLine, name: str, classes: Sequence[str], now: int
+) -> tuple[CallBreakers, TurnedAway | None, tuple[StateTransition, ...], bool]:
+    """Ask for a tool call, and enter it where it is admitted.
+
+    Args:
+        line: The breakers.
+        name: The tool's name.
+        classes: Its class by each of them.
+        now: The time.
+
+    Returns:
+        What is held for it; why it may not start, or None; what changed in circuit breakers; and
+        whether a circuit breaker is open, also where only an advisory run has it.
+    """
+    held = CallBreakers(now)
+    changes: tuple[StateTransition, ...] = ()
+    shut = False
+    for one, tool_class in zip(line, classes, strict=True):
+        away, changed = one.turn_away(held, name, tool_class, now)
+        if changed:
+            changes += changed
+        if away is not None:
+            shut = shut or away.kind == "tool_unavailable"
+            if one.enforced:
+                held.give_back()
+                return held, away, changes, shut
+    start = now
+    for one in line:
+        if one.velocity is not None and one.enforced:
+            start = max(start, one.velocity.start_of_tool_call(now))
+    held.put_off(start)
+    # A rate limit may hold it longer than a meter is kept ahead.
+    held.book(min(held.start_ns, now + FARTHEST_NS))
+    for one in line:
+        if one.velocity is not None:
+            one.velocity.book_tool_call(held.booked_ns)
+    return held, None, changes, shut
+
+
+def withdraw_tool_call(line: BreakerLine, held: CallBreakers, now: int) -> None:
+    """Take back a tool call that did not start."""
+    held.give_back()
+    for one in line:
+        if one.velocity is not None:
+            one.velocity.withdraw_tool_call(held.booked_ns, now)

@@ -1,0 +1,474 @@
+"""What a guard knows of its run, and what the run may be asked. `Guard` adds the verbs."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from budgetguard_core import limits
+from budgetguard_core.breakers import BreakerRegistry
+from budgetguard_core.budget import Budget
+from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.clock import Clock
+from budgetguard_core.decision import Admit, ModelCall, ToolCall
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.events import (
+    ContextWindowNearlyFull,
+    EventBase,
+    LimitNearlyReached,
+    RunStarted,
+    TripObserved,
+    Tripped,
+)
+from budgetguard_core.loops import LoopDetector
+from budgetguard_core.meter import COUNTERS, INFINITY, Chain, Meter
+from budgetguard_core.outcome import Outcome, ToolCallRecord
+from budgetguard_core.pricing import PriceBook, Rates
+from budgetguard_core.run_breakers import BreakerLine, RunBreakers
+from budgetguard_core.snapshot import OpenCall, Snapshot
+from budgetguard_core.standing import Mode, Standing, as_mode
+from budgetguard_core.stop import Trip, Violation
+from budgetguard_core.tree import Tree
+from budgetguard_core.usage import Usage
+
+if TYPE_CHECKING:
+    from budgetguard_core.ledger import LedgerRun
+
+_RECORDS_KEPT = 256
+NAME_LENGTH = 200
+"""Characters that are kept of a tool's name in the record of a call."""
+
+WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
+
+
+class RunState:
+    """One run's place in its tree, its meter, and what stands against it.
+
+    Attributes:
+        lineage: The guard and everyone that its calls are charged to, the guard first.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_binding",
+        "_braked",
+        "_breakers",
+        "_chain",
+        "_conditional",
+        "_earlier",
+        "_enforced",
+        "_line",
+        "_meter",
+        "_needs_price",
+        "_on_warning",
+        "_output_bound",
+        "_records",
+        "_standing",
+        "_tenant",
+        "_tenants",
+        "_tree",
+        "_warn_at",
+        "_watched",
+        "_window_warned",
+        "budget",
+        "cancellation",
+        "lineage",
+        "mode",
+        "outcome",
+        "parent",
+        "run_id",
+    )
+
+    def _set_up(
+        self,
+        tree: Tree,
+        parent: Self | None,
+        budget: Budget | None,
+        mode: Mode | str,
+        run_id: str | None,
+        on_warning: Callable[[Self, WarningEvent], object] | None,
+        beside: Sequence[Self] = (),
+        breakers: BreakerRegistry | None = None,
+    ) -> None:
+        if budget is not None and not isinstance(budget, Budget):
+            raise ConfigurationError(
+                f"budget must be a Budget, got {type(budget).__name__}. "
+                "Build one with Budget(max_iterations=25)."
+            )
+        budget = budget or Budget()
+        self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
+        self.mode = as_mode(mode)
+        self.run_id = run_id or uuid.uuid4().hex
+        self.parent: Self | None = parent
+        self.outcome: Outcome | None = None
+        self.cancellation: CancellationToken = CancellationToken(
+            None if parent is None else parent.cancellation
+        )
+        self._tree = tree
+        self._on_warning = on_warning
+        self._meter = Meter(self.budget)
+        self._breakers = (
+            None
+            if self.mode is Mode.OFF
+            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, breakers or tree.breakers)
+        )
+        self._standing = Standing(self._meter, self.budget, self.mode, self._breakers)
+        above = () if parent is None else (parent, *beside)
+        self.lineage: tuple[Self, ...] = tuple(
+            dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
+        )
+        # This guard and those above it, and what the steps of each are counted on.
+        self._line: tuple[Self, ...] = tuple(
+            guard for guard in self.lineage if guard.mode is not Mode.OFF
+        )
+        self._chain: Chain = tuple(guard._meter for guard in self._line)
+        self._tenant: LedgerRun | None = None
+        self._tenants: tuple[Self, ...] = self._payers()
+        self._begin()
+
+    def _take_tenant(self, place: LedgerRun) -> None:
+        self._tenant = place
+        self._tenants = self._payers()
+
+    def _payers(self) -> tuple[Self, ...]:
+        """Those of this guard and the ones above whose tenant pays, each tenant once."""
+        payers: dict[object, Self] = {}
+        for guard in reversed(self._line):
+            if guard._tenant is not None:
+                payers.setdefault(guard._tenant.payer, guard)
+        return tuple(payers.values())
+
+    def _begin(self) -> None:
+        """Put everything to its beginning."""
+        self._meter.begin(self.budget)
+        if self._breakers is not None:
+            self._breakers.begin()
+        self._standing.begin(self.budget, self.mode)
+        self._earlier = Usage()
+        self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
+        self._window_warned = False
+        # Asked on every step and never changed by `extend`, so worked out once.
+        self._warn_at = self.budget.warn_at
+        self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
+        self._braked: tuple[Self, ...] = tuple(
+            guard for guard in self._line if guard._breakers is not None
+        )
+        self._watched: BreakerLine = tuple(
+            guard._breakers for guard in self._braked if guard._breakers is not None
+        )
+        self._conditional = any(guard._standing.conditions for guard in self._line)
+        # An advisory envelope must not cut what the enforced ones allow.
+        enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
+        self._enforced = bool(enforced)
+        self._binding: Chain = tuple(guard._meter for guard in enforced) or self._chain
+        self._output_bound = min(
+            (
+                bound
+                for meter in self._binding
+                if (bound := meter.caps.budget.max_output_tokens_per_call) is not None
+            ),
+            default=None,
+        )
+
+    def _announce(self) -> None:
+        if self._tree.sinks:
+            with self._tree.lock:
+                self._record(
+                    RunStarted,
+                    self._now(),
+                    budget=self.budget.to_json(),
+                    mode=str(self.mode),
+                    parent_run_id=None if self.parent is None else self.parent.run_id,
+                    price_book=self._tree.price_book.version,
+                    stop_conditions=len(self.budget.stop_when),
+                )
+            self._tree.deliver()
+
+    # What a run may ask about itself
+
+    @property
+    def trip(self) -> Trip | None:
+        """Why the run was stopped, or None while it may go on."""
+        return self._standing.trip
+
+    @property
+    def observed_trip(self) -> Trip | None:
+        """In OBSERVE: the trip that ENFORCE would have made, at the step where it would have."""
+        return self._standing.observed
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """Everything that held when the run was stopped, in order."""
+        return () if self.trip is None else self.trip.violations
+
+    @property
+    def usage(self) -> Usage:
+        """What the run has used so far, its sub-agents included."""
+        with self._tree.lock:
+            return self._meter.usage(self._now())
+
+    @property
+    def earlier_usage(self) -> Usage:
+        """What earlier legs of a run used that was resumed under a fresh budget."""
+        return self._earlier
+
+    @property
+    def tool_counts(self) -> dict[str, int]:
+        """How many bodies of each tool were started (the first 1,024 names)."""
+        with self._tree.lock:
+            return self._meter.tools_started()
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallRecord, ...]:
+        """What became of the last 256 tool calls; those in flight follow as interrupted."""
+        with self._tree.lock:
+            records = [*self._records]
+            records += [
+                (ticket.call.id, ticket.call.name[:NAME_LENGTH], "interrupted")
+                for ticket in self._open_tool_calls()
+            ]
+        return tuple(
+            ToolCallRecord.model_validate({"id": id_, "name": name, "status": status})
+            for id_, name, status in records
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The dimensions that have reached their warning share, in the order they did."""
+        return tuple(self._meter.warned)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """The last 20 failures of sinks, listeners and conditions; they changed nothing."""
+        return tuple(self._tree.errors)
+
+    @property
+    def price_book(self) -> PriceBook:
+        """Where this guard's prices come from."""
+        return self._tree.price_book
+
+    @property
+    def clock(self) -> Clock:
+        """Where this guard's time comes from."""
+        return self._tree.clock
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether anybody takes this guard's events."""
+        return bool(self._tree.sinks)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a run on this guard waits for a person."""
+        return self._meter.pauses > 0
+
+    def open_tool_calls(self) -> tuple[Admit, ...]:
+        """Return the tool calls that were started and have not been settled."""
+        with self._tree.lock:
+            return tuple(self._open_tool_calls())
+
+    def open_calls(self) -> tuple[Admit, ...]:
+        """Return every call of this run, of models and tools, that has not been settled."""
+        with self._tree.lock:
+            return tuple(t for t in self._tree.open.values() if t.guard is self)
+
+    def time_left(self) -> float | None:
+        """Seconds until the deadline of this run or of an ancestor; 0 when it has passed.
+
+        None without a deadline. A deadline in OBSERVE cuts nothing and is not among them. It does
+        not shrink while the time stands still (see `pause`).
+        """
+        with self._tree.lock:
+            now, left = self._now(), INFINITY
+            for guard in self._line:
+                if guard.mode is Mode.ENFORCE:
+                    meter = guard._meter
+                    left = min(left, meter.caps.nanoseconds - meter.elapsed(now))
+        return None if left == INFINITY else max(left, 0) / 1_000_000_000
+
+    # Checkpoints
+
+    def snapshot(self, messages: Sequence[Any] = ()) -> Snapshot:
+        """Take everything that the guard knows, and the conversation it is given, as plain data.
+
+        Args:
+            messages: The conversation, in any form that JSON can hold.
+        """
+        with self._tree.lock:
+            now = self._now()
+            meter, standing = self._meter, self._standing
+            return Snapshot(
+                run_id=self.run_id,
+                parent_run_id=None if self.parent is None else self.parent.run_id,
+                mode=str(self.mode),
+                budget=self.budget.to_json(),
+                stop_conditions=len(self.budget.stop_when),
+                counters=meter.counters(),
+                quotas=meter.quotas_used(),
+                tool_counts=meter.tools_started(),
+                records=tuple(self._records),
+                elapsed_ns=None if meter.started_ns is None else meter.elapsed(now),
+                pauses=meter.pauses,
+                trip=standing.trip,
+                observed=standing.observed,
+                aborted=standing.aborted,
+                held=tuple(standing.held),
+                warned=tuple(meter.warned),
+                window_warned=self._window_warned,
+                detector=None if standing.detector is None else standing.detector.state(),
+                breakers=None if self._breakers is None else self._breakers.state(now),
+                open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
+                earlier=self._earlier,
+                seq=self._tree.seq,
+                call_id=self._tree.call_id,
+                price_book=self._tree.price_book.version,
+                messages=tuple(messages),
+            )
+
+    def _take_over(self, snapshot: Snapshot, *, fresh: bool) -> None:
+        if snapshot.counters.keys() != set(COUNTERS):
+            raise ValueError("its counters are not those of a guard")
+        self._earlier = snapshot.earlier
+        tree = self._tree
+        # The guard of the earlier leg may still be in this tree: its open calls are these.
+        for ticket in [one for one in tree.open.values() if one.guard.run_id == self.run_id]:
+            del tree.open[ticket.call_id]
+            self._set_aside_above(-ticket.reserved_tokens, -ticket.reserved_cost)
+        # In a tree that goes on already, the numbers of the old one are taken.
+        first = tree.call_id if self.parent is not None else 0
+        tickets = [self._ticket_of(call, first) for call in snapshot.open_calls]
+        seq = snapshot.seq if self.parent is None else tree.seq
+        tree.go_on_from(seq, first + snapshot.call_id, tickets)
+        for ticket in tickets:
+            # Its settlement will take this off everyone in the chain.
+            self._set_aside_above(ticket.reserved_tokens, ticket.reserved_cost)
+        self._records.extend(snapshot.records)
+        if fresh:
+            self._earlier = snapshot.earlier + snapshot.usage()
+            for call in snapshot.open_calls:
+                self._meter.set_aside(call.reserved_tokens, call.reserved_cost)
+            return
+        self._meter.go_on_from(
+            snapshot.counters,
+            snapshot.quotas,
+            snapshot.tool_counts,
+            snapshot.warned,
+            self._now(),
+            snapshot.elapsed_ns,
+            snapshot.pauses,
+        )
+        detector, detection = self._standing.detector, self.budget.loop_detection
+        if detection is not None and snapshot.detector is not None:
+            detector = LoopDetector.from_state(detection, snapshot.detector)
+        if self._breakers is not None and snapshot.breakers is not None:
+            self._breakers.go_on_from(snapshot.breakers, self._now())
+        self._standing.go_on_from(
+            snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
+        )
+        if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
+            self.cancellation.cancel()
+        self._window_warned = snapshot.window_warned
+
+    def _set_aside_above(self, tokens: int, cost: int) -> None:
+        for guard in self.lineage[1:]:
+            guard._meter.set_aside(tokens, cost)
+
+    def _ticket_of(self, open_call: OpenCall, first: int) -> Admit:
+        """Make a ticket again, so that its call can still be settled."""
+        call: ModelCall | ToolCall
+        rates: Rates | None = None
+        if open_call.kind == "model":
+            call = ModelCall(
+                model=open_call.model,
+                provider=open_call.provider,
+                input_tokens=open_call.input_tokens,
+                cost_usd=None if open_call.cost_usd is None else Decimal(open_call.cost_usd),
+            )
+            if open_call.model is not None:
+                rates = self.price_book.rates_for(open_call.model, open_call.provider)
+        else:
+            call = ToolCall(
+                name=open_call.name,
+                id=open_call.id,
+                kind=open_call.tool_kind,
+                fingerprint=open_call.fingerprint,
+            )
+        reserved = open_call.reserved_tokens, open_call.reserved_cost
+        return Admit(self, call, first + open_call.call_id, None, rates, *reserved)
+
+    # Under the lock
+
+    def _now(self) -> int:
+        return self._tree.now()
+
+    def _stop(
+        self, now: int, found: Sequence[tuple[Self, list[Violation]]] | None = None
+    ) -> Trip | None:
+        """Trip every guard of the chain whose limits hold; None when nothing stops this run."""
+        if found is None:
+            found = [
+                (guard, limits.tool_call_violations(guard._meter, now)) for guard in self._line
+            ]
+        if self.trip is not None:
+            return self.trip
+        for guard in self._line:
+            if guard.trip is not None:
+                self._set_trip(guard.trip, now)
+                return guard.trip
+        every: list[Violation] = []
+        owner = self
+        for guard, caps in found:
+            if guard._meter.looks_on:
+                continue
+            held = limits.in_order([*caps, *guard._standing.violations(guard is self)])
+            if not held:
+                continue
+            own = Trip(reason=held[0].reason, violations=tuple(held), run_id=guard.run_id)
+            if guard.mode is Mode.OBSERVE:
+                guard._standing.observe_trip(own)
+                if self._tree.sinks:
+                    guard._record(TripObserved, now, trip=own)
+                continue
+            every = limits.in_order([*every, *held])
+            if every[0] is held[0]:
+                owner = guard
+            if guard is not self:
+                guard._set_trip(own, now)
+        if not every:
+            return None
+        trip = Trip(reason=every[0].reason, violations=tuple(every), run_id=owner.run_id)
+        self._set_trip(trip, now)
+        return trip
+
+    def _set_trip(self, trip: Trip, now: int) -> None:
+        self._standing.set_trip(trip)
+        if self._tree.sinks:
+            self._record(Tripped, now, trip=trip)
+
+    def _keep_time(self, now: int) -> None:
+        """Let time stand still on every meter of a paused run that nothing is in flight on."""
+        for guard in self._line:
+            meter = guard._meter
+            if meter.pauses and not guard._is_busy():
+                meter.stand_still(now)
+            else:
+                meter.run_on(now)
+
+    def _is_busy(self) -> bool:
+        return any(
+            self in ticket.guard._line and call_id not in self._tree.waiting
+            for call_id, ticket in self._tree.open.items()
+        )
+
+    def _open_tool_calls(self) -> list[Admit]:
+        return [
+            ticket
+            for ticket in self._tree.open.values()
+            if ticket.guard is self and type(ticket.call) is ToolCall
+        ]
+
+    def _record(self, kind: type[EventBase], now: int, **facts: Any) -> None:
+        self._tree.make(kind, self.run_id, now, **facts)

@@ -1,0 +1,227 @@
+"""Clauses 29, 33, 34 and 36: what is left of a run when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.decision import Admit
+from budgetguard_core.events import Event, RunEnded
+from budgetguard_core.guard import Guard
+from budgetguard_core.outcome import Outcome
+from budgetguard_core.stop import StopReason
+from budgetguard_core.stores import MemoryStore
+from budgetguard_core.testing.checks import (
+    act,
+    check_completed,
+    check_equal,
+    check_stopped,
+    outcome_of,
+    search_tool,
+    shape_of,
+)
+from budgetguard_core.testing.conformance import check_history, check_request
+from budgetguard_core.testing.driver import Driver, run_in_loop
+from budgetguard_core.testing.failures import NonConformance, expect
+from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.scenario import Mode, Scenario, Scratch
+from budgetguard_core.testing.script import ProviderError, Reply, Script, Tool, calls, says
+from budgetguard_core.usage import TokenUsage
+
+_WARM_UP = 2
+_RUNS = 6
+
+
+def _check_failed(events: list[Event], guard: Guard, store: MemoryStore) -> None:
+    ended = [event for event in events if isinstance(event, RunEnded)]
+    check_equal("run_ended events", [event.status for event in ended], ["failed"])
+    outcome = guard.outcome
+    expect(outcome is not None, "guard.outcome is not set")
+    check_equal("guard.outcome.status", outcome and outcome.status, "failed")
+    check_equal("calls in flight", guard.open_calls(), ())
+    expect(store.load(guard.run_id), "no checkpoint was saved")
+
+
+def failed(driver: Driver, mode: Mode) -> None:
+    """Clause 29."""
+    events: list[Event] = []
+    store = MemoryStore()
+    guard = Guard(Budget(max_iterations=9), sinks=[events.append])
+    script = Script([calls("search"), Reply(error=ProviderError("no such model"))])
+    ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()], store=store)
+    expect(ran.raised is not None, "the error did not leave the run")
+    _check_failed(events, guard, store)
+    outcome = ran.outcome
+    expect(outcome is not None, "what the run raised has no outcome")
+    check_equal("status", outcome and outcome.status, "failed")
+    check_equal("model calls counted", outcome and outcome.usage.model_calls, 2)
+    expect(outcome and outcome.usage.total_tokens >= 120, "its spend is not in the outcome")
+    if mode == "sync":
+        return
+
+    def cancelled(stop: Callable[[asyncio.Task[Any]], object], reply: Reply) -> Guard:
+        events.clear()
+        guard = Guard(Budget(max_iterations=9), sinks=[events.append])
+        facts: dict[str, Any] = {"guard": guard, "tools": [search_tool()], "store": store}
+
+        async def leave() -> None:
+            reached = asyncio.Event()
+
+            def replies(number: int) -> Reply:
+                if number == 0:
+                    return calls("search")
+                reached.set()
+                return reply
+
+            scenario = Scenario(script=Script(replies), mode=mode, **facts)
+            task = asyncio.create_task(driver.run_async(scenario))
+            reach = asyncio.create_task(reached.wait())
+            await asyncio.wait({task, reach}, return_when=asyncio.FIRST_COMPLETED)
+            reach.cancel()
+            stop(task)
+            try:
+                await task
+            except asyncio.CancelledError:
+                return
+            raise NonConformance("the caller's cancellation was swallowed")
+
+        _, leaked = run_in_loop(leave(), patience=driver.patience)
+        expect(not leaked, f"tasks left behind: {leaked}")
+        return guard
+
+    guard = cancelled(lambda task: task.cancel(), Reply(hang=True))
+    _check_failed(events, guard, store)
+    check_equal("model calls of a cancelled run", guard.usage.model_calls, 2)
+
+
+def cut_short(driver: Driver, mode: Mode) -> None:
+    """Clause 33."""
+    text = "All that is known about it. " * 100
+    script = Script([says(text, TokenUsage(100, 1000))])
+    budget = Budget(max_total_tokens=600, max_output_tokens_per_call=900)
+    ran, _ = act(driver, mode, script, guard=budget)
+    expect(script.calls, "the call was refused instead of bounded")
+    bound = script.bounds[0]
+    expect(bound is not None and bound <= 600, f"the request's bound is {bound}, under 600 tokens")
+    check_stopped(ran, StopReason.MAX_TOTAL_TOKENS)
+    check_equal("model calls", script.calls, 1)
+    said = script.given[0].text
+    expect(said[:200], "the bound left nothing of the answer")
+    kept = [message for message in ran.history if said[:200].strip() in message.text]
+    expect(kept, "the text that was paid for is lost")
+
+    # Whole answers are no stops, however near to the bound.
+    script = Script([says("Short.", TokenUsage(100, 20))])
+    ran, _ = act(driver, mode, script, guard=budget)
+    check_completed(ran)
+
+
+def nothing_kept(driver: Driver, mode: Mode) -> None:
+    """Clause 34: what a run leaves behind, measured from one run to the next.
+
+    What the framework itself keeps (an agent's conversation, a thread) is measured without a guard.
+    """
+
+    def left(budget: Budget | None) -> tuple[float, int]:
+        """Count what is left of a run: objects, and those of ours among them."""
+        script = Script(lambda number: calls("search") if number % 2 == 0 else says("Done."))
+        facts: dict[str, Any] = {"tools": [Tool("search", "found")], "shared": Scratch()}
+
+        def run() -> None:
+            scenario = Scenario(script=script, mode=mode, guard=budget, **facts)
+            ran = driver.run(scenario)
+            expect(ran.raised is None, f"the run raised {ran.raised!r}")
+            for log in (script.sent, script.requests, script.given, facts["shared"].used):
+                log.clear()
+
+        def settle() -> tuple[int, int]:
+            gc.collect()
+            # What the suite itself writes down of the last run grows with its conversation.
+            every = [one for one in gc.get_objects() if type(one) is not Message]
+            return len(every), sum(isinstance(one, Admit | Guard | Outcome) for one in every)
+
+        for _ in range(_WARM_UP):
+            run()
+        gc.collect()
+        gc.freeze()
+        try:
+            run()
+            before, ours_before = settle()
+            for _ in range(_RUNS):
+                run()
+            after, ours = settle()
+        finally:
+            gc.unfreeze()
+        return (after - before) / _RUNS, ours - ours_before
+
+    threads = threading.active_count()
+    bare, _ = left(None)
+    guarded, ours = left(Budget(max_iterations=9))
+    check_equal("guards, tickets and outcomes that are kept", ours, 0)
+    expect(guarded < bare + 2, f"{guarded} objects are kept of a run, {bare} without a guard")
+    expect(threading.active_count() <= threads + 1, f"{threading.enumerate()} are left")
+
+
+def same_history(driver: Driver, mode: Mode) -> None:
+    """Clause 36."""
+    batches = [calls("search", "read"), calls("search", "read")]
+    hung = [calls("search"), Reply(hang=True)]
+    down = [calls("search"), Reply(error=ProviderError("down"))]
+    endings: list[tuple[str, Budget, list[Reply]]] = [
+        ("completed", Budget(max_iterations=9), [calls("search"), says("Here it is.")]),
+        ("max_iterations", Budget(max_iterations=1), batches),
+        ("max_tool_calls", Budget(max_tool_calls=1), batches),
+        ("max_total_tokens", Budget(max_total_tokens=100), batches),
+        ("failed", Budget(max_iterations=9), down),
+    ]
+    if mode != "sync":
+        endings.append(("max_seconds", Budget(max_seconds=0.2), hung))
+    for name, budget, replies in endings:
+        _check_turns(driver, mode, name, budget, replies)
+
+
+def _check_turns(
+    driver: Driver, mode: Mode, name: str, budget: Budget, replies: Sequence[Reply]
+) -> None:
+    over = False
+
+    def answer(number: int) -> Reply:
+        return says("And this.") if over else replies[min(number, len(replies) - 1)]
+
+    script = Script(answer)
+    facts: dict[str, Any] = {
+        "tools": [search_tool(), Tool("read", "text")],
+        "store": MemoryStore(),
+        "shared": Scratch(),
+        "stored": True,
+    }
+    ran, _ = act(driver, mode, script, guard=budget, user_input="What is new?", **facts)
+    if name == "failed":
+        expect(ran.raised is not None, "the error did not leave the run")
+    else:
+        check_equal("stop reason", str(outcome_of(ran).stop_reason), name)
+        check_history(ran.history)
+        expect(ran.returned is not None, f"the driver does not say what was returned ({name})")
+        check_equal(f"stored history ({name})", shape_of(ran.history), shape_of(ran.returned or ()))
+    made = script.calls
+    over = True
+    ran, _ = act(
+        driver,
+        mode,
+        script,
+        guard=Budget(max_iterations=9),
+        after=ran,
+        user_input="And now?",
+        **facts,
+    )
+    expect(ran.raised is None, f"the turn after a run that was {name} raised {ran.raised!r}")
+    check_equal(f"model calls of the next turn ({name})", script.calls - made, 1)
+    request = script.requests[-1]
+    check_request(request)
+    for text in ("What is new?", "And now?"):
+        expect(any(text in one.text for one in request), f"{text!r} was not sent ({name})")
+    check_equal(f"the answer of the next turn ({name})", ran.history[-1].text, "And this.")

@@ -1,0 +1,165 @@
+"""Breakers: on recorded runs of others at the starting values of their README, and their cost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+import layout
+from budgetguard_cli.trajectories import Trajectory
+from budgetguard_core import Budget, PriceBook
+from budgetguard_core.breakers import (
+    BulkheadConfig,
+    CircuitBreakerConfig,
+    RateLimit,
+    ToolMix,
+    ToolMixBaseline,
+    VelocityLimits,
+    VelocityMeter,
+)
+from budgetguard_core.events import (
+    CallDelayed,
+    CircuitBreakerChanged,
+    ToolCallTurnedAway,
+    ToolMixUnusual,
+)
+from budgetguard_core.replay import Replay
+from budgetguard_core.tree import as_sink
+
+TRAJECTORIES = Path(
+    os.environ.get("BUDGETGUARD_TRAJECTORIES") or layout.ROOT.parent / "shared" / "trajectories"
+)
+README = layout.ROOT / "budgetguard_core" / "breakers" / "README.md"
+
+VELOCITY = VelocityLimits(
+    max_tokens_per_minute=1_000_000, max_cost_usd_per_minute=10, max_tool_calls_per_minute=120
+)
+CIRCUIT = CircuitBreakerConfig(
+    sliding_window_size=10,
+    minimum_number_of_calls=5,
+    permitted_number_of_calls_in_half_open_state=2,
+    slow_call_duration_threshold=30,
+)
+STARTING_VALUES = {
+    "velocity": {"velocity": VELOCITY},
+    "rate limits": {"rate_limits": {"*": RateLimit(rate=2, burst=10, max_wait_duration=10)}},
+    "bulkheads": {"bulkheads": {"*": BulkheadConfig(max_concurrent_calls=10)}},
+    "circuit breaker": {"circuit_breaker": CIRCUIT},
+}
+# The recordings have no times. A model that answers in a second is faster than any of theirs.
+SECONDS_PER_MODEL_CALL = 1
+
+
+def runs():
+    """Every recorded run, and the domain that its task is of."""
+    for path in sorted(TRAJECTORIES.glob("*.jsonl.gz")):
+        for line in gzip.decompress(path.read_bytes()).splitlines():
+            record = json.loads(line)
+            domain = (record["source"], str(record["task"]).partition(":")[0])
+            yield domain, Trajectory.model_validate_json(line)
+
+
+def tools(run):
+    return Counter(
+        call.name for step in run.steps if step.role == "assistant" for call in step.tool_calls
+    )
+
+
+def judged(run, budget, prices):
+    """Live a run again under a budget: its trip, and the kinds of events that this made."""
+    told = Counter()
+    replay = Replay(budget, price_book=prices)
+    now = 0
+    for event in run.events(budget, prices):
+        if event.event == "model_call_settled":
+            now += SECONDS_PER_MODEL_CALL * 1_000_000_000
+        replay.apply(event.model_copy(update={"at_ns": now}))
+        # A replay has no sinks of its own.
+        replay.root._tree.sinks = (as_sink(lambda made: told.update([type(made)])),)
+    return replay.end().trip, told
+
+
+def table():
+    """The README's rows: what each breaker did on all runs."""
+    prices = PriceBook()
+    recorded = list(runs())
+    successful = defaultdict(list)
+    for domain, run in recorded:
+        if run.success and tools(run):
+            successful[domain].append(tools(run))
+    everything = {
+        name: value for fields in STARTING_VALUES.values() for name, value in fields.items()
+    }
+    rows = {}
+    for name, fields in {**STARTING_VALUES, "tool mix": None, "all of them": everything}.items():
+        found = Counter()
+        for domain, run in recorded:
+            fields_here = dict(fields or {})
+            if name in ("tool mix", "all of them"):
+                # Against the others of its domain: with itself in it, it would look more usual.
+                others = list(successful[domain])
+                if run.success and tools(run) in others:
+                    others.remove(tools(run))
+                if others:
+                    fields_here["tool_mix"] = ToolMix(baseline=ToolMixBaseline.of(others))
+            budget = Budget(loop_detection=None, on_unpriced="count_zero", **fields_here)
+            trip, told = judged(run, budget, prices)
+            kind = "runaway" if run.runaway else "success" if run.success else "failure"
+            found[kind, "stopped"] += trip is not None
+            found["delayed"] += told[CallDelayed]
+            found["turned away"] += told[ToolCallTurnedAway]
+            found["opened"] += told[CircuitBreakerChanged]
+            found[kind, "told"] += told[ToolMixUnusual]
+        rows[name] = found
+    return rows
+
+
+def written(rows):
+    lines = [
+        "| breaker | successful runs stopped | other runs stopped | runaways stopped "
+        "| calls delayed | calls turned away | tool mix told (successful, other, runaway) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in rows.items():
+        told = ", ".join(str(found[kind, "told"]) for kind in ("success", "failure", "runaway"))
+        lines.append(
+            f"| {name} | {found['success', 'stopped']} of 441 "
+            f"| {found['failure', 'stopped']} of 260 "
+            f"| {found['runaway', 'stopped']} of 5 | {found['delayed']} | {found['turned away']} "
+            f"| {told} |"
+        )
+    return "\n".join(lines)
+
+
+@pytest.mark.benchmark
+@pytest.mark.skipif(not TRAJECTORIES.is_dir(), reason="the recorded trajectories are not here")
+def test_at_the_starting_values_no_successful_run_is_stopped():
+    rows = table()
+    print(written(rows))
+    assert all(found["success", "stopped"] == 0 for found in rows.values())
+    assert written(rows) in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.benchmark
+def test_memory_of_the_pace_is_constant_at_a_million_events():
+    meter = VelocityMeter(
+        VelocityLimits(max_tokens_per_minute=10**12, max_tool_calls_per_minute=10**12)
+    )
+
+    def held():
+        windows = [meter._tokens, meter._tool_calls]
+        return [(len(window._ring), sys.getsizeof(window._ring)) for window in windows]
+
+    before = held()
+    for number in range(500_000):
+        now = number * 20_000_000
+        meter.book_model_call(meter.start_of_model_call(now), 7, 0)
+        meter.book_tool_call(meter.start_of_tool_call(now))
+    assert held() == before
+    assert len(json.dumps(meter.state(now))) < 3000

@@ -1,0 +1,175 @@
+"""The tool mix: chi-squared against scipy, and what is unusual."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from budgetguard_core.breakers import ToolMix, ToolMixAlarm, ToolMixBaseline
+from budgetguard_core.breakers.tool_mix import chi_squared, chi_squared_p_value
+from budgetguard_core.errors import ConfigurationError
+
+fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
+
+USUAL = {"search": 300, "read_file": 500, "write_file": 150, "run_tests": 50, "ask": 2}
+BASELINE = ToolMixBaseline(runs=40, tools=USUAL)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 10, 31, 100, 301])
+@pytest.mark.parametrize("statistic", [0, 1e-9, 0.5, 1, 3.84, 20, 100, 700, 1400])
+def test_the_p_value_is_scipys(statistic, freedom):
+    expected = scipy_stats.chi2.sf(statistic, freedom)
+    assert chi_squared_p_value(statistic, freedom) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+histograms = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 400), min_size=1)
+
+
+@fixed
+@given(run=histograms, baseline=histograms)
+def test_the_statistic_is_scipys_over_the_pooled_categories(run, baseline):
+    result = chi_squared(run, baseline)
+    names = sorted({*run, *baseline}, key=lambda n: (run.get(n, 0) + baseline.get(n, 0), n))
+    smaller = min(sum(run.values()), sum(baseline.values()))
+    whole = sum(run.values()) + sum(baseline.values())
+
+    def expected(some):
+        return sum(run.get(n, 0) + baseline.get(n, 0) for n in some) * smaller / whole
+
+    # Pooled by trying: the fewest of the rarest so that every category has five.
+    for rare in range(len(names) + 1):
+        groups = ([names[:rare]] if rare else []) + [[name] for name in names[rare:]]
+        if all(expected(group) >= 5 for group in groups):
+            break
+    if len(groups) < 2 or rare == len(names):
+        assert result is None
+        return
+    table = [
+        [sum(side.get(name, 0) for name in group) for group in groups] for side in (run, baseline)
+    ]
+    theirs = scipy_stats.chi2_contingency(table, correction=False)
+    assert result.statistic == pytest.approx(theirs.statistic, rel=1e-9, abs=1e-9)
+    assert result.freedom == theirs.dof
+    assert chi_squared_p_value(result.statistic, result.freedom) == pytest.approx(
+        theirs.pvalue, rel=1e-6, abs=1e-12
+    )
+
+
+def told(calls, **changes):
+    alarm = ToolMixAlarm(ToolMix(baseline=BASELINE, **changes))
+    return [alarm.observe(tool) for tool in calls]
+
+
+def usual(times):
+    return (["search"] * 6 + ["read_file"] * 10 + ["write_file"] * 3 + ["run_tests"]) * times
+
+
+def test_200_reads_without_a_search_are_told_once():
+    answers = told(["read_file"] * 200)
+    assert [number for number, answer in enumerate(answers, 1) if answer] == [20]
+    answer = answers[19]
+    assert answer.calls == 20
+    assert answer.p_value < 0.001
+    assert answer.detail.startswith("20 tool calls are unlike those of 40 recorded runs: chi-squ")
+    assert answer.detail.endswith(
+        "most unlike: rare tools 0 % instead of 50 %, read_file 100 % instead of 50 %"
+    )
+
+
+def test_a_usual_mix_is_not_told():
+    assert not any(told(usual(100)))
+
+
+def test_what_begins_later_is_seen_when_the_calls_have_doubled():
+    answers = told(usual(1) + ["read_file"] * 200)
+    assert [number for number, answer in enumerate(answers, 1) if answer] == [80]
+
+
+def test_a_single_new_tool_is_rare_and_a_run_of_new_tools_is_unusual():
+    assert not any(told([*usual(1)[:-1], "something_else"]))
+    answer = told([f"invented_{number}" for number in range(20)])[-1]
+    assert "tools that are not in the baseline" in answer.detail or "rare tools" in answer.detail
+
+
+def test_with_one_kind_of_tool_there_is_nothing_to_compare():
+    alarm = ToolMixAlarm(ToolMix(baseline=ToolMixBaseline(runs=1, tools={"search": 100})))
+    assert not any(alarm.observe("search") for _ in range(100))
+
+
+def test_names_without_end_take_no_memory():
+    alarm = ToolMixAlarm(ToolMix(baseline=BASELINE))
+    for number in range(10_000):
+        alarm.observe(f"invented_{number}")
+    assert len(json.dumps(alarm.state())) < 100
+
+
+def test_a_baseline_is_recorded_from_runs_and_kept_as_json():
+    baseline = ToolMixBaseline.of([{"search": 2}, {}, {"search": 1, "read": 4}])
+    assert (baseline.runs, baseline.tools) == (2, {"search": 3, "read": 4})
+    text = baseline.model_dump_json()
+    assert json.loads(text) == {
+        "format_version": 1,
+        "runs": 2,
+        "tools": {"search": 3, "read": 4},
+    }
+    assert ToolMixBaseline.model_validate_json(text) == baseline
+    assert pickle.loads(pickle.dumps(baseline)) == baseline
+    assert hash(baseline) == hash(ToolMixBaseline.model_validate_json(text))
+    with pytest.raises(TypeError, match="settings cannot be changed"):
+        baseline.tools["read"] = 5
+
+
+def test_another_goes_on_where_a_state_was_taken():
+    calls = usual(1) + ["read_file"] * 200
+    mix = ToolMix(baseline=BASELINE)
+    alarm = ToolMixAlarm(mix)
+    found = []
+    for number, tool in enumerate(calls, 1):
+        found += [number] * bool(alarm.observe(tool))
+        alarm = ToolMixAlarm.from_state(mix, json.loads(json.dumps(alarm.state())))
+    assert found == [80]
+
+
+def test_under_another_baseline_what_it_does_not_have_is_the_rest():
+    alarm = ToolMixAlarm(ToolMix(baseline=BASELINE))
+    for _ in range(3):
+        alarm.observe("search")
+    other = ToolMix(baseline=ToolMixBaseline(runs=1, tools={"x": 1}), minimum_number_of_calls=30)
+    state = ToolMixAlarm.from_state(other, alarm.state()).state()
+    assert state == {"counts": {}, "rest": 3, "next_look": 30, "told": False}
+
+
+GOOD = ToolMixAlarm(ToolMix(baseline=BASELINE)).state()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, {}, GOOD | {"told": 1}, GOOD | {"counts": {"a": -1}}, GOOD | {"x": 1}, {"counts": 1}],
+)
+def test_a_damaged_state_is_refused(state):
+    with pytest.raises(ValueError, match=r"tool mix alarm must be what state\(\) returned"):
+        ToolMixAlarm.from_state(ToolMix(baseline=BASELINE), state)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: ToolMixBaseline(runs=1, tools={}), "tools must map 1 to 1024 tool names"),
+        (lambda: ToolMixBaseline(runs=1, tools={"a": 0}), "got {'a': 0}"),
+        (lambda: ToolMixBaseline(runs=1, tools={"a" * 201: 1}), "got {'aaaa"),
+        (lambda: ToolMixBaseline.of([{}]), "Record it with ToolMixBaseline.of(runs)."),
+        (lambda: ToolMixBaseline(format_version=2, runs=1, tools={"a": 1}), "format_version: "),
+        (lambda: ToolMix(baseline=BASELINE, alpha=1), "alpha must be a probability > 0 and <= 0.5"),
+        (lambda: ToolMix(), "baseline must be given, got nothing. Pass baseline=..."),
+        (lambda: BASELINE.model_copy(update={"runs": 0}), "runs must be a whole number >= 1"),
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(make, sentence):
+    with pytest.raises(ConfigurationError) as caught:
+        make()
+    assert sentence in str(caught.value)
