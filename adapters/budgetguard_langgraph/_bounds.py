@@ -31,6 +31,7 @@ _PACKAGES: Final[Mapping[str, _Words]] = {
     "langchain_xai": _Words("max_tokens", "timeout"),
 }
 _KNOWN: dict[type, _Words | None] = {}
+_TOLD: set[str] = set()
 
 
 def can_be_bound(model: Any) -> bool:
@@ -42,6 +43,8 @@ def bind(model: Any, settings: dict[str, Any], tokens: int | None, seconds: floa
     """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
     words = _words(model)
     if words is None:
+        if tokens is not None:
+            _tell(type(model).__name__)
         return False
     if tokens is not None:
         given: Any = settings.get(words.tokens)
@@ -60,11 +63,16 @@ def _words(model: Any) -> _Words | None:
         words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)
         if words is None and "max_tokens" in signature(kind._generate).parameters:  # noqa: SLF001
             words = _Words("max_tokens")
-        if words is None:
-            _LOG.warning(
-                "The completion bound cannot be given to %s with a call; what it may write is "
-                "reserved instead. Set the bound on the model itself.",
-                kind.__name__,
-            )
         _KNOWN[kind] = words
     return _KNOWN[kind]
+
+
+def _tell(kind: str) -> None:
+    """Say once for each class that a bound cannot be given to it."""
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        _LOG.warning(
+            "The completion bound cannot be given to %s with a call; what it may write is "
+            "reserved instead. Set the bound on the model itself.",
+            kind,
+        )
