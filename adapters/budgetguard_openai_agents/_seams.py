@@ -16,7 +16,7 @@ from agents.version import __version__
 
 from budgetguard_core import AdapterError
 
-_SUPPORTED = "openai-agents>=0.18.3,<1"
+_SUPPORTED = "openai-agents>=0.22.3,<1"
 
 # From 0.24 on the runner closes the model provider that it made for a run without a
 # configuration; it still knows one of a mapping as its own.

@@ -41,7 +41,6 @@ class StreamEnding:
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
         self._closing: list[RunItem] = []
-        self._taken: BaseException | None = None
         _seams.take_over_turns(result)
         _seams.tap_events(result, recorder.see)
         result.run_loop_task = asyncio.create_task(self._run())
@@ -88,7 +87,7 @@ class StreamEnding:
             failed = _seams.take_failed_guardrail(self._result)
             if failed is not None:
                 cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-                error = self._taken = failed
+                error = failed
         return self._recorder.left_by(error)
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
@@ -99,9 +98,12 @@ class StreamEnding:
                 yield event
             left = False
         except Exception as error:
-            # The consumer's side may hear of a failed guardrail before the run has ended.
-            await asyncio.wait({cast("asyncio.Task[Any]", self._result.run_loop_task)})
-            if error is not self._taken:
+            # The consumer's side may hear of a failed guardrail before the run has ended, and in
+            # 0.18 is the only one to hear of it.
+            self._work.cancel()
+            shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
+            await asyncio.wait({shell})
+            if shell.cancelled() or shell.exception() or self._recorder.left_by(error) is None:
                 raise
             left = False
         finally:
