@@ -173,7 +173,8 @@ def results_before_interrupt(agent: Agent) -> list[Any]:
     if pending is not None:
         return list(pending.completed_tool_results)
     # Releases before 1.40 keep them among the context.
-    return list((getattr(state, "context", None) or {}).get("tool_results", ()))
+    context: Mapping[str, Any] = getattr(state, "context", None) or {}
+    return list(context.get("tool_results", ()))
 
 
 def forget_interrupt(agent: Agent) -> None:

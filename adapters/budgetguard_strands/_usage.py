@@ -22,5 +22,5 @@ def with_status(error: BaseException | str) -> BaseException | str:
     """Give a refusal of Strands' own the status that it stands for, and return it."""
     for kind, status in _REFUSALS.items():
         if isinstance(error, kind) and not hasattr(error, "status_code"):
-            error.status_code = status  # type: ignore[attr-defined]
+            setattr(error, "status_code", status)  # noqa: B010 - the class declares none
     return error

@@ -43,10 +43,10 @@ from budgetguard_core import (
     StopReason,
     SystemClock,
 )
+from budgetguard_core.kit import token_usage
 from budgetguard_core.testing import MODEL, Call, Reply, Script, calls, check_history, says
 from budgetguard_core.usage import TokenUsage
 from budgetguard_strands import BudgetHookProvider, _seams
-from budgetguard_core.kit import token_usage
 from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
 from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of, history_of
 
