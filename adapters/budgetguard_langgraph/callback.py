@@ -11,6 +11,7 @@ from uuid import UUID
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
+from langgraph.errors import GraphBubbleUp
 from langgraph.types import Command
 
 from budgetguard_core import (
@@ -29,6 +30,7 @@ from budgetguard_core.kit import (
     current,
     entered,
     envelope_of,
+    is_stop,
 )
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._history import messages_of
@@ -253,8 +255,14 @@ class BudgetCallback(BaseCallbackHandler):
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
         mine = self._flying(run_id)
-        if mine is not None:
-            _tool_calls.fail(mine, run_id, error)
+        if mine is None:
+            return
+        _tool_calls.fail(mine, run_id, error)
+        trip = mine.run.stopped_by
+        if trip is not None and is_stop(error) and not isinstance(error, GraphBubbleUp):
+            # The stop of a run of another adapter in the tool, by a limit of this one: as our own
+            # it ends the graph in good order.
+            raise self._stopped(mine, trip, ())
 
     # Whose run it is
 
@@ -365,7 +373,7 @@ class BudgetCallback(BaseCallbackHandler):
             messages = _endings.closing_of(mine, trip, messages)
         outcome = _endings.conclude(mine, messages, trip)
         if isinstance(error, BudgetExceeded):
-            error.outcome = error.outcome or outcome
+            error.outcome = outcome if trip is not None else error.outcome or outcome
             return None
         remember(outputs, self._messages_key, outcome)
         if trip is not None and mine.run.is_to_raise:

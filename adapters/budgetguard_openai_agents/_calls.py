@@ -309,6 +309,9 @@ class ToolCalls:
 def around() -> ToolCalls | None:
     """Return the tool calls of the run of the SDK around this code, an ended one included."""
     frame = FRAME.get()
+    # What a tool's body has run and left behind is not around it.
+    while frame is not None and not isinstance(frame, RunFrame) and not frame.is_live:
+        frame = frame.above
     return frame.calls if isinstance(frame, RunFrame) else None
 
 
