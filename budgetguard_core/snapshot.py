@@ -221,7 +221,6 @@ class Snapshot(BaseModel):
                 "Restore an earlier one, or start the run anew."
             ) from None
 
-
     def to_parts(self) -> SnapshotParts:
         """Return the snapshot as what changes with each step and what only grows.
 

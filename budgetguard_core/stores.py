@@ -49,8 +49,16 @@ DROP TABLE checkpoints;
 """
 
 
+class SnapshotWriter(Protocol):
+    """What saves snapshots."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot in place of the run's earlier one. Safe on the disk when it returns."""
+        ...
+
+
 @runtime_checkable
-class CheckpointStore(Protocol):
+class CheckpointStore(SnapshotWriter, Protocol):
     """Where snapshots are kept, the last one of each run.
 
     These three verbs are all that a store of your own needs. What it does not get then: each
@@ -58,10 +66,6 @@ class CheckpointStore(Protocol):
     checkpoints to go back to; and two processes that resume one run are not told of each other.
     A store that has the verbs of `NumberedStore` as well gets all three.
     """
-
-    def save(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot in place of the run's earlier one. Safe on the disk when it returns."""
-        ...
 
     def load(self, run_id: str) -> Snapshot | None:
         """Return the run's last snapshot, or None."""
@@ -151,6 +155,9 @@ class SqliteStore:
         ConfigurationError: `keep` is below 1.
     """
 
+    _connection: sqlite3.Connection | None = None
+    _file: FileLock | None = None
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -163,8 +170,6 @@ class SqliteStore:
         self._path = Path(path) if path is not None else _default_path()
         self._is_memory = str(self._path) == _MEMORY
         self._mutex = threading.Lock()
-        self._connection: sqlite3.Connection | None = None
-        self._file: FileLock | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._process = os.getpid()
         with self._transaction():
@@ -230,7 +235,7 @@ class SqliteStore:
         """
         _at_least_one(keep)
         with self._transaction() as db:
-            _prune(db, run_id, _last(db, run_id)[0] - keep)
+            _prune(db, run_id, _last(db, run_id) - keep)
 
     def roll_back(self, run_id: str, number: int) -> Snapshot:
         """Make an earlier checkpoint's conversation the run's last one again, as a new checkpoint.
@@ -324,7 +329,8 @@ class SqliteStore:
                         if db.in_transaction:
                             db.execute("ROLLBACK")
             except (sqlite3.Error, OSError) as error:
-                self._disconnect()
+                if not self._is_memory:
+                    self._disconnect()
                 raise CheckpointError(
                     f"checkpoint file {str(self._path)!r} cannot be used: {error}. "
                     "Make it writable, or move it away to begin a new one."

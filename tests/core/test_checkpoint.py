@@ -86,7 +86,9 @@ def test_the_last_one_is_kept(store, guard):
     assert store.load("r") is None
 
 
-@pytest.mark.parametrize("run_id", ["'; DROP TABLE budgetguard_checkpoints; --", "../../x", "ü", "%", ""])
+@pytest.mark.parametrize(
+    "run_id", ["'; DROP TABLE budgetguard_checkpoints; --", "../../x", "ü", "%", ""]
+)
 def test_a_run_may_have_any_name(store, run_id):
     store.save(Guard(run_id=run_id or None).snapshot().model_copy(update={"run_id": run_id}))
     assert store.load(run_id).run_id == run_id
