@@ -224,6 +224,8 @@ class ToolCallWithdrawn(EventBase):
 
     event: Literal["tool_call_withdrawn"] = "tool_call_withdrawn"
     call_id: int
+    waits: bool = False
+    """A person is asked, and the call is asked for again after the answer."""
 
 
 class CallDelayed(EventBase):

@@ -193,7 +193,7 @@ class Guard(RunState):
         from budgetguard_core.ledger import as_ledger
 
         if self.mode is not Mode.OFF:
-            me = weakref.ref(self)
+            me: weakref.ref[Guard] = weakref.ref(self)
             place = as_ledger(ledger).attach(
                 self.run_id,
                 tenant,
@@ -541,11 +541,16 @@ class Guard(RunState):
             guard._finish(warnings)
         return True
 
-    def withdraw_tool_call(self, ticket: Admit) -> bool:
+    def withdraw_tool_call(self, ticket: Admit, *, waits: bool = False) -> bool:
         """Take back a tool call that was admitted but whose body did not start.
 
         For a call that waits for a person's approval, or that ended with its batch: it is not
-        counted any more, and its record says `refused`. It is still seen as a repetition.
+        counted any more.
+
+        Args:
+            ticket: What admitted the call.
+            waits: It is asked for again when the person has answered: nothing is said of it until
+                then. Otherwise its record says `refused`, and it is still seen as a repetition.
 
         Returns:
             False when the call was settled or withdrawn before.
@@ -561,11 +566,12 @@ class Guard(RunState):
                 uncount_tool_call(guard._chain, call.name)
             if ticket.breakers is not None:
                 withdraw_tool_call(guard._watched, ticket.breakers, now)
-            guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
-            guard._standing.show(call.name, call.key or "", _REFUSED)
+            if not waits:
+                guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
+                guard._standing.show(call.name, call.key or "", _REFUSED)
             guard._keep_time(now)
             if tree.sinks:
-                guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id)
+                guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id, waits=waits)
         tree.deliver()
         return True
 

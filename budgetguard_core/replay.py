@@ -217,7 +217,7 @@ class Replay:
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
-                guard.withdraw_tool_call(ticket)
+                guard.withdraw_tool_call(ticket, waits=event.waits)
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
         elif isinstance(event, Aborted):

@@ -126,7 +126,7 @@ class RunState:
         )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
         self._tenant: LedgerRun | None = None
-        self._tenants: tuple[Self, ...] = self._payers()
+        self._tenants: tuple[Any, ...] = self._payers()
         self._begin()
 
     def _take_tenant(self, place: LedgerRun) -> None:
@@ -366,7 +366,12 @@ class RunState:
         if self._breakers is not None and snapshot.breakers is not None:
             self._breakers.go_on_from(snapshot.breakers, self._now())
         self._standing.go_on_from(
-            snapshot.trip, snapshot.observed, snapshot.aborted, snapshot.held, detector
+            snapshot.trip,
+            snapshot.observed,
+            # Whoever has ended this leg before it began has ended the run.
+            snapshot.aborted or self._standing.aborted,
+            snapshot.held,
+            detector,
         )
         if snapshot.aborted is not None and self.mode is Mode.ENFORCE:
             self.cancellation.cancel()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import budgetguard_langgraph._ambient as _ambient  # installs the hook of `guard.activate()`
-from budgetguard_langgraph._outcomes import outcome
-from budgetguard_langgraph.bounded import bounded
-from budgetguard_langgraph.callback import BudgetCallback
-from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
-from budgetguard_langgraph.resume import aresume, resume
+from budgetguard_core.kit import required
+
+with required("LangGraph", module="langgraph", extra="langgraph"):
+    import budgetguard_langgraph._ambient as _ambient  # installs the hook of the run around
+    from budgetguard_langgraph._outcomes import outcome
+    from budgetguard_langgraph.bounded import bounded
+    from budgetguard_langgraph.callback import BudgetCallback
+    from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
+    from budgetguard_langgraph.resume import aresume, resume
 
 if TYPE_CHECKING:
     from budgetguard_langgraph.executor import bounded_executor
@@ -29,9 +32,10 @@ __all__ = [
 
 # What needs more than LangGraph, and what has to be installed for it.
 _LAZY = {
-    "BudgetMiddleware": ("budgetguard_langgraph.middleware", "langchain"),
-    "bounded_executor": ("budgetguard_langgraph.executor", "langchain_classic"),
+    "BudgetMiddleware": ("LangChain", "langchain"),
+    "bounded_executor": ("langchain-classic", "langchain_classic"),
 }
+_FILES = {"BudgetMiddleware": "middleware", "bounded_executor": "executor"}
 
 del _ambient
 
@@ -41,13 +45,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module, framework = _LAZY[name]
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != framework:
-            raise
-        raise ImportError(
-            f"{name} needs {framework}, which is not installed. "
-            'Install it with the extra `langchain`: pip install ".[langchain]"'
-        ) from None
+    framework, module = _LAZY[name]
+    with required(framework, module=module, extra="langchain"):
+        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -1,37 +1,92 @@
-"""The hook through which `guard.activate()` reaches code whose configuration is out of reach."""
+"""How a run reaches code whose configuration is out of reach: by the frame around it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import cast
+from typing import Any, Final, cast
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 
 from budgetguard_core import Guard
-from budgetguard_langgraph._calls import Calls, keep
+from budgetguard_core.frame import FRAME
+from budgetguard_core.kit import Frame, Run, current
+from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._seams import graph_of_manager
 from budgetguard_langgraph.callback import BudgetCallback
+
+_KEPT: Final = 64
+
+
+class _Callbacks:
+    """The callbacks of the guards of one tree; LangChain tells them apart by identity."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[str, BudgetCallback] = OrderedDict()
+
+
+class _FrameCallback(BudgetCallback):
+    """The callback of whatever is around the code: an `activate` block, another adapter's run."""
+
+    def _open(self, **facts: Any) -> Run:
+        """Begin a run on the guard itself where it is active in a block, and no run is around."""
+        frame = current()
+        if frame is None or frame.run is not None or frame.guard is not self.envelope.budget:
+            return super()._open(**facts)
+        token = FRAME.set(frame.above)
+        try:
+            return super()._open(**facts)
+        finally:
+            FRAME.reset(token)
+
+    def _stands_back(self, owner: GraphRun | None) -> bool:
+        """Leave to others what was opened inside: it is a part of the guard already."""
+        guard = self.envelope.budget
+        if owner is None or not isinstance(guard, Guard):
+            return False
+        return any(guard in one.lineage for one in owner.run.guards)
+
+
+def _callback_in(frame: Frame) -> BudgetCallback:
+    guard = frame.guard
+    known: OrderedDict[str, BudgetCallback] = guard.attachment(_Callbacks).known
+    found = known.get(guard.run_id)
+    if found is None or found.envelope.budget is not guard:
+        found = known[guard.run_id] = _FrameCallback(guard)
+        while len(known) > _KEPT:
+            known.popitem(last=False)
+    return found
 
 
 class _AmbientCallback:
-    """Looks to LangChain like a context variable with the callback of the active guard."""
+    """Looks to LangChain like a context variable with the callback of the run around the code."""
 
     def get(self) -> BaseCallbackHandler | None:
-        guard = Guard.active()
-        return None if guard is None else callback_for(guard)
+        frame = current()
+        if frame is None:
+            return None
+        if isinstance(frame, Step):
+            return cast("BaseCallbackHandler", frame.graph_run.opener)
+        return _callback_in(frame)
 
 
-def callback_for(guard: Guard) -> BudgetCallback:
-    """Return the one ambient callback of a guard; LangChain tells callbacks apart by identity."""
-    calls = guard.attachment(Calls)
-    with calls.lock:
-        found = calls.handlers.get(guard.run_id)
-        if found is None:
-            found = BudgetCallback(guard)
-            keep(calls.handlers, guard.run_id, found)
-    return cast("BudgetCallback", found)
+agents: Final[list[Callable[[Any], BaseCallbackHandler | None]]] = []
+"""How the callback of an agent that bounds itself is found; the middleware puts it here."""
 
 
-register_configure_hook(
-    cast("ContextVar[BaseCallbackHandler | None]", _AmbientCallback()), inheritable=True
-)
+class _AgentCallback:
+    """Looks to LangChain like a context variable with the callback of the agent that begins."""
+
+    def get(self) -> BaseCallbackHandler | None:
+        graph = graph_of_manager() if agents else None
+        if graph is None:
+            return None
+        return next((found for find in agents if (found := find(graph)) is not None), None)
+
+
+for _variable in (_AmbientCallback(), _AgentCallback()):
+    register_configure_hook(
+        cast("ContextVar[BaseCallbackHandler | None]", _variable), inheritable=True
+    )

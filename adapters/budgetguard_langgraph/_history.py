@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
-from budgetguard_core import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
-    Guard,
-    Trip,
-    synthetic_metadata,
-    synthetic_text,
-)
+from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN
 
 
 def messages_of(values: Any, key: str) -> list[BaseMessage]:
@@ -27,38 +21,69 @@ def messages_of(values: Any, key: str) -> list[BaseMessage]:
 
 
 def unanswered(messages: Sequence[BaseMessage]) -> list[tuple[str, str]]:
-    """List id and name of the tool calls that have no result yet."""
-    answered = {m.tool_call_id for m in messages if isinstance(m, ToolMessage)}
-    return [
-        (str(call["id"]), call["name"])
-        for message in messages
-        if isinstance(message, AIMessage)
-        for call in message.tool_calls
-        if call["id"] not in answered
-    ]
+    """List id and name of the tool calls that have no result yet, equal ids one by one."""
+    answered = Counter(m.tool_call_id for m in messages if isinstance(m, ToolMessage))
+    left: list[tuple[str, str]] = []
+    for message in messages:
+        for call in message.tool_calls if isinstance(message, AIMessage) else ():
+            id_ = str(call["id"])
+            if answered[id_] > 0:
+                answered[id_] -= 1
+            else:
+                left.append((id_, call["name"]))
+    return left
 
 
 def results_for(
     messages: Sequence[BaseMessage],
-    guard: Guard,
-    finished: Callable[[str], ToolMessage | None] = lambda _: None,
+    started: Sequence[str | None] = (),
+    finished: Mapping[str, Sequence[ToolMessage]] | None = None,
 ) -> list[BaseMessage]:
-    """Answer the open tool calls: with what they returned where that is known, else with a note."""
-    started = {ticket.call.id for ticket in guard.open_tool_calls()}
-    return [
-        finished(id_)
-        or ToolMessage(
-            OUTCOME_UNKNOWN if id_ in started else NOT_EXECUTED,
-            tool_call_id=id_,
-            name=name,
-            status="error",
-            id=str(uuid.uuid4()),
+    """Answer the open tool calls: with what they returned where that is known, else with a note.
+
+    Args:
+        messages: The conversation.
+        started: The ids of the calls that are in flight.
+        finished: What calls returned that their node has lost with its siblings, by id.
+    """
+    in_flight = Counter(started)
+    known = {id_: deque(results) for id_, results in (finished or {}).items()}
+    have = {m.id for m in messages if m.id is not None}
+    results: list[BaseMessage] = []
+    for id_, name in unanswered(messages):
+        lost = known.get(id_)
+        found = lost.popleft() if lost else None
+        if found is not None and (found.id is None or found.id not in have):
+            results.append(found)
+            continue
+        text = OUTCOME_UNKNOWN if in_flight[id_] > 0 else NOT_EXECUTED
+        in_flight[id_] -= 1
+        results.append(
+            ToolMessage(text, tool_call_id=id_, name=name, status="error", id=str(uuid.uuid4()))
         )
-        for id_, name in unanswered(messages)
-    ]
+    return results
 
 
-def synthetic_message(messages: Sequence[BaseMessage], guard: Guard, trip: Trip) -> AIMessage:
+def placed(messages: Sequence[BaseMessage], results: Sequence[BaseMessage]) -> list[BaseMessage]:
+    """Put results right behind the answers that asked for them, before whatever came after."""
+    waiting = [one for one in results if isinstance(one, ToolMessage)]
+    found: list[BaseMessage] = []
+    for place, message in enumerate(messages):
+        found.append(message)
+        following = messages[place + 1] if place + 1 < len(messages) else None
+        if waiting and not isinstance(following, ToolMessage):
+            open_ids = Counter(id_ for id_, _ in unanswered(found))
+            for one in [one for one in waiting if open_ids[one.tool_call_id] > 0]:
+                if open_ids[one.tool_call_id] > 0:
+                    open_ids[one.tool_call_id] -= 1
+                    waiting.remove(one)
+                    found.append(one)
+    return found
+
+
+def synthetic_message(
+    messages: Sequence[BaseMessage], text: str, metadata: Mapping[str, Any]
+) -> AIMessage:
     """Make the message that ends a stopped run.
 
     A conversation that ends with an answer already gets it as a part of that answer, because no
@@ -68,7 +93,6 @@ def synthetic_message(messages: Sequence[BaseMessage], guard: Guard, trip: Trip)
     if last is not None and is_synthetic(last):
         # A layer below this one has ended the run already.
         return cast("AIMessage", last)
-    text, metadata = synthetic_text(guard), synthetic_metadata(guard, trip)
     if isinstance(last, AIMessage) and not last.tool_calls:
         content = last.content
         if isinstance(content, str):
@@ -82,7 +106,7 @@ def synthetic_message(messages: Sequence[BaseMessage], guard: Guard, trip: Trip)
                 "id": last.id or str(uuid.uuid4()),
             }
         )
-    return AIMessage(text, response_metadata=metadata, id=str(uuid.uuid4()))
+    return AIMessage(text, response_metadata=dict(metadata), id=str(uuid.uuid4()))
 
 
 def is_synthetic(message: BaseMessage | None) -> bool:
@@ -90,24 +114,18 @@ def is_synthetic(message: BaseMessage | None) -> bool:
     return isinstance(message, AIMessage) and message.response_metadata.get("synthetic") is True
 
 
-def merged(messages: Sequence[BaseMessage], closing: Sequence[BaseMessage]) -> list[BaseMessage]:
-    """Append the closing messages; one with the id of an earlier message takes its place."""
-    ids = {message.id: place for place, message in enumerate(messages) if message.id is not None}
-    result = list(messages)
-    for message in closing:
-        place = ids.get(message.id) if message.id is not None else None
-        if place is not None:
-            result[place] = message
-        elif (
-            is_synthetic(message)
-            and result
-            and isinstance(result[-1], AIMessage)
-            and not result[-1].tool_calls
-        ):
-            result[-1] = message
-        else:
-            result.append(message)
-    return result
+def closed(
+    messages: Sequence[BaseMessage],
+    results: Sequence[BaseMessage],
+    text: str,
+    metadata: Mapping[str, Any],
+) -> list[BaseMessage]:
+    """Return the conversation with its open calls answered and the synthetic message at its end."""
+    whole = placed(messages, results)
+    last = synthetic_message(whole, text, metadata)
+    if whole and isinstance(whole[-1], AIMessage) and not whole[-1].tool_calls:
+        whole.pop()
+    return [*whole, last]
 
 
 def final_text(messages: Sequence[BaseMessage]) -> str | None:

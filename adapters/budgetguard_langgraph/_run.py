@@ -1,439 +1,391 @@
-"""One call of a bounded graph's entry point: whose it is, what the caller sees, how it ends."""
+"""A run of the kit in LangChain's world, and what is known of its calls in flight."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 from uuid import UUID
 
-import langgraph.errors
-from langchain_core.callbacks import BaseCallbackManager
-from langchain_core.messages import BaseMessage, messages_to_dict
-from langchain_core.runnables.config import var_child_runnable_config
-from langgraph.constants import END
-from langgraph.errors import GraphRecursionError
-from langgraph.types import Command, StateSnapshot, StateUpdate
+from langchain_core.messages import BaseMessage, ToolMessage
 
-from budgetguard_core import (
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    CheckpointStore,
-    Guard,
-    Outcome,
-    StopReason,
-    Trip,
-    Violation,
-    end_run,
+from budgetguard_core import Admit, ToolCall, Trip
+from budgetguard_core.frame import FRAME
+from budgetguard_core.kit import (
+    Batch,
+    Frame,
+    OpenModelCall,
+    OpenToolCall,
+    Prompt,
+    Run,
 )
-from budgetguard_langgraph._calls import Calls, chain, keep, part_of
-from budgetguard_langgraph._history import (
-    final_text,
-    merged,
-    messages_of,
-    results_for,
-    synthetic_message,
-    unanswered,
-)
-from budgetguard_langgraph._outcomes import remember
-from budgetguard_langgraph.callback import (
-    ANSWERED,
-    SCOPE,
-    BudgetCallback,
-    guard_around,
-    scope_of,
-    stop_of,
-)
-from budgetguard_langgraph.interrupts import BudgetInterrupt, is_budget_interrupt
+from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._seams import GraphCall
 
-NODE: Final = "budgetguard"
-"""The name under which the closing messages show up in `updates` and `messages` streams."""
-RUN_ID: Final = "budgetguard_run_id"
-"""The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
+_KEPT: Final = 64
+"""Graphs inside a run whose last prompt and last batch are known at the same time."""
+_REPLIES: Final = 16
 
-_TASK: Final = "__pregel_task_id"
-_INTERRUPT: Final = "__interrupt__"
-_INPUT: Final = "__start__"
-_PUSH: Final = "__pregel_push"
 
-# The framework's own caps; the later ones only since LangGraph 1.1.
-FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
-    GraphRecursionError,
-    *(
-        getattr(langgraph.errors, name)
-        for name in ("GraphDrained", "NodeTimeoutError")
-        if hasattr(langgraph.errors, name)
-    ),
-)
-STOPS: Final[tuple[type[Exception], ...]] = (BudgetExceeded, *FRAMEWORK_LIMITS)
+class Step(Frame):
+    """The frame of a stretch of a LangChain run: a node, a model call, a tool."""
+
+    __slots__ = ("before", "closed", "graph_run", "run_id")
+
+    def __init__(self, graph_run: GraphRun, call: Any = None, run_id: UUID | None = None) -> None:
+        run = graph_run.run
+        super().__init__(run.guard, run=run, call=call, above=run.above)
+        self.graph_run = graph_run
+        self.run_id = run_id
+        self.closed = False
+        self.before = _open_frame()
+
+    def enter(self) -> None:
+        """Make this the frame of the code that runs; hooks have no block to do it in."""
+        FRAME.set(self)
+
+    def leave(self) -> None:
+        """Take the frame back.
+
+        LangChain calls the end hooks of asynchronous code in another context: where this one was
+        set it stays, and from now on stands for what was there before.
+        """
+        self.closed, self.above = True, self.before
+        if FRAME.get() is self:
+            FRAME.set(_open_frame())
+
+    @property
+    def is_live(self) -> bool:
+        """Whether code in here still belongs to the run."""
+        return not self.closed and super().is_live
+
+
+def _open_frame() -> Frame | None:
+    frame = FRAME.get()
+    while isinstance(frame, Step) and frame.closed:
+        frame = frame.before
+    return frame
 
 
 @dataclass(slots=True)
-class Terms:
-    """How a graph is bounded; shared by its copies."""
+class ModelCallInFlight:
+    """A model call between its hooks."""
 
-    budget: Budget | Guard
-    on_trip: Literal["return", "raise"] = "return"
-    store: CheckpointStore | None = None
-    messages_key: str = "messages"
-    grace: float = 2.0
-    paused: OrderedDict[Any, Guard] = field(default_factory=OrderedDict[Any, Guard])
-    """The guards of threads that wait for a person's answer."""
-
-
-class _Callback(BudgetCallback):
-    """The callback of a bounded graph, which writes the ending itself."""
-
-    def __init__(self, guard: Guard, terms: Terms) -> None:
-        super().__init__(guard, store=terms.store, messages_key=terms.messages_key)
-        self._concludes = False
-        self._saves = terms.store is not None
-        self.root: UUID | None = None
-
-    def on_chain_start(
-        self,
-        serialized: dict[str, Any] | None,
-        inputs: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
-    ) -> None:
-        super().on_chain_start(
-            serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
-        )
-        if self.root is None:
-            run = self.run_of(run_id)
-            self.root = None if run is None else run.root
+    call: OpenModelCall
+    step: Step
+    prompt: Sequence[Any]
+    parameters: Mapping[str, Any] | None
+    namespace: str
+    place: Any
+    speaker: str | None
+    bounded: bool
+    streamed: list[str] = field(default_factory=list[str])
+    forget: Callable[[], None] = lambda: None
 
 
-class Run:
-    """One call of an entry point."""
+@dataclass(slots=True)
+class ToolCallInFlight:
+    """A tool call between its hooks."""
+
+    call: OpenToolCall
+    step: Step
+    forget: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Asked:
+    """The tool calls of one answer of a model, until their node runs them."""
+
+    calls: list[ToolCall]
+    batch: Batch | None = None
+
+
+class GraphRun:
+    """One run of the kit, as LangChain's hooks tell of it.
+
+    Attributes:
+        run: The run of the kit.
+        opener: The callback that opened it.
+        outer: The run around it, where that is one of this adapter too.
+        root: The id of the chain that it began with; None for calls outside of any chain.
+        conversation: The last conversation that a model was sent, with its answer.
+        waits: A person was asked, or the graph stopped at a breakpoint.
+        graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
+            its counters lie while it waits.
+        next_step: What was refused last.
+        stopped_inside: The stop of a run inside this one that is the same call of the graph.
+    """
 
     def __init__(
-        self, graph: Any, terms: Terms, given: Any, config: Any, options: dict[str, Any]
-    ) -> None:
-        self.graph = graph
-        self.terms = terms
-        self.given: Any = given
-        around: dict[str, Any] = {
-            name: value
-            for found in (var_child_runnable_config.get(), graph.config, config)
-            for name, value in _configurable(found).items()
-        }
-        self.nested = _TASK in around
-        self.checkpointed = (
-            not self.nested
-            and graph.checkpointer not in (None, False, True)
-            and around.get("thread_id") is not None
-        )
-        names = ("thread_id", "checkpoint_ns")
-        self.thread: Any = {"configurable": {n: around[n] for n in names if n in around}}
-        self.outer = guard_around(config)
-        self.config: Any = dict(config or {})
-        self.options = options
-        mode = options.pop("stream_mode", None)
-        if mode is None:
-            mode = "values" if self.nested else graph.stream_mode
-        self._single = isinstance(mode, str)
-        self._modes: list[str] = [mode] if isinstance(mode, str) else list(mode)
-        self._subgraphs = bool(options.get("subgraphs"))
-        self._typed = options.get("version", "v1") != "v1"
-        self.latest: Any = None
-        self._interrupted = False
-        self._paused = False
-
-    # Before
-
-    def begin(self, state: StateSnapshot | None) -> list[list[StateUpdate]] | None:
-        """Choose the guard and attach it.
-
-        Args:
-            state: The thread as it was left, where there is one.
-
-        Returns:
-            What has to be written to the thread first, because a stopped run left it open.
-
-        Raises:
-            AdapterError: A budget stop is to be answered like a person's approval.
-        """
-        stops = [i for i in _interrupts(state) if is_budget_interrupt(i)]
-        answer = getattr(self.given, "resume", None)
-        if answer is not None and stops:
-            raise AdapterError(ANSWERED)
-        self.guard = self._guard(state, stopped=bool(stops))
-        self.calls = self.guard.attachment(Calls)
-        shared = self.calls.enter()
-        if self.guard is self.terms.budget and self.outer is None:
-            if shared:
-                self.guard = part_of(self.guard)
-            elif not self._goes_on():
-                self.guard.user_turn()
-        self.callback = _Callback(self.guard, self.terms)
-        self._attach()
-        if state is None or self._goes_on():
-            return None
-        messages = messages_of(state.values, self.terms.messages_key)
-        if not state.next or not unanswered(messages) or len(stops) < len(_interrupts(state)):
-            return None
-        return self._updates(results_for(messages, self.guard), fold=True)
-
-    def _guard(self, state: StateSnapshot | None, *, stopped: bool) -> Guard:
-        budget = self.terms.budget
-        if isinstance(budget, Guard):
-            return budget
-        goes_on = self._goes_on()
-        if self.checkpointed:
-            waiting = self.terms.paused.pop(self._thread_id(), None)
-            # A person's answer does not begin the run anew.
-            if goes_on and waiting is not None:
-                return waiting
-        if goes_on and state is not None and state.next and self.terms.store is not None:
-            restored = self._restored(state, self.terms.store, budget if stopped else None)
-            if restored is not None:
-                return restored
-        return Guard(budget) if self.outer is None else self.outer.child(budget)
-
-    def _goes_on(self) -> bool:
-        return self.given is None or isinstance(self.given, Command)
-
-    def _restored(
-        self, state: StateSnapshot, store: CheckpointStore, budget: Budget | None
-    ) -> Guard | None:
-        """Take up the guard of a process that ended without a word, with all that it used."""
-        run_id = dict(state.metadata or {}).get(RUN_ID)
-        snapshot = None if not isinstance(run_id, str) else store.load(run_id)
-        if snapshot is None:
-            return None
-        given = cast("Budget", self.terms.budget)
-        if budget is not None or snapshot.trip is not None or snapshot.parent_run_id is not None:
-            return Guard.restore(snapshot, given)
-        return Guard.restore(snapshot, stop_when=given.stop_when)
-
-    def _attach(self) -> None:
-        config = self.config
-        callbacks: Any = config.get("callbacks")
-        if callbacks is None:
-            callbacks = (var_child_runnable_config.get() or {}).get("callbacks") or []
-        if isinstance(callbacks, BaseCallbackManager):
-            callbacks = callbacks.copy()
-            callbacks.add_handler(self.callback, inherit=True)
-        else:
-            callbacks = [*callbacks, self.callback]
-        config["callbacks"] = callbacks
-        marks = {SCOPE: scope_of(self.guard)}
-        if self.terms.store is not None:
-            marks[RUN_ID] = self.guard.run_id
-        config["metadata"] = {**(config.get("metadata") or {}), **marks}
-        limit = self._recursion_limit()
-        if limit is not None:
-            config.setdefault("recursion_limit", limit)
-        if self.checkpointed and self.options.get("durability") is None:
-            self.options["durability"] = "sync"
-        for name in [name for name, value in self.options.items() if value is None]:
-            del self.options[name]
-        self.options["stream_mode"] = (
-            self._modes if "values" in self._modes else [*self._modes, "values"]
-        )
-
-    def _recursion_limit(self) -> int | None:
-        """Return a number of super-steps that the caps end first, whatever the graph."""
-        budget = self.guard.budget
-        counts = [n for n in (budget.max_iterations, budget.max_model_calls) if n is not None]
-        steps = len(self.graph.nodes) + 1
-        return (min(counts) + 2) * steps if counts else None
-
-    def _thread_id(self) -> Any:
-        return tuple(self.thread["configurable"].items())
-
-    # While it runs
-
-    def seen(self, chunk: Any) -> Iterator[Any]:
-        """Take note of a chunk, and yield what the caller gets of it."""
-        namespace, mode, payload, interrupts = self._parts(chunk)
-        stops = False
-        if mode in ("values", "updates"):
-            payload, interrupts, stops = self._without_stops(namespace, payload, interrupts)
-        if mode == "values" and not namespace:
-            self.latest = payload
-        if mode in self._modes and not (stops and mode == "updates" and not payload):
-            yield self._chunk(mode, payload, namespace, interrupts)
-
-    def _parts(self, chunk: Any) -> tuple[tuple[str, ...], str, Any, tuple[Any, ...]]:
-        if self._typed:
-            namespace, interrupts = chunk.get("ns", ()), chunk.get("interrupts", ())
-            return tuple(namespace), chunk["type"], chunk["data"], tuple(interrupts)
-        if self._subgraphs:
-            return (*chunk, ())
-        return ((), *chunk, ())
-
-    def _chunk(
         self,
-        mode: str,
-        payload: Any,
-        namespace: tuple[str, ...] = (),
-        interrupts: tuple[Any, ...] = (),
-    ) -> Any:
-        if self._typed:
-            part = {"type": mode, "ns": namespace, "data": payload}
-            return {**part, "interrupts": interrupts} if mode == "values" else part
-        parts = (payload,) if self._single else (mode, payload)
-        if self._subgraphs:
-            return (namespace, *parts)
-        return payload if self._single else parts
+        run: Run,
+        opener: object,
+        root: UUID | None,
+        outer: GraphRun | None,
+        *,
+        answered: bool = False,
+    ) -> None:
+        self.run = run
+        self.opener = opener
+        self.root = root
+        self.outer = outer
+        self.lock = threading.RLock()
+        self.settled = threading.Condition(self.lock)
+        self.models: dict[UUID, ModelCallInFlight] = {}
+        self.tools: dict[UUID, ToolCallInFlight] = {}
+        self.ids: set[UUID] = set()
+        self.steps: dict[UUID, Step] = {}
+        self.graph_call: GraphCall | None = None
+        self.thread: Thread | None = None
+        self.slot = 0
+        self.inner: dict[int, GraphRun] = {}
+        self.failed: OrderedDict[Any, None] = OrderedDict()
+        self.results: dict[str, list[ToolMessage]] = {}
+        self.handoffs: set[str] = set()
+        self.conversation: Sequence[BaseMessage] = ()
+        self.interrupted: list[OpenToolCall] = []
+        self.waits = False
+        self.next_step: str | None = None
+        self.stopped_inside: Trip | None = None
+        self._asked: OrderedDict[str, list[Asked]] = OrderedDict()
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._replies: deque[str] = deque(maxlen=_REPLIES)
+        # Of a run that a person has answered: a call of a process that died is made once more.
+        self._waiting: deque[Admit] = deque(run.guard.open_tool_calls() if answered else ())
 
-    def _without_stops(
-        self, namespace: tuple[str, ...], payload: Any, interrupts: tuple[Any, ...]
-    ) -> tuple[Any, tuple[Any, ...], bool]:
-        told: tuple[Any, ...] = ()
-        if isinstance(payload, dict) and _INTERRUPT in payload:
-            told = tuple(cast("Sequence[Any]", payload[_INTERRUPT]))
-        found = (*interrupts, *told)
-        if not found:
-            return cast("Any", payload), interrupts, False
-        others = [one for one in found if not is_budget_interrupt(one)]
-        stopped = len(others) < len(found)
-        if not namespace:
-            self._interrupted |= stopped
-            self._paused |= bool(others)
-        if not stopped:
-            return cast("Any", payload), interrupts, False
-        if told:
-            left = {k: v for k, v in cast("dict[str, Any]", payload).items() if k != _INTERRUPT}
-            asked = tuple(one for one in told if not is_budget_interrupt(one))
-            payload = {**left, _INTERRUPT: asked} if asked else left
-        kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
-        return cast("Any", payload), kept, True
+    def opened_by(self, callback: object) -> GraphRun | None:
+        """Return this run, or the one around it, that a callback opened."""
+        found: GraphRun | None = self
+        while found is not None and found.opener is not callback:
+            found = found.outer
+        return found
 
-    # After
+    def is_below(self, other: GraphRun) -> bool:
+        """Tell whether this is a part of another run."""
+        found = self.outer
+        while found is not None and found is not other:
+            found = found.outer
+        return found is not None
 
-    def trip(self, error: Exception | None, cancelled: Trip | None = None) -> Trip | None:
-        """Return why the run was stopped, or None when it ended by itself.
+    def goes_through(self, trip: Trip) -> bool:
+        """Tell whether a stop is that of a run around this one, and has to reach it.
+
+        Runs that are the same call of a graph end together, and a guard that is active in a block
+        around the outermost run stops that run itself.
+        """
+        call = self
+        while call.outer is not None and call.root is not None and call.outer.root == call.root:
+            call = call.outer
+        frame = call.run.above
+        while frame is not None and frame.run is None:
+            frame = frame.above
+        return frame is not None and call.run.is_of_the_run_around(trip)
+
+    def tell(self, trip: Trip) -> None:
+        """Tell the runs around this one that are the same call of a graph why it was stopped."""
+        outer = self.outer
+        while outer is not None and self.root is not None and outer.root == self.root:
+            outer.stopped_inside = outer.stopped_inside or trip
+            outer = outer.outer
+
+    # Prompts
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether the size of a prompt matters before it is sent."""
+        return any(
+            one.budget.max_total_tokens is not None or one.budget.max_cost_usd is not None
+            for guard in self.run.guards
+            for one in guard.lineage
+        )
+
+    def prompt_of(self, namespace: str) -> Prompt:
+        """Return the projection of the prompts of one graph in this run."""
+        found = self._prompts.get(namespace)
+        if found is None:
+            found = self._prompts[namespace] = Prompt()
+            _shorten(self._prompts)
+        return found
+
+    def has_failed(self, place: Any) -> None:
+        """Note that a call failed here: the next one at this place is another attempt."""
+        with self.lock:
+            self.failed[place] = None
+            _shorten(self.failed)
+
+    def is_said_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
+        """Tell whether an answer belongs to what was said before in this run.
+
+        A graph that asks about one document after the other gets the same answer many times, and
+        is no conversation.
+        """
+        with self.lock:
+            before = set(self._replies)
+            self._replies.append(text)
+        return not before or any(getattr(one, "content", one) in before for one in _texts(prompt))
+
+    # Tool calls
+
+    def ask(self, namespace: str, calls: list[ToolCall]) -> None:
+        """Keep the tool calls of an answer until their node runs them."""
+        with self.lock:
+            # The graph has gone on, so what it asked for before is answered.
+            waiting: list[Asked] = []
+            for asked in self._asked.pop(namespace, ()):
+                if asked.batch is None:
+                    waiting.append(asked)
+                else:
+                    self.give_up(asked.batch)
+            if not waiting:
+                self.results.clear()
+            self._asked[namespace] = [*waiting[-_KEPT:], Asked(calls)]
+            _shorten(self._asked)
+
+    def give_up(self, batch: Batch) -> None:
+        """Take back what was admitted and never started."""
+        for call in batch.unstarted:
+            self.run.withdrawn(call)
+
+    def take(
+        self, namespace: str, call: ToolCall, known: Callable[[], Mapping[str, Any] | None]
+    ) -> OpenToolCall:
+        """Return the answer to a tool call that is about to start.
+
+        The calls of one answer are admitted together, when the first of them starts.
 
         Args:
-            error: What ended the graph, if anything.
-            cancelled: Why what hung was cancelled, if it was.
-
-        Raises:
-            BudgetExceeded: What ended is an envelope above this graph.
+            namespace: Where the graph is.
+            call: The call.
+            known: The tools that the node knows; a name that it does not know starts nothing.
         """
-        seen, self._prompt = stop_of(self.calls, self.callback.root, self.guard)
-        if cancelled is not None:
-            error = BudgetInterrupt(cancelled)
-        if isinstance(error, BudgetExceeded):
-            above = {one.run_id for one in chain(self.outer)}
-            if self.nested and error.trip.run_id in above:
-                raise error
-            return error.trip
-        if error is not None:
-            detail = f"{type(error).__name__}: {str(error)[:200]}"
-            self.guard.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail))
-            trip = self.guard.check()
-            if trip is None:
-                raise error
-            return trip
-        if self._interrupted:
-            return self.guard.trip or seen
-        if seen is not None:
-            return seen
-        # A node may have swallowed the stop, in a run that nobody else shares.
-        return self.guard.trip if isinstance(self.terms.budget, Budget) else None
+        with self.lock:
+            waiting = self._resumed(call)
+            if waiting is not None:
+                return waiting
+            for asked in self._asked.get(namespace, ()):
+                if not any(one.id == call.id and one.name == call.name for one in asked.calls):
+                    continue
+                if asked.batch is None:
+                    tools = known()
+                    asked.batch = self.run.batch(
+                        [one for one in asked.calls if tools is None or one.name in tools]
+                    )
+                found = asked.batch.take(call.id, call.name)
+                if found is not None:
+                    return found
+        return self.run.tool_call(call)
 
-    def wait(self, trip: Trip) -> None:
-        """Let tools that are in flight finish, where nothing says that they hang."""
-        if self.has_to_wait(trip):
-            self.calls.wait_for_tools(self.callback.root, self.terms.grace)
+    def _resumed(self, call: ToolCall) -> OpenToolCall | None:
+        """Find the call that waited for a person: its body runs again, and is the same call."""
+        for ticket in self._waiting:
+            if ticket.call.id == call.id and ticket.call.name == call.name:
+                self._waiting.remove(ticket)
+                return OpenToolCall(ticket.call, (ticket,))
+        return None
 
-    def has_to_wait(self, trip: Trip) -> bool:
-        """Tell whether `wait` would block."""
-        if self.nested or trip.reason in (StopReason.MAX_SECONDS, StopReason.ABORTED):
-            return False
-        return self.calls.runs_tools(self.callback.root)
+    def runs_tools(self) -> bool:
+        """Tell whether tools are in flight."""
+        return bool(self.tools)
 
-    def close(self, trip: Trip, state: StateSnapshot | None) -> list[list[StateUpdate]] | None:
-        """Close the conversation, and return what has to be written to the thread, if anything."""
-        values: Any = self.latest if state is None or not state.values else state.values
-        key = self.terms.messages_key
-        known = key in self.graph.channels or (isinstance(values, dict) and key in values)
-        messages = messages_of(values, key) if known else []
-        root = self.callback.root
-        results = results_for(messages, self.guard, lambda id_: self.calls.result_of(root, id_))
-        last = synthetic_message([*messages, *results], self.guard, trip)
-        self._closing = [*results, last]
-        self.messages = merged(messages, self._closing)
-        self.values: Any = values
-        if values is None or isinstance(values, dict):
-            ended: dict[str, Any] = {**(values or {}), "stop_reason": str(trip.reason)}
-            if known:
-                ended[key] = self.messages
-            self.values = ended
-        if state is None or key not in self.graph.channels:
-            return None
-        tasks: Any = state.tasks
-        sent = any(task.path and task.path[0] == _PUSH for task in tasks)
-        if state.next and sent and not unanswered(messages):
-            # Tasks with an input of their own cannot be scheduled again: they stay as they are.
-            return None
-        return self._updates(self._closing, fold=bool(state.next))
+    def wait_for_tools(self, seconds: float) -> None:
+        """Block until no tool is in flight, at most so long."""
+        with self.settled:
+            self.settled.wait_for(lambda: not self.tools, seconds)
 
-    def _updates(self, closing: Sequence[BaseMessage], *, fold: bool) -> list[list[StateUpdate]]:
-        """Keep what finished siblings wrote, append, and schedule nothing."""
-        kept = [[StateUpdate(None, END)]] if fold else []
-        append = [StateUpdate({self.terms.messages_key: list(closing)}, _INPUT)]
-        return [*kept, append, [StateUpdate(None, END)]]
+    def started(self) -> list[str | None]:
+        """List the ids of the calls whose body was started and has not ended."""
+        flying = [ticket.call.id for ticket in self.run.guard.open_tool_calls()]
+        inner = [one.call.call.id for one in self.tools.values()]
+        left = [call.call.id for call in self.interrupted]
+        return [*dict.fromkeys([*flying, *inner, *left])]
 
-    def conclude(self, trip: Trip | None) -> Outcome:
-        """Save and record the end of the run, and make its outcome."""
-        store = self.terms.store
-        key = self.terms.messages_key
-        if trip is None:
-            self.messages = messages_of(self.latest, key)
-            self.values = self.latest
-            if self._paused and self.checkpointed and isinstance(self.terms.budget, Budget):
-                keep(self.terms.paused, self._thread_id(), self.guard)
-        outcome = end_run(
-            self.guard,
-            trip=trip,
-            messages=self.messages,
-            final=final_text(self.messages),
-            store=store,
-            saved_messages=messages_to_dict(self.messages) if store is not None else None,
-            resume=None if trip is None else "resume(graph, config, budget)",
-        )
-        remember(self.values, key, outcome)
-        return outcome
+    # The end
 
-    def last_chunks(self, trip: Trip, outcome: Outcome) -> Iterator[Any]:
-        """Yield the end of a stopped stream, in each mode that was asked for.
+    def release(self, node: str) -> None:
+        """Charge the model calls below a node that was cancelled; they report nothing."""
+        with self.lock:
+            ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
+            flying = [self.models.pop(id_) for id_ in ids]
+        for one in flying:
+            one.forget()
+            self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
+            one.step.leave()
 
-        Raises:
-            BudgetExceeded: The caller asked for an exception.
-        """
-        if self.terms.on_trip == "raise":
-            raise BudgetExceeded(trip, outcome)
-        key, reason = self.terms.messages_key, str(trip.reason)
-        if "messages" in self._modes:
-            about = {"langgraph_node": NODE, "stop_reason": reason}
-            yield self._chunk("messages", (self._closing[-1], about))
-        if "updates" in self._modes:
-            yield self._chunk("updates", {NODE: {key: self._closing, "stop_reason": reason}})
-        if "values" in self._modes:
-            yield self._chunk("values", self.values)
+    def left(self, run_id: UUID) -> None:
+        """Forget a chain that is over."""
+        OWNERS.pop(run_id, None)
+        self.ids.discard(run_id)
+        step = self.steps.pop(run_id, None)
+        if step is not None:
+            step.leave()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Settle what reported no end, and forget every id."""
+        with self.lock:
+            models = list(self.models.values())
+            self.models.clear()
+            for asked in [one for many in self._asked.values() for one in many]:
+                if asked.batch is not None:
+                    self.give_up(asked.batch)
+            self._asked.clear()
+            self._prompts.clear()
+            for run_id in self.ids:
+                OWNERS.pop(run_id, None)
+            self.ids.clear()
+            for step in self.steps.values():
+                step.leave()
+            self.steps.clear()
+        for flying in models:
+            flying.forget()
+            # A cancelled call reports nothing at all.
+            self.run.failed(
+                flying.call, error or asyncio.CancelledError(), written="".join(flying.streamed)
+            )
+            flying.step.leave()
+        for inner in self.inner.values():
+            inner.leave(error)
+        self.inner.clear()
+
+    def settle_interrupted(self) -> None:
+        """Report the tools whose task was cancelled: nothing of them runs any more."""
+        calls, self.interrupted = self.interrupted, []
+        for call in calls:
+            self.run.finished(call, error="interrupted")
 
 
-def _configurable(config: Any) -> dict[str, Any]:
-    found: Any = None if config is None else config.get("configurable")
-    return found or {}
+OWNERS: Final[dict[UUID, GraphRun]] = {}
+"""The innermost run around each chain, model call and tool call that goes on."""
 
 
-def _interrupts(state: StateSnapshot | None) -> list[Any]:
-    if state is None:
-        return []
-    return [interrupt for task in state.tasks for interrupt in task.interrupts]
+def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
+    """Call back when the current task ends: a cancelled call reports no end.
+
+    Returns:
+        A function that takes it back.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    if task is None:
+        return lambda: None
+    watched = task
+
+    def ended(_: object) -> None:
+        call_back()
+
+    watched.add_done_callback(ended)
+    return lambda: cast("None", watched.remove_done_callback(ended))
 
 
-def metadata_of(state: StateSnapshot) -> Mapping[str, Any]:
-    """Return the metadata of a checkpoint."""
-    return cast("Mapping[str, Any]", state.metadata or {})
+def _texts(prompt: Sequence[Any]) -> list[Any]:
+    recent = prompt[-_REPLIES:]
+    return [one for one in recent if isinstance(getattr(one, "content", one), str)]
+
+
+def _shorten(store: OrderedDict[Any, Any]) -> None:
+    while len(store) > _KEPT:
+        store.popitem(last=False)

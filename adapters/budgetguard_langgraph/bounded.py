@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar, Unpack, cast
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
-from budgetguard_core import AdapterError, Budget, CheckpointStore, Guard
-from budgetguard_langgraph._run import STOPS, Run, Terms
-from budgetguard_langgraph._watch import Watch
-from budgetguard_langgraph.callback import check_arguments
+from budgetguard_core import AdapterError, Budget, Guard, Trip
+from budgetguard_core.kit import Envelope, EnvelopeOptions, cut_short, entered, envelope_of
+from budgetguard_langgraph._closing import FOLD
+from budgetguard_langgraph._seams import probe
+from budgetguard_langgraph._session import STOPS, Session, Terms
 
 _G = TypeVar("_G", bound=Pregel[Any, Any, Any, Any])
 
@@ -18,122 +22,205 @@ _G = TypeVar("_G", bound=Pregel[Any, Any, Any, Any])
 class BoundedGraph(Pregel[Any, Any, Any, Any]):
     """Overrides what every entry point of a graph goes through; made by `bounded`."""
 
-    _budgetguard: Terms
+    _budgetguard: tuple[Terms, ...]
 
     def stream(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Stream as the graph does; a stopped run ends with the closed state."""
-        run = Run(self, self._budgetguard, input, config, options)
-        state = self.get_state(run.thread) if run.checkpointed else None
-        opened = run.begin(state)
+        return self._stream(self._budgetguard, input, config, options)
+
+    def _stream(
+        self, budgets: Sequence[Terms], given: Any, config: Any, options: dict[str, Any]
+    ) -> Any:
+        if not budgets:
+            yield from cast("Any", super()).stream(given, config, **options)
+            return
+        *inner, terms = budgets
+        call = Session(self, terms, given, config, options)
+        state = self.get_state(call.address) if call.checkpointed else None
+        kept = call.thread.kept(call.slot) if call.checkpointed and call.goes_on else None
+        opened = call.begin(state, kept)
         error: Exception | None = None
+        parts: Any = None
         try:
             if opened is not None:
-                self.bulk_update_state(run.thread, opened)
-            parts: Any = cast("Any", super()).stream(input, run.config, **run.options)
-            for chunk in parts:
-                yield from run.seen(chunk)
+                self.bulk_update_state(call.address, opened)
+                rest = call.opened(self.get_state(call.address))
+                if rest is not None:
+                    self.bulk_update_state(call.address, rest)
+            parts = self._stream(inner, given, call.config, call.options)
+            while True:
+                # Not around the yield: what reads the stream is no part of the run.
+                with entered(call.frame):
+                    try:
+                        chunk = next(parts)
+                    except StopIteration:
+                        break
+                yield from call.view.seen(chunk)
         except STOPS as stop:
             error = stop
-        finally:
-            run.calls.leave()
-        trip = run.trip(error)
+        except BaseException as left:
+            if parts is not None:
+                with entered(call.frame):
+                    parts.close()
+            call.fail(left)
+            raise
+        trip = call.trip(error)
         if trip is None:
-            run.conclude(None)
+            call.conclude(None)
+            if call.checkpointed and call.graph_run.waits:
+                call.thread.keep(call.graph_run.run.guard, call.slot)
             return
-        run.wait(trip)
-        plan = run.close(trip, self.get_state(run.thread) if run.checkpointed else None)
-        if plan is not None:
-            self.bulk_update_state(run.thread, plan)
-        for chunk in run.last_chunks(trip, run.conclude(trip)):
-            yield chunk
+        if call.has_to_wait(trip):
+            call.wait()
+        call.graph_run.leave(error)
+        state = self.get_state(call.address) if call.checkpointed else None
+        if state is not None and not call.stays_open(state):
+            if state.next:
+                self.bulk_update_state(call.address, [FOLD])
+                state = self.get_state(call.address)
+            plan = call.close(trip, state)
+            if plan is not None:
+                self.bulk_update_state(call.address, plan)
+        else:
+            call.close(trip, None)
+        yield from call.last_chunks(trip, call.conclude(trip))
 
     async def astream(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input: Any, config: Any = None, **options: Any
     ) -> Any:
         """Stream as the graph does; deadline and abort also end what hangs."""
-        run = Run(self, self._budgetguard, input, config, options)
-        state = await self.aget_state(run.thread) if run.checkpointed else None
-        opened = run.begin(state)
+        parts: Any = self._astream(self._budgetguard, input, config, options)
+        try:
+            async for part in parts:
+                yield part
+        finally:
+            await parts.aclose()
+
+    async def _astream(
+        self, budgets: Sequence[Terms], given: Any, config: Any, options: dict[str, Any]
+    ) -> Any:
+        if not budgets:
+            plain: Any = cast("Any", super()).astream(given, config, **options)
+            try:
+                async for part in plain:
+                    yield part
+            finally:
+                await plain.aclose()
+            return
+        *inner, terms = budgets
+        call = Session(self, terms, given, config, options)
+        state = await self.aget_state(call.address) if call.checkpointed else None
+        kept = await call.thread.akept(call.slot) if call.checkpointed and call.goes_on else None
+        opened = call.begin(state, kept)
+        run = call.graph_run.run
         error: Exception | None = None
-        parts: Any = cast("Any", super()).astream(input, run.config, **run.options)
-        watch = Watch(run.guard)
+        cut: Trip | None = None
+        parts: Any = self._astream(inner, given, call.config, call.options)
         try:
             if opened is not None:
-                await self.abulk_update_state(run.thread, opened)
-            async with watch:
-                while True:
-                    try:
-                        # One pull after the other in this very task: its context is the run's.
-                        async with watch.pull():
-                            chunk = await anext(parts)
-                    except StopAsyncIteration:
-                        break
-                    for one in run.seen(chunk):
-                        yield one
+                await self.abulk_update_state(call.address, opened)
+                rest = call.opened(await self.aget_state(call.address))
+                if rest is not None:
+                    await self.abulk_update_state(call.address, rest)
+            while True:
+                chunk: Any = _NOTHING
+                # One pull after the other in this very task: its context is the run's.
+                with entered(call.frame), cut_short(run) as watch:
+                    chunk = await anext(parts, _NOTHING)
+                if watch is not None and watch.trip is not None:
+                    cut = watch.trip
+                if chunk is _NOTHING:
+                    break
+                for one in call.view.seen(chunk):
+                    yield one
+                if cut is not None:
+                    break
         except STOPS as stop:
             error = stop
-        except TimeoutError:
-            if watch.trip is None:
-                raise
-        finally:
-            run.calls.leave()
+        except BaseException as left:
+            with entered(call.frame):
+                await parts.aclose()
+            await run.in_thread(partial(call.fail, left))
+            raise
+        with entered(call.frame), suppress(*STOPS):
             await parts.aclose()
-        trip = run.trip(error, watch.trip)
+        trip = call.trip(error, cut)
         if trip is None:
-            await asyncio.to_thread(run.conclude, None)
+            await run.in_thread(lambda: call.conclude(None))
+            if call.checkpointed and call.graph_run.waits:
+                await call.thread.akeep(run.guard, call.slot)
             return
-        if run.has_to_wait(trip):
-            await asyncio.to_thread(run.wait, trip)
-        plan = run.close(trip, await self.aget_state(run.thread) if run.checkpointed else None)
-        if plan is not None:
-            await self.abulk_update_state(run.thread, plan)
-        outcome = await asyncio.to_thread(run.conclude, trip)
-        for chunk in run.last_chunks(trip, outcome):
-            yield chunk
+        if call.has_to_wait(trip):
+            await asyncio.to_thread(call.wait)
+        call.graph_run.leave(error)
+        state = await self.aget_state(call.address) if call.checkpointed else None
+        if state is not None and not call.stays_open(state):
+            if state.next:
+                await self.abulk_update_state(call.address, [FOLD])
+                state = await self.aget_state(call.address)
+            plan = call.close(trip, state)
+            if plan is not None:
+                await self.abulk_update_state(call.address, plan)
+        else:
+            call.close(trip, None)
+        outcome = await run.in_thread(lambda: call.conclude(trip))
+        for one in call.last_chunks(trip, outcome):
+            yield one
 
     def copy(self, update: dict[str, Any] | None = None) -> Any:
         """Copy the graph; the copy is bounded in the same way."""
-        return _bind(plain(self).copy(update), self._budgetguard)
+        return bind(plain(self).copy(update), self._budgetguard)
+
+
+_NOTHING = object()
 
 
 def bounded(
     graph: _G,
-    budget: Budget | Guard,
+    budget: Budget | Guard | Envelope,
     *,
-    on_trip: Literal["return", "raise"] = "return",
-    store: CheckpointStore | None = None,
     messages_key: str = "messages",
     grace: float = 2.0,
+    **options: Unpack[EnvelopeOptions],
 ) -> _G:
     """Return the same graph, of the same type, that ends every run within a budget.
 
     Every entry point (`invoke`, `stream`, `batch`, `astream_events`, ...) returns what it normally
     does. A stopped run returns its state so far: all tool calls answered, a synthetic last message
     with `response_metadata["stop_reason"]`, and a key `stop_reason`. With a checkpointer the
-    thread is closed in the same way and each step is on the disk before the next begins.
+    thread is closed in the same way and each step is on the disk before the next begins. A graph
+    that is bounded already is then bounded by both budgets.
 
     Args:
         graph: Any compiled graph: of `StateGraph.compile()`, `create_agent`, `@entrypoint`, ...
-        budget: A budget: a fresh guard per call and per item of a batch; a child of the guard
-            around it, if there is one. Or a guard, shared by reference.
-        on_trip: `return`, or `raise` to have `BudgetExceeded` raised, with the outcome.
-        store: Where the guard's own checkpoints go: on every step, so that a run that was killed
-            goes on in another process with all that it used.
-        messages_key: The key of the conversation in the graph's state.
+        budget: A budget: a fresh guard per call and per item of a batch; a part of the run around
+            it, if there is one. A guard, shared by reference. Or an envelope.
+        messages_key: The key of the conversation in the graph's state; where the state has none of
+            that name, the only channel with `add_messages` is it.
         grace: Seconds that tools in flight are given to finish when the run is stopped, except by
             its deadline or an abort.
+        options: As `budgetguard_core.kit.Envelope` takes them. With a `store` the guard is saved
+            on every step, so that a run that was killed goes on in another process with all that
+            it used.
 
     Raises:
-        AdapterError: The graph is not a compiled graph.
-        ConfigurationError: The budget is neither a `Budget` nor a `Guard`.
+        AdapterError: The graph is not a compiled graph, or the releases are not supported.
+        ConfigurationError: The budget or an option is none.
     """
-    check_arguments(budget, on_trip)
+    envelope = envelope_of(budget, **options)
     if not isinstance(cast("object", graph), Pregel):
         raise AdapterError(
             f"bounded takes a compiled graph, got {type(graph).__name__}. "
             "Compile it first, or pass BudgetCallback in the config."
         )
-    return cast("_G", _bind(plain(graph), Terms(budget, on_trip, store, messages_key, grace)))
+    probe()
+    budgets = (*terms_of(graph), Terms(envelope, messages_key, grace))
+    return cast("_G", bind(plain(graph), budgets))
+
+
+def terms_of(graph: Any) -> tuple[Terms, ...]:
+    """Return how a graph is bounded, the outermost budget last; nothing for a plain one."""
+    return cast("tuple[Terms, ...]", getattr(graph, "_budgetguard", ()))
 
 
 def plain(graph: Any) -> Any:
@@ -144,15 +231,11 @@ def plain(graph: Any) -> Any:
     return _made(kind, {k: v for k, v in vars(graph).items() if k != "_budgetguard"})
 
 
-def terms_of(graph: Any) -> Terms | None:
-    """Return how a graph is bounded, or None for a plain one."""
-    return cast("Terms | None", getattr(graph, "_budgetguard", None))
-
-
-def _bind(graph: Any, terms: Terms) -> Any:
+def bind(graph: Any, budgets: tuple[Terms, ...]) -> Any:
+    """Return a plain graph, bounded by these."""
     plain_kind = cast("type[Any]", type(graph))
     kind = type(f"Bounded{plain_kind.__name__}", (BoundedGraph, plain_kind), {})
-    return _made(kind, {**vars(graph), "_budgetguard": terms})
+    return _made(kind, {**vars(graph), "_budgetguard": budgets})
 
 
 def _made(kind: type[Any], attributes: dict[str, Any]) -> Any:

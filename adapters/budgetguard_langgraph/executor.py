@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Unpack, cast
 
 from langchain_classic.agents import AgentExecutor
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
@@ -14,39 +13,33 @@ from budgetguard_core import (
     AdapterError,
     Budget,
     BudgetExceeded,
-    CheckpointStore,
     Guard,
     Outcome,
     Trip,
-    end_run,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_langgraph._calls import Calls
-from budgetguard_langgraph._watch import Watch
-from budgetguard_langgraph.callback import BudgetCallback, check_arguments, guard_around
+from budgetguard_core.kit import (
+    Envelope,
+    EnvelopeOptions,
+    cut_short,
+    entered,
+    envelope_of,
+)
+from budgetguard_langgraph._owners import run_around
+from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
+from budgetguard_langgraph._session import Attached
 
-
-class _Callback(BudgetCallback):
-    def __init__(self, guard: Guard) -> None:
-        super().__init__(guard)
-        self._concludes = False
+_NOTHING = object()
 
 
 class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
     """An `AgentExecutor` that ends within a budget; made by `bounded_executor`."""
 
-    def __init__(
-        self,
-        executor: AgentExecutor,
-        budget: Budget | Guard,
-        on_trip: Literal["return", "raise"],
-        store: CheckpointStore | None,
-    ) -> None:
+    def __init__(self, executor: AgentExecutor, envelope: Envelope) -> None:
         self._executor = executor
-        self._budget = budget
-        self._on_trip = on_trip
-        self._store = store
+        self._envelope = envelope
         self.outcome: Outcome | None = None
         """The outcome of the run that ended last."""
 
@@ -57,19 +50,22 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Run the agent; a stopped run returns the steps that it took."""
-        guard, mine = self._begin(config)
+        mine, attached = self._begin(config)
         steps: list[Any] = []
         result: dict[str, Any] = {}
         stopped: BudgetExceeded | None = None
-        try:
-            # The steps come out of a stream only; what `invoke` had so far is lost when it raises.
-            for chunk in self._executor.stream(input, mine, **kwargs):
-                result = _taken(chunk, steps, result)
-        except BudgetExceeded as stop:
-            stopped = stop
-        finally:
-            guard.attachment(Calls).leave()
-        return self._end(guard, stopped, input, result, steps)
+        with entered(Step(mine)):
+            try:
+                # The steps come out of a stream only; what `invoke` had so far is lost when it
+                # raises.
+                for chunk in self._executor.stream(input, attached, **kwargs):
+                    result = _taken(chunk, steps, result)
+            except BudgetExceeded as stop:
+                stopped = stop
+            except BaseException as error:
+                self._fail(mine, error, input, steps)
+                raise
+        return self._end(mine, None if stopped is None else stopped.trip, input, result, steps)
 
     async def ainvoke(
         self,
@@ -78,86 +74,83 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Run the agent; deadline and abort also end what hangs."""
-        guard, mine = self._begin(config)
+        mine, attached = self._begin(config)
         steps: list[Any] = []
         result: dict[str, Any] = {}
-        stopped: BudgetExceeded | None = None
-        parts: Any = self._executor.astream(input, mine, **kwargs)
-        watch = Watch(guard)
-        try:
-            async with watch:
-                while True:
-                    try:
-                        async with watch.pull():
-                            chunk = await anext(parts)
-                    except StopAsyncIteration:
+        trip: Trip | None = None
+        parts: Any = self._executor.astream(input, attached, **kwargs)
+        with entered(Step(mine)):
+            try:
+                while trip is None:
+                    chunk: Any = _NOTHING
+                    with cut_short(mine.run) as watch:
+                        chunk = await anext(parts, _NOTHING)
+                    trip = None if watch is None else watch.trip
+                    if chunk is _NOTHING:
                         break
                     result = _taken(chunk, steps, result)
-        except BudgetExceeded as stop:
-            stopped = stop
-        except TimeoutError:
-            if watch.trip is None:
+            except BudgetExceeded as stop:
+                trip = stop.trip
+            except BaseException as error:
+                self._fail(mine, error, input, steps)
                 raise
-            stopped = BudgetExceeded(watch.trip)
-        finally:
-            guard.attachment(Calls).leave()
-            await parts.aclose()
-        return await asyncio.to_thread(self._end, guard, stopped, input, result, steps)
+            finally:
+                await parts.aclose()
+        return self._end(mine, trip, input, result, steps)
 
-    def _begin(self, config: RunnableConfig | None) -> tuple[Guard, RunnableConfig]:
-        budget = self._budget
-        if isinstance(budget, Guard):
-            guard = budget
-        else:
-            around = guard_around(cast("Mapping[str, Any] | None", config))
-            guard = Guard(budget) if around is None else around.child(budget)
-        mine = cast("dict[str, Any]", dict(config or {}))
-        callbacks: Any = mine.get("callbacks") or []
-        if isinstance(callbacks, list):
-            mine["callbacks"] = [*cast("list[Any]", callbacks), _Callback(guard)]
-        else:
-            mine["callbacks"] = callbacks.copy()
-            mine["callbacks"].add_handler(_Callback(guard), inherit=True)
-        guard.attachment(Calls).enter()
-        return guard, cast("RunnableConfig", mine)
+    def _begin(self, config: RunnableConfig | None) -> tuple[GraphRun, RunnableConfig]:
+        callback = Attached(self._envelope)
+        mine = GraphRun(self._envelope.open(user_spoke=True), callback, None, run_around())
+        callback.take(mine)
+        attached = cast("dict[str, Any]", dict(config or {}))
+        callbacks: Any = attached.get("callbacks") or surrounding_callbacks()
+        attached["callbacks"] = with_callback(callbacks, callback)
+        return mine, cast("RunnableConfig", attached)
+
+    def _fail(
+        self, mine: GraphRun, error: BaseException, given: dict[str, Any], steps: Sequence[Any]
+    ) -> None:
+        mine.leave(error)
+        history = _history(given, steps, None, mine.run.guard, None)
+        self.outcome = mine.run.fail(error, history, saved_messages=[str(step) for step in steps])
 
     def _end(
         self,
-        guard: Guard,
-        stopped: BudgetExceeded | None,
+        mine: GraphRun,
+        trip: Trip | None,
         given: dict[str, Any],
         result: dict[str, Any],
         steps: Sequence[Any],
     ) -> dict[str, Any]:
-        trip = None if stopped is None else stopped.trip
+        mine.leave(None)
+        run = mine.run
+        trip = run.stopped_by or trip
         ended = {**given, **result}
         if trip is not None:
             ended = {
                 **given,
-                "output": synthetic_text(guard),
+                "output": synthetic_text(run.guard),
                 "intermediate_steps": list(steps),
                 "stop_reason": str(trip.reason),
             }
-        outcome = end_run(
-            guard,
+        outcome = run.end(
+            _history(given, steps, ended.get("output"), run.guard, trip),
+            ended.get("output"),
             trip=trip,
-            messages=_history(given, steps, ended.get("output"), guard, trip),
-            final=ended.get("output"),
-            store=self._store,
             saved_messages=[str(step) for step in steps],
+            next_step=mine.next_step,
         )
+        mine.settle_interrupted()
         self.outcome = outcome
-        if trip is not None and self._on_trip == "raise":
+        if trip is not None and (run.is_to_raise or mine.goes_through(trip)):
             raise BudgetExceeded(trip, outcome)
         return ended
 
 
 def bounded_executor(
     executor: AgentExecutor,
-    budget: Budget | Guard,
-    *,
-    on_trip: Literal["return", "raise"] = "return",
-    store: CheckpointStore | None = None,
+    budget: Budget | Guard | Envelope,
+    **options: Unpack[EnvelopeOptions],
 ) -> BoundedExecutor:
     """Return the executor, ending within a budget: `{output, intermediate_steps, stop_reason}`.
 
@@ -165,21 +158,20 @@ def bounded_executor(
 
     Args:
         executor: The executor.
-        budget: A budget: a fresh guard per call. Or a guard, shared by reference.
-        on_trip: `return`, or `raise` to have `BudgetExceeded` raised, with the outcome.
-        store: Where the guard's checkpoint goes when the run ends.
+        budget: A budget: a fresh guard per call. A guard, shared by reference. Or an envelope.
+        options: As `budgetguard_core.kit.Envelope` takes them.
 
     Raises:
         AdapterError: It is not an `AgentExecutor`.
-        ConfigurationError: The budget is neither a `Budget` nor a `Guard`.
+        ConfigurationError: The budget or an option is none.
     """
-    check_arguments(budget, on_trip)
+    envelope = envelope_of(budget, **options)
     if not isinstance(cast("object", executor), AgentExecutor):
         raise AdapterError(
             f"bounded_executor takes an AgentExecutor, got {type(executor).__name__}. "
             "Use bounded for a graph, or pass BudgetCallback in the config."
         )
-    return BoundedExecutor(executor, budget, on_trip, store)
+    return BoundedExecutor(executor, envelope)
 
 
 def _taken(chunk: Any, steps: list[Any], result: dict[str, Any]) -> dict[str, Any]:
@@ -196,12 +188,13 @@ def _history(
     for action, observation in steps:
         messages += getattr(action, "message_log", None) or [AIMessage(str(action.log))]
         messages.append(_observed(action, observation))
+    if output is None:
+        return messages
     marks = {} if trip is None else synthetic_metadata(guard, trip)
     return [*messages, AIMessage(str(output), response_metadata=marks)]
 
 
 def _observed(action: Any, observation: Any) -> BaseMessage:
-
     id_ = getattr(action, "tool_call_id", None)
     if id_ is None:
         return HumanMessage(str(observation))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from langchain_core.runnables.config import var_child_runnable_config
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Interrupt
 
 from budgetguard_core import BudgetExceeded, Outcome, Trip
+from budgetguard_langgraph._seams import configuration
 
 TYPE = "budget_exceeded"
 """The `type` in the value of an interrupt that a budget made."""
@@ -22,8 +22,7 @@ class BudgetInterrupt(BudgetExceeded, GraphInterrupt):
 
     def __init__(self, trip: Trip, outcome: Outcome | None = None) -> None:
         BudgetExceeded.__init__(self, trip, outcome)
-        config = var_child_runnable_config.get() or {}
-        namespace = config.get("configurable", {}).get("checkpoint_ns", "")
+        namespace = configuration().get("checkpoint_ns", "")
         value = {
             "type": TYPE,
             "stop_reason": str(trip.reason),
@@ -46,3 +45,12 @@ def is_budget_interrupt(interrupt: Any) -> bool:
     """Tell whether an interrupt of a graph was made by a budget, not for a person to answer."""
     value = getattr(interrupt, "value", None)
     return isinstance(value, dict) and value.get("type") == TYPE  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def was_stopped(graph: Any, config: Any) -> bool:
+    """Tell whether a budget stopped a thread; False where its saver can only be awaited."""
+    try:
+        tasks: Any = graph.get_state(config).tasks
+    except Exception:
+        return False
+    return any(is_budget_interrupt(one) for task in tasks for one in task.interrupts)

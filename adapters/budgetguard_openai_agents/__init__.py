@@ -1,14 +1,18 @@
 """BudgetGuard for the OpenAI Agents SDK: hooks, and runs that end as a normal partial result."""
 
-from budgetguard_openai_agents._meter import RunStopped
-from budgetguard_openai_agents.hooks import BudgetHooks
-from budgetguard_openai_agents.runner import (
-    bounded_run,
-    bounded_run_streamed,
-    bounded_run_sync,
-    outcome,
-    unsent_input,
-)
+from budgetguard_core.kit import required
+
+with required("The OpenAI Agents SDK", module="agents", extra="openai-agents"):
+    from budgetguard_openai_agents._calls import RunStopped
+    from budgetguard_openai_agents._runner import uninstall
+    from budgetguard_openai_agents.hooks import BudgetHooks
+    from budgetguard_openai_agents.runner import (
+        bounded_run,
+        bounded_run_streamed,
+        bounded_run_sync,
+        outcome,
+        unsent_input,
+    )
 
 __all__ = [
     "BudgetHooks",
@@ -17,5 +21,6 @@ __all__ = [
     "bounded_run_streamed",
     "bounded_run_sync",
     "outcome",
+    "uninstall",
     "unsent_input",
 ]

@@ -1,13 +1,14 @@
-"""What the SDK would have returned, built for a run that was stopped."""
+"""What the SDK would have returned, built for a run that was stopped; and the end of every run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agents import (
     ItemHelpers,
+    MessageOutputItem,
     RunContextWrapper,
     RunErrorDetails,
     RunItem,
@@ -17,169 +18,233 @@ from agents import (
     TResponseInputItem,
 )
 
-from budgetguard_core import Outcome, Trip, end_run, synthetic_metadata, synthetic_text
-from budgetguard_openai_agents import _internals
+from budgetguard_core import Outcome, Trip, synthetic_metadata, synthetic_text
+from budgetguard_core.kit import remember
+from budgetguard_openai_agents import _seams, _session
+from budgetguard_openai_agents._calls import RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
     closing_items,
-    new_for_session,
+    part,
     synthetic_message,
 )
-from budgetguard_openai_agents._meter import Meter, RunStopped, is_gate
+from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents._tools import note, own_results
 
-OUTCOME = "_budgetguard_outcome"
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
     "result.to_input_list(), or with result.to_state()."
 )
+_ANSWER = "Answer with result.to_state(), and give that to the runner with a budget."
 
 
 def partial_result(
-    meter: Meter,
+    recorder: Recorder,
     trip: Trip,
     data: RunErrorDetails | RunResult | None,
     given: Any,
     options: dict[str, Any],
-) -> tuple[RunResult, list[RunItem]]:
+) -> RunResult:
     """Build the result of a stopped run.
 
     Args:
-        meter: The hooks of the run.
+        recorder: The hooks of the run.
         trip: Why it was stopped.
         data: What the SDK knows of it, None when its work was cancelled.
         given: The input of the run.
         options: Its options.
-
-    Returns:
-        The result, and its last items, which the user's session may not have.
     """
-    turns = meter.turns[-1:]
     if data is None:
-        data = _data_from(meter, given, options)
-        closing = closing_items(meter.turns, [], [])
-        last = closing_items(turns, [], [])
-    else:
-        closing = last = closing_items(turns, data.new_items, data.raw_responses, meter.resumed)
-    items = [item for item in data.new_items if item.type != "tool_approval_item"]
-    responses = list(data.raw_responses)
-    for turn in meter.turns:
-        if not any(turn.response is response for response in responses):
-            responses.append(turn.response)
-    message = last_message(meter, trip, data.last_agent, [*items, *closing])
+        data = _data_from(recorder, given, options)
+    items, responses = _closed(recorder, data.new_items, data.raw_responses)
+    items += _last(recorder, trip, data.last_agent, items)
     result = RunResult(
         input=data.input,
-        new_items=[*items, *closing, message],
+        new_items=items,
         raw_responses=responses,
-        final_output=_text_of(message),
+        final_output=_text_of(items[-1]),
         input_guardrail_results=data.input_guardrail_results,
         output_guardrail_results=data.output_guardrail_results,
-        # Older versions do not report these of a run that failed.
+        # Older releases do not report these of a run that failed.
         tool_input_guardrail_results=getattr(data, "tool_input_guardrail_results", []),
         tool_output_guardrail_results=getattr(data, "tool_output_guardrail_results", []),
         context_wrapper=data.context_wrapper,
         _last_agent=data.last_agent,
         max_turns=options.get("max_turns"),
     )
-    hide_gates(result)
-    _internals.complete_result(result, options)
-    return result, [*last, message]
+    _seams.complete_result(result, options)
+    return result
 
 
-def close_streamed(meter: Meter, trip: Trip, result: RunResultStreaming) -> list[RunItem]:
+def close_streamed(recorder: Recorder, trip: Trip, result: RunResultStreaming) -> list[RunItem]:
     """Give a streamed result its end; return the items that were added."""
-    for item in [one for one in result.new_items if one.type == "tool_approval_item"]:
-        result.new_items.remove(item)
-    closing = closing_items(meter.turns[-1:], result.new_items, result.raw_responses, meter.resumed)
-    message = last_message(meter, trip, result.last_agent, [*result.new_items, *closing])
-    closing.append(message)
-    _internals.extend_streamed(result, closing)
-    if meter.turns and not any(one is meter.turns[-1].response for one in result.raw_responses):
-        result.raw_responses = [*result.raw_responses, meter.turns[-1].response]
-    result.final_output = _text_of(message)
+    kept = len([one for one in result.new_items if one.type != "tool_approval_item"])
+    items, result.raw_responses = _closed(recorder, result.new_items, result.raw_responses)
+    closing = [*items[kept:], *_last(recorder, trip, result.last_agent, items)]
+    result.new_items = items[:kept]
+    _seams.extend_streamed(result, closing)
+    result.final_output = _text_of(closing[-1])
     result.is_complete = True
     return closing
 
 
-def last_message(meter: Meter, trip: Trip, agent: Any, items: list[RunItem]) -> SyntheticMessage:
-    """Make the synthetic message; a run above also gets what its sub-agent had said so far."""
-    text = synthetic_text(meter.guard)
-    if meter.guard.parent is not None:
-        said = ItemHelpers.text_message_outputs(items)
+def history_of(recorder: Recorder, given: Any, data: RunErrorDetails | None) -> list[Any]:
+    """Return the closed history of a run that an exception left."""
+    data = data or _data_from(recorder, given, {})
+    items, _ = _closed(recorder, data.new_items, data.raw_responses)
+    return [
+        *ItemHelpers.input_to_new_input_list(data.input),
+        *(item.to_input_item() for item in items),
+    ]
+
+
+def _last(
+    recorder: Recorder, trip: Trip, agent: Any, items: Sequence[RunItem]
+) -> list[SyntheticMessage]:
+    """Make the synthetic message; a run above also gets what its sub-agent had said so far.
+
+    There is none behind an answer that was cut short: its text is the last message.
+    """
+    if recorder.cut:
+        return []
+    run = recorder.run
+    text = synthetic_text(run.guard)
+    if run.above is not None and run.above.run is not None:
+        said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
-    return synthetic_message(agent, text, synthetic_metadata(meter.guard, trip))
+    return [synthetic_message(agent, text, synthetic_metadata(run.guard, trip))]
 
 
-def hide_gates(result: RunResult | RunResultStreaming) -> None:
-    """Take what our gates reported out of a result: they are not the user's guardrails."""
-    results = result.tool_input_guardrail_results
-    if results:
-        result.tool_input_guardrail_results = [one for one in results if not is_gate(one.guardrail)]
+def is_answered(recorder: Recorder, result: Any) -> bool:
+    """Tell whether a run that was stopped has an answer all the same.
+
+    It has one where the SDK ended the run by itself and had all that its answer needs: neither a
+    judge nor the call whose result is the answer was refused.
+    """
+    if recorder.run.trip is None or result.final_output is None:
+        return False
+    refused = [
+        one.shown()
+        for turn in recorder.turns[-1:]
+        for one in turn.asked
+        if one.partial is not None or (one.opened is not None and one.opened.refusal is not None)
+    ]
+    return result.final_output not in refused
 
 
 async def store_in_session(
-    meter: Meter,
-    session: Any,
-    closing: Sequence[RunItem],
-    unsaved: Sequence[TResponseInputItem] = (),
+    recorder: Recorder, session: Any, given: Any, result: RunResult | RunResultStreaming
 ) -> None:
     """Add to the user's session what the run was stopped before adding."""
     if session is None:
         return
+    new = [item.to_input_item() for item in result.new_items]
     try:
-        stored = await session.get_items(limit=2 * len(closing) + 8)
-        await session.add_items([*unsaved, *new_for_session(closing, stored)])
+        stored = await _session.read(session)
+        if isinstance(given, RunState):
+            compared = _session.compare(stored, result.to_input_list())
+        else:
+            own = ItemHelpers.input_to_new_input_list(given)
+            compared = _session.compare(stored, [*own, *new])
+            result.input = [*compared.before, *own]
+        await _session.add(session, compared.missing)
     except Exception as error:
-        meter.guard.report(f"session: {type(error).__name__}: {error}")
+        recorder.run.guard.report("session", error)
 
 
-async def conclude(meter: Meter, trip: Trip | None, result: RunResult | RunResultStreaming) -> None:
-    """End the run in the engine's order, and put the outcome where `outcome` finds it."""
-    config = meter.config
-    store = None if config is None else config.store
+async def conclude(
+    recorder: Recorder, trip: Trip | None, result: RunResult | RunResultStreaming
+) -> None:
+    """End the run, and put the outcome where `outcome` finds it.
+
+    Raises:
+        RunStopped: The caller wants it so, or the stop is that of a run around this one.
+    """
+    run = recorder.run
+    waits = bool(result.interruptions)
+    if waits:
+        recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
+        # A stop in the same batch holds against the next call, after the answer.
+        run.trip = None
+    else:
+        recorder.calls.close()
+    results = own_results(result.tool_input_guardrail_results)
     messages = result.to_input_list()
 
     def end() -> Outcome:
-        return end_run(
-            meter.guard,
+        if waits:
+            return run.pause(messages, resume=_ANSWER)
+        return run.end(
+            messages,
+            result.final_output,
             trip=trip,
-            messages=messages,
-            final=result.final_output,
-            store=store,
             next_step=None if trip is None else "call the model",
-            resume=None if trip is None else _RESUME,
+            resume=_RESUME,
         )
 
-    if trip is None and store is None:
-        found = end()
+    found = await run.in_thread(end)
+    if waits:
+        kept = run.guard.snapshot().model_dump(mode="json")
+        results.append(note({"snapshot": kept}))
+    result.tool_input_guardrail_results = results
+    remember(result, found)
+    hand_over(recorder, found)
+    stop = run.trip
+    if stop is not None and not waits and (run.is_to_raise or run.is_of_the_run_around(stop)):
+        raise RunStopped(stop, found)
+
+
+def hand_over(recorder: Recorder, found: Outcome) -> None:
+    """Leave what a stopped run had brought with the tool call that it is the body of."""
+    above = recorder.run.above
+    call = None if above is None else above.call
+    calls = getattr(above, "calls", None)
+    if found.status == "terminated" and calls is not None and call is not None:
+        calls.leave_partial(call, str(found.final))
+
+
+async def fail(recorder: Recorder, error: BaseException, given: Any) -> None:
+    """End a run that an exception or a cancellation left."""
+    recorder.close(error)
+    data: RunErrorDetails | None = getattr(error, "run_data", None)
+    messages = history_of(recorder, given, data)
+    end: Callable[[], Outcome] = lambda: recorder.run.fail(error, messages, resume=_RESUME)  # noqa: E731
+    if isinstance(error, asyncio.CancelledError):
+        # Whoever cancels a run does not wait for its store.
+        end()
     else:
-        found = await asyncio.to_thread(end)
-    setattr(result, OUTCOME, found)
-    if trip is not None and config is not None and config.on_trip == "raise":
-        raise RunStopped(trip, found)
+        await recorder.run.in_thread(end)
 
 
-def _data_from(meter: Meter, given: Any, options: dict[str, Any]) -> RunErrorDetails:
+def _closed(
+    recorder: Recorder, new_items: Sequence[RunItem], raw_responses: Sequence[Any]
+) -> tuple[list[RunItem], list[Any]]:
+    """Return the items of a run with all that is missing, and its responses likewise."""
+    calls = recorder.calls
+    items: list[RunItem] = [one for one in new_items if one.type != "tool_approval_item"]
+    earlier: list[RunItem] = [one for one in calls.earlier if one.type != "tool_approval_item"]
+    items += closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
+    responses = list(raw_responses)
+    for turn in recorder.turns:
+        if not any(turn.response is response for response in responses):
+            responses.append(turn.response)
+    return items, responses
+
+
+def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunErrorDetails:
     """Rebuild what a cancelled run takes with it from what its hooks saw."""
-    sent: Any = meter.first_input
-    if sent is None:
-        sent = _history_of(given, meter) if isinstance(given, RunState) else given
+    resumed = isinstance(given, RunState)
+    sent: list[TResponseInputItem] | str = _seams.input_of(given) if resumed else given
     return RunErrorDetails(
         input=sent,
-        new_items=[],
+        new_items=list(recorder.calls.earlier),
         raw_responses=[],
-        last_agent=meter.agent,
-        context_wrapper=meter.context or RunContextWrapper(context=options.get("context")),
+        last_agent=recorder.agent,
+        context_wrapper=recorder.context or RunContextWrapper(context=options.get("context")),
         input_guardrail_results=[],
         output_guardrail_results=[],
     )
 
 
-def _history_of(state: Any, meter: Meter) -> list[TResponseInputItem]:
-    items = _internals.items_of(state)
-    items += closing_items([], items, [], meter.resumed)
-    history = [one.to_input_item() for one in items if one.type != "tool_approval_item"]
-    return [*_internals.input_of(state), *history]
-
-
-def _text_of(message: SyntheticMessage) -> str:
-    return ItemHelpers.text_message_output(message)
+def _text_of(item: RunItem) -> str:
+    return ItemHelpers.text_message_output(item) if isinstance(item, MessageOutputItem) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -27,11 +28,13 @@ from openai.types.responses import (
     ResponseOutputText,
 )
 
-from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, Admit, StopReason, ToolCall
+from budgetguard_core import NOT_EXECUTED, ToolCall
 from budgetguard_core.decision import ToolKind
+from budgetguard_core.kit import OpenToolCall
+from budgetguard_openai_agents import _seams
 
 # How the SDK names the tools that are called without a name.
-_LOCAL = {
+LOCAL = {
     "apply_patch_call": "apply_patch",
     "computer_call": "computer",
     "custom_tool_call": "",
@@ -60,28 +63,34 @@ class SyntheticMessage(MessageOutputItem):
         return {"role": "assistant", "content": ItemHelpers.text_message_output(self)}
 
 
-@dataclass(slots=True)
-class Requested:
-    """A tool call of a response, and what became of it."""
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A tool call that the model asked for. It is told apart by the object in its response."""
 
     raw: Any
     call: ToolCall
-    ticket: Admit | None = None
-    refusal: str | None = None
-    """What the model gets in place of a result."""
-    reason: StopReason | None = None
-    """Why the call was refused, where the run goes on."""
-    started: bool = False
-    ended: bool = False
-    result: object = None
+    opened: OpenToolCall | None = None
+    """What the budget says of it, once it was asked."""
     target: Agent[Any] | None = None
     """The agent that a handoff led to."""
+    error: BaseException | None = None
+    """What the tool raised, whatever the SDK made of that."""
+    partial: str | None = None
+    """What a run inside the tool had brought when it was stopped."""
+
+    @property
+    def type(self) -> str:
+        """The kind of item."""
+        return str(part(self.raw, "type"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a tool on this side is called: no handoff, and not by the provider."""
+        return self.call.kind == "function"
 
     def shown(self) -> object:
         """Return the result that the history shows."""
-        if self.ended:
-            return self.result
-        return OUTCOME_UNKNOWN if self.started else self.refusal or NOT_EXECUTED
+        return NOT_EXECUTED if self.opened is None else self.opened.answer
 
 
 @dataclass(slots=True)
@@ -90,7 +99,7 @@ class Turn:
 
     agent: Agent[Any]
     response: ModelResponse
-    requested: list[Requested] = field(default_factory=list[Requested])
+    asked: list[Asked] = field(default_factory=list[Asked])
 
 
 def part(item: object, name: str) -> Any:
@@ -100,25 +109,26 @@ def part(item: object, name: str) -> Any:
     return getattr(item, name, None)
 
 
-def requested_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Requested]:
+def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
-    handoffs = handoff_names(agent)
-    found: list[Requested] = []
+    found: list[Asked] = []
     for item in items:
         kind: ToolKind = "function"
         type_ = part(item, "type")
         if type_ in _HOSTED:
             name = _HOSTED[type_] or part(item, "name")
             call_id, kind = part(item, "id"), "hosted"
-        elif type_ in _LOCAL:
-            name = _LOCAL[type_] or part(item, "name")
+        elif type_ in LOCAL:
+            name = LOCAL[type_] or part(item, "name")
             call_id = part(item, "call_id")
-            if type_ == "function_call" and name in handoffs:
-                kind = "handoff"
+            if type_ == "function_call":
+                if name in handoff_names(agent):
+                    kind = "handoff"
+                name = _seams.qualified_name(name, part(item, "namespace"))
         else:
             continue
         call = ToolCall(name=str(name), arguments=_arguments(item), id=call_id, kind=kind)
-        found.append(Requested(item, call))
+        found.append(Asked(item, call))
     return found
 
 
@@ -146,76 +156,98 @@ def closing_items(
     turns: Sequence[Turn],
     items: Sequence[RunItem],
     responses: Sequence[ModelResponse],
-    resumed: Sequence[Requested] = (),
+    earlier: Sequence[RunItem] = (),
+    resumed: Sequence[Asked] = (),
 ) -> list[RunItem]:
     """List what is missing behind the items of a run for its history to be whole.
 
     Args:
-        turns: What the model answered and what became of it, as far as it can be missing.
+        turns: What the model answered and what became of it.
         items: The items that the SDK kept.
         responses: The responses that the SDK kept.
-        resumed: What became of calls that were asked for before this run went on.
+        earlier: The first of these items, which are of an earlier leg of the run.
+        resumed: What became of calls that the earlier leg had asked for.
     """
-    known = {one.call.id: one for one in resumed}
-    asked = {_call_id(item) for item in items if _is_call(item)}
-    answered = {_call_id(item) for item in items if item.type.endswith("_output_item")}
+    calls = _count_calls(items)
+    calls.subtract(_count_calls(earlier))
+    results = _count_results(items)
+    results.subtract(_count_results(earlier))
+    known = {id(one.raw): one for one in resumed}
+    by_id = {one.call.id: one for one in resumed}
     missing: list[RunItem] = []
+    open_before = _count_results(earlier)
+    for item in earlier:
+        if not _is_call(item):
+            continue
+        call_id = _call_id(item)
+        if open_before[call_id] > 0:
+            open_before[call_id] -= 1
+        elif results[call_id] > 0:
+            results[call_id] -= 1
+        else:
+            # It waited for approval. Whatever was not heard of since never started.
+            one = known.get(id(item.raw_item)) or by_id.get(call_id)
+            shown = NOT_EXECUTED if one is None else one.shown()
+            missing += result_items(item.agent, item.raw_item, shown)
     for turn in turns:
         kept = any(response is turn.response for response in responses)
-        missing += _turn_items(turn, asked, answered, kept=kept)
-        asked |= {one.call.id for one in turn.requested}
-        answered |= asked
-    for item in items:
-        if _is_call(item) and _call_id(item) not in answered:
-            # It waited for approval. Whatever was not heard of since never started.
-            one = known.get(_call_id(item)) or Requested(item.raw_item, ToolCall(name=""))
-            missing += result_items(item.agent, item.raw_item, one.shown())
+        missing += _turn_items(turn, calls, results, kept=kept)
     return missing
 
 
-def _turn_items(turn: Turn, asked: set[Any], answered: set[Any], *, kept: bool) -> list[RunItem]:
-    by_id = {id(one.raw): one for one in turn.requested}
-    calls: list[RunItem] = []
-    results: list[RunItem] = []
-    reasoning = all(_can_answer(one.raw) for one in turn.requested)
+def turn_items(turn: Turn) -> list[RunItem]:
+    """List everything of a turn, with a result for each call."""
+    return _turn_items(turn, Counter(), Counter(), kept=False)
+
+
+def _turn_items(
+    turn: Turn, calls: Counter[Any], results: Counter[Any], *, kept: bool
+) -> list[RunItem]:
+    by_raw = {id(one.raw): one for one in turn.asked}
+    asked: list[RunItem] = []
+    answered: list[RunItem] = []
+    with_reasoning = all(_can_answer(one.raw) for one in turn.asked)
     for item in turn.response.output:
-        requested = by_id.get(id(item))
+        one = by_raw.get(id(item))
         type_ = part(item, "type")
-        if requested is not None and requested.call.kind != "hosted":
-            new = requested.call.id not in asked
-            if new and _can_answer(item):
-                calls.append(_call_item(turn.agent, requested))
-            if requested.call.id not in answered:
-                results += _results(turn.agent, requested)
+        if one is not None and one.call.kind != "hosted":
+            if calls[one.call.id] > 0:
+                calls[one.call.id] -= 1
+            elif _can_answer(item):
+                asked.append(_call_item(turn.agent, one))
+            if results[one.call.id] > 0:
+                results[one.call.id] -= 1
+            else:
+                answered += _results(turn.agent, one)
         elif kept:
             continue
-        elif requested is not None:
-            calls.append(ToolCallItem(agent=turn.agent, raw_item=cast("Any", item)))
+        elif one is not None:
+            asked.append(ToolCallItem(agent=turn.agent, raw_item=cast("Any", item)))
         elif type_ == "message":
-            calls.append(MessageOutputItem(agent=turn.agent, raw_item=cast("Any", item)))
-        elif type_ == "reasoning" and reasoning:
+            asked.append(MessageOutputItem(agent=turn.agent, raw_item=cast("Any", item)))
+        elif type_ == "reasoning" and with_reasoning:
             # A provider rejects reasoning without the call that followed it.
-            calls.append(ReasoningItem(agent=turn.agent, raw_item=cast("Any", item)))
-    return [*calls, *results]
+            asked.append(ReasoningItem(agent=turn.agent, raw_item=cast("Any", item)))
+    return [*asked, *answered]
 
 
-def _call_item(agent: Agent[Any], requested: Requested) -> RunItem:
-    if requested.call.kind == "handoff":
-        return HandoffCallItem(agent=agent, raw_item=requested.raw)
-    return ToolCallItem(agent=agent, raw_item=requested.raw)
+def _call_item(agent: Agent[Any], one: Asked) -> RunItem:
+    if one.call.kind == "handoff":
+        return HandoffCallItem(agent=agent, raw_item=one.raw)
+    return ToolCallItem(agent=agent, raw_item=one.raw)
 
 
-def _results(agent: Agent[Any], requested: Requested) -> list[RunItem]:
-    if requested.target is not None:
+def _results(agent: Agent[Any], one: Asked) -> list[RunItem]:
+    if one.target is not None:
         return [
             HandoffOutputItem(
                 agent=agent,
-                raw_item=_function_output(requested.raw, requested.shown()),
+                raw_item=_function_output(one.raw, one.shown()),
                 source_agent=agent,
-                target_agent=requested.target,
+                target_agent=one.target,
             )
         ]
-    return result_items(agent, requested.raw, requested.shown())
+    return result_items(agent, one.raw, one.shown())
 
 
 def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:
@@ -259,7 +291,15 @@ def _can_answer(raw: Any) -> bool:
 
 
 def _is_call(item: RunItem) -> bool:
-    return item.type in ("tool_call_item", "handoff_call_item")
+    return item.type in ("tool_call_item", "handoff_call_item") and _call_id(item) is not None
+
+
+def _count_calls(items: Sequence[RunItem]) -> Counter[Any]:
+    return Counter(_call_id(item) for item in items if _is_call(item))
+
+
+def _count_results(items: Sequence[RunItem]) -> Counter[Any]:
+    return Counter(_call_id(item) for item in items if item.type.endswith("_output_item"))
 
 
 def _call_id(item: RunItem) -> Any:
@@ -277,28 +317,3 @@ def _arguments(item: object) -> Any:
 def transfer_text(agent: Agent[Any]) -> str:
     """Return what the SDK answers to the call of a handoff."""
     return json.dumps({"assistant": agent.name})
-
-
-def new_for_session(
-    items: Sequence[RunItem], stored: Sequence[TResponseInputItem]
-) -> list[TResponseInputItem]:
-    """List the items that a session does not hold yet.
-
-    Args:
-        items: The last turn's items that may be missing, and the closing ones.
-        stored: The end of what the session holds.
-    """
-    there = {(part(item, "type"), part(item, "call_id")) for item in stored}
-    saved = any(
-        _is_call(item) and (part(item.raw_item, "type"), _call_id(item)) in there for item in items
-    )
-    new: list[TResponseInputItem] = []
-    for item in items:
-        raw = item.to_input_item()
-        call_id = part(raw, "call_id")
-        if call_id is not None:
-            if (part(raw, "type"), call_id) not in there:
-                new.append(raw)
-        elif not saved or isinstance(item, SyntheticMessage):
-            new.append(raw)
-    return new

@@ -1,33 +1,38 @@
-"""Model settings that bound each call by what is left of the run."""
+"""Settings of a run that ask its budget: model settings, and what is sent to the model."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-import agents.run
 from agents import Agent, ModelRetrySettings, ModelSettings, RunConfig
+from agents.run import CallModelData, ModelInputData
+from pydantic.dataclasses import dataclass
 
-# From 0.24 on the runner closes the model provider that it made for a run without a
-# configuration; it still knows one of a mapping as its own.
-_TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
-_OWN = ("max_tokens", "retry", "timeout")
+from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._calls import around
+
+_OWN = ("include_usage", "max_tokens", "retry")
 
 
 class Bounds(Protocol):
     """What the settings ask the run that they belong to."""
 
-    agent: Agent[Any]
+    @property
+    def agent(self) -> Agent[Any]:
+        """The agent at work."""
+        ...
+
+    def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
+        """Ask for a model call that is about to be made, or stop the run."""
+        ...
 
     def output_bound(self, own: int | None) -> int | None:
         """Return the completion tokens that the next call may ask for."""
-        ...
-
-    def seconds_left(self) -> float | None:
-        """Return the time that the next call may take."""
         ...
 
     def admit_retry(self, error: BaseException | None) -> bool:
@@ -56,24 +61,21 @@ class BoundedSettings(ModelSettings):
         bounds: Bounds = self.__dict__["_bounds"]
         return bounds
 
-    def _given(self, name: str) -> Any:
-        """Return what the run or the agent says, None where this SDK has no such setting."""
-        own = getattr(self.base, name, None)
-        return getattr(self._run.agent.model_settings, name, None) if own is None else own
+    def own(self, name: str, agent: Agent[Any] | None = None) -> Any:
+        """Return what the run, or else the agent, says."""
+        own = getattr(self.base, name)
+        return getattr((agent or self._run.agent).model_settings, name) if own is None else own
 
     @property
     def max_tokens(self) -> int | None:  # type: ignore[override]
         """Completion tokens of the next call."""
-        return self._run.output_bound(self._given("max_tokens"))
+        return self._run.output_bound(self.own("max_tokens"))
 
     @property
-    def timeout(self) -> float | None:  # type: ignore[override]
-        """Seconds of the next call: its own limit, or the time left."""
-        own: float | None = self._given("timeout")
-        left = self._run.seconds_left()
-        if left is None or own is None:
-            return own if left is None else left
-        return min(own, left)
+    def include_usage(self) -> bool | None:  # type: ignore[override]
+        """Ask streams for their usage; some providers report it nowhere else."""
+        own: bool | None = self.own("include_usage")
+        return True if own is None else own
 
     @property
     def retry(self) -> ModelRetrySettings | None:  # type: ignore[override]
@@ -85,29 +87,84 @@ class BoundedSettings(ModelSettings):
         return self.base.retry
 
 
+@dataclass
+class _CallSettings(ModelSettings):
+    """The settings of one call. The SDK may have copied them before the call was admitted."""
+
+    def __post_init__(self) -> None:
+        calls = around()
+        if calls is not None:
+            calls.settings = self
+
+
+def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings]:
+    """Wrap the method of settings that makes those of a call, so that it can be bounded."""
+
+    @wraps(resolve)
+    def resolved(self: ModelSettings, override: Any) -> ModelSettings:
+        settings = resolve(self, override)
+        if isinstance(override, BoundedSettings):
+            settings = copy.copy(settings)
+            settings.__class__ = _CallSettings
+            settings.__post_init__()  # type: ignore[attr-defined]
+        return settings
+
+    return resolved
+
+
+class _Filter:
+    """What sees the input of each model call last, before the call's settings are read."""
+
+    def __init__(self, base: Callable[[CallModelData[Any]], Any] | None, settings: Any) -> None:
+        self.base = base
+        self._settings = settings
+
+    async def __call__(self, data: CallModelData[Any]) -> ModelInputData:
+        sent: Any = data.model_data
+        if self.base is not None:
+            sent = self.base(data)
+            if inspect.isawaitable(sent):
+                sent = await sent
+        if isinstance(sent, ModelInputData):
+            settings: BoundedSettings = self._settings
+            own = settings.own("max_tokens", data.agent)
+            settings.__dict__["_bounds"].admit(data.agent, sent, own)
+        # The SDK refuses what is none.
+        return cast("ModelInputData", sent)
+
+
 def bounded_config(
     config: RunConfig | dict[str, Any] | None, bounds: Bounds
 ) -> RunConfig | dict[str, Any]:
-    """Return the user's configuration of a run with settings that bound each call."""
-    given = config_of(config)
-    base = (given.model_settings if given else None) or ModelSettings()
-    if isinstance(base, BoundedSettings):
-        # A sub-agent inherits the configuration of the run above, whose bounds are not its own.
-        base = base.base
-    settings = BoundedSettings(base, bounds)
-    if config is None and _TAKES_MAPPING:
-        return {"model_settings": settings}
+    """Return the user's configuration of a run, asking the budget before each call."""
+    own = config_of(config)
+    settings = BoundedSettings(own.model_settings or ModelSettings(), bounds)
+    changes: dict[str, Any] = {
+        "model_settings": settings,
+        "call_model_input_filter": _Filter(own.call_model_input_filter, settings),
+    }
+    if config is None and _seams.TAKES_MAPPING:
+        return changes
     if isinstance(config, dict):
-        return {**config, "model_settings": settings}
-    return replace(given or RunConfig(), model_settings=settings)
+        return {**config, **changes}
+    return replace(own, **changes)
 
 
-def config_of(config: RunConfig | dict[str, Any] | None) -> RunConfig | None:
-    """Return a configuration as the object that it stands for."""
-    return RunConfig(**config) if isinstance(config, dict) else config
+def config_of(config: RunConfig | dict[str, Any] | None) -> RunConfig:
+    """Return a configuration as the user gave it.
+
+    A sub-agent inherits the one of the run above, whose bounds are not its own.
+    """
+    given = RunConfig(**config) if isinstance(config, dict) else config or RunConfig()
+    settings, filter_ = given.model_settings, given.call_model_input_filter
+    if isinstance(settings, BoundedSettings):
+        given = replace(given, model_settings=settings.base)
+    if isinstance(filter_, _Filter):
+        given = replace(given, call_model_input_filter=filter_.base)
+    return given
 
 
-def _admitted(policy: Callable[[Any], Any], bounds: Bounds) -> Callable[[Any], Any]:
+def _admitted(policy: Callable[[Any], Any], bounds: Bounds) -> Callable[[Any], Awaitable[Any]]:
     @wraps(policy)
     async def admit(context: Any) -> Any:
         decision = policy(context)

@@ -6,70 +6,89 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from agents import ItemHelpers, RunItem, RunResultStreaming, RunState, TResponseInputItem
+from agents import RunItem, RunResultStreaming
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import Trip
-from budgetguard_openai_agents import _internals
+from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._ending import (
     close_streamed,
     conclude,
-    hide_gates,
+    fail,
+    is_answered,
     store_in_session,
 )
-from budgetguard_openai_agents._meter import Meter
+from budgetguard_openai_agents._run import Recorder
 
 
 class StreamEnding:
     """Watches a streamed run and ends its stream normally.
 
     Args:
-        meter: The hooks of the run.
+        recorder: The hooks of the run.
         result: What the SDK returned; its task and its events are replaced.
         given: The input of the run.
         session: The user's session, if any.
     """
 
-    def __init__(self, meter: Meter, result: RunResultStreaming, given: Any, session: Any) -> None:
-        self._meter = meter
+    def __init__(
+        self, recorder: Recorder, result: RunResultStreaming, given: Any, session: Any
+    ) -> None:
+        self._recorder = recorder
         self._result = result
         self._given = given
         self._session = session
-        work = self._work = cast("asyncio.Task[Any]", result.run_loop_task)
+        self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
         self._closing: list[RunItem] = []
-        _internals.take_over_turns(result)
+        _seams.take_over_turns(result)
+        _seams.tap_events(result, recorder.see)
         result.run_loop_task = asyncio.create_task(self._run())
-        # A task that is cancelled before its first step never comes to pass it on.
-        result.run_loop_task.add_done_callback(lambda _: work.cancel())
+        result.run_loop_task.add_done_callback(self._is_over)
         cast("Any", result).stream_events = self._stream
 
-    async def _run(self) -> None:
-        meter, result = self._meter, self._result
-        trip, _ = await meter.ended(self._work)
-        hide_gates(result)
-        if trip is None and _internals.ran_out_of_turns(result):
-            trip = meter.framework_limit(f"Max turns ({result.max_turns}) exceeded")
-        if trip is None and (
-            meter.stopping is None or result.interruptions or _internals.is_cancelled(result)
-        ):
-            await conclude(meter, None, result)
-            return
-        trip = trip or cast("Trip", meter.stopping)
-        closing = close_streamed(meter, trip, result)
-        self._closing = closing
-        await store_in_session(meter, self._session, closing, self._unsaved_input())
-        await conclude(meter, trip, result)
+    def _is_over(self, task: asyncio.Task[Any]) -> None:
+        # A task that is cancelled before its first step never comes to end anything.
+        self._work.cancel()
+        if task.cancelled() and not self._recorder.run.ended:
+            self._recorder.close(asyncio.CancelledError())
+            self._recorder.run.fail(asyncio.CancelledError())
 
-    def _unsaved_input(self) -> list[TResponseInputItem]:
-        """List the user's words, where the run was stopped before the SDK saved them."""
-        if (
-            self._session is None
-            or isinstance(self._given, RunState)
-            or _internals.input_is_saved(self._result)
-        ):
-            return []
-        return ItemHelpers.input_to_new_input_list(self._given)
+    async def _run(self) -> None:
+        recorder, result, run = self._recorder, self._result, self._recorder.run
+        trip: Trip | None = None
+        try:
+            trip = await recorder.supervised(self._work)
+            if trip is None or (self._work.done() and not self._work.cancelled()):
+                self._work.result()
+            else:
+                recorder.cut_off()
+        except BaseException as error:
+            trip = await self._left_by(error)
+            if trip is None:
+                await fail(recorder, error, self._given)
+                raise
+            recorder.cut_off(error)
+        if trip is None and _seams.ran_out_of_turns(result):
+            trip = recorder.calls.framework_limit(f"Max turns ({result.max_turns}) exceeded")
+        if _seams.is_cancelled(result) and run.stopped_by is None:
+            await fail(recorder, asyncio.CancelledError("the stream was cancelled"), self._given)
+            return
+        trip = trip or recorder.calls.stopping or run.stopped_by
+        if trip is not None and not result.interruptions and not is_answered(recorder, result):
+            self._closing = close_streamed(recorder, trip, result)
+            await store_in_session(recorder, self._session, self._given, result)
+        await conclude(recorder, trip, result)
+
+    async def _left_by(self, error: BaseException) -> Trip | None:
+        if isinstance(error, asyncio.CancelledError) and self._recorder.run.stopped_by is not None:
+            # The SDK cancels a run whose input guardrail failed.
+            await asyncio.wait({self._work}, timeout=0)
+            failed = _seams.take_failed_guardrail(self._result)
+            if failed is not None:
+                cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+                error = failed
+        return self._recorder.left_by(error)
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
         events = cast("Any", self._events())
@@ -77,6 +96,15 @@ class StreamEnding:
         try:
             async for event in events:
                 yield event
+            left = False
+        except Exception as error:
+            # The consumer's side may hear of a failed guardrail before the run has ended, and in
+            # 0.18 is the only one to hear of it.
+            self._work.cancel()
+            shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
+            await asyncio.wait({shell})
+            if shell.cancelled() or shell.exception() or self._recorder.left_by(error) is None:
+                raise
             left = False
         finally:
             if left and not self._work.done():

@@ -42,6 +42,11 @@ def bounded(model: Any, tokens: int) -> Any:
     return model
 
 
+def is_bounded_by(model: Any, tokens: int) -> bool:
+    """Tell whether a model's own settings bound its completion to `tokens` or fewer."""
+    return bounded(model, tokens) is model
+
+
 def _with(model: Any, config: Mapping[str, Any], name: str, value: Any) -> Any:
     if isinstance(value, int) and _is_lower(config.get(name), value):
         return model

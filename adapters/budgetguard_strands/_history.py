@@ -3,45 +3,74 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from strands.hooks import MessageAddedEvent
 
-from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN
+from budgetguard_core import NOT_EXECUTED
+from budgetguard_core.kit import OpenToolCall
 
 # Plain dictionaries: the keys differ between Strands releases, and `metadata` is younger than some.
 Message: TypeAlias = dict[str, Any]
 
+STOPPED = "This work was stopped before it finished."
+"""The result of a tool whose body was stopped by a limit of the run around it."""
+
 _NOTHING: dict[str, Any] = {}
 
 
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One tool call of the batch in flight. It is told apart from others by its identity."""
+
+    use: Mapping[str, Any]
+    call: OpenToolCall
+    result: Any = None
+
+
+def find_call(asked: Sequence[Asked], use: Mapping[str, Any]) -> Asked | None:
+    """Find the open call of a tool use: that very one, or else one of the same id."""
+    left = [one for one in asked if one.result is None]
+    own = next((one for one in left if one.use is use), None)
+    return own or next((one for one in left if one.use["toolUseId"] == use["toolUseId"]), None)
+
+
 def results_for_open_calls(
-    messages: Sequence[Any], results: Mapping[str, Any], started: Collection[str]
+    messages: Sequence[Any], asked: Sequence[Asked], earlier: Sequence[Mapping[str, Any]]
 ) -> Message | None:
     """Answer the tool uses of the last message, or return None when none is open.
 
     Args:
         messages: The agent's history.
-        results: What the batch's finished calls returned, by id.
-        started: The ids of calls that were started and did not finish.
+        asked: The calls of the batch in flight.
+        earlier: Results of the same batch from before it was interrupted.
     """
     last: Message = messages[-1] if messages else {}
-    uses = [
-        block["toolUse"]["toolUseId"] for block in last.get("content", ()) if "toolUse" in block
-    ]
+    uses = [block["toolUse"] for block in last.get("content", ()) if "toolUse" in block]
     if not uses:
         return None
-    return {
-        "role": "user",
-        "content": [
-            {
-                "toolResult": results.get(use)
-                or error_result(use, OUTCOME_UNKNOWN if use in started else NOT_EXECUTED)
-            }
-            for use in uses
-        ],
-    }
+    # The last attempt counts of a call that a hook had tried again.
+    left = list({id(one.use): one for one in asked}.values())
+    kept = list(earlier)
+    content: list[dict[str, Any]] = []
+    for use in uses:
+        name = use["toolUseId"]
+        one = next((one for one in left if one.use is use), None) or next(
+            (one for one in left if one.use["toolUseId"] == name), None
+        )
+        result: Any = None
+        if one is not None:
+            left.remove(one)
+            result = one.result or error_result(name, str(one.call.answer))
+        else:
+            done = next((each for each in kept if each["toolUseId"] == name), None)
+            if done is not None:
+                kept.remove(done)
+                result = done
+        content.append({"toolResult": result or error_result(name, NOT_EXECUTED)})
+    return {"role": "user", "content": content}
 
 
 def error_result(tool_use_id: str, text: str) -> dict[str, Any]:
@@ -72,9 +101,11 @@ def with_text(result: Mapping[str, Any], *texts: str) -> Any:
     return {**result, "content": content}
 
 
-def failed(result: Mapping[str, Any], partial: str) -> Any:
-    """Mark the result of a sub-agent that was stopped, and add what it had found so far."""
-    return {**with_text(result, partial), "status": "error"}
+def of_stopped(result: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    """Make the result of a sub-agent that was stopped: its last words, and what it had found."""
+    texts = dict.fromkeys((text_of(messages[-1]), partial_work(messages)))
+    content = [{"text": text} for text in texts if text]
+    return {**result, "content": content, "status": "error"}
 
 
 def partial_work(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -1,76 +1,59 @@
-"""What an adapter has to remember about one agent's run."""
+"""One run of one agent: what is remembered between two of Strands' hooks."""
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+import asyncio
+from contextvars import Token
 from typing import Any
 
 from opentelemetry import trace
 
-from budgetguard_core import Admit, Guard, Trip
-from budgetguard_strands._watchdog import Watchdog
+from budgetguard_core import Guard, Trip
+from budgetguard_core.frame import FRAME
+from budgetguard_core.kit import Frame, OpenModelCall, OpenToolCall, Prompt
+from budgetguard_strands._history import Asked
+from budgetguard_strands._opening import Opened
 
 _NOTHING: frozenset[str] = frozenset()
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """One run of one agent, or of a swarm or graph, under one guard."""
+class AgentRun:
+    """One run of one agent, under one run of the kit.
 
-    provider: object
-    guard: Guard
-    metrics: object = None
-    """Strands' metrics, in which the invocation has its number."""
-    invocation: int = 0
-    """The number of Strands' invocation; a hook that resumes the agent stays in the same one."""
-    shared: bool = False
-    """The guard was given, and nothing of it is reset."""
-    parent: Run | None = None
-    bounded: bool = False
-    """The completion of each call is bounded."""
-    trip: Trip | None = None
-    """What ended the run; the guard may have tripped for another one."""
-    resumable: bool = False
-    """The last leg ended at a checkpoint of Strands' own: the next one belongs to this run."""
-    ended: bool = False
-    children: int = 0
-    """Sub-agents at work."""
-    watched: bool = False
-    """The leg is inside the watchdog; context-overflow recovery comes by a second time."""
+    A run has several legs where a hook resumes the agent within one invocation.
 
-    last_tokens: int = 0
-    """Tokens of the last model call."""
-    cycle: int = -1
-    overflowed: bool = False
-    recovered: bool = False
-    """The leg has recovered from a context overflow."""
-    call: Admit | None = None
-    """The model call in flight."""
-    model: Any = None
-    """The model that the call in flight went to, where Strands tells."""
-    usage: dict[str, Any] | None = None
-    """The call's usage, as its stream reported it."""
-    written: list[str] = field(default_factory=list[str])
-    """The text that the call in flight has written so far."""
-    span: trace.Span | None = None
+    Attributes:
+        run: What is told what happens, and decides.
+        inside: The run is a part of another one.
+        shared: Its guard was given, and nothing of it is reset.
+        of_node: It is that of a swarm's or graph's node.
+        metrics: Strands' metrics, in which the invocation has its number.
+        invocation: That number; a hook that resumes the agent stays in the same invocation.
+        resumed: A hook has resumed the agent: the next leg begins its iterations anew.
+        waiting: Calls of an earlier leg that waited for a person.
+        asked: The tool calls of the batch in flight.
+        error: What left the run.
+        snapshot: Where the run paused; None while it does not.
+        prompt: What the next prompt is projected with.
+    """
 
-    tools: dict[str, Admit] = field(default_factory=dict[str, Admit])
-    """Tool calls in flight, by id."""
-    results: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Finished calls of the batch in flight, by id."""
-    correction: str = ""
-    """Of a swarm or graph: what its next node is to be told."""
-    graph_limit: tuple[int | None] | None = None
-    """Of a stopped graph: its own limit, to be put back."""
-    warned: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    notices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Warnings that the stream has not carried yet."""
-    dog: Watchdog | None = None
-    runs: tuple[Run, ...] = ()
-    """The runs that this one is inside of, and itself."""
-    entered: Token[tuple[Run, ...]] | None = None
-    """To leave the run again when its step ends."""
+    def __init__(self, opened: Opened) -> None:
+        self.run, self.inside, self.shared, self.of_node = opened
+        self.metrics: object = None
+        self.invocation = 0
+        self.resumed = False
+        self.snapshot: Any = None
+        self.error: BaseException | None = None
+        self.prompt = Prompt()
+        self.span: trace.Span | None = None
+        self.waiting: list[OpenToolCall] = []
+        self.asked: list[Asked] = []
+        self._warned: dict[str, frozenset[str]] = {}
+        self._notices: list[dict[str, Any]] = []
+        self.begin_leg()
+        self.note_warnings(silently=True)
+
+    # A leg, and the model call in flight
 
     def begin_leg(self) -> None:
         """Forget what only the last leg was about."""
@@ -78,44 +61,99 @@ class Run:
         self.overflowed = False
         self.recovered = False
         self.watched = False
-        self.ended = False
-        self.resumable = False
-        self.begin_call()
-        self.results.clear()
+        self.streaming = False
+        self.cut_off = False
+        self.inner: Frame = self.run.frame()
+        self._token: Token[Frame | None] | None = None
+        self.awaiting: asyncio.Task[Any] | None = None
+        self._cancelled = False
+        self._earlier = 0
+        self.due = False
+        self.begin_call(None)
 
-    def begin_call(self) -> None:
+    def begin_call(self, call: OpenModelCall | None) -> None:
         """Forget what the last model call brought."""
-        self.call = None
-        self.model = None
-        if self.dog is not None:
-            self.dog.streaming = False
-        self.usage = None
-        self.written.clear()
+        self.call = call
+        self.model: Any = None
+        self.streaming = False
+        self.usage: Any = None
+        self.written: list[str] = []
 
-    def leave(self, around: ContextVar[tuple[Run, ...]]) -> None:
+    # The context of the run's code
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the running code is inside of the run."""
+        return self._token is not None
+
+    def enter(self) -> None:
+        """Let the running code be inside of the run, for one step."""
+        self._token = FRAME.set(self.inner)
+
+    def leave(self) -> None:
         """Let the running code be outside of the run again, if it is inside."""
-        if self.entered is not None:
-            around.reset(self.entered)
-            self.entered = None
+        if self._token is not None:
+            self.inner = FRAME.get() or self.inner
+            FRAME.reset(self._token)
+            self._token = None
+
+    def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
+        """Let the code that follows in this step be the body of a call, or of none."""
+        FRAME.set(self.run.frame() if call is None else call.frame)
+
+    # The deadline and an abort
+
+    def cut(self) -> None:
+        """End what the run awaits; between two events of a stream it awaits nothing."""
+        self.due = True
+        self.streaming = False
+        if self.awaiting is not None and not self._cancelled:
+            self._cancelled = True
+            self._earlier = self.awaiting.cancelling()
+            self.awaiting.cancel()
+
+    def took_effect(self) -> bool:
+        """Tell whether a cancellation that came up was the watcher's, and take it back if so."""
+        if not self._cancelled:
+            return False
+        self._cancelled = False
+        task = self.awaiting or asyncio.current_task()
+        # Somebody else may have cancelled the task as well: then it has to stay cancelled.
+        return task is not None and task.uncancel() <= self._earlier
+
+    # Warnings
 
     def take_notices(self) -> list[dict[str, Any]]:
-        """Return the warnings for the stream, and forget them."""
-        notices, self.notices = self.notices, []
+        """Return the warnings that the stream has not carried yet, and forget them."""
+        notices, self._notices = self._notices, []
         return notices
 
     def note_warnings(self, *, silently: bool = False) -> None:
         """Collect the warnings that were given since the last time, for the stream."""
-        guard: Guard | None = self.guard
-        while guard is not None:
-            given = guard.warnings
-            known = self.warned.get(guard.run_id, _NOTHING)
-            if len(given) != len(known):
-                self.warned[guard.run_id] = frozenset(given)
-                if not silently:
-                    self.notices += [
-                        _notice(guard, dimension) for dimension in given if dimension not in known
-                    ]
-            guard = guard.parent
+        for nearest in self.run.guards:
+            for guard in nearest.lineage:
+                given = guard.warnings
+                known = self._warned.get(guard.run_id, _NOTHING)
+                if len(given) != len(known):
+                    self._warned[guard.run_id] = frozenset(given)
+                    if not silently:
+                        self._notices += [_notice(guard, one) for one in given if one not in known]
+
+    # What holds
+
+    @property
+    def trip(self) -> Trip | None:
+        """Why the run has to end."""
+        return self.run.stopped_by
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the completion of each call is bounded, here or above."""
+        return any(
+            guard.budget.max_output_tokens_per_call is not None
+            for nearest in self.run.guards
+            for guard in nearest.lineage
+        )
 
 
 def _notice(guard: Guard, dimension: str) -> dict[str, Any]:

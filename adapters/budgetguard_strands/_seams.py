@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
 from strands import Agent
-from strands.hooks import HookRegistry
+from strands.hooks import AfterInvocationEvent, HookRegistry
 
 from budgetguard_core import AdapterError
 
@@ -151,6 +151,42 @@ def pass_on(agent: Agent, name: str, begin: Callable[[Any], None]) -> None:
     )
     # Not appended: the list may be the user's own, and shared.
     registry._handlers = [*handlers, inherited()]  # type: ignore[union-attr]  # noqa: SLF001
+
+
+def is_interrupted(agent: Agent) -> bool:
+    """Tell whether the agent waits for a person, or goes on with the answer."""
+    return bool(getattr(getattr(agent, "_interrupt_state", None), "activated", False))
+
+
+def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
+    """Tell whether a hook before ours waits for a person's word on a tool call."""
+    state = getattr(agent, "_interrupt_state", None)
+    interrupts: Mapping[str, Any] = getattr(state, "interrupts", None) or {}
+    mark = f":before_tool_call:{use['toolUseId']}:"
+    return any(mark in name and one.response is None for name, one in interrupts.items())
+
+
+def results_before_interrupt(agent: Agent) -> list[Any]:
+    """Return the results of a batch that were there when it was interrupted."""
+    state = getattr(agent, "_interrupt_state", None)
+    pending = getattr(state, "pending_tool_execution", None)
+    if pending is not None:
+        return list(pending.completed_tool_results)
+    # Releases before 1.40 keep them among the context.
+    context: Mapping[str, Any] = getattr(state, "context", None) or {}
+    return list(context.get("tool_results", ()))
+
+
+def forget_interrupt(agent: Agent) -> None:
+    """Take back that the agent waits for a person: its run was stopped."""
+    if is_interrupted(agent):
+        agent._interrupt_state.deactivate()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def goes_on(event: AfterInvocationEvent) -> bool:
+    """Tell whether Strands itself goes on after this leg, with the results of background tasks."""
+    state = getattr(event, "_continuation_state", None)
+    return bool(getattr(state, "inputs", None))
 
 
 def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:

@@ -1,44 +1,14 @@
-"""Strands' records of a model call, in the engine's inclusive buckets."""
+"""What Strands says of a model and of its failures."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from budgetguard_core import TokenUsage, estimate_tokens
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
-
-def token_usage(reported: Mapping[str, Any] | None) -> TokenUsage | None:
-    """Convert the `usage` of a stream's metadata; None when it says nothing.
-
-    Providers disagree on whether `inputTokens` includes the cache. Strands' own rule tells them
-    apart: where input plus output is the total, the cache is inside, otherwise it comes on top.
-    """
-    if not reported:
-        return None
-    inputs, outputs, total, read, write = (
-        _count(reported, name)
-        for name in (
-            "inputTokens",
-            "outputTokens",
-            "totalTokens",
-            "cacheReadInputTokens",
-            "cacheWriteInputTokens",
-        )
-    )
-    # Strands fills in zeros for a provider that reported nothing, and no real call is all zeros.
-    if not inputs + outputs + total + read + write:
-        return None
-    if inputs + outputs != total or read + write > inputs:
-        inputs += read + write
-    return TokenUsage(inputs, outputs, cache_read_tokens=read, cache_write_tokens=write)
-
-
-def estimated_usage(messages: Iterable[Any], written: str, projected: int) -> TokenUsage:
-    """Estimate a call that reported nothing, from what was sent and what came back."""
-    inputs = projected or estimate_tokens(json.dumps(list(messages), default=str))
-    return TokenUsage(inputs, estimate_tokens(written), estimated=True)
+# The provider turned the call away before it did any work; Strands' models drop the status.
+_REFUSALS = {ContextWindowOverflowException: 400, ModelThrottledException: 429}
 
 
 def model_name(model: Any) -> str | None:
@@ -48,6 +18,9 @@ def model_name(model: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _count(reported: Mapping[str, Any], name: str) -> int:
-    value = reported.get(name)
-    return value if type(value) is int and value > 0 else 0
+def with_status(error: BaseException | str) -> BaseException | str:
+    """Give a refusal of Strands' own the status that it stands for, and return it."""
+    for kind, status in _REFUSALS.items():
+        if isinstance(error, kind) and not hasattr(error, "status_code"):
+            setattr(error, "status_code", status)  # noqa: B010 - the class declares none
+    return error

@@ -374,12 +374,17 @@ class Run:
         for ticket in call.tickets:
             ticket.guard.settle_tool_call(ticket, result, error=error)
 
-    def withdrawn(self, call: OpenToolCall) -> None:
-        """Take back a call that was admitted and whose body did not start; it is not counted."""
+    def withdrawn(self, call: OpenToolCall, *, waits: bool = False) -> None:
+        """Take back a call that was admitted and whose body did not start; it is not counted.
+
+        Args:
+            call: What `batch` returned.
+            waits: A person is asked; the call is asked for again after the answer.
+        """
         if call.state == "waiting":
             call.state = "withdrawn"
             for ticket in call.tickets:
-                ticket.guard.withdraw_tool_call(ticket)
+                ticket.guard.withdraw_tool_call(ticket, waits=waits)
 
     # What holds
 

@@ -114,15 +114,15 @@ class Connection:
         """
         store = self.store()
         self._fail_fast()
-        for _ in range(_ATTEMPTS):
-            self.trips += 1
-            answer = self._guarded(store.step, replace(step, ledger=self._known))
-            if answer.status != "foreign":
-                break
+        self.trips += 1
+        answer = self._guarded(store.step, replace(step, ledger=self._known))
+        while answer.status == "foreign":
             met, _, adopted = answer.detail.partition(SEPARATOR)
             if not (met and adopted):
                 raise _changed(self._known, met)
             self._known = met
+            self.trips += 1
+            answer = self._guarded(store.step, replace(step, ledger=met))
         if answer.status == "windows":
             raise LedgerError(
                 "a hold must be reported in the windows that it was made in, got others. "

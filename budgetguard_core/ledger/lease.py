@@ -49,13 +49,17 @@ class Part:
 
     refusal: None = None
 
-    __slots__ = ("granted", "id", "left", "local", "op", "spent", "tokens_left", "until", "windows")
+    __slots__ = (
+        *("_tokens", "_usd", "granted", "id", "left", "local", "op"),
+        *("tokens_left", "until", "windows"),
+    )
 
     def __init__(self, name: str = "") -> None:
         self.id = name or uuid.uuid4().hex
         self.op = 0
         self.granted = ZERO
-        self.spent = ZERO
+        self._usd = 0
+        self._tokens = 0
         self.left = 0
         """Nano-dollars that are neither spent nor open."""
         self.tokens_left = 0
@@ -75,9 +79,17 @@ class Part:
 
     def settle(self, reserved: Amounts, spent: Amounts) -> None:
         """Replace what was set aside by what was measured."""
-        self.spent = Amount(self.spent[0] + spent[0], self.spent[1] + spent[1])
-        self.left += reserved[0] - spent[0]
-        self.tokens_left += reserved[1] - spent[1]
+        # Plain numbers: this is part of every guarded step.
+        usd, tokens = spent
+        self._usd += usd
+        self._tokens += tokens
+        self.left += reserved[0] - usd
+        self.tokens_left += reserved[1] - tokens
+
+    @property
+    def spent(self) -> Amount:
+        """What was measured so far."""
+        return Amount(self._usd, self._tokens)
 
     def opened(self) -> Amount:
         """Return what calls under way have set aside."""
@@ -210,10 +222,12 @@ class Lease:
         self._blocked = False
         self._low = ZERO
         self._runs_low = False
-        self._mean = ZERO
+        self._mean_usd = 0
+        self._mean_tokens = 0
         self._rate = (0.0, 0.0)
         self._rated_ns = now
-        self._since = ZERO
+        self._since_usd = 0
+        self._since_tokens = 0
         self._renewed_ns = now
         self._used_ns = now
         self._tight_until_ns = 0
@@ -239,15 +253,17 @@ class Lease:
         with self._lock:
             part.settle(reserved, spent)
             self._open -= 1
-            since, mean = self._since, self._mean
-            self._since = Amount(since[0] + spent[0], since[1] + spent[1])
-            if spent == ZERO:
+            usd, tokens = spent
+            if not (usd or tokens):
                 return  # given back unused
-            self._mean = (
-                Amount(mean[0] + ((spent[0] - mean[0]) >> 3), mean[1] + ((spent[1] - mean[1]) >> 3))
-                if mean != ZERO
-                else Amount(*spent)
-            )
+            self._since_usd += usd
+            self._since_tokens += tokens
+            # The mean of the last eight calls or so.
+            if self._mean_usd or self._mean_tokens:
+                self._mean_usd += (usd - self._mean_usd) >> 3
+                self._mean_tokens += (tokens - self._mean_tokens) >> 3
+            else:
+                self._mean_usd, self._mean_tokens = usd, tokens
 
     @property
     def open_calls(self) -> int:
@@ -428,8 +444,8 @@ class Lease:
             return max(least, min(int(rate * options.seconds), most))
 
         return Amount(
-            of(self._mean.usd, self._rate[0], need.usd),
-            of(self._mean.tokens, self._rate[1], need.tokens),
+            of(self._mean_usd, self._rate[0], need.usd),
+            of(self._mean_tokens, self._rate[1], need.tokens),
         )
 
     def _measure(self, now: int) -> None:
@@ -437,10 +453,11 @@ class Lease:
         if seconds > 0:
             weight = min(1.0, max(0.25, seconds / self._options.seconds))
             usd, tokens = self._rate
-            usd += (self._since.usd / seconds - usd) * weight
-            tokens += (self._since.tokens / seconds - tokens) * weight
+            usd += (self._since_usd / seconds - usd) * weight
+            tokens += (self._since_tokens / seconds - tokens) * weight
             self._rate = (usd, tokens)
-            self._since, self._rated_ns = ZERO, now
+            self._since_usd = self._since_tokens = 0
+            self._rated_ns = now
 
     def _roll(self, now: int) -> None:
         """At the edge of a window: calls under way settle where they were admitted."""

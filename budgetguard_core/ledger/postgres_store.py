@@ -346,16 +346,13 @@ def _bounded(connection: Any) -> Any:
     `tcp_user_timeout`, keepalives and `statement_timeout` all wait for it.
     """
 
-    class Bounded(connection):  # type: ignore[misc]
-        timeout: float | None = None
-
-        def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
-            if self.timeout is None:
-                return super().wait(gen, *args, **options)
+    def wait(self: Any, gen: Any, *args: Any, **options: Any) -> Any:
+        if self.timeout is not None:
             deadline = SystemClock.monotonic_ns() + int(self.timeout * 1e9)
-            return super().wait(_until(gen, deadline, self.pgconn.finish), *args, **options)
+            gen = _until(gen, deadline, self.pgconn.finish)
+        return connection.wait(self, gen, *args, **options)
 
-    return Bounded
+    return type("Bounded", (connection,), {"timeout": None, "wait": wait})
 
 
 def _until(

@@ -52,6 +52,7 @@ class RedisLedgerStore:
         try:
             import redis
             from redis.backoff import NoBackoff
+            from redis.exceptions import NoScriptError
             from redis.retry import Retry
         except ModuleNotFoundError as error:
             if error.name != "redis":
@@ -68,7 +69,7 @@ class RedisLedgerStore:
             "retry": Retry(NoBackoff(), 0),
         }
         self._errors = (redis.RedisError, OSError)
-        self._missing: type[Exception] = redis.exceptions.NoScriptError
+        self._missing: type[Exception] = NoScriptError
         self._class: Any = redis.Redis
         self._prefix = "{" + quote(name, safe="") + "}"
         self._conf = f"{self._prefix}:conf"

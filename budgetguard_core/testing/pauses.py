@@ -112,8 +112,8 @@ def paused(driver: Driver, mode: Mode) -> None:
         case = _Case(driver, mode, Script([calls(*batch), says("Never said.")]))
         guard = Guard(Budget(max_tool_calls=1))
         ran = case.begin(guard)
-        if str(outcome_of(ran).status) == "paused":
-            ran = case.go_on(ran, guard, "approve")
+        waits = str(outcome_of(ran).status) == "paused"
+        ran = case.go_on(ran, guard, "approve") if waits else ran
         check_stopped(ran, StopReason.MAX_TOOL_CALLS)
         check_equal("model calls of a batch that does not fit", case.script.calls, 1)
         check_equal("tool bodies of a batch that does not fit", len(case.started), 1)

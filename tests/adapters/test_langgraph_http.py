@@ -291,13 +291,28 @@ async def test_the_deadline_closes_a_request_that_hangs(server):
 def test_the_middleware_hands_over_the_time_left_and_the_bound(server, provider):
     guard = Guard(Budget(max_iterations=1, max_output_tokens_per_call=77, max_seconds=60))
     seen = []
+    model = chat(provider, server)
 
-    class Look(BudgetMiddleware):
-        def _request(self, request, guard):
-            seen.append(super()._request(request, guard))
-            return seen[-1]
+    class Look(type(model)):
+        def _generate(self, messages, stop=None, run_manager=None, **settings):
+            seen.append(settings)
+            return super()._generate(messages, stop, run_manager, **settings)
 
-    create_agent(chat(provider, server), TOOLS, middleware=[Look(guard)]).invoke(user("Go."))
-    assert 0 < seen[0].model_settings["timeout"] <= 60
+    model.__class__ = Look
+    create_agent(model, TOOLS, middleware=[BudgetMiddleware(guard)]).invoke(user("Go."))
+    assert 0 < seen[0]["timeout"] <= 60
     body = server.bodies[0]
     assert (body.get("max_tokens") or body.get("max_completion_tokens")) == 77
+
+
+@pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_the_bound_of_the_output_reaches_the_request_in_every_way(server, provider, way):
+    """Also of calls that no middleware wraps: by what is left of the tokens, and per call."""
+    guard = Guard(Budget(max_iterations=2, max_output_tokens_per_call=77, max_total_tokens=5000))
+    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
+    graph = create_agent(chat(provider, server), TOOLS, middleware=middleware)
+    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
+    (bounded(graph, guard) if way == "bounded" else graph).invoke(user("Go."), config)
+    bounds = [one.get("max_tokens") or one.get("max_completion_tokens") for one in server.bodies]
+    assert bounds == [77, 77]

@@ -8,19 +8,19 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import FakeListLLM
 from langchain_core.messages import AIMessage, HumanMessage
-from langchain_core.outputs import ChatGeneration, Generation, LLMResult
+from langchain_core.outputs import ChatGeneration, ChatResult, Generation, LLMResult
 
-from budgetguard_core import Budget, Guard, TokenUsage, estimate_tokens
+from budgetguard_core import Budget, Guard, TokenUsage
+from budgetguard_core.kit import project, reported_cost, token_usage
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback
-from budgetguard_langgraph._usage import (
-    PromptEstimator,
-    estimate_prompt,
-    model_of,
-    request_of,
-    usage_of,
-)
+from budgetguard_langgraph._usage import answer_of, model_of, request_of
 from conformance.budgetguard_langgraph_driver import ScriptedChat
+
+
+def usage_of(response):
+    record = answer_of(response) or response
+    return token_usage(record), reported_cost(record)
 
 
 def answered(metadata, **facts):
@@ -90,7 +90,14 @@ CASES = {
     ),
     "all zero": (tokens(0, 0), None),
     "nothing": (None, None),
-    "nonsense": ({"input_tokens": "7", "output_tokens": -3, "input_token_details": None}, None),
+    "a total larger than its parts": (
+        {"input_tokens": 100, "output_tokens": 0, "total_tokens": 150},
+        TokenUsage(100, 50),
+    ),
+    "nonsense": (
+        {"input_tokens": "7", "output_tokens": -3, "input_token_details": None},
+        TokenUsage(7, 0, estimated=True),
+    ),
 }
 
 
@@ -124,13 +131,15 @@ def test_the_model_s_name_comes_from_wherever_it_is_told():
 
 def test_estimates_count_text_blocks_images_tool_calls_and_tools():
     text = "word " * 60
-    plain = estimate_prompt([HumanMessage(text)], None)
-    assert plain == estimate_tokens(text)
+    plain = project([HumanMessage(text)])
+    assert plain > 60
     blocks = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
-    assert estimate_prompt([HumanMessage(blocks)], None) == plain + 1600
+    assert plain + 500 < project([HumanMessage(blocks)]) < plain + 3000
+    data = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+    assert project([HumanMessage([data])]) < 3000
     asked = AIMessage("", tool_calls=[{"name": "f", "args": {"a": text}, "id": "1"}])
-    assert estimate_prompt([asked], None) > plain
-    assert estimate_prompt([], {"tools": [{"name": "f", "description": text}]}) > plain
+    assert project([asked]) > 60
+    assert project([], tools=[{"name": "f", "description": text}]) > 60
 
 
 def called(model, guard, text="Go."):
@@ -169,15 +178,17 @@ def test_a_call_that_the_provider_turned_away_used_nothing(status, free):
     assert guard.usage.reserved_tokens == 0
 
 
-def test_a_conversation_is_estimated_message_by_message():
-    estimator = PromptEstimator()
-    messages = [HumanMessage("word " * n) for n in (60, 30, 90)]
-    tools = {"tools": [{"name": "f"}]}
-    for n in (1, 2, 3):
-        assert estimator.estimate(messages[:n], None) == estimate_prompt(messages[:n], None)
-    assert estimator.estimate(messages[1:], tools) == estimate_prompt(messages[1:], tools)
-    growing = messages[:1]
-    for one in messages[1:]:
-        estimator.estimate(growing, tools)
-        growing.append(one)
-        assert estimator.estimate(growing, tools) == estimate_prompt(growing, tools)
+@pytest.mark.parametrize("output", [0, None])
+def test_an_output_of_nothing_beside_a_text_is_estimated(output):
+    class Silent(ScriptedChat):
+        def _generate(self, messages, stop=None, run_manager=None, **_):
+            message = AIMessage("word " * 60)
+            usage = {"input_tokens": 100, "output_tokens": output, "total_tokens": 100}
+            object.__setattr__(message, "usage_metadata", usage)
+            return ChatResult(generations=[ChatGeneration(message=message)])
+
+    guard = Guard(Budget())
+    called(Silent(script=Script([])), guard)
+    assert guard.usage.input_tokens == 100
+    assert guard.usage.output_tokens > 50
+    assert guard.usage.estimated_calls == 1

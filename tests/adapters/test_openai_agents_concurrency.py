@@ -64,7 +64,7 @@ async def test_runs_started_with_one_hooks_object_do_not_share_anything():
     agent = agent_of(calls("search"), tools=[tool("search", [])])
     hooks = BudgetHooks(Budget(max_iterations=3))
     results = await asyncio.gather(
-        *(bounded_run(agent, "Go.", budget=hooks.budget, hooks=hooks) for _ in range(RUNS))
+        *(bounded_run(agent, "Go.", budget=hooks.envelope.budget, hooks=hooks) for _ in range(RUNS))
     )
     assert script_of(agent).calls == 3 * RUNS
     assert len({outcome(result).run_id for result in results}) == RUNS

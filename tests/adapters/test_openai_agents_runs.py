@@ -265,9 +265,11 @@ async def test_one_hooks_object_serves_many_runs_each_with_a_fresh_guard(mode):
 
 
 def test_what_cannot_be_a_budget_is_refused():
-    with pytest.raises(ConfigurationError, match="must be a Budget or a Guard, got int"):
+    with pytest.raises(
+        ConfigurationError, match="must be a Budget, a Guard or an Envelope, got int"
+    ):
         BudgetHooks(25)
-    with pytest.raises(ConfigurationError, match="belong to the Guard"):
+    with pytest.raises(ConfigurationError, match="must be left out with a Guard"):
         BudgetHooks(Guard(Budget()), mode=Mode.OBSERVE)
     with pytest.raises(ConfigurationError, match="one budget"):
         BudgetHooks(Budget(max_iterations=1), BudgetHooks(Budget(max_iterations=2)))
@@ -454,7 +456,7 @@ async def test_an_approval_interrupts_and_costs_nothing_until_it_is_given(mode):
     guard = Guard(Budget(max_tool_calls=1))
     result = await go(mode, agent, hooks=BudgetHooks(guard))
     assert len(result.interruptions) == 1
-    assert outcome(result).status == "completed"
+    assert outcome(result).status == "paused"
     assert guard.usage.tool_calls == 0
     assert guard.open_calls() == ()
     state = result.to_state()

@@ -43,10 +43,10 @@ from budgetguard_core import (
     StopReason,
     SystemClock,
 )
+from budgetguard_core.kit import token_usage
 from budgetguard_core.testing import MODEL, Call, Reply, Script, calls, check_history, says
 from budgetguard_core.usage import TokenUsage
 from budgetguard_strands import BudgetHookProvider, _seams
-from budgetguard_strands._usage import token_usage
 from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
 from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of, history_of
 
@@ -218,7 +218,7 @@ def test_rejected_values(value):
 
 @pytest.mark.parametrize("value", [5, "lots", {"max_iterations": 5}])
 def test_what_is_no_budget_is_rejected(value):
-    with pytest.raises(ConfigurationError, match="must be a Budget or a Guard"):
+    with pytest.raises(ConfigurationError, match="must be a Budget, a Guard or an Envelope"):
         BudgetHookProvider(value)
 
 
@@ -1022,8 +1022,8 @@ def test_a_child_with_a_guard_of_another_tree_is_bounded_by_both(counter):
     agent = made(script, child.as_tool(), hooks=[BudgetHookProvider(guard)])
     assert agent("Go.").stop_reason == "max_model_calls"
     assert (script.calls, child.model.script.calls) == (1, 5)
-    # `other` had admitted the sixth call when `guard` refused it; a place is never given back.
-    assert (guard.usage.model_calls, other.usage.model_calls) == (6, 6)
+    # `other` is charged beside, and gets its place back for the call that `guard` refused.
+    assert (guard.usage.model_calls, other.usage.model_calls) == (6, 5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -1337,7 +1337,7 @@ def test_one_agent_serves_runs_under_different_budgets(counter):
     assert script.calls == 4
     agent("Go.")
     assert script.calls == 13
-    with pytest.raises(ConfigurationError, match="must be a Budget or a Guard"):
+    with pytest.raises(ConfigurationError, match="must be a Budget, a Guard or an Envelope"):
         agent("Go.", invocation_state={"budgetguard": 5})
 
 

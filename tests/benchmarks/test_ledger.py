@@ -12,7 +12,7 @@ from decimal import Decimal
 import pytest
 
 import ledger_workers as workers
-from budgetguard_core import Guard, ModelCall, TokenUsage
+from budgetguard_core import Guard, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
@@ -148,11 +148,16 @@ def test_a_guarded_step_with_a_lease_beside_one_without(tmp_path):
     place = Place("sqlite", tmp_path)
     call = ModelCall(cost_usd=Decimal("0.0001"), input_tokens=100, max_output_tokens=100)
     usage = TokenUsage(100, 100)
+    numbers = []
 
     def step(guard):
         def act():
             ticket = guard.admit_model_call(call)
             guard.settle_model_call(ticket, usage, cost_usd=Decimal("0.0001"))
+            # A step: a model call and a tool call, nothing repeated.
+            numbers.append(len(numbers))
+            tool = guard.admit_tool_call(ToolCall(name="search", arguments={"q": len(numbers)}))
+            guard.settle_tool_call(tool, f"result {len(numbers)}")
 
         return act
 

@@ -22,7 +22,7 @@ from langgraph.prebuilt import ToolNode, create_react_agent, tools_condition
 from langgraph.types import Command, RetryPolicy, interrupt
 from pydantic import BaseModel
 
-from budgetguard_core import BudgetExceeded, Guard, TokenUsage
+from budgetguard_core import AdapterError, BudgetExceeded, Guard, TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,
@@ -53,35 +53,35 @@ class ScriptedChat(BaseChatModel):
     def bind_tools(self, tools, **settings):
         return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **settings)
 
-    def _generate(self, messages, stop=None, run_manager=None, **sent):
-        reply = self._next(messages, sent)
+    def _generate(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
+        reply = self._next(messages, sent, max_tokens)
         return ChatResult(generations=[ChatGeneration(message=message_of(reply))])
 
-    async def _agenerate(self, messages, stop=None, run_manager=None, **sent):
-        reply = self._next(messages, sent)
+    async def _agenerate(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
+        reply = self._next(messages, sent, max_tokens)
         if reply.hang:
             await hang()
         return ChatResult(generations=[ChatGeneration(message=message_of(reply))])
 
-    def _stream(self, messages, stop=None, run_manager=None, **sent):
-        yield from chunks_of(self._next(messages, sent))
+    def _stream(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
+        yield from chunks_of(self._next(messages, sent, max_tokens))
 
-    async def _astream(self, messages, stop=None, run_manager=None, **sent):
-        reply = self._next(messages, sent)
+    async def _astream(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
+        reply = self._next(messages, sent, max_tokens)
         if reply.hang:
             await hang()
         for chunk in chunks_of(reply):
             yield chunk
 
-    def _next(self, messages, sent):
+    def _next(self, messages, sent=(), bound=None):
         said = [
             [m.type, m.content, [[c["name"], c["args"]] for c in getattr(m, "tool_calls", ())]]
             for m in messages
         ]
         reply = self.script.next(
-            json.dumps([said, sent.get("tools")], ensure_ascii=False),
+            json.dumps([said, dict(sent).get("tools")], ensure_ascii=False),
             request=[message(one) for one in messages],
-            bound=sent.get("max_tokens"),
+            bound=bound,
         )
         if reply.error is not None:
             raise reply.error
@@ -334,11 +334,10 @@ class LangGraphDriver(Driver):
 
     def given(self, scenario):
         """The input of the run; None to go on."""
+        said = scenario.user_input
         if scenario.answer is not None:
             return Command(resume=self.answer(scenario.answer))
-        if scenario.user_input is None:
-            return None
-        return user(scenario.user_input)
+        return None if said is None else user(said)
 
     def answer(self, answer):
         """What the person says, in the form that the graph waits for."""
@@ -376,6 +375,13 @@ class LangGraphDriver(Driver):
             return result, chunks, error
         return result, chunks, None
 
+    def outcome_of(self, result):
+        """What the adapter says of a result; None where it says that it knows of no run."""
+        try:
+            return outcome(result)
+        except AdapterError:
+            return None
+
     def next_turn(self, graph, config):
         """What another turn on the thread begins with; its own two messages left out."""
         guard = Guard()
@@ -394,7 +400,7 @@ class LangGraphDriver(Driver):
             # The graph raised and gave back nothing: the caller has what it had before.
             native = []
         guard = scenario.guard
-        ended = outcome(result)
+        ended = self.outcome_of(result)
         if ended is None and isinstance(guard, Guard):
             ended = guard.outcome
         if error is not None:
@@ -524,7 +530,6 @@ class CallbackDriver(LangGraphDriver):
     # Where it cannot end a hung call, it is not to take long.
     patience = 3.0
     lacks: ClassVar = {
-        "bounded_output": "a callback cannot change a request; the middleware does",
         "structured": "a graph of one's own has no structured output",
     }
     deviations: ClassVar = {
@@ -535,6 +540,7 @@ class CallbackDriver(LangGraphDriver):
         (12, "async"): "a callback cannot cancel a call that hangs; `bounded` does",
         (12, "streamed"): "a callback cannot cancel a call that hangs; `bounded` does",
         22: "a callback cannot write to the stream: the closed history is in the outcome",
+        36: "a callback cannot write to the thread: the closed history is in the outcome",
     }
 
     def agent(self, scenario, script, tools, **options):
@@ -575,7 +581,6 @@ class BoundedDriver(LangGraphDriver):
     """`bounded` on an agent of LangChain's `create_agent`."""
 
     name = "bounded"
-    lacks: ClassVar = {"bounded_output": "a graph cannot change a request; the middleware does"}
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         return create_agent_graph(scenario, script, tools, checkpointer=checkpointer, top=top)

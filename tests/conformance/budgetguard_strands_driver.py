@@ -266,8 +266,9 @@ class StrandsDriver(Driver):
         return BudgetHookProvider(scenario.guard, on_trip=scenario.on_trip, store=scenario.store)
 
     def input_of(self, scenario: Scenario) -> Any:
+        said = scenario.user_input
         if scenario.answer is None or scenario.after is None:
-            return scenario.user_input
+            return said
         return [
             {"interruptResponse": {"interruptId": one.id, "response": scenario.answer}}
             for one in scenario.after.session.interrupts

@@ -197,7 +197,7 @@ REASONS = {
     25: MAX_ITERATIONS,
     26: r"model calls around and inside: \(2, 31\)",
     27: "model calls in the block: 31",
-    28: "status of a run that waits for a person: 'completed'",
+    28: "model calls before the answer: 0, expected 2",
     29: r"run_ended events: \[\]",
     30: "has read .* as an answer",
     31: r"model calls: \(4, 0\)",

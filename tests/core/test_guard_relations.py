@@ -204,3 +204,12 @@ def test_activate_blocks_are_found_and_left():
 def test_who_takes_events_is_known():
     assert logged()[0].has_sinks
     assert not Guard().has_sinks
+
+
+def test_a_guard_that_was_aborted_stays_so_when_it_adopts_an_earlier_leg():
+    first = Guard(Budget(max_iterations=5))
+    first.settle_model_call(first.admit_model_call(), TokenUsage(1, 1))
+    guard = Guard(Budget(max_iterations=5))
+    guard.abort("no")
+    assert guard.adopt(first.snapshot())
+    assert guard.check().reason is StopReason.ABORTED

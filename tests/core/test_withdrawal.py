@@ -80,3 +80,18 @@ def test_a_withdrawal_of_a_call_that_another_budget_refused_is_passed_over():
     guard.withdraw_tool_call(calls[1])
     replayed = replay(events, budget=Budget(max_tool_calls=1))
     assert replayed.usage.tool_calls == 1
+
+
+def test_a_call_that_waits_for_a_person_is_no_repetition_until_it_is_asked_for_again():
+    events = []
+    guard = Guard(Budget(max_tool_calls=20), sinks=[events.append], clock=ManualClock())
+    for number in range(8):
+        waiting = guard.admit_tool_call(ToolCall(name="send", arguments="{}"))
+        assert guard.withdraw_tool_call(waiting, waits=True)
+        again = guard.admit_tool_call(ToolCall(name="send", arguments="{}"))
+        assert isinstance(again, Admit)
+        guard.settle_tool_call(again, f"sent {number}")
+    assert guard.trip is None
+    assert guard.usage.tool_calls == 8
+    assert {record.status for record in guard.tool_calls} == {"completed"}
+    assert replay(events).tool_calls == guard.tool_calls

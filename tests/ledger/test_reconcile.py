@@ -85,6 +85,7 @@ def test_a_log_proves_what_a_dead_process_spent(sqlite, opened, tmp_path):
         Outcome(status="completed", stop_reason="completed", run_id=guard.run_id, usage=usage)
     )
     sink.flush()
+    sink.close()
     with log.open("a") as file:
         file.write('[1]\n{"cut')
     assert read_proofs([log])[hold.id].complete

@@ -21,10 +21,6 @@ SHARED_ADAPTER = {"langchain": "budgetguard_langgraph"}
 NO_FRAMEWORK = {"budgetguard_loop"}
 
 
-# Packages with an import circle: the rule against them joins when they have none.
-WITH_A_CIRCLE = {"budgetguard_openai_agents"}
-
-
 def contract(name: str) -> dict[str, list[str]]:
     (found,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"] == name]
     return found
@@ -68,15 +64,7 @@ def test_every_adapter_is_kept_from_the_command_line():
 
 def test_every_package_is_kept_from_circles():
     listed = contract("No import circle")["ancestors"]
-    assert listed == [
-        "budgetguard_core",
-        *(name for name in layout.packages() if name not in WITH_A_CIRCLE),
-    ]
-
-
-def test_a_package_without_a_circle_is_no_exception():
-    graph = grimp.build_graph(*sorted(WITH_A_CIRCLE), cache_dir=None)
-    assert {name for name in WITH_A_CIRCLE if graph.nominate_cycle_breakers(name)} == WITH_A_CIRCLE
+    assert listed == ["budgetguard_core", *layout.packages()]
 
 
 def test_no_module_imports_the_package_that_it_is_in():

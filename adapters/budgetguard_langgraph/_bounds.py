@@ -1,0 +1,78 @@
+"""The completion bound and the time limit of one request, in each package's own words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, Final, NamedTuple, cast
+
+_LOG: Final = logging.getLogger("budgetguard_langgraph")
+
+
+class _Words(NamedTuple):
+    tokens: str
+    timeout: str | None = None
+
+
+# Packages whose models take these settings with a call, whatever class of them is used. A model
+# of any other package is left alone unless it names the setting itself: one that it does not know
+# would break the call.
+_PACKAGES: Final[Mapping[str, _Words]] = {
+    "langchain_anthropic": _Words("max_tokens", "timeout"),
+    "langchain_deepseek": _Words("max_tokens", "timeout"),
+    "langchain_fireworks": _Words("max_tokens"),
+    "langchain_google_genai": _Words("max_output_tokens"),
+    "langchain_google_vertexai": _Words("max_output_tokens"),
+    "langchain_groq": _Words("max_tokens", "timeout"),
+    "langchain_mistralai": _Words("max_tokens"),
+    "langchain_openai": _Words("max_tokens", "timeout"),
+    "langchain_together": _Words("max_tokens", "timeout"),
+    "langchain_xai": _Words("max_tokens", "timeout"),
+}
+_KNOWN: dict[type, _Words | None] = {}
+_TOLD: set[str] = set()
+
+
+def can_be_bound(model: Any) -> bool:
+    """Tell whether a bound can be given to a model with a call."""
+    return _words(model) is not None
+
+
+def bind(model: Any, settings: dict[str, Any], tokens: int | None, seconds: float | None) -> bool:
+    """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
+    words = _words(model)
+    if words is None:
+        if tokens is not None:
+            _tell(type(model).__name__)
+        return False
+    if tokens is not None:
+        given: Any = settings.get(words.tokens)
+        settings[words.tokens] = min(given, tokens) if type(given) is int else tokens
+    if seconds is not None and words.timeout is not None:
+        limit: Any = settings.get(words.timeout)
+        known = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        settings[words.timeout] = min(seconds, limit) if known else seconds
+    return tokens is not None
+
+
+def _words(model: Any) -> _Words | None:
+    kind = cast("Any", type(model))
+    if kind not in _KNOWN:
+        packages = [one.__module__.partition(".")[0] for one in kind.__mro__]
+        words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)
+        if words is None and "max_tokens" in signature(kind._generate).parameters:  # noqa: SLF001
+            words = _Words("max_tokens")
+        _KNOWN[kind] = words
+    return _KNOWN[kind]
+
+
+def _tell(kind: str) -> None:
+    """Say once for each class that a bound cannot be given to it."""
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        _LOG.warning(
+            "The completion bound cannot be given to %s with a call; what it may write is "
+            "reserved instead. Set the bound on the model itself.",
+            kind,
+        )

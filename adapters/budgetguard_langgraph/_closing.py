@@ -1,0 +1,73 @@
+"""Writing the end of a conversation into a graph's state, whatever shape that has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from langchain_core.messages import BaseMessage
+from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
+from langgraph.constants import END
+from langgraph.types import Overwrite, StateSnapshot, StateUpdate
+
+from budgetguard_langgraph._history import messages_of
+from budgetguard_langgraph._seams import ROOT, START
+from budgetguard_langgraph.interrupts import is_budget_interrupt
+
+FOLD: Final = [StateUpdate(None, END)]
+"""Keeps what finished siblings wrote, and schedules nothing."""
+
+
+def conversation_key(graph: Any, messages_key: str) -> str | None:
+    """Return the channel that holds the conversation, None where no channel does."""
+    channels = graph.channels
+    for key in (messages_key, ROOT):
+        if key in channels:
+            return key
+    reduced = [
+        name
+        for name, channel in channels.items()
+        if "add_messages" in getattr(getattr(channel, "operator", None), "__name__", "")
+    ]
+    return reduced[0] if len(reduced) == 1 else None
+
+
+def conversation_in(values: Any, key: str | None) -> list[BaseMessage]:
+    """Return the conversation in a state, or nothing."""
+    if key is None:
+        return []
+    return messages_of(values, key)
+
+
+def write(graph: Any, key: str, whole: Sequence[BaseMessage]) -> list[list[StateUpdate]]:
+    """Return the updates that make this the whole conversation, with nothing left to run."""
+    value = replaced(graph, key, whole)
+    update: Any = value if key == ROOT else {key: value}
+    return [[StateUpdate(update, writer_of(graph, key))], FOLD]
+
+
+def replaced(graph: Any, key: str, whole: Sequence[BaseMessage]) -> Any:
+    """Return what to write to a channel so that it holds this.
+
+    A channel without a reducer takes the whole; one with a reducer is written past it, because
+    what a reducer of the user's makes of a message that takes another's place is not known.
+    """
+    return list(whole) if isinstance(graph.channels[key], LastValue) else Overwrite(list(whole))
+
+
+def writer_of(graph: Any, key: str) -> str:
+    """Return a node in whose name a channel can be written without a router of the user's."""
+    builder = graph.builder
+    routed: Any = builder.branches
+    given: Any = builder.schemas.get(builder.input_schema, {})
+    if key in given and not routed.get(START):
+        return START
+    names: list[str] = [name for name in graph.nodes if name != START]
+    return next((name for name in names if not routed.get(name)), names[0])
+
+
+def stops_of(state: StateSnapshot | None) -> tuple[int, int]:
+    """Count the interrupts of a thread that a budget made, and those that a person answers."""
+    found = [] if state is None else [one for task in state.tasks for one in task.interrupts]
+    stops = sum(is_budget_interrupt(one) for one in found)
+    return stops, len(found) - stops

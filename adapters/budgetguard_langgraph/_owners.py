@@ -1,0 +1,51 @@
+"""Whose a call is.
+
+LangChain tells callbacks apart by identity and calls by run ids, so a run is found by the id of the
+chain around a call, and by the frame where a configuration did not come through. Where several runs
+are around a call, the innermost one counts it: it is a part of the others.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+from uuid import UUID
+
+from budgetguard_core.kit import current
+from budgetguard_langgraph._run import OWNERS, GraphRun, Step
+from budgetguard_langgraph._seams import surrounding_run_id
+
+
+def owner_of(run_id: UUID | None, parent_run_id: UUID | None) -> GraphRun | None:
+    """Return the innermost run that a call belongs to, as far as it is known."""
+    known = None if run_id is None else OWNERS.get(run_id)
+    if known is None and parent_run_id is not None:
+        known = OWNERS.get(parent_run_id)
+    if known is None and OWNERS:
+        known = OWNERS.get(cast("UUID", surrounding_run_id()))
+    around = run_around()
+    if known is None or (around is not None and around.is_below(known)):
+        return around
+    return known
+
+
+def run_around() -> GraphRun | None:
+    """Return the run of this adapter that the code is a part of, by its frame."""
+    frame = current()
+    while frame is not None:
+        if isinstance(frame, Step):
+            return frame.graph_run
+        frame = frame.above
+    return None
+
+
+def is_counted_below(graph_run: GraphRun) -> bool:
+    """Tell whether a run of another adapter, inside this one, counts the calls of this code."""
+    frame = current()
+    if frame is None or isinstance(frame, Step) or frame.run is None:
+        return False
+    above = frame.run.above
+    while above is not None:
+        if above.run is graph_run.run:
+            return True
+        above = above.above
+    return False

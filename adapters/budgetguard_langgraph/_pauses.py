@@ -1,0 +1,112 @@
+"""What a run that waits for a person leaves on its thread: its counters, beside the question.
+
+A checkpoint takes writes of tasks; those of a task that no graph has are kept and never applied. So
+the counters lie in the framework's own checkpoint, whatever saver it has, and nothing of them is in
+the state. Caps are not read from there.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, Final
+
+from langgraph.checkpoint.base import BaseCheckpointSaver
+
+from budgetguard_core import BudgetGuardError, Guard, Snapshot
+from budgetguard_langgraph._seams import CHECKPOINTER
+
+_CHANNEL: Final = "budgetguard"
+_KEPT: Final = 1024
+# Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
+_HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
+
+
+class Thread:
+    """The thread of one graph run: where its checkpoints are.
+
+    Args:
+        graph: The graph.
+        configurable: The configurable part of the run's configuration.
+    """
+
+    def __init__(self, graph: Any, configurable: Any) -> None:
+        saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
+        thread_id = configurable.get("thread_id")
+        known = isinstance(saver, BaseCheckpointSaver) and thread_id is not None
+        self.saver: Any = saver if known else None
+        namespace = str(configurable.get("checkpoint_ns") or "")
+        if getattr(graph, "checkpointer", None) is True:
+            namespace = "|".join(part.split(":")[0] for part in namespace.split("|"))
+        self.config: Any = {
+            "configurable": {"thread_id": str(thread_id), "checkpoint_ns": namespace}
+        }
+        self.key = (str(thread_id), namespace)
+
+    def slot_in(self, outer: Any) -> int:
+        """Tell runs apart that are one inside the other on the same thread."""
+        if outer is None or outer.thread is None or outer.thread.key != self.key:
+            return 0
+        return int(outer.slot) + 1
+
+    def kept(self, slot: int) -> Snapshot | None:
+        """Return the counters of the run that waits here."""
+        if self.saver is None:
+            return None
+        try:
+            saved = self.saver.get_tuple(self.config)
+        except Exception:  # a saver that can only be awaited
+            saved = None
+        return self._newest(saved, slot)
+
+    async def akept(self, slot: int) -> Snapshot | None:
+        """Return the counters of the run that waits here."""
+        if self.saver is None:
+            return None
+        return self._newest(await self.saver.aget_tuple(self.config), slot)
+
+    def keep(self, guard: Guard, slot: int) -> None:
+        """Leave the counters of a run at the checkpoint where it waits."""
+        if self.saver is None:
+            return
+        writes = _writes(guard, slot)
+        try:
+            saved = self.saver.get_tuple(self.config)
+            if saved is not None:
+                self.saver.put_writes(saved.config, writes, str(uuid.uuid4()))
+        except Exception:  # a saver that can only be awaited
+            _HERE[(*self.key, slot)] = writes[0][1]
+            while len(_HERE) > _KEPT:
+                _HERE.popitem(last=False)
+
+    async def akeep(self, guard: Guard, slot: int) -> None:
+        """Leave the counters of a run at the checkpoint where it waits."""
+        if self.saver is None:
+            return
+        writes = _writes(guard, slot)
+        try:
+            saved = await self.saver.aget_tuple(self.config)
+            if saved is not None:
+                await self.saver.aput_writes(saved.config, writes, str(uuid.uuid4()))
+        except Exception as error:
+            guard.report("checkpoint", error)
+
+    def _newest(self, saved: Any, slot: int) -> Snapshot | None:
+        here = _HERE.pop((*self.key, slot), None)
+        writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
+        texts = [value for _, channel, value in writes if channel == f"{_CHANNEL}:{slot}"]
+        texts += [] if here is None else [here]
+        found: list[Snapshot] = []
+        for text in texts:
+            try:
+                found.append(Snapshot.from_json(text))
+            except (BudgetGuardError, TypeError, ValueError):
+                continue
+        return max(found, key=lambda one: (one.seq, one.call_id), default=None)
+
+
+def _writes(guard: Guard, slot: int) -> list[tuple[str, Any]]:
+    # Without caps: they come from the envelope that goes on.
+    text = guard.snapshot().model_copy(update={"budget": None}).to_json()
+    return [(f"{_CHANNEL}:{slot}", text)]

@@ -1,0 +1,348 @@
+"""One call of a bounded graph's entry point: whose it is, what the caller sees, how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+from uuid import UUID
+
+from langchain_core.messages import BaseMessage
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.types import Command, StateSnapshot, StateUpdate
+
+from budgetguard_core import (
+    AdapterError,
+    Budget,
+    BudgetExceeded,
+    Outcome,
+    Snapshot,
+    StopReason,
+    Trip,
+    Violation,
+    synthetic_metadata,
+    synthetic_text,
+)
+from budgetguard_core.kit import Envelope
+from budgetguard_langgraph import _endings
+from budgetguard_langgraph._closing import (
+    FOLD,
+    conversation_in,
+    conversation_key,
+    stops_of,
+    write,
+)
+from budgetguard_langgraph._history import closed, placed, results_for, unanswered
+from budgetguard_langgraph._outcomes import remember
+from budgetguard_langgraph._owners import run_around
+from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._seams import (
+    CHECKPOINTER,
+    FRAMEWORK_LIMITS,
+    PUSH,
+    TASK,
+    configuration,
+    graph_call,
+    recursion_limit,
+    surrounding_callbacks,
+    with_callback,
+)
+from budgetguard_langgraph._view import View
+from budgetguard_langgraph.callback import ANSWERED, BudgetCallback
+from budgetguard_langgraph.interrupts import BudgetInterrupt
+
+RUN_ID: Final = "budgetguard_run_id"
+"""The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
+STOPS: Final[tuple[type[Exception], ...]] = (BudgetExceeded, *FRAMEWORK_LIMITS)
+_COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
+
+
+@dataclass(slots=True)
+class Terms:
+    """How a graph is bounded; shared by its copies."""
+
+    envelope: Envelope
+    messages_key: str = "messages"
+    grace: float = 2.0
+
+
+class Attached(BudgetCallback):
+    """The callback of what opens its run and writes its ending itself."""
+
+    def on_chain_start(
+        self,
+        serialized: dict[str, Any] | None,
+        inputs: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **facts: Any,
+    ) -> None:
+        """Note whose run a chain belongs to; the first one is the graph itself."""
+        mine = self._last
+        if mine is not None and mine.root is None:
+            mine.root, mine.graph_call = run_id, graph_call()
+        super().on_chain_start(
+            serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
+        )
+
+    def _is_ended_elsewhere(self, mine: GraphRun) -> bool:
+        return True
+
+    def take(self, graph_run: GraphRun) -> None:
+        """Take the run that was opened for this call."""
+        self._last = graph_run
+
+
+@dataclass(slots=True)
+class _Ending:
+    messages: list[BaseMessage] = field(default_factory=list[BaseMessage])
+    closing: list[BaseMessage] = field(default_factory=list[BaseMessage])
+    values: Any = None
+
+
+class Session:
+    """One call of an entry point."""
+
+    def __init__(
+        self, graph: Any, terms: Terms, given: Any, config: Any, options: dict[str, Any]
+    ) -> None:
+        self.graph = graph
+        self.terms = terms
+        self.given: Any = given
+        self.config: Any = dict(config or {})
+        self.options = options
+        around = _around(graph.config, config)
+        self.nested = TASK in around
+        own = isinstance(graph.checkpointer, BaseCheckpointSaver)
+        lasting = graph.checkpointer is True and CHECKPOINTER in around
+        self.checkpointed = around.get("thread_id") is not None and (
+            (own and not self.nested) or lasting
+        )
+        self.thread = Thread(graph, around)
+        self.outer = run_around()
+        self.slot = self.thread.slot_in(self.outer)
+        self.address: Any = self.thread.config
+        if lasting:
+            self.address["configurable"][CHECKPOINTER] = around[CHECKPOINTER]
+        if around.get("checkpoint_id") is not None and not self.nested:
+            self.address["configurable"]["checkpoint_id"] = around["checkpoint_id"]
+        self.key = conversation_key(graph, terms.messages_key)
+        self.view = View(graph, self.key, options, nested=self.nested)
+        self.callback = Attached(terms.envelope, messages_key=terms.messages_key)
+        self._end = _Ending()
+
+    # Before
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the call goes on with what the thread was at."""
+        return self.given is None or isinstance(self.given, Command)
+
+    def begin(
+        self, state: StateSnapshot | None, kept: Snapshot | None
+    ) -> list[list[StateUpdate]] | None:
+        """Open the run and attach it.
+
+        Args:
+            state: The thread as it was left, where there is one.
+            kept: The counters of the run that waits on the thread.
+
+        Returns:
+            What has to be written to the thread first, because a stopped run left it open.
+
+        Raises:
+            AdapterError: A budget stop is to be answered like a person's approval.
+        """
+        stops, questions = stops_of(state)
+        if getattr(self.given, "resume", None) is not None and stops and not questions:
+            raise AdapterError(ANSWERED)
+        fresh, answered = False, kept is not None
+        if kept is None and self.goes_on and state is not None and state.next:
+            kept, fresh = self._killed(state, stopped=bool(stops))
+        run = self.terms.envelope.open(user_spoke=not self.goes_on, resume=kept, fresh=fresh)
+        self.graph_run = GraphRun(run, self.callback, None, self.outer, answered=answered)
+        self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
+        self.callback.take(self.graph_run)
+        self.frame = Step(self.graph_run)
+        self._attach()
+        if state is None or self.goes_on or not state.next or questions:
+            return None
+        messages = conversation_in(state.values, self.key)
+        if not stops and not unanswered(messages):
+            return None
+        return [FOLD]
+
+    def opened(self, state: StateSnapshot) -> list[list[StateUpdate]] | None:
+        """Return what answers the calls that a stopped run left open, for a new turn."""
+        messages = conversation_in(state.values, self.key)
+        results = results_for(messages)
+        if self.key is None or not results:
+            return None
+        return write(self.graph, self.key, placed(messages, results))
+
+    def _killed(self, state: StateSnapshot, *, stopped: bool) -> tuple[Snapshot | None, bool]:
+        """Take up the counters of a process that ended without a word, with all that it used."""
+        store, run_id = self.terms.envelope.store, dict(state.metadata or {}).get(RUN_ID)
+        if store is None or not isinstance(run_id, str):
+            return None, False
+        snapshot = store.load(run_id)
+        if snapshot is None or not isinstance(self.terms.envelope.budget, Budget):
+            return None, False
+        return snapshot, stopped or snapshot.trip is not None or snapshot.parent_run_id is not None
+
+    def _attach(self) -> None:
+        config = self.config
+        callbacks: Any = config.get("callbacks")
+        if callbacks is None:
+            callbacks = surrounding_callbacks()
+        config["callbacks"] = with_callback(callbacks, self.callback)
+        if self.terms.envelope.store is not None:
+            marks = {RUN_ID: self.graph_run.run.guard.run_id}
+            config["metadata"] = {**(config.get("metadata") or {}), **marks}
+        budget = self.graph_run.run.guard.budget
+        counts = [n for n in (budget.max_iterations, budget.max_model_calls) if n is not None]
+        # A number of super-steps that the caps end first, whatever the graph.
+        needed = (min(counts) + 2) * (len(self.graph.nodes) + 1) if counts else None
+        limit = recursion_limit(self.graph, config, needed)
+        if limit is not None:
+            config["recursion_limit"] = limit
+        if self.checkpointed and not self.nested and self.options.get("durability") is None:
+            self.options["durability"] = "sync"
+        for name in [name for name, value in self.options.items() if value is None]:
+            del self.options[name]
+
+    # After
+
+    def trip(self, error: BaseException | None, cut: Trip | None = None) -> Trip | None:
+        """Return why the run was stopped, or None when it ended by itself.
+
+        Args:
+            error: What ended the graph, if anything.
+            cut: Why what hung was cancelled, if it was.
+        """
+        run = self.graph_run.run
+        if cut is not None:
+            return cut
+        if isinstance(error, BudgetExceeded):
+            return run.stopped_by or self.graph_run.stopped_inside or error.trip
+        if error is not None:
+            detail = f"{type(error).__name__}: {str(error)[:200]}"
+            run.guard.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail))
+            return run.check()
+        if self.graph_run.waits:
+            return None
+        return run.stopped_by or self.graph_run.stopped_inside
+
+    def has_to_wait(self, trip: Trip) -> bool:
+        """Tell whether tools are in flight that may still finish: nothing says that they hang."""
+        if self.nested or trip.reason in (StopReason.MAX_SECONDS, StopReason.ABORTED):
+            return False
+        return self.graph_run.runs_tools()
+
+    def wait(self) -> None:
+        """Let tools that are in flight finish."""
+        self.graph_run.wait_for_tools(self.terms.grace)
+
+    def close(self, trip: Trip, state: StateSnapshot | None) -> list[list[StateUpdate]] | None:
+        """Close the conversation, and return what has to be written to the thread, if anything.
+
+        Args:
+            trip: Why the run was stopped.
+            state: The thread, with what finished siblings wrote in it.
+        """
+        view, key, guard = self.view, self.key, self.graph_run.run.guard
+        found: Any = view.state() if isinstance(view.latest, dict) else view.latest
+        values: Any = found if state is None or not state.values else state.values
+        messages = conversation_in(values, key)
+        results = results_for(messages, self.graph_run.started(), self.graph_run.results)
+        whole = closed(messages, results, synthetic_text(guard), synthetic_metadata(guard, trip))
+        self._end.messages = whole
+        self._end.closing = [*results, whole[-1]]
+        if not messages and key is None:
+            seen = list(self.graph_run.conversation)
+            self._end.messages = _endings.closing_of(self.graph_run, trip, seen)
+        if state is not None:
+            values = view.of_state(values)
+        elif isinstance(values, dict):
+            values = view.of_state(cast("dict[str, Any]", values))
+        self._end.values = self._shown(values, whole, trip)
+        if state is None or key is None or not hasattr(self.graph, "builder"):
+            return None
+        return write(self.graph, key, whole)
+
+    def stays_open(self, state: StateSnapshot | None) -> bool:
+        """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.
+
+        Tasks with an input of their own cannot be scheduled again, and a state without a
+        conversation has nothing to close.
+        """
+        if state is None or not state.next:
+            return False
+        if self.key is None or not hasattr(self.graph, "builder"):
+            return True
+        sent = any(task.path and task.path[0] == PUSH for task in cast("Any", state.tasks))
+        return sent and not unanswered(conversation_in(state.values, self.key))
+
+    def _shown(self, values: Any, whole: Sequence[BaseMessage], trip: Trip) -> Any:
+        """Return what the caller gets: the same type as ever, with the closed conversation."""
+        key, keys = self.key, self.view.keys
+        if isinstance(keys, str):
+            return list(whole) if keys == key else self._plain(values, trip)
+        if not isinstance(values, dict) and values is not None:
+            return values
+        ended: dict[str, Any] = dict(cast("dict[str, Any]", values or {}))
+        if key is not None and key in keys:
+            ended[key] = list(whole)
+        return {**ended, "stop_reason": str(trip.reason)}
+
+    def _plain(self, values: Any, trip: Trip) -> Any:
+        """A workflow that was stopped has no value; that of an earlier turn is none of it."""
+        del values
+        return {"stop_reason": str(trip.reason)}
+
+    def conclude(self, trip: Trip | None) -> Outcome:
+        """End the run: checkpoint, record, outcome."""
+        if trip is None:
+            messages = conversation_in(self.view.state() or self.view.latest, self.key)
+            self._end.messages = messages or list(self.graph_run.conversation)
+            self._end.values = self.view.latest
+        if trip is not None:
+            self.graph_run.tell(trip)
+        if trip is None and self.graph_run.waits:
+            outcome = _endings.pause(self.graph_run, self._end.messages)
+        else:
+            outcome = _endings.conclude(self.graph_run, self._end.messages, trip)
+        remember(self._end.values, self.key or self.terms.messages_key, outcome)
+        return outcome
+
+    def fail(self, error: BaseException) -> Outcome:
+        """End a run that an exception or a cancellation left."""
+        self.graph_run.leave(error)
+        messages = conversation_in(self.view.state() or self.view.latest, self.key)
+        return _endings.fail(self.graph_run, error, messages or list(self.graph_run.conversation))
+
+    def last_chunks(self, trip: Trip, outcome: Outcome) -> Iterator[Any]:
+        """Yield the end of a stopped stream, in each mode that was asked for.
+
+        Raises:
+            BudgetExceeded: The caller asked for an exception, or the stop is that of the run
+                around: it goes through, so that nobody takes the partial result for an answer.
+        """
+        run = self.graph_run.run
+        if self.graph_run.goes_through(trip):
+            raise BudgetInterrupt(trip, outcome)
+        if run.is_to_raise:
+            raise BudgetExceeded(trip, outcome)
+        yield from self.view.last_chunks(
+            self.key, self._end.closing, self._end.values, str(trip.reason)
+        )
+
+
+def _around(bound: Any, given: Any) -> dict[str, Any]:
+    """Return what the graph will be called with, as LangGraph puts it together."""
+    explicit = {**configuration(bound or {}), **configuration(given or {})}
+    if any(explicit.get(name) is not None for name in _COORDINATES):
+        return explicit
+    return {**configuration(), **explicit}

@@ -1,0 +1,205 @@
+"""A tool call, from LangChain's start hook to its end, in the verbs of the kit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+from uuid import UUID
+
+from langchain_core.messages import BaseMessage, ToolMessage
+from langgraph.errors import GraphBubbleUp, GraphInterrupt
+from langgraph.types import Command
+
+from budgetguard_core import BudgetExceeded, StopReason, ToolCall, Trip, Violation
+from budgetguard_core.kit import OpenToolCall
+from budgetguard_langgraph._model_calls import graph_of, namespace_of
+from budgetguard_langgraph._run import OWNERS, GraphRun, Step, ToolCallInFlight, when_task_ends
+from budgetguard_langgraph._seams import (
+    HANDOFF,
+    enclosing_tool_node,
+    refusal,
+    tool_call_id_of_stack,
+)
+
+
+def start(
+    graph_run: GraphRun,
+    run_id: UUID,
+    name: str,
+    arguments: Any,
+    id_: str | None,
+    metadata: Mapping[str, Any] | None,
+) -> Exception | Trip | None:
+    """Admit a tool call together with the others of its batch.
+
+    Returns:
+        None where its body may run; what its node turns into an error result; or, where nothing
+        answers a refused call, why the run has to end.
+    """
+    if run_id in graph_run.tools:
+        return None
+    run = graph_run.run
+    id_ = id_ or tool_call_id_of_stack()
+    handoff = HANDOFF in (metadata or {}) or name in graph_run.handoffs
+    call = ToolCall(
+        name=name,
+        arguments=_plain(arguments, id_),
+        id=id_,
+        kind="handoff" if handoff else "function",
+    )
+    node: Any = None
+
+    def known() -> Mapping[str, Any] | None:
+        nonlocal node
+        node = enclosing_tool_node()
+        return cast("Mapping[str, Any] | None", getattr(node, "tools_by_name", None))
+
+    opened = run.tool_call(call) if handoff else graph_run.take(_graph(metadata), call, known)
+    refused = run.start(opened)
+    if refused is not None:
+        graph_run.next_step = f"run the tool {name}"
+        return refusal(node or enclosing_tool_node(), refused) or _trip_of(graph_run, opened)
+    step = Step(graph_run, opened, run_id)
+    opened.frame = step
+    flying = ToolCallInFlight(opened, step)
+    flying.forget = when_task_ends(lambda: _cancelled(graph_run, run_id))
+    graph_run.tools[run_id] = flying
+    graph_run.ids.add(run_id)
+    OWNERS[run_id] = graph_run
+    step.enter()
+    if run.is_saved:
+        run.save()
+    return None
+
+
+def _graph(metadata: Mapping[str, Any] | None) -> str:
+    return graph_of(namespace_of(metadata))
+
+
+def _plain(arguments: Any, id_: str | None) -> Any:
+    """Leave out the call's own id, which some tools are handed: it makes each call look new."""
+    if not isinstance(arguments, dict) or id_ is None:
+        return cast("Any", arguments)
+    given = cast("dict[str, Any]", arguments)
+    return {name: value for name, value in given.items() if value != id_}
+
+
+def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
+    """Stop a run in which nobody can answer the model for a refused call."""
+    if refused.trip is not None:
+        return refused.trip
+    run = graph_run.run
+    reason = refused.reason or StopReason.TOOL_QUOTA
+    violation = Violation(reason=reason, detail=f"the quota of {refused.call.name} is used up")
+    run.guard.hold(violation)
+    return run.check() or Trip(reason=reason, violations=(violation,), run_id=run.guard.run_id)
+
+
+def _taken(graph_run: GraphRun, run_id: UUID) -> ToolCallInFlight | None:
+    OWNERS.pop(run_id, None)
+    with graph_run.settled:
+        graph_run.ids.discard(run_id)
+        flying = graph_run.tools.pop(run_id, None)
+        graph_run.settled.notify_all()
+    if flying is not None:
+        flying.forget()
+        flying.step.leave()
+    return flying
+
+
+def _cancelled(graph_run: GraphRun, run_id: UUID) -> None:
+    flying = _taken(graph_run, run_id)
+    if flying is not None:
+        graph_run.interrupted.append(flying.call)
+        if graph_run.run.ended or graph_run.root is None:
+            graph_run.settle_interrupted()
+
+
+def end(graph_run: GraphRun, run_id: UUID, output: Any) -> None:
+    """Settle a tool call that returned."""
+    flying = _taken(graph_run, run_id)
+    if flying is None:
+        return
+    run, call = graph_run.run, flying.call
+    if isinstance(output, Command) and output.graph is not None:
+        _was_handoff(graph_run, call)
+    message = _message_in(output)
+    if message is None:
+        run.finished(call, _result(cast("object", output)))
+    elif message.status == "error":
+        run.finished(call, message.content, error=str(message.content))
+    else:
+        run.finished(call, message.content)
+    if message is not None:
+        with graph_run.lock:
+            graph_run.results.setdefault(message.tool_call_id, []).append(message)
+    if run.is_saved:
+        run.save()
+
+
+def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
+    """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
+    flying = _taken(graph_run, run_id)
+    if flying is None:
+        return
+    run, call = graph_run.run, flying.call
+    if isinstance(error, BudgetExceeded):
+        graph_run.interrupted.append(call)
+        return
+    if isinstance(error, GraphInterrupt) and call.call.id is not None:
+        # Its body runs again with the answer, and is the same call.
+        return
+    if isinstance(error, GraphBubbleUp):
+        command = error.args[0] if error.args else None
+        _was_handoff(graph_run, call)
+        run.finished(call, _result(command))
+    elif isinstance(error, Exception):
+        run.finished(call, error=error)
+    else:
+        graph_run.interrupted.append(call)
+    if run.is_saved:
+        run.save()
+
+
+def _was_handoff(graph_run: GraphRun, call: OpenToolCall) -> None:
+    """A tool that leaves its graph hands over: it is no tool call, and is known from now on."""
+    name = call.call.name
+    if call.call.kind == "function":
+        if len(graph_run.handoffs) < 256:
+            graph_run.handoffs.add(name)
+        for ticket in call.tickets:
+            ticket.guard.withdraw_tool_call(ticket)
+
+
+def _message_in(output: Any) -> ToolMessage | None:
+    """Return the result that the model gets to see."""
+    if isinstance(output, ToolMessage):
+        return output
+    if isinstance(output, Command):
+        update: Any = cast("Any", output).update
+        found: Any = cast("Any", update).get("messages", ()) if isinstance(update, dict) else ()
+        listed: list[Any] = cast("list[Any]", found) if isinstance(found, list) else [found]
+        return next((one for one in reversed(listed) if isinstance(one, ToolMessage)), None)
+    return None
+
+
+def _result(output: object) -> object:
+    """Make something of a result that can be compared: what a command changes, not its ids."""
+    if isinstance(output, Command):
+        command = cast("Any", output)
+        update: Any = command.update
+        known = isinstance(update, dict)
+        changes: dict[str, Any] = dict(cast("dict[str, Any]", update)) if known else {"": update}
+        return {
+            "goto": str(command.goto),
+            "update": {str(name): _text(value) for name, value in changes.items()},
+        }
+    return output
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, BaseMessage):
+        return str(value.content)
+    if isinstance(value, list):
+        return str([_text(one) for one in cast("list[Any]", value)])
+    return str(value)

@@ -1,0 +1,178 @@
+"""What a caller of a bounded graph sees of its stream, and of the state that it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
+
+from budgetguard_langgraph._seams import INTERRUPT
+from budgetguard_langgraph.interrupts import is_budget_interrupt
+
+NODE: Final = "budgetguard"
+"""The name under which the closing messages show up in `updates` and `messages` streams."""
+_LISTS: Final = frozenset({"debug", "tasks", "checkpoints"})
+
+
+class View:
+    """The stream modes and keys that a caller asked for, over those that are needed to close.
+
+    Args:
+        graph: The graph.
+        messages_key: The channel of the conversation, None without one.
+        options: The options of the entry point; changed to what the graph is to be called with.
+        nested: The graph runs as a node of another one.
+    """
+
+    def __init__(
+        self, graph: Any, messages_key: str | None, options: dict[str, Any], *, nested: bool
+    ) -> None:
+        mode = options.pop("stream_mode", None)
+        if mode is None:
+            mode = "values" if nested else graph.stream_mode
+        self._single = isinstance(mode, str)
+        self._modes: list[str] = [mode] if isinstance(mode, str) else list(mode)
+        self._subgraphs = bool(options.get("subgraphs"))
+        self._typed = options.get("version", "v1") != "v1"
+        self.latest: Any = None
+        """The last state, as the caller is to see it."""
+        self.conversation: Any = None
+        """The last state of the conversation, where the caller does not see it."""
+        keys = options.get("output_keys")
+        self.keys: Any = graph.stream_channels_asis if keys is None else keys
+        self._hidden: str | None = None
+        listed: list[str] = [] if isinstance(self.keys, str) else list(self.keys)
+        if listed and messages_key is not None and messages_key not in listed:
+            self._hidden = messages_key
+            options["output_keys"] = [*listed, messages_key]
+        options["stream_mode"] = (
+            self._modes if "values" in self._modes else [*self._modes, "values"]
+        )
+
+    def seen(self, chunk: Any) -> Iterator[Any]:
+        """Take note of a chunk, and yield what the caller gets of it."""
+        namespace, mode, payload, interrupts = self._parts(chunk)
+        if mode in _LISTS:
+            payload = _without_stops(payload)
+        stops = False
+        if mode in ("values", "updates"):
+            payload, interrupts, stops = self._asked_for(namespace, mode, payload, interrupts)
+        if stops and not payload:
+            return
+        if mode == "values" and not namespace:
+            self.latest = payload
+        if mode in self._modes:
+            yield self.chunk(mode, payload, namespace, interrupts)
+
+    def _parts(self, chunk: Any) -> tuple[tuple[str, ...], str, Any, tuple[Any, ...]]:
+        if self._typed:
+            namespace, interrupts = chunk.get("ns", ()), chunk.get("interrupts", ())
+            return tuple(namespace), chunk["type"], chunk["data"], tuple(interrupts)
+        if self._subgraphs:
+            return (*chunk, ())
+        return ((), *chunk, ())
+
+    def chunk(
+        self,
+        mode: str,
+        payload: Any,
+        namespace: tuple[str, ...] = (),
+        interrupts: tuple[Any, ...] = (),
+    ) -> Any:
+        """Return a chunk in the form that the caller asked for."""
+        if self._typed:
+            part = {"type": mode, "ns": namespace, "data": payload}
+            return {**part, "interrupts": interrupts} if mode == "values" else part
+        parts = (payload,) if self._single else (mode, payload)
+        if self._subgraphs:
+            return (namespace, *parts)
+        return payload if self._single else parts
+
+    def _asked_for(
+        self, namespace: tuple[str, ...], mode: str, payload: Any, interrupts: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...], bool]:
+        if self._hidden is not None and not namespace and isinstance(payload, dict):
+            payload = self._without_hidden(mode, cast("dict[str, Any]", payload))
+        told: tuple[Any, ...] = ()
+        if isinstance(payload, dict) and INTERRUPT in payload:
+            told = tuple(cast("Sequence[Any]", payload[INTERRUPT]))
+        found = (*interrupts, *told)
+        others = [one for one in found if not is_budget_interrupt(one)]
+        if len(others) == len(found):
+            return cast("Any", payload), interrupts, False
+        if told:
+            left = {k: v for k, v in cast("dict[str, Any]", payload).items() if k != INTERRUPT}
+            asked = tuple(one for one in told if not is_budget_interrupt(one))
+            payload = {**left, INTERRUPT: asked} if asked else left
+        kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
+        return cast("Any", payload), kept, True
+
+    def _without_hidden(self, mode: str, payload: dict[str, Any]) -> dict[str, Any]:
+        if mode == "values":
+            if self._hidden in payload:
+                self.conversation = payload[self._hidden]
+            return {k: v for k, v in payload.items() if k != self._hidden}
+        shown: dict[str, Any] = {}
+        for node, update in payload.items():
+            if isinstance(update, dict) and self._hidden in update:
+                changes = cast("dict[str, Any]", update)
+                update = {k: v for k, v in changes.items() if k != self._hidden} or None
+            shown[node] = update
+        return shown
+
+    def state(self) -> dict[str, Any]:
+        """Return the last state with the conversation in it."""
+        known = isinstance(self.latest, dict)
+        values = dict(cast("dict[str, Any]", self.latest)) if known else {}
+        if self._hidden is not None and self.conversation is not None:
+            values[self._hidden] = self.conversation
+        return values
+
+    def of_state(self, values: Any) -> Any:
+        """Return what the caller sees of a state that was read from its thread."""
+        if not isinstance(values, dict):
+            return values
+        known = cast("dict[str, Any]", values)
+        if isinstance(self.keys, str):
+            return known.get(self.keys)
+        return {key: known[key] for key in self.keys if key in known}
+
+    def last_chunks(
+        self, key: str | None, closing: Sequence[Any], values: Any, reason: str
+    ) -> Iterator[Any]:
+        """Yield the end of a stopped stream, in each mode that was asked for."""
+        shown = key is not None and (self.keys == key or key in self.keys)
+        if "messages" in self._modes and closing:
+            about = {"langgraph_node": NODE, "stop_reason": reason}
+            yield self.chunk("messages", (closing[-1], about))
+        if "updates" in self._modes:
+            update: Any = {"stop_reason": reason}
+            if shown:
+                update = {key: list(closing), **update}
+            yield self.chunk("updates", {NODE: update})
+        if "values" in self._modes:
+            yield self.chunk("values", values)
+
+
+def _without_stops(payload: Any) -> Any:
+    """Take the interrupts of budgets out of a task, a checkpoint or a debug event."""
+    if isinstance(payload, list):
+        return [_without_stops(one) for one in cast("list[Any]", payload)]
+    if not isinstance(payload, dict):
+        return payload
+    found: dict[str, Any] = {}
+    for name, value in cast("dict[str, Any]", payload).items():
+        if name == "interrupts" and isinstance(value, (list, tuple)):
+            kept = [one for one in cast("Sequence[Any]", value) if not _is_stop(one)]
+            found[name] = kept if isinstance(value, list) else tuple(kept)
+        elif name in ("payload", "tasks"):
+            found[name] = _without_stops(value)
+        else:
+            found[name] = value
+    return found
+
+
+def _is_stop(interrupt: Any) -> bool:
+    if isinstance(interrupt, dict):
+        value: Any = cast("dict[str, Any]", interrupt).get("value")
+        return isinstance(value, dict) and "stop_reason" in value and "run_id" in value
+    return is_budget_interrupt(interrupt)

@@ -1,0 +1,324 @@
+"""The tool calls of a run: asked for together, found by identity, answered or run."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from agents import (
+    Agent,
+    AgentsException,
+    ApplyPatchTool,
+    ComputerTool,
+    FunctionTool,
+    LocalShellTool,
+    ModelSettings,
+    RunHooks,
+    RunItem,
+    ShellTool,
+    Tool,
+)
+
+from budgetguard_core import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    BudgetExceeded,
+    StopReason,
+    ToolCall,
+    Trip,
+    Violation,
+)
+from budgetguard_core.frame import FRAME, Frame
+from budgetguard_core.kit import OpenToolCall, Run
+from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls, part
+from budgetguard_openai_agents._tools import Gates, is_gated
+
+_NO_RESULT = "no result"
+# What the calls of tools look like that are called without a name, the likeliest first.
+_TYPES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
+    (ShellTool, ("shell_call", "local_shell_call")),
+    (LocalShellTool, ("local_shell_call", "shell_call")),
+    (ApplyPatchTool, ("apply_patch_call",)),
+    (ComputerTool, ("computer_call",)),
+)
+
+
+class RunStopped(BudgetExceeded, AgentsException):
+    """A run was stopped: `trip` says why, `outcome` is the partial result.
+
+    It leaves a run only with `on_trip="raise"`, or through a run inside a run whose limit it was.
+    """
+
+
+class RunFrame(Frame):
+    """Code of a run of the SDK."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, calls: ToolCalls, call: OpenToolCall | None = None) -> None:
+        run = calls.run
+        super().__init__(run.guard, run=run, call=call, above=run.above)
+        self.calls = calls
+
+
+class ToolCalls:
+    """The tool calls of one run.
+
+    Args:
+        run: The run, as the budget knows it.
+        hooks: The user's hooks.
+
+    Attributes:
+        frame: What all code of the run runs in.
+        turn_frame: What the turn at hand runs in, its model call included.
+        tools: The tools of the turn at hand.
+        settings: The settings of its model call.
+        earlier: The items of an earlier leg of the run.
+        resumed: The calls that the earlier leg had asked for, and left to this one.
+        stopping: Why the run ends, where it is no limit of the budget's.
+    """
+
+    def __init__(self, run: Run, hooks: RunHooks[Any]) -> None:
+        self.run = run
+        self.hooks = hooks
+        self.frame = self.turn_frame = RunFrame(self)
+        self.tools: list[Tool] = []
+        self.settings: ModelSettings | None = None
+        self.earlier: list[RunItem] = []
+        self.resumed: list[Asked] = []
+        self.stopping: Trip | None = None
+        self._batch: list[Asked] = []
+
+    def begin_turn(self, tools: list[Tool]) -> list[Tool]:
+        """Give an agent copies of its tools that ask this run, and make this task the turn's."""
+        self.turn_frame = RunFrame(self)
+        FRAME.set(self.turn_frame)
+        self.tools = [GATES.tool(tool) for tool in tools]
+        return self.tools
+
+    def ask(self, batch: list[Asked]) -> None:
+        """Ask for the calls of a reply, all together, or stop the run."""
+        self._batch = batch
+        self._opened(batch)
+        refused = [one for one in batch if one.is_local and one.opened and one.opened.refusal]
+        trip = self.run.trip
+        if trip is not None and not any(
+            one.is_local and one.opened and one.opened.state == "waiting" for one in batch
+        ):
+            self.stop(trip)
+        if any(not self._can_refuse(one) for one in refused):
+            # The SDK runs this kind of tool whatever a hook says, so nothing of the batch starts.
+            self.stop(trip or self.refused_batch(refused))
+
+    def _opened(self, batch: list[Asked]) -> None:
+        for asked, opened in zip(batch, self.run.batch(one.call for one in batch), strict=True):
+            self._attach(asked, opened)
+
+    def _attach(self, asked: Asked, opened: OpenToolCall) -> OpenToolCall:
+        asked.opened = opened
+        opened.frame = RunFrame(self, opened)
+        return opened
+
+    def _can_refuse(self, asked: Asked) -> bool:
+        """Tell whether the SDK asks before it starts this call, or starts nothing at all."""
+        if asked.type == "computer_call":
+            return False
+        return all(is_gated(tool) for tool in self.tools if tool.name == part(asked.raw, "name"))
+
+    def refused_batch(self, refused: list[Asked]) -> Trip:
+        """Make the stop of a batch in which a call is refused that cannot be answered."""
+        reason = next((one.opened.reason for one in refused if one.opened), None)
+        names = ", ".join(sorted({one.call.name for one in refused}))
+        violation = Violation(
+            reason=reason or StopReason.TOOL_QUOTA,
+            detail=f"{names} cannot be refused by itself, so the whole batch was not executed",
+        )
+        return self.trip_of(violation)
+
+    def trip_of(self, violation: Violation) -> Trip:
+        """Make the stop of a limit that is not the budget's own."""
+        return Trip(reason=violation.reason, violations=(violation,), run_id=self.run.guard.run_id)
+
+    def framework_limit(self, detail: str) -> Trip:
+        """Make the stop of a run that the SDK's own cap ended."""
+        return self.trip_of(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail))
+
+    def stop(self, trip: Trip) -> NoReturn:
+        """End the run from within."""
+        self.stopping = trip
+        raise RunStopped(trip)
+
+    def _find(self, context: Any, tool: Tool, *states: str) -> Asked | None:
+        """Find a call: by the object in its response, or else the next one of its tool."""
+        raw, call_id = getattr(context, "tool_call", None), getattr(context, "tool_call_id", None)
+        here = [one for one in self._batch if one.opened and one.opened.state in states]
+        if raw is not None:
+            found = next((one for one in here if one.raw is raw), None)
+            if found is not None or any(one.raw is raw for one in self._batch):
+                return found
+        if call_id is not None:
+            # The SDK made another object of the call, as it does on a resume.
+            return next((one for one in here if one.call.id == call_id), None)
+        # Shells, computers and patches come without an id, one after the other.
+        kinds = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
+        for type_ in kinds:
+            if any(one.type == type_ for one in self._batch):
+                return next((one for one in here if one.type == type_), None)
+        return next((one for one in here if one.call.name == getattr(tool, "name", None)), None)
+
+    def start(self, context: Any, tool: Tool) -> bool:
+        """Say that a call's body starts now; False where something else is its result.
+
+        Raises:
+            RunStopped: The call may not start, and nothing else can be its result.
+        """
+        asked = self._find(context, tool, "waiting", "refused") or self._asked_late(context, tool)
+        opened = asked.opened
+        if opened is None or self.run.start(opened) is None:
+            return True
+        if isinstance(tool, FunctionTool) or not is_gated(tool):
+            self.stop(opened.trip or self.refused_batch([asked]))
+        return False
+
+    def _asked_late(self, context: Any, tool: Tool) -> Asked:
+        # Its response was not of this run.
+        call = ToolCall(
+            name=tool.name,
+            arguments=getattr(context, "tool_arguments", None),
+            id=getattr(context, "tool_call_id", None),
+        )
+        asked = Asked(getattr(context, "tool_call", None), call)
+        self._opened([asked])
+        self._batch = [*self._batch, asked]
+        self.resumed.append(asked)
+        return asked
+
+    def refusal(self, context: Any, tool: Tool) -> str | None:
+        """Return what is given in place of a call's result; None where it may start."""
+        asked = self._find(context, tool, "waiting", "refused", "started")
+        if asked is None or asked.opened is None:
+            return None
+        if self.run.ended and asked.opened.state == "waiting":
+            return NOT_EXECUTED
+        return asked.opened.refusal
+
+    def running(self, context: Any, tool: Tool) -> Asked | None:
+        """Return the call whose body runs, or is about to."""
+        for states in (("started",), ("waiting",), ("refused",), ("completed", "failed")):
+            asked = self._find(context, tool, *states)
+            if asked is not None:
+                return asked
+        return None
+
+    def entered(self, asked: Asked) -> Any:
+        """Make the code of a block the body of a call."""
+        return self.run.entered(asked.opened)
+
+    def enter(self, asked: Asked) -> None:
+        """Make the rest of this task the body of a call."""
+        if asked.opened is not None:
+            FRAME.set(asked.opened.frame)
+
+    def leave_partial(self, call: OpenToolCall, text: str) -> None:
+        """Keep what a run inside the body of a call had brought when it was stopped."""
+        for asked in self._batch:
+            if asked.opened is call:
+                asked.partial = text
+
+    def handed_over(self, to_agent: Agent[Any], answer: str) -> None:
+        """Settle the call that was a handoff."""
+        for asked in self._batch:
+            if asked.call.kind == "handoff" and asked.opened and asked.opened.state == "waiting":
+                asked.target = to_agent
+                self.run.finished(asked.opened, answer)
+                break
+
+    # Legs of a run that waited for a person, and the end of a batch and of the run
+
+    def go_on(self, state: Any, agent: Agent[Any]) -> None:
+        """Take over what an earlier leg left open, and ask for what was approved, all together."""
+        self.earlier = _seams.items_of(state)
+        for function in _seams.pending_functions(state):
+            function.function_tool = GATES.tool(function.function_tool)
+        tickets = list(self.run.guard.open_tool_calls())
+        decided = [
+            (item, _seams.approval_of(state, item))
+            for item in state.get_interruptions()
+            if item.agent is agent
+        ]
+        fresh: list[Asked] = []
+        raws = [item.raw_item for item, approved in decided if approved]
+        for asked in asked_calls(agent, raws):
+            ticket = _take(tickets, asked.call.id)
+            self.resumed.append(asked)
+            if ticket is None:
+                fresh.append(asked)
+            else:
+                self._attach(asked, OpenToolCall(asked.call, [ticket]))
+        for item, approved in decided:
+            ticket = None if approved else _take(tickets, part(item.raw_item, "call_id"))
+            if approved is False and ticket is not None:
+                self.run.guard.withdraw_tool_call(ticket)
+        started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
+        for asked in asked_calls(agent, started):
+            # A run inside this one waited too: its tool is still at work.
+            ticket = _take(tickets, asked.call.id)
+            if ticket is not None:
+                self.run.start(self._attach(asked, OpenToolCall(asked.call, [ticket])))
+                self.resumed.append(asked)
+        self._opened(fresh)
+        self._batch = self.resumed
+
+    def wait(self, call_ids: set[Any]) -> None:
+        """Leave what waits for a person to the leg that goes on with the answer.
+
+        Its places are given back until then: what a person refuses is no tool call. Where the run
+        was stopped meanwhile they could not be had again, and are kept.
+        """
+        keeps = self.run.stopped_by is not None and self.run.guard.parent is None
+        for asked in self._batch:
+            opened = asked.opened
+            if opened is None or asked.call.kind == "hosted":
+                continue
+            waits = asked.call.id in call_ids
+            if not (waits and keeps):
+                self.run.withdrawn(opened, waits=waits)
+        self._batch = []
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Account for the calls of a batch that the SDK has finished with."""
+        for asked in self._batch:
+            if asked.opened is None or asked.call.kind == "hosted":
+                continue
+            if asked.opened.state == "started":
+                # Nobody was told how it ended.
+                cause = asked.error or error or _NO_RESULT
+                self.run.finished(asked.opened, OUTCOME_UNKNOWN, error=cause)
+            # The SDK knew its id and ran nothing, or was stopped before.
+            self.run.withdrawn(asked.opened)
+        self._batch = []
+
+    def cut_off(self) -> None:
+        """Account for a run that was cut: what was started may have taken effect."""
+        for asked in self._batch:
+            if asked.opened is not None and asked.call.kind != "hosted":
+                self.run.withdrawn(asked.opened)
+        self._batch = []
+
+
+def around() -> ToolCalls | None:
+    """Return the tool calls of the run of the SDK around this code, an ended one included."""
+    frame = FRAME.get()
+    return frame.calls if isinstance(frame, RunFrame) else None
+
+
+GATES = Gates(around)
+"""The copies of tools that the runs of this adapter work with."""
+
+
+def _take(tickets: list[Any], call_id: Any) -> Any:
+    for ticket in tickets:
+        if ticket.call.id == call_id:
+            tickets.remove(ticket)
+            return ticket
+    return None

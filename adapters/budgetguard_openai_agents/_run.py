@@ -1,0 +1,274 @@
+"""One run of the SDK: its hooks ask the budget, and keep what its history is closed with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from agents import Agent, ModelResponse, RunConfig, RunHooks, Tool, Usage
+from agents.run import ModelInputData
+
+from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, Trip
+from budgetguard_core.kit import OpenModelCall, Prompt, Run, supervised, token_usage
+from budgetguard_openai_agents._calls import RunStopped, ToolCalls
+from budgetguard_openai_agents._history import Turn, asked_calls, part, transfer_text, turn_items
+from budgetguard_openai_agents._tools import original
+from budgetguard_openai_agents._usage import ended_at_its_bound, model_of, usage_of, written
+
+# The least completion bound that the Responses API takes.
+_LEAST_OUTPUT = 16
+# Seconds that a run gets whose first step is going to be refused.
+_PATIENCE = 1.0
+
+
+class Recorder(RunHooks[Any]):
+    """The hooks of one run: they ask its budget and remember what its history is closed with.
+
+    Args:
+        run: The run, as the budget knows it.
+        hooks: The user's hooks.
+        agent: The agent that the run starts with.
+        run_config: The user's own.
+        server_side: The provider keeps the conversation.
+
+    Attributes:
+        calls: The run's tool calls.
+        context: The SDK's context of the run, once it is known.
+        turns: Every response of this run, with what became of its tool calls.
+        cut: The model's last answer was cut at the budget's own bound.
+        streamed: What a stream has brought of the answer that is being written.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        hooks: RunHooks[Any] | None,
+        agent: Agent[Any],
+        run_config: RunConfig,
+        *,
+        server_side: bool,
+    ) -> None:
+        self.run = run
+        self.hooks = hooks or RunHooks[Any]()
+        self.agent = agent
+        self.calls = ToolCalls(run, self.hooks)
+        self.context: Any = None
+        self.turns: list[Turn] = []
+        self.cut = False
+        self.streamed: list[str] = []
+        self._incomplete: Any = None
+        self._run_config = run_config
+        self._prompt = Prompt(server_side=server_side)
+        self._call: OpenModelCall | None = None
+        self._no_retry: BaseException | None = None
+        self._retries = 0
+        self._sent: Sequence[Any] = ()
+
+    # A turn, in the order of its steps
+
+    def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
+        """Ask for a model call that is about to be made, or stop the run."""
+        self.agent = agent
+        self.calls.close()
+        model, provider = model_of(agent, self._run_config)
+        opened = self.run.model_call(
+            ModelCall(
+                model=model,
+                provider=provider,
+                input_tokens=self._prompt.project(
+                    sent.input,
+                    system=sent.instructions,
+                    tools=[*self.calls.tools, *agent.handoffs],
+                    output_schema=agent.output_type,
+                ),
+                max_output_tokens=own,
+                min_output_tokens=_LEAST_OUTPUT,
+            )
+        )
+        if isinstance(opened, Stop):
+            raise RunStopped(opened.trip)
+        self._retries, self._no_retry = 0, None
+        self._open(opened)
+        if self.calls.settings is not None:
+            # Streamed calls have theirs already.
+            self.calls.settings.max_tokens = opened.max_output_tokens
+
+    async def on_agent_start(self, context: Any, agent: Any) -> None:
+        """Note which agent is at work."""
+        self.agent = agent
+        await self.hooks.on_agent_start(context, agent)
+
+    async def on_llm_start(
+        self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
+    ) -> None:
+        """Tell the model what it should be told first, and save where the run is."""
+        self.context, call, self._sent = context, self._call, input_items
+        try:
+            if call is not None and call.nudge is not None:
+                # In place: the model gets it, the history and the session do not.
+                input_items.append({"role": "user", "content": call.nudge})
+            if self.run.is_saved:
+                await asyncio.to_thread(self.run.save, list(input_items))
+            await self.hooks.on_llm_start(context, agent, system_prompt, input_items)
+        except BaseException:
+            if call is not None:
+                self._call = None
+                self.run.unmade(call)
+            raise
+
+    async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
+        """Settle the model call, and ask for the tool calls in its answer."""
+        self.context = context
+        turn = Turn(agent, response, asked_calls(agent, response.output))
+        self._answered(turn)
+        self.turns.append(turn)
+        await self.hooks.on_llm_end(context, agent, response)
+        if turn.asked:
+            self.calls.ask(turn.asked)
+            if self.run.is_saved:
+                there = [item.to_input_item() for item in turn_items(turn)]
+                await asyncio.to_thread(self.run.save, [*self._sent, *there])
+
+    async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
+        """Note that a tool's body starts."""
+        self.context = self.context or context
+        if self.calls.start(context, tool):
+            await self.hooks.on_tool_start(context, agent, original(tool))
+
+    async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
+        """Settle a tool call."""
+        asked = self.calls.running(context, tool)
+        if asked is not None and asked.opened is not None:
+            if asked.opened.refusal is not None:
+                return
+            self.run.finished(asked.opened, result, error=asked.error)
+        await self.hooks.on_tool_end(context, agent, original(tool), result)
+
+    async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
+        """Settle the call that was a handoff."""
+        self.calls.handed_over(to_agent, transfer_text(to_agent))
+        await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
+
+    async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
+        """Pass it on."""
+        await self.hooks.on_agent_end(context, agent, output)
+
+    # Model calls
+
+    def output_bound(self, own: int | None) -> int | None:
+        """Return the completion tokens that the next call may ask for."""
+        return own if self._call is None else self._call.max_output_tokens
+
+    def admit_retry(self, error: BaseException | None) -> bool:
+        """Charge a failed attempt and ask whether the call may be tried again."""
+        call = self._call
+        if call is None:
+            return True
+        self._fail(error or "failed")
+        bound = call.max_output_tokens
+        asked = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
+        opened = self.run.model_call(asked)
+        if isinstance(opened, Stop):
+            # The SDK raises the failure; it is the budget that made it the last one.
+            self._no_retry = error
+            return False
+        self._retries += 1
+        self._open(opened)
+        return True
+
+    def _open(self, call: OpenModelCall) -> None:
+        self._call = call
+        frame = self.calls.turn_frame
+        frame.call = call
+        call.frame = frame
+
+    def _answered(self, turn: Turn) -> None:
+        call, self._call = self._call, None
+        self.calls.settings = None
+        response, final = turn.response, not turn.asked
+        self.streamed.clear()
+        if call is None:
+            return
+        usage = usage_of(response)
+        text = written(response.output) if usage is None or final else ""
+        self.run.answered(call, usage, text=text, speaker=turn.agent.name, final=final)
+        self._prompt.measured(token_usage(usage))
+        if final and ended_at_its_bound(
+            response, call.max_output_tokens, turn.agent, self._run_config
+        ):
+            self.cut = self.run.cut_short(call) is not None
+        # Attempts that the SDK made by itself; their tokens are not reported.
+        for _ in range(response.usage.requests - 1 - self._retries):
+            attempt = self.run.model_call(ModelCall(model=call.call.model, retry=True))
+            if isinstance(attempt, Stop):
+                break
+            self.run.failed(attempt, "failed")
+
+    def _fail(self, error: BaseException | str) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            ended = self._incomplete
+            call.measured = token_usage(ended) or call.measured
+            self.run.failed(call, error, written="".join(self.streamed))
+            if ended is not None and ended.output and self.run.cut_short(call) is not None:
+                # The SDK takes such an end for an error, and drops the answer.
+                self.cut = True
+                answer = ModelResponse(output=ended.output, usage=Usage(), response_id=ended.id)
+                self.turns.append(Turn(self.agent, answer))
+        self.streamed.clear()
+
+    def see(self, event: Any) -> None:
+        """Take in an event of a stream: what has been written so far is paid for."""
+        data = getattr(event, "data", None)
+        delta = getattr(data, "delta", None)
+        if isinstance(delta, str):
+            self.streamed.append(delta)
+        elif getattr(data, "type", None) == "response.incomplete":
+            response = getattr(data, "response", None)
+            self._incomplete = response if _is_bounded(response) else None
+
+    # Tool calls
+
+    def left_by(self, error: BaseException) -> Trip | None:
+        """Tell whether an exception left the run because of a limit, and of which."""
+        self._fail(error)
+        stopped = self.calls.stopping or self.run.stopped_by
+        if stopped is None:
+            return None
+        by_a_judge = self.calls.stopping is None and self.run.trip is None
+        chain: BaseException | None = error
+        while chain is not None:
+            if isinstance(chain, BudgetExceeded) or chain is self._no_retry:
+                return stopped
+            chain = chain.__cause__ or chain.__context__
+        return stopped if isinstance(error, Exception) and (by_a_judge or self.cut) else None
+
+    async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
+        """Wait for the run's work; cut it at the deadline and when the run is aborted."""
+        if self.run.check() is not None:
+            # Its first step is refused anyway, and the SDK keeps the user's words before it.
+            await asyncio.wait({work}, timeout=_PATIENCE)
+        return await supervised(self.run, work)
+
+    def cut_off(self, error: BaseException | None = None) -> None:
+        """Account for a run that was cut: what was started may have taken effect."""
+        self._fail(error or "cancelled")
+        self.calls.cut_off()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Account for what a run has left open that ended by itself or by an exception."""
+        if error is not None:
+            self._fail(error)
+        self.calls.close(error)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no guard of the run enforces or looks on."""
+        return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
+
+
+def _is_bounded(response: Any) -> bool:
+    details = part(response, "incomplete_details")
+    return bool(part(details, "reason") == "max_output_tokens")

@@ -1,0 +1,232 @@
+"""The default runner of the SDK, which ends a stopped run as a normal result."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import wraps
+from typing import Any, cast
+
+from agents import (
+    Agent,
+    ModelSettings,
+    RunErrorDetails,
+    RunHooks,
+    RunResult,
+    RunResultStreaming,
+    RunState,
+)
+from agents.agent import AgentBase
+from agents.exceptions import MaxTurnsExceeded
+from agents.run import (
+    DEFAULT_MAX_TURNS,
+    AgentRunner,
+    get_default_agent_runner,
+    set_default_agent_runner,
+)
+
+from budgetguard_core import Guard, Mode, Snapshot, Trip
+from budgetguard_core.kit import Envelope, Run, current_guard, entered
+from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._calls import around
+from budgetguard_openai_agents._ending import (
+    conclude,
+    fail,
+    is_answered,
+    partial_result,
+    store_in_session,
+)
+from budgetguard_openai_agents._history import part
+from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents._settings import asking, bounded_config, config_of
+from budgetguard_openai_agents._stream import StreamEnding
+from budgetguard_openai_agents._tools import noted
+
+_LOCK = threading.Lock()
+_SERVER_SIDE = ("conversation_id", "previous_response_id", "auto_previous_response_id")
+
+
+class BoundedHooks(RunHooks[Any]):
+    """Hooks with a budget.
+
+    Attributes:
+        envelope: The budget and its options.
+        resume: Where an earlier run stopped, to go on from there.
+        keeps_max_turns: `max_turns` was given by the user, whatever it is.
+    """
+
+    envelope: Envelope
+    resume: Snapshot | None = None
+    keeps_max_turns: bool = False
+
+
+class BudgetRunner(AgentRunner):
+    """Wraps the runner there was before; only passes on where no budget is active."""
+
+    def __init__(self, previous: AgentRunner) -> None:
+        self.previous = previous
+
+    async def run(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
+        """Run, and turn a stop into a result."""
+        recorder = _bind(starting_agent, input, options)
+        if recorder is None:
+            return await self.previous.run(starting_agent, input, **options)
+        run = recorder.run
+        with entered(recorder.calls.frame):
+            work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
+        known: RunErrorDetails | RunResult | None = None
+        result: RunResult | None = None
+        try:
+            trip = await recorder.supervised(work)
+            if trip is None or (work.done() and not work.cancelled()):
+                result = known = work.result()
+                trip = recorder.calls.stopping or run.stopped_by
+            else:
+                recorder.cut_off()
+        except BaseException as error:
+            trip = _limit_of(recorder, error)
+            if trip is None:
+                await fail(recorder, error, input)
+                raise
+            recorder.cut_off(error)
+            known = getattr(error, "run_data", None)
+        if trip is not None and not (
+            result is not None and (result.interruptions or is_answered(recorder, result))
+        ):
+            result = partial_result(recorder, trip, known, input, options)
+            await store_in_session(recorder, options.get("session"), input, result)
+        await conclude(recorder, trip, cast("RunResult", result))
+        return cast("RunResult", result)
+
+    def run_sync(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
+        """Run in an event loop of its own."""
+        if isinstance(options.get("hooks"), BoundedHooks) or current_guard() is not None:
+            return super().run_sync(starting_agent, input, **options)
+        return self.previous.run_sync(starting_agent, input, **options)
+
+    def run_streamed(
+        self,
+        starting_agent: Agent[Any],
+        input: Any,  # noqa: A002
+        **options: Any,
+    ) -> RunResultStreaming:
+        """Run in the background, and turn a stop into the end of the stream."""
+        recorder = _bind(starting_agent, input, options)
+        if recorder is None:
+            return self.previous.run_streamed(starting_agent, input, **options)
+        with entered(recorder.calls.frame):
+            try:
+                result = self.previous.run_streamed(starting_agent, input, **options)
+            except BaseException as error:
+                recorder.run.fail(error)
+                raise
+        StreamEnding(recorder, result, input, options.get("session"))
+        return result
+
+
+def install() -> None:
+    """Have runs with a budget end normally. Runs without one go to the runner there was before.
+
+    Raises:
+        AdapterError: The installed release of the SDK lacks what the adapter needs.
+    """
+    with _LOCK:
+        current = get_default_agent_runner()
+        if not isinstance(current, BudgetRunner):
+            _seams.probe()
+            set_default_agent_runner(BudgetRunner(current))
+        for owner, name, wrap in _ASKING:
+            method = getattr(owner, name)
+            if not hasattr(method, "__wrapped__"):
+                setattr(owner, name, wrap(method))
+
+
+def uninstall() -> None:
+    """Put the runner back that there was before. Runs at work end under their budgets."""
+    with _LOCK:
+        current = get_default_agent_runner()
+        if isinstance(current, BudgetRunner):
+            set_default_agent_runner(current.previous)
+        for owner, name, _ in _ASKING:
+            method = getattr(owner, name)
+            setattr(owner, name, getattr(method, "__wrapped__", method))
+
+
+def is_installed() -> bool:
+    """Tell whether runs with a budget are bounded."""
+    return isinstance(get_default_agent_runner(), BudgetRunner)
+
+
+def _asking(listed: Any) -> Any:
+    @wraps(listed)
+    async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
+        tools = await listed(self, run_context)
+        calls = around()
+        return tools if calls is None or calls.run.ended else calls.begin_turn(tools)
+
+    return get_all_tools
+
+
+_ASKING = ((AgentBase, "get_all_tools", _asking), (ModelSettings, "resolve", asking))
+
+
+def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:
+    if isinstance(error, MaxTurnsExceeded):
+        return recorder.calls.framework_limit(str(error))
+    return recorder.left_by(error)
+
+
+def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Recorder | None:
+    """Open the run, and put its hooks into its options; None when nothing bounds it."""
+    hooks = options.get("hooks")
+    guard = current_guard()
+    if isinstance(hooks, BoundedHooks):
+        run = _opened(hooks, given)
+    elif guard is not None:
+        run = Envelope(budget=guard).open()
+    else:
+        return None
+    if isinstance(given, RunState):
+        agent = _seams.agent_of(given, agent)
+    recorder = Recorder(
+        run,
+        hooks,
+        agent,
+        config_of(options.get("run_config")),
+        server_side=any(options.get(name) for name in _SERVER_SIDE),
+    )
+    if not recorder.is_off:
+        options["run_config"] = bounded_config(options.get("run_config"), recorder)
+    options["hooks"] = recorder
+    if isinstance(given, RunState):
+        recorder.calls.go_on(given, agent)
+    elif (
+        options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
+        and not getattr(hooks, "keeps_max_turns", False)
+        and _has_cap(run)
+    ):
+        # The SDK's default is no decision of the user's.
+        options["max_turns"] = None
+    run.guard.start()
+    return recorder
+
+
+def _opened(hooks: BoundedHooks, given: Any) -> Run:
+    resume = hooks.resume
+    if isinstance(given, RunState):
+        kept = noted(_seams.guardrail_results_of(given))
+        resume = resume if kept is None else Snapshot.model_validate(kept["snapshot"])
+        return hooks.envelope.open(resume=resume)
+    return hooks.envelope.open(user_spoke=_is_user_turn(given), resume=resume)
+
+
+def _has_cap(run: Run) -> bool:
+    guards: list[Guard] = [one for guard in run.guards for one in guard.lineage]
+    return any(one.mode is Mode.ENFORCE and one.budget.caps() for one in guards)
+
+
+def _is_user_turn(given: Any) -> bool:
+    if isinstance(given, str):
+        return True
+    last = cast("list[Any]", given)[-1:]
+    return bool(last) and part(last[0], "role") == "user"

@@ -1,0 +1,226 @@
+"""Every private name of the SDK that the adapter touches, and what it needs of each release."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import agents.run
+from agents import Agent, FunctionTool, RunItem, RunResult, RunResultStreaming, RunState
+from agents.agent import AgentBase
+from agents.items import ItemHelpers
+from agents.version import __version__
+
+from budgetguard_core import AdapterError
+
+_SUPPORTED = "openai-agents>=0.22.3,<1"
+
+# From 0.24 on the runner closes the model provider that it made for a run without a
+# configuration; it still knows one of a mapping as its own.
+TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
+
+_FIELDS: dict[type[Any], tuple[str, ...]] = {
+    FunctionTool: ("_is_agent_tool", "_tool_namespace", "tool_input_guardrails"),
+    RunResult: ("_last_agent", "_model_input_items", "_current_turn", "_original_input"),
+    RunResultStreaming: (
+        "_event_queue",
+        "_input_guardrails_task",
+        "_max_turns_handled",
+        "_model_input_items",
+        "_state",
+        "_stream_input_persisted",
+        "run_loop_task",
+    ),
+    RunState: (
+        "_current_agent",
+        "_current_step",
+        "_generated_items",
+        "_last_processed_response",
+        "_original_input",
+        "_session_items",
+        "_tool_input_guardrail_results",
+    ),
+}
+_IN_A_RUN = ("DEFAULT_MAX_TURNS", "get_default_agent_runner", "set_default_agent_runner")
+_INVOKER = "_invoke_tool_impl"
+
+
+def probe() -> None:
+    """Look for everything that the adapter needs of the SDK, before any run relies on it.
+
+    Raises:
+        AdapterError: This release lacks something; the error says what, and what is supported.
+    """
+    missing = [f"agents.run.{name}" for name in _IN_A_RUN if not hasattr(agents.run, name)]
+    if not inspect.iscoroutinefunction(getattr(AgentBase, "get_all_tools", None)):
+        missing.append("AgentBase.get_all_tools")
+    try:
+        _again()
+    except ImportError:
+        missing.append("run_steps.NextStepRunAgain")
+    for owner, names in _FIELDS.items():
+        known = {field.name for field in dataclasses.fields(owner)} | set(dir(owner))
+        missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
+    if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
+        missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
+    if missing:
+        raise AdapterError(
+            f"openai-agents {__version__} must have {', '.join(sorted(missing))} for a budget to "
+            f"hold, found none. Install a supported release: {_SUPPORTED}."
+        )
+
+
+def _made_by_the_sdk() -> FunctionTool:
+    from agents import function_tool
+
+    def probe() -> str:
+        return ""
+
+    return function_tool(probe)
+
+
+def _again() -> Any:
+    from agents.run_internal.run_steps import NextStepRunAgain
+
+    return NextStepRunAgain()
+
+
+# Tools
+
+
+def is_agent_tool(tool: FunctionTool) -> bool:
+    """Tell whether a tool is an agent (`as_tool`)."""
+    return bool(cast("Any", tool)._is_agent_tool)
+
+
+def qualified_name(name: str, namespace: str | None) -> str:
+    """Name a tool as the SDK does: with its namespace, unless that repeats the name."""
+    return f"{namespace}.{name}" if namespace and namespace != name else name
+
+
+def with_invoker(
+    tool: FunctionTool,
+    wrap: Callable[[Callable[[Any, str], Awaitable[Any]]], Callable[[Any, str], Awaitable[Any]]],
+) -> FunctionTool:
+    """Copy a tool whose body is wrapped below what turns its exceptions into texts."""
+    copied = copy.copy(tool)
+    invoker = copied.on_invoke_tool
+    body = getattr(invoker, _INVOKER, None)
+    if body is None:
+        # Made by hand: what it raises ends the run by itself, and what it swallows is its own.
+        return copied
+    invoker = copy.copy(invoker)
+    setattr(invoker, _INVOKER, wrap(body))
+    copied.on_invoke_tool = invoker
+    return copied
+
+
+def pending_functions(state: Any) -> list[Any]:
+    """List the calls of function tools that a state goes on with; each has its tool."""
+    processed = state._last_processed_response
+    return [] if processed is None else list(processed.functions)
+
+
+# Streamed results
+
+
+def take_over_turns(streamed: Any) -> None:
+    """Have only the run itself report that its turns are used up, not the consumer's side too."""
+    streamed._max_turns_handled = True
+
+
+def ran_out_of_turns(streamed: Any) -> bool:
+    """Tell whether a streamed run ended because of `max_turns`; it says so nowhere else."""
+    return (
+        streamed.max_turns is not None
+        and streamed.current_turn > streamed.max_turns
+        and streamed.final_output is None
+    )
+
+
+def is_cancelled(streamed: Any) -> bool:
+    """Tell whether the consumer cancelled a streamed run."""
+    return getattr(streamed, "_cancel_mode", "none") != "none"
+
+
+def take_failed_guardrail(streamed: Any) -> BaseException | None:
+    """Take the exception of an input guardrail that cancelled a streamed run."""
+    task = streamed._input_guardrails_task
+    if task is None or not task.done() or task.cancelled() or task.exception() is None:
+        return None
+    streamed._input_guardrails_task = None
+    error: BaseException = task.exception()
+    return error
+
+
+def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
+    """Show each event of a streamed run when it comes, whether or not somebody consumes it."""
+    queue = streamed._event_queue
+    put = queue.put_nowait
+
+    def seen(event: Any) -> None:
+        see(event)
+        put(event)
+
+    queue.put_nowait = seen
+
+
+def extend_streamed(streamed: Any, items: Sequence[RunItem]) -> None:
+    """Add items to a streamed result as the SDK does after a turn, so that `to_state` works."""
+    streamed.new_items = [*streamed.new_items, *items]
+    streamed._model_input_items = [*streamed._model_input_items, *items]
+    if streamed._state is not None:
+        streamed._state._current_step = _again()
+
+
+# Results and states
+
+
+def complete_result(result: Any, options: dict[str, Any]) -> None:
+    """Set what `to_state` goes on from, as the SDK does on the results that it builds."""
+    result._model_input_items = list(result.new_items)
+    result._current_turn = len(result.raw_responses)
+    result._original_input = copy.copy(result.input)
+    result._current_step_for_state = _again()
+    result._conversation_id = options.get("conversation_id")
+    if options.get("previous_response_id") or options.get("auto_previous_response_id"):
+        result._previous_response_id = result.last_response_id
+        result._auto_previous_response_id = bool(options.get("auto_previous_response_id"))
+
+
+def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
+    """Return the agent that a run goes on with."""
+    agent: Agent[Any] | None = state._current_agent
+    return starting_agent if agent is None else agent
+
+
+def approval_of(state: Any, item: Any) -> bool | None:
+    """Tell what a person has said of a call; None when nothing was said yet."""
+    if item.tool_name is None:
+        return None
+    raw: Any = item.raw_item
+    call_id: Any = getattr(raw, "call_id", None)
+    if isinstance(raw, dict):
+        call_id = cast("dict[str, Any]", raw).get("call_id")
+    return cast(
+        "bool | None",
+        state._context.get_approval_status(item.tool_name, call_id, existing_pending=item),
+    )
+
+
+def input_of(state: Any) -> list[Any]:
+    """Return what a run that goes on was given."""
+    return list(ItemHelpers.input_to_new_input_list(state._original_input))
+
+
+def items_of(state: Any) -> list[RunItem]:
+    """Return what a run that goes on has brought so far."""
+    return list(state._session_items or state._generated_items)
+
+
+def guardrail_results_of(state: Any) -> list[Any]:
+    """Return what guardrails of tools have said in a run that goes on."""
+    return list(state._tool_input_guardrail_results)

@@ -1,0 +1,92 @@
+"""What a session lacks of a run that ended, and what it held before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from agents import TResponseInputItem
+
+from budgetguard_openai_agents._history import part
+
+_PATIENCE = 1.0
+"""Seconds that a session gets at the end of a run: one that hangs must not hold the result."""
+_Key: TypeAlias = tuple[Any, ...]
+
+
+class Compared(NamedTuple):
+    """A session beside the history of a run."""
+
+    before: list[TResponseInputItem]
+    """What the session held before the run."""
+    missing: list[TResponseInputItem]
+    """What it does not hold of the run."""
+
+
+async def read(session: Any) -> list[TResponseInputItem]:
+    """Return everything that a session holds."""
+    async with asyncio.timeout(_PATIENCE):
+        return list(await session.get_items())
+
+
+async def add(session: Any, items: list[TResponseInputItem]) -> None:
+    """Add items to a session."""
+    async with asyncio.timeout(_PATIENCE):
+        await session.add_items(items)
+
+
+def compare(
+    stored: Sequence[TResponseInputItem], history: Sequence[TResponseInputItem]
+) -> Compared:
+    """Find out how much of a run its session holds, and what it held before.
+
+    A session ends with what was stored of the run; parts of it may be missing.
+
+    Args:
+        stored: What the session holds.
+        history: What the run was given and has brought. May begin before the run does.
+    """
+    keys = [_key(item) for item in history]
+    left = Counter(keys)
+    place = len(stored)
+    # The SDK may have saved the results of a batch in an order of its own.
+    while place and left[key := _key(stored[place - 1])]:
+        left[key] -= 1
+        place -= 1
+    there = Counter(keys) - left
+    held: list[bool] = []
+    for key in keys:
+        held.append(there[key] > 0)
+        there[key] -= 1
+    last = max((n for n, is_there in enumerate(held) if is_there), default=-1)
+    missing = [
+        item
+        for n, item in enumerate(history)
+        # What is missing in between and is no call was left out on purpose.
+        if not held[n] and (n > last or _belongs_to_a_call(history, n))
+    ]
+    return Compared(list(stored[:place]), missing)
+
+
+def _belongs_to_a_call(history: Sequence[TResponseInputItem], place: int) -> bool:
+    return part(history[place], "call_id") is not None
+
+
+def _key(item: object) -> _Key:
+    kind, call_id = part(item, "type") or "message", part(item, "call_id")
+    if call_id is not None:
+        return kind, call_id
+    if kind != "message":
+        return kind, part(item, "id"), repr(part(item, "summary"))
+    return kind, part(item, "role"), _text(part(item, "content"))
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = cast("list[object]", content)
+        return "".join(str(part(one, "text") or repr(one)) for one in parts)
+    return repr(content)

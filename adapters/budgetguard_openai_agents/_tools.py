@@ -1,0 +1,242 @@
+"""Copies of an agent's tools for one turn, which ask the run that they are called in.
+
+The user's own tools are never changed. The copies hold no run: they find it around them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+from agents import (
+    ApplyPatchTool,
+    CustomTool,
+    FunctionTool,
+    LocalShellTool,
+    ShellTool,
+    Tool,
+    ToolGuardrailFunctionOutput,
+    ToolInputGuardrail,
+    ToolInputGuardrailData,
+    ToolInputGuardrailResult,
+)
+from agents.editor import ApplyPatchOperation, ApplyPatchResult
+
+from budgetguard_core import BudgetExceeded
+from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._history import Asked
+
+_NAME = "budgetguard"
+_ORIGINAL = "_budgetguard_original"
+
+
+class Calls(Protocol):
+    """What the copies ask the run that they are called in."""
+
+    def refusal(self, context: Any, tool: Tool) -> str | None:
+        """Return what is given in place of a call's result; None where it may start."""
+        ...
+
+    def running(self, context: Any, tool: Tool) -> Asked | None:
+        """Return the call whose body runs now."""
+        ...
+
+    def entered(self, asked: Asked) -> Any:
+        """Make the code of a block the body of a call."""
+        ...
+
+    def enter(self, asked: Asked) -> None:
+        """Make the rest of this task the body of a call."""
+        ...
+
+
+class Finder(Protocol):
+    """Finds the run around the code that runs."""
+
+    def __call__(self) -> Calls | None:
+        """Return it; None outside of any."""
+        ...
+
+
+class Gates:
+    """Makes the copies.
+
+    Args:
+        find: Finds the run around the code that runs.
+    """
+
+    def __init__(self, find: Finder) -> None:
+        self._find = find
+        self._gate = ToolInputGuardrail[Any](guardrail_function=self._answer, name=_NAME)
+
+    def tool(self, tool: Tool) -> Tool:
+        """Return a copy of a tool that asks before its body starts; itself where it cannot."""
+        if hasattr(tool, _ORIGINAL):
+            return tool
+        gated: Any
+        if isinstance(tool, FunctionTool):
+            gated = self._function(tool)
+        elif isinstance(tool, CustomTool):
+            gated = copy.copy(tool)
+            gated.on_invoke_tool = self._executor(gated, tool.on_invoke_tool)
+        elif isinstance(tool, ShellTool | LocalShellTool):
+            if tool.executor is None:
+                return tool
+            gated = copy.copy(tool)
+            gated.executor = self._executor(gated, tool.executor)
+        elif isinstance(tool, ApplyPatchTool):
+            gated = copy.copy(tool)
+            gated.editor = _Editor(self, gated, tool.editor)
+        else:
+            return tool
+        setattr(gated, _ORIGINAL, tool)
+        return cast("Tool", gated)
+
+    def _function(self, tool: FunctionTool) -> FunctionTool:
+        gated = _seams.with_invoker(tool, lambda body: self._body(tool, body))
+        gated.tool_input_guardrails = [self._gate, *(tool.tool_input_guardrails or ())]
+        return gated
+
+    def _answer(self, data: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
+        calls = self._find()
+        if calls is not None:
+            refusal = calls.refusal(data.context, _NO_TOOL)
+            if refusal is not None:
+                return ToolGuardrailFunctionOutput.reject_content(refusal)
+            asked = calls.running(data.context, _NO_TOOL)
+            if asked is not None:
+                # The SDK starts the body in a task that it makes of this one.
+                calls.enter(asked)
+        return ToolGuardrailFunctionOutput.allow()
+
+    def _body(
+        self, tool: FunctionTool, body: Callable[[Any, str], Awaitable[Any]]
+    ) -> Callable[[Any, str], Awaitable[Any]]:
+        is_agent = _seams.is_agent_tool(tool)
+
+        async def noted(context: Any, arguments: str) -> Any:
+            calls = self._find()
+            asked = None if calls is None else calls.running(context, tool)
+            if asked is None:
+                return await body(context, arguments)
+            try:
+                result = await body(context, arguments)
+            except BudgetExceeded as stop:
+                # It stops the run at its next step; a text of failure would invite another try.
+                asked.error = stop
+                asked.partial = text_of(stop)
+                return asked.partial
+            except BaseException as error:
+                if not (is_agent and asked.partial is not None and isinstance(error, Exception)):
+                    asked.error = error
+                    raise
+                result = None
+            # What the agent was stopped with is a text, whatever would have made an output of it.
+            return asked.partial if is_agent and asked.partial is not None else result
+
+        noted.__dict__.update(getattr(body, "__dict__", {}))
+        return noted
+
+    def _executor(self, tool: Any, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def asking(*given: Any) -> Any:
+            calls = self._find()
+            context = given[0] if isinstance(tool, CustomTool) else None
+            asked = None if calls is None else calls.running(context, tool)
+            if calls is None or asked is None:
+                return execute(*given)
+            refusal = calls.refusal(context, tool)
+            if refusal is not None:
+                return refusal
+            with _noted(calls, asked):
+                result = execute(*given)
+            return _awaited(calls, asked, result) if inspect.isawaitable(result) else result
+
+        return asking
+
+    def edit(self, tool: Any, execute: Callable[..., Any], operation: ApplyPatchOperation) -> Any:
+        """Have an editor apply one operation, or refuse to."""
+        result = self._executor(tool, execute)(operation)
+        calls = self._find()
+        refusal = None if calls is None else calls.refusal(None, tool)
+        return ApplyPatchResult(status="failed", output=refusal) if refusal else result
+
+
+class _Editor:
+    """The editor of a copy."""
+
+    def __init__(self, gates: Gates, tool: Any, editor: Any) -> None:
+        self._gates = gates
+        self._tool = tool
+        self._editor = editor
+
+    def create_file(self, operation: ApplyPatchOperation) -> Any:
+        return self._gates.edit(self._tool, self._editor.create_file, operation)
+
+    def update_file(self, operation: ApplyPatchOperation) -> Any:
+        return self._gates.edit(self._tool, self._editor.update_file, operation)
+
+    def delete_file(self, operation: ApplyPatchOperation) -> Any:
+        return self._gates.edit(self._tool, self._editor.delete_file, operation)
+
+
+_NO_TOOL: Any = None
+
+
+@contextmanager
+def _noted(calls: Calls, asked: Asked) -> Generator[None]:
+    with calls.entered(asked):
+        try:
+            yield
+        except BaseException as error:
+            asked.error = error
+            raise
+
+
+async def _awaited(calls: Calls, asked: Asked, result: Awaitable[Any]) -> Any:
+    with _noted(calls, asked):
+        return await result
+
+
+def original(tool: Tool) -> Tool:
+    """Return the user's own tool."""
+    own: Tool = getattr(tool, _ORIGINAL, tool)
+    return own
+
+
+def is_gated(tool: Tool) -> bool:
+    """Tell whether a tool is one of the copies."""
+    return hasattr(tool, _ORIGINAL)
+
+
+def text_of(stop: BudgetExceeded) -> str:
+    """Return what a run that was stopped had brought, as one text."""
+    return "" if stop.outcome is None or stop.outcome.final is None else str(stop.outcome.final)
+
+
+def own_results(results: Sequence[ToolInputGuardrailResult]) -> list[ToolInputGuardrailResult]:
+    """Leave out what is no result of the user's own guardrails."""
+    return [one for one in results if one.guardrail.get_name() != _NAME]
+
+
+def note(given: dict[str, Any]) -> ToolInputGuardrailResult:
+    """Make a result that carries plain data through a run's state, JSON included."""
+    return ToolInputGuardrailResult(
+        guardrail=ToolInputGuardrail[Any](guardrail_function=_allow, name=_NAME),
+        output=ToolGuardrailFunctionOutput.allow(output_info=given),
+    )
+
+
+def noted(results: Sequence[Any]) -> dict[str, Any] | None:
+    """Return the data that a run's state carries."""
+    for one in reversed(results):
+        info = one.output.output_info
+        if one.guardrail.get_name() == _NAME and isinstance(info, dict):
+            return cast("dict[str, Any]", info)
+    return None
+
+
+def _allow(_: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
+    return ToolGuardrailFunctionOutput.allow()

@@ -1,0 +1,267 @@
+"""The calls of an agent: each is admitted before it starts, and settled after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
+
+from opentelemetry import trace
+from strands import Agent
+from strands.hooks import (
+    AfterModelCallEvent,
+    AfterToolCallEvent,
+    BeforeModelCallEvent,
+    BeforeToolCallEvent,
+)
+from strands.types.exceptions import ContextWindowOverflowException
+
+from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
+from budgetguard_core.kit import is_stop, token_usage
+from budgetguard_strands import _history, _seams
+from budgetguard_strands._bounds import bounded, is_bounded_by
+from budgetguard_strands._run import AgentRun
+from budgetguard_strands._usage import model_name, with_status
+
+
+class Halt(BaseException):
+    """Ends the event loop before a model call.
+
+    Not an Exception, because Strands and its users' hooks retry and swallow those. It never
+    leaves the run: the provider that raised it catches it around the event loop.
+    """
+
+    def __init__(self, at: AgentRun) -> None:
+        super().__init__("the run was stopped")
+        self.at = at
+
+
+class Calls:
+    """What one provider does at the calls of the agents that it is attached to.
+
+    Args:
+        cover: Bounds an agent that is used as a tool.
+
+    Attributes:
+        runs: The last run of each agent.
+        watching: The agents of which every model call tells which model it really goes to.
+    """
+
+    def __init__(self, cover: Callable[[Agent], None]) -> None:
+        self._cover = cover
+        self.runs: WeakKeyDictionary[Agent, AgentRun] = WeakKeyDictionary()
+        self.watching: WeakSet[Agent] = WeakSet()
+
+    def going_on(self, agent: Any) -> AgentRun | None:
+        """Return an agent's run; None where the budget came while it ran, and begins later."""
+        at = self.runs.get(agent)
+        return None if at is None or at.run.ended else at
+
+    # Model calls
+
+    def model_called(self, agent: Agent, model: Any) -> Any:
+        """Note which model a call goes to, and return it with the call's completion bound."""
+        at = self.going_on(agent)
+        if at is None:
+            return model
+        at.model = model
+        bound = None if at.call is None else at.call.max_output_tokens
+        return model if bound is None else bounded(model, bound)
+
+    def before_model_call(self, event: BeforeModelCallEvent) -> None:
+        """Admit a model call, or end the run."""
+        if getattr(event, "cancel", False):
+            return  # somebody refused the call already; younger releases only
+        agent = event.agent
+        at = self.going_on(agent)
+        if at is None:
+            return
+        at.asked.clear()
+        cycle = len(agent.event_loop_metrics.agent_invocations[-1].cycles)
+        retry = at.overflowed or cycle == at.cycle
+        at.cycle, at.overflowed = cycle, False
+        projected = at.prompt.project(
+            agent.messages,
+            system=agent.system_prompt,
+            tools=agent.tool_registry.get_all_tool_specs(),
+        )
+        opened = at.run.model_call(
+            ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
+        )
+        at.note_warnings()
+        at.span = trace.get_current_span()
+        if isinstance(opened, Stop):
+            raise Halt(at)
+        at.begin_call(opened)
+        at.within(opened)
+        if opened.nudge is not None and agent.messages[-1]["role"] == "user":
+            agent.messages[-1]["content"].append({"text": opened.nudge})
+
+    def after_model_call(self, event: AfterModelCallEvent) -> None:
+        """Settle a model call, before other hooks see how it ended."""
+        at = self.going_on(event.agent)
+        if at is None:
+            return
+        if at.streaming and not at.is_entered:
+            at.enter()  # what other hooks start now belongs to the run
+        if isinstance(event.exception, ContextWindowOverflowException):
+            at.overflowed = True
+            if not at.shared and not at.recovered:
+                # As the reference does; but once a leg, because a loop that overflows again and
+                # again would never end.
+                at.recovered = True
+                at.run.guard.restart_iterations()
+        if event.stop_response is None or at.call is None:
+            self.settle(at, event.agent, event.exception or "no answer")
+            return
+        call, model = at.call, at.model or event.agent.model
+        message: dict[str, Any] = {**event.stop_response.message}
+        if at.usage is None:
+            metadata: dict[str, Any] = message.get("metadata") or {}
+            at.usage = metadata.get("usage")
+        self.settle(at, event.agent, None, message=event.stop_response.message)
+        bound = call.max_output_tokens
+        if (
+            str(event.stop_response.stop_reason) == "max_tokens"
+            and bound is not None
+            and not is_bounded_by(model, bound)
+        ):
+            at.cut_off = at.run.cut_short(call) is not None
+
+    def after_answer(self, event: AfterModelCallEvent) -> None:
+        """End a run whose answer its own bound cut off, after the other hooks have seen it."""
+        at = self.going_on(event.agent)
+        if at is not None and at.cut_off and event.stop_response is not None:
+            at.cut_off = False
+            at.written = [_history.text_of(event.stop_response.message)]
+            raise Halt(at)
+
+    def settle(
+        self,
+        at: AgentRun,
+        agent: Agent,
+        error: BaseException | str | None,
+        *,
+        message: Any = None,
+        keep: bool = False,
+    ) -> None:
+        """Charge the model call in flight, if there is one, with what it reported so far.
+
+        Args:
+            at: The run.
+            agent: Its agent.
+            error: What ended the call; None for an answer.
+            message: The answer.
+            keep: What was written is still needed.
+        """
+        call, written = at.call, at.written
+        if call is None:
+            return
+        usage: Any = at.usage
+        if usage is None and agent in self.watching and at.model is None:
+            usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
+        other = None if at.model in (None, agent.model) else model_name(at.model)
+        if error is None:
+            content: list[Any] = message["content"]
+            final = not any("toolUse" in block for block in content)
+            # With the arguments of its tool calls, in case that they have to be estimated.
+            text = _history.text_of(message) if final else json.dumps(content, default=str)
+            at.run.answered(call, usage, text=text, model=other, speaker=agent.name, final=final)
+            at.prompt.measured(token_usage(usage), reply=message)
+        else:
+            if usage is not None:
+                call.measured = token_usage(usage)
+            at.run.failed(call, with_status(error), written="".join(written))
+        at.begin_call(None)
+        if keep:
+            at.written = written
+        at.within()
+        at.note_warnings()
+
+    # Tool calls
+
+    def before_tool_call(self, event: BeforeToolCallEvent) -> None:
+        """Admit a tool call, or give a result in its place."""
+        at = self.going_on(event.agent)
+        if at is None:
+            return  # outside of a run it is the user's own code that calls the tool
+        use = event.tool_use
+        waited = next(
+            (
+                one
+                for one in at.waiting
+                if (one.call.id, one.call.name) == (use["toolUseId"], use["name"])
+            ),
+            None,
+        )
+        if waited is not None:
+            at.waiting.remove(waited)
+        if event.cancel_tool:
+            if waited is not None:
+                at.run.withdrawn(waited)
+            return
+        if waited is None and _seams.is_asking(event.agent, use):
+            return  # it is asked for when the person has answered
+        child = getattr(event.selected_tool, "agent", None)
+        if isinstance(child, Agent):
+            self._cover(child)
+        call = waited or at.run.tool_call(
+            ToolCall(
+                name=use["name"],
+                arguments=use["input"],
+                id=use["toolUseId"],
+                kind=_kind(event.selected_tool, use["name"], at),
+            )
+        )
+        at.note_warnings()
+        at.asked.append(_history.Asked(use, call))
+        refusal = at.run.start(call)
+        if refusal is None:
+            at.within(call)
+        else:
+            event.cancel_tool = refusal
+
+    def after_tool_call(self, event: AfterToolCallEvent) -> None:
+        """Settle a tool call, with the result that the history gets."""
+        at = self.going_on(event.agent)
+        if at is None:
+            return
+        asked = _history.find_call(at.asked, event.tool_use)
+        child = getattr(event.selected_tool, "agent", None)
+        result: Any = event.result
+        failed = result.get("status") == "error"
+        if (
+            isinstance(child, Agent)
+            and child.messages
+            and _history.is_synthetic(child.messages[-1])
+        ):
+            failed = True
+            result = _history.of_stopped(result, child.messages)
+        elif failed and at.trip is not None and _says(at.trip, event):
+            result = _history.error_result(result["toolUseId"], _history.STOPPED)
+        if asked is not None and asked.result is None:
+            content = result["content"]
+            at.run.finished(
+                asked.call,
+                None if failed else content,
+                error=event.exception or str(content) if failed else None,
+            )
+        message = at.run.nudge() if at.trip is None else None
+        if message is not None:
+            result = _history.with_text(result, message)
+        event.result = result
+        if asked is not None:
+            asked.result = result
+        at.within()
+
+
+def _says(trip: Trip, event: AfterToolCallEvent) -> bool:
+    """Tell whether a tool failed because a run inside of it was stopped."""
+    return is_stop(event.exception) or trip.detail in str(event.result["content"])
+
+
+def _kind(tool: Any, name: str, at: AgentRun) -> Literal["function", "handoff", "output"]:
+    if tool is None or getattr(tool, "tool_type", None) == "structured_output":
+        return "output"  # an unknown tool has no body that could start, and is looked at for loops
+    return "handoff" if name == "handoff_to_agent" and at.of_node else "function"

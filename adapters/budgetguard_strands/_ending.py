@@ -1,0 +1,121 @@
+"""How a run of an agent ends: its history, its outcome, and what is kept for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from strands import Agent
+from strands.hooks import AfterInvocationEvent
+from strands.types.session import encode_bytes_values
+
+from budgetguard_core import (
+    AdapterError,
+    Outcome,
+    StopReason,
+    Trip,
+    Violation,
+    synthetic_metadata,
+    synthetic_text,
+)
+from budgetguard_core.kit import Run
+from budgetguard_strands import _history, _seams
+from budgetguard_strands._opening import KEY
+from budgetguard_strands._run import AgentRun
+
+LOG = logging.getLogger("budgetguard.strands")
+# Where it shows is the application's choice; without one it would go to standard error.
+LOG.addHandler(logging.NullHandler())
+_RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
+_ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
+_PAUSES = ("interrupt", "checkpoint")
+
+
+async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> Any:
+    """Close the history of a stopped run, and make the event that ends it."""
+    trip = at.trip or at.run.check()
+    if trip is None:
+        raise AdapterError("a stopped run must have a trip, got none. Please report this.")
+    LOG.warning(
+        "agent=<%s>, stop_reason=<%s>, detail=<%s> | run stopped before its next model call",
+        agent.name,
+        trip.reason,
+        trip.detail,
+    )
+    if at.span is not None and at.span.is_recording():
+        at.span.end()
+    written = "".join(at.written)
+    answers = _history.results_for_open_calls(
+        agent.messages, at.asked, _seams.results_before_interrupt(agent)
+    )
+    _seams.forget_interrupt(agent)
+    if answers is not None:
+        await _history.append(agent, answers)
+    message = _history.synthetic_message(
+        written, synthetic_text(at.run.guard), synthetic_metadata(at.run.guard, trip)
+    )
+    await _history.append(agent, message)
+    return _seams.StopEvent(
+        str(trip.reason),
+        message,
+        agent.event_loop_metrics,
+        invocation_state.setdefault("request_state", {}),
+    )
+
+
+def framework_trip(run: Run, reason: str) -> Trip:
+    """Return the stop of a run that Strands' own limit ended; nothing of the guard's is tripped."""
+    violation = Violation(
+        reason=StopReason.FRAMEWORK_LIMIT, detail=f"Strands' own limit ended the run: {reason}"
+    )
+    return Trip(reason=violation.reason, violations=(violation,), run_id=run.guard.run_id)
+
+
+async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
+    """Pause where the run waits, and keep the counters, before the session manager looks."""
+    agent = event.agent
+    reason = None if event.result is None else str(event.result.stop_reason)
+    outcome = None
+    if at.trip is None and reason is not None and reason.startswith("limit_"):
+        at.run.trip = framework_trip(at.run, reason)
+    if reason in _PAUSES:
+        # A stop that came before comes again after the answer: what was admitted may run.
+        at.run.trip = None
+        kept = _kept(at.run, agent.messages)
+        outcome = await at.run.in_thread(lambda: at.run.pause(resume=_ANSWER, **kept))
+        at.snapshot = at.run.guard.snapshot()
+    unfinished = None if at.trip is None else "stopped"
+    if outcome is not None:
+        unfinished = "paused"
+    if not at.inside:
+        snapshot = at.snapshot or at.run.guard.snapshot()
+        # As text, because the state copies what it keeps each time that it is asked.
+        agent.state.set(KEY, {"unfinished": unfinished, "snapshot": snapshot.to_json()})
+    return outcome
+
+
+async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
+    """End a run, after the session manager has kept it."""
+    agent, run = event.agent, at.run
+    kept = _kept(run, agent.messages)
+    error = at.error
+    if event.result is not None and event.result.stop_reason == "cancelled":
+        error = asyncio.CancelledError("the agent was cancelled")
+    if error is not None and at.trip is None:
+        return await run.in_thread(lambda: run.fail(error, resume=_RESUME, **kept))
+    final = _history.text_of(agent.messages[-1]) if agent.messages else ""
+    final = getattr(event.result, "structured_output", None) or final
+    return await run.in_thread(
+        lambda: run.end(
+            final=final,
+            next_step=None if at.trip is None else "model call",
+            resume=_RESUME,
+            **kept,
+        )
+    )
+
+
+def _kept(run: Run, messages: list[Any]) -> dict[str, Any]:
+    plain = None if run.envelope.store is None else encode_bytes_values(tuple(messages))
+    return {"messages": tuple(messages), "saved_messages": plain}

@@ -1,0 +1,105 @@
+"""How the run of an agent, swarm or graph begins: at the top, or as a part of one around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+from budgetguard_core import Budget, CheckpointError, Guard, Outcome, Snapshot
+from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of
+
+KEY = "budgetguard"
+"""Where the counters are in an agent's state, and the budget in an invocation's."""
+
+
+class Opened(NamedTuple):
+    """A run that has begun."""
+
+    run: Run
+    inside: bool
+    """It is a part of another one."""
+    shared: bool
+    """Its guard was given, and nothing of it is reset."""
+    of_node: bool
+    """It is that of a swarm's or graph's node."""
+
+
+class Opener:
+    """One provider's budget, its runs and what they came to.
+
+    Attributes:
+        outcomes: The outcome of the last run of each agent, swarm and graph.
+        nodes: The run that a node's executor is a part of, while the node is at work.
+        corrections: What the next node of a run of a swarm or graph is to be told.
+    """
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.envelope = envelope
+        # What is a part of a run of this provider has no caps of its own.
+        self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip)
+        self._own: WeakSet[Run] = WeakSet()
+        self.outcomes: WeakKeyDictionary[Any, Outcome] = WeakKeyDictionary()
+        self.nodes: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
+        self.corrections: WeakKeyDictionary[Run, str] = WeakKeyDictionary()
+
+    def open(self, target: Any, invocation_state: Any, kept: Any, *, user_spoke: bool) -> Opened:
+        """Open a run; the budget of the invocation takes the place of the provider's own.
+
+        Args:
+            target: The agent, swarm or graph.
+            invocation_state: What the caller gave.
+            kept: What an agent's state holds of an earlier run of its session.
+            user_spoke: It begins with new words of the user's.
+        """
+        self.outcomes.pop(target, None)
+        around = self.nodes.get(target)
+        with nullcontext() if around is None else entered(around.frame()):
+            frame = current()
+            inside = frame is not None and frame.run is not None
+            envelope = self.envelope
+            if inside and self._is_in(frame):
+                envelope, kept = self._part, None
+            elif not inside:
+                envelope = self._given(invocation_state)
+            run = _opened(envelope, kept, user_spoke=user_spoke)
+        self._own.add(run)
+        return Opened(run, inside, isinstance(envelope.budget, Guard), around is not None)
+
+    def _given(self, invocation_state: Mapping[str, Any] | None) -> Envelope:
+        given = (invocation_state or {}).get(KEY)
+        own = self.envelope
+        if given is None or given is own.budget or isinstance(given, Envelope):
+            return given if isinstance(given, Envelope) else own
+        if isinstance(given, Budget):
+            return replace(own, budget=given)
+        options = {"on_trip": own.on_trip, "store": own.store, "on_outcome": own.on_outcome}
+        return envelope_of(given, **options)  # type: ignore[arg-type]
+
+    def _is_in(self, frame: Frame | None) -> bool:
+        """Tell whether a run of this provider is around."""
+        while frame is not None:
+            if frame.is_live and frame.run in self._own:
+                return True
+            frame = frame.above
+        return False
+
+
+def _opened(envelope: Envelope, kept: Any, *, user_spoke: bool) -> Run:
+    problem: Exception | None = None
+    try:
+        if kept and kept["unfinished"]:
+            return envelope.open(
+                resume=Snapshot.from_json(kept["snapshot"]),
+                fresh=kept["unfinished"] == "stopped",
+                user_spoke=user_spoke,
+            )
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        # What a tool could have written into the state must not end the run.
+        problem = error
+    run = envelope.open(user_spoke=user_spoke)
+    if problem is not None:
+        run.guard.report(f"agent.state[{KEY!r}]: {type(problem).__name__}: {problem}")
+    return run

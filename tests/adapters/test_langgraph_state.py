@@ -1,0 +1,363 @@
+"""State of any shape: result, thread and next turn agree, and nothing appears, goes or doubles."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+
+import langgraph_graphs as graphs
+from budgetguard_core import Budget, Guard
+from budgetguard_core.testing import Script, calls, says
+from budgetguard_langgraph import BudgetCallback, bounded, resume
+from langgraph_graphs import (
+    SHAPES,
+    StrictChat,
+    asks,
+    check_request,
+    functional,
+    loop,
+    plan_and_execute,
+    sticky,
+    thread,
+)
+
+
+@pytest.fixture(autouse=True)
+def bodies():
+    graphs.BODIES.clear()
+
+
+def options(shape):
+    return {"messages_key": "history"} if shape == "elsewhere" else {}
+
+
+def messages_in(values):
+    """The conversation in any result; None where the result has none."""
+    if isinstance(values, list):
+        return values
+    for key in ("messages", "history"):
+        if key in values:
+            return values[key]
+    return None
+
+
+def in_thread(graph, config):
+    """The conversation on the thread, also where the result does not show it."""
+    values = graph.get_state(config).values
+    return messages_in(values)
+
+
+def contents(messages):
+    return [(m.type, m.content) for m in messages]
+
+
+def keys(result):
+    return set(result) if isinstance(result, dict) else None
+
+
+async def run(graph, given, config, mode):
+    if mode == "sync":
+        return graph.invoke(given, config)
+    if mode == "async":
+        return await graph.ainvoke(given, config)
+    last = None
+    async for chunk in graph.astream(given, config, stream_mode="values"):
+        last = chunk
+    return last
+
+
+MODES = ["sync", "async", "streamed"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["bare", "checkpointed"])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_stopped_run_ends_closed_in_any_state(shape, checkpointed, mode):
+    saver = InMemorySaver() if checkpointed else None
+    graph, given = loop(shape, asks(2), checkpointer=saver)
+    free = await run(graph, given("Go."), thread(), mode)
+    graph, given = loop(shape, sticky("search", "search"), checkpointer=saver)
+    config = thread()
+    guarded = bounded(graph, Budget(max_tool_calls=3), **options(shape))
+    result = await run(guarded, given("Go."), config, mode)
+    assert type(result) is type(free)
+    if keys(result) is not None:
+        # `answer` of the hidden shape is not there yet: its node was not reached.
+        assert keys(result) - {"stop_reason"} <= keys(free)
+        assert result["stop_reason"] == "max_tool_calls"
+    shown = messages_in(result)
+    if shown is not None:
+        check_request(shown)
+        assert shown[-1].response_metadata["stop_reason"] == "max_tool_calls"
+        assert [m.type for m in shown].count("human") == 1
+        assert [m.type for m in shown].count("tool") == 4
+    if not checkpointed:
+        return
+    assert graph.get_state(config).next == ()
+    kept = in_thread(graph, config)
+    check_request(kept)
+    assert kept[-1].response_metadata["stop_reason"] == "max_tool_calls"
+    if shown is not None:
+        assert contents(kept) == contents(shown)
+    # The next turn, on the graph as it is, by a provider that checks strictly.
+    again, _ = loop(shape, Script([says("Better.")]), checkpointer=saver)
+    turn = given("And now?")
+    if shape == "last_value":
+        # Without a reducer the caller hands the whole conversation over.
+        turn = {"messages": [*kept, *turn["messages"]]}
+    await run(again, turn, config, "async")
+    after = in_thread(graph, config)
+    assert contents(after)[: len(kept)] == contents(kept)
+    assert after[-1].content == "Better."
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_stop_after_an_answer_is_a_part_of_it(shape, mode):
+    """A final answer that is paid for stays, and no two answers stand in a row."""
+    saver = InMemorySaver()
+    graph, given = loop(shape, Script([says("The answer.")]), checkpointer=saver)
+    guard = Guard(Budget(max_total_tokens=10**6))
+    config = thread()
+    again = Script([says("again")])
+    twice = again_and_again(shape, graph, again, saver)
+    guarded = bounded(twice, Budget(max_iterations=2), **options(shape))
+    result = await run(guarded, given("Go."), config, mode)
+    shown = messages_in(result)
+    kept = in_thread(twice, config)
+    assert again.calls == 2
+    if shown is not None:
+        assert contents(shown) == contents(kept)
+    assert kept[-1].response_metadata.get("synthetic") is True
+    assert kept[-1].content.startswith("again")
+    assert not isinstance(kept[-2], AIMessage)
+    del guard
+
+
+def again_and_again(shape, _, script, saver):
+    """A graph that talks to itself: the user's part is made up after each answer."""
+    model = StrictChat(script=script)
+    key = "history" if shape == "elsewhere" else "messages"
+
+    def messages(state):
+        return state if shape == "root" else graphs.read(state, key)
+
+    def update(state, new):
+        if shape == "root":
+            return new
+        return {key: [*messages(state), *new] if shape == "last_value" else new}
+
+    def agent(state):
+        return update(state, [model.invoke(messages(state))])
+
+    def critic(state):
+        return update(state, [HumanMessage(f"Not yet {len(messages(state))}.")])
+
+    def begin(state):
+        return {key: [HumanMessage(state["question"])]}
+
+    if shape == "hidden":
+        graph = StateGraph(graphs.Hidden, input_schema=graphs.Question, output_schema=graphs.Answer)
+        graph.add_node("begin", begin)
+        graph.add_edge(START, "begin")
+        graph.add_edge("begin", "agent")
+    else:
+        kinds = {**graphs.PREDEFINED, "elsewhere": graphs.Elsewhere, "root": graphs.ROOT}
+        graph = StateGraph(kinds[shape])
+        graph.add_edge(START, "agent")
+
+    def route(state):
+        return END if len(messages(state)) > 20 else "more"
+
+    # The stop falls right behind the answer: nobody speaks in between.
+    def more(state):
+        if script.calls >= 2:
+            model.invoke([HumanMessage("Was it good?")])
+        return critic(state)
+
+    graph.add_node("agent", agent)
+    graph.add_node("more", more)
+    graph.add_conditional_edges("agent", route, ["more", END])
+    graph.add_edge("more", "agent")
+    return graph.compile(checkpointer=saver)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_completed_run_is_what_it_is_without_a_guard(shape):
+    saver = InMemorySaver()
+    results, kept = [], []
+    for wrap in (lambda g: g, lambda g: bounded(g, Budget(max_iterations=9), **options(shape))):
+        graph, given = loop(shape, asks(2), checkpointer=saver)
+        config = thread()
+        graphs.BODIES.clear()
+        results.append(wrap(graph).invoke(given("Go."), config))
+        kept.append(in_thread(graph, config))
+    assert keys(results[0]) == keys(results[1])
+    assert type(results[0]) is type(results[1])
+    assert contents(kept[0]) == contents(kept[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stopped_thread_of_any_shape_is_resumed(shape):
+    saver = InMemorySaver()
+    graph, given = loop(shape, asks(3), checkpointer=saver)
+    config = thread()
+    guarded = bounded(graph, Budget(max_iterations=2), **options(shape))
+    guarded.invoke(given("Go."), config)
+    assert graphs.BODIES == ["0", "1"]
+    result = resume(guarded, config, Budget(max_iterations=9))
+    assert graphs.BODIES == ["0", "1", "2"]
+    kept = in_thread(graph, config)
+    check_request(kept)
+    assert kept[-1].content == "Done."
+    assert not any(m.response_metadata.get("synthetic") for m in kept)
+    if shape == "hidden":
+        assert result["answer"] == "Done."
+
+
+@pytest.mark.parametrize("output_keys", ["messages", ["turns"], ["messages", "turns"]])
+def test_output_keys_hide_what_they_hid_before(output_keys):
+    graph, given = loop("pydantic", sticky())
+    result = bounded(graph, Budget(max_iterations=2)).invoke(
+        given("Go."), thread(), output_keys=output_keys
+    )
+    if isinstance(output_keys, str):
+        assert isinstance(result, list)
+        check_request(result)
+        assert result[-1].response_metadata["stop_reason"] == "max_iterations"
+    else:
+        assert set(result) <= {*output_keys, "stop_reason"}
+        assert ("messages" in result) is ("messages" in output_keys)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_state_without_messages_gets_none(checkpointed):
+    script = Script(lambda n: says(f"step {n}"))
+    saver = InMemorySaver() if checkpointed else None
+    graph = plan_and_execute(script, checkpointer=saver)
+    config = thread()
+    outcomes = []
+    guarded = bounded(graph, Budget(max_iterations=4), on_outcome=outcomes.append)
+    result = guarded.invoke({"goal": "g"}, config)
+    assert script.calls == 4
+    assert result == {
+        "goal": "g",
+        "plan": [f"g {n}" for n in range(6)],
+        "done": [f"step {n}" for n in range(4)],
+        "stop_reason": "max_iterations",
+    }
+    assert [one.status for one in outcomes] == ["terminated"]
+    if checkpointed:
+        ended = resume(guarded, config, Budget(max_iterations=4))
+        assert ended["done"] == [f"step {n}" for n in range(6)]
+
+
+class Report(graphs.BaseModel):
+    lines: list[str]
+
+
+ANSWERS = {
+    "text": "".join,
+    "list": list,
+    "number": len,
+    "dict": lambda lines: {"lines": lines},
+    "model": lambda lines: Report(lines=lines),
+    "nothing": lambda lines: None,
+    "messages": lambda lines: [AIMessage(line) for line in lines],
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+def test_a_workflow_of_any_type(kind, way):
+    saver = InMemorySaver()
+    script = Script([says("x")])
+    flow = functional(script, ANSWERS[kind], checkpointer=saver)
+    free = flow.invoke(["a"], thread())
+    outcomes = []
+    config = thread()
+
+    def call(items, cap):
+        budget = Budget(max_model_calls=cap)
+        if way == "bounded":
+            return bounded(flow, budget, on_outcome=outcomes.append).invoke(items, config)
+        callback = BudgetCallback(budget, on_outcome=outcomes.append)
+        return flow.invoke(items, {**config, "callbacks": [callback]})
+
+    done = call(["a"], 2)
+    assert type(done) is type(free)
+    assert outcomes[-1].status == "completed"
+    stopped = call(["a"] * 4, 2)
+    assert outcomes[-1].status == "terminated"
+    if way == "callback":
+        # What the graph returns is LangGraph's own; it says that it is no answer.
+        assert "__interrupt__" in stopped
+    else:
+        # Never the answer of the turn before.
+        assert stopped == {"stop_reason": "max_model_calls"}
+    assert script.calls == 4
+
+
+def test_private_channels_stay_private():
+    class Private(graphs.TypedDict):
+        secret: str
+
+    model = StrictChat(script=sticky())
+
+    def first(state) -> Private:
+        return {"secret": "s"}
+
+    def second(state: Private):
+        return {}
+
+    graph = StateGraph(graphs.Reduced)
+    graph.add_node("first", first)
+    graph.add_node("second", second, input_schema=Private)
+    graph.add_node("agent", lambda s: {"messages": [model.invoke(s["messages"])]})
+    graph.add_node("tools", graphs.ToolNode([graphs.search]))
+    graph.add_edge(START, "first")
+    graph.add_edge("first", "second")
+    graph.add_edge("second", "agent")
+    graph.add_edge("agent", "tools")
+    graph.add_edge("tools", "agent")
+    plain = graph.compile(checkpointer=InMemorySaver())
+    config = thread()
+    result = bounded(plain, Budget(max_iterations=2)).invoke(graphs.user(), config)
+    assert set(result) == {"messages", "stop_reason"}
+
+
+def test_a_conditional_entry_is_not_asked_when_a_run_is_closed():
+    """Closing writes to the thread, and no router of the user's may run for it."""
+    routed = []
+
+    def route(state):
+        routed.append(len(state["messages"]))
+        return "agent"
+
+    model = StrictChat(script=sticky())
+    graph = StateGraph(graphs.Reduced)
+    graph.add_node("agent", lambda s: {"messages": [model.invoke(s["messages"])]})
+    graph.add_node("tools", graphs.ToolNode([graphs.search]))
+    graph.add_conditional_edges(START, route, ["agent"])
+    graph.add_edge("agent", "tools")
+    graph.add_edge("tools", "agent")
+    plain = graph.compile(checkpointer=InMemorySaver())
+    bounded(plain, Budget(max_iterations=2)).invoke(graphs.user(), thread())
+    assert routed == [1]
+
+
+def test_messages_without_ids_are_neither_doubled_nor_lost():
+    """`operator.add` gives no ids: a message of the same text twice is two messages."""
+    script = Script([calls("search"), calls("search"), says("Done.")])
+    graph, given = loop("added", script, checkpointer=InMemorySaver())
+    config = thread()
+    for n in range(3):
+        bounded(graph, Budget(max_iterations=1)).invoke(given("Go."), config)
+        kept = in_thread(graph, config)
+        check_request(kept)
+        assert [m.content for m in kept if isinstance(m, HumanMessage)] == ["Go."] * (n + 1)
+    assert all(isinstance(m, BaseMessage) for m in kept)

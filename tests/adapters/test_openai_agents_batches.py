@@ -1,0 +1,174 @@
+"""Batches in which every kind of tool is called beside the others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    ModelBehaviorError,
+    StopAtTools,
+    tool_namespace,
+)
+from openai.types.responses import (
+    ResponseFunctionToolCall,
+)
+
+from budgetguard_core import NOT_AVAILABLE, NOT_EXECUTED, Budget, Guard, StopReason
+from budgetguard_core.testing import Call
+from budgetguard_openai_agents import BudgetHooks, outcome
+from openai_agents_raw import KINDS, RawModel, call_of, text_item, toolbox
+from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
+
+pytestmark = pytest.mark.anyio
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+def agent_with(bodies: list[str], kinds: Any, *responses: Any) -> Agent[Any]:
+    box = toolbox(bodies)
+    return Agent(
+        name="main",
+        model=RawModel(*responses),
+        tools=[box[kind] for kind in sorted(set(kinds)) if kind != "mcp"],
+        mcp_servers=[box["mcp"]] if "mcp" in kinds else [],
+    )
+
+
+@pytest.mark.parametrize("other", KINDS[1:])
+@modes
+async def test_what_fits_runs_once_and_is_counted_once(mode, other):
+    bodies: list[str] = []
+    asked = [call_of("function", 1), call_of(other, 2), call_of("function", 3), call_of(other, 4)]
+    agent = agent_with(bodies, ["function", other], asked, [text_item("Done.")])
+    guard = Guard(Budget(max_tool_calls=9, tool_quotas={"act": 5}))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert result.final_output == "Done."
+    assert len(bodies) == guard.usage.tool_calls == 4
+    assert guard.tool_counts["act"] == 2
+    assert guard.open_calls() == ()
+    assert [record.status for record in outcome(result).tool_calls] == ["completed"] * 4
+    assert NOT_EXECUTED not in str(result.to_input_list())
+    assert not unpaired(result.to_input_list())
+
+
+@pytest.mark.parametrize("seed", range(20))
+@modes
+async def test_a_mixed_batch_runs_what_fits_in_the_models_order(mode, seed):
+    random_ = random.Random(seed)
+    kinds = [random_.choice([k for k in KINDS if k != "computer"]) for _ in range(6)]
+    cap = random_.randint(1, 6)
+    bodies: list[str] = []
+    asked = [call_of(kind, number) for number, kind in enumerate(kinds)]
+    agent = agent_with(bodies, kinds, asked, [text_item("Done.")])
+    guard = Guard(Budget(max_tool_calls=cap))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert sorted(bodies) == [str(number) for number in range(cap)]
+    assert guard.usage.tool_calls == cap
+    assert guard.open_calls() == ()
+    assert not unpaired(result.to_input_list())
+    assert outcome(result).status == ("terminated" if cap < 6 else "completed")
+    statuses = {record.id: record.status for record in outcome(result).tool_calls}
+    assert [statuses[f"c{n}"] for n in range(6)] == ["completed"] * cap + ["refused"] * (6 - cap)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "computer"])
+@modes
+async def test_a_quota_refuses_its_tool_and_the_model_goes_on(mode, kind):
+    bodies: list[str] = []
+    asked = [call_of(kind, 1), call_of(kind, 2)]
+    agent = agent_with(bodies, [kind], asked, [text_item("Done.")])
+    name = {"function": "act", "mcp": "fetch", "custom": "sql"}.get(kind, kind)
+    guard = Guard(Budget(tool_quotas={name: 1}))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert bodies == ["1"]
+    assert result.final_output == "Done."
+    assert outcome(result).status == "completed"
+    assert NOT_AVAILABLE in str(result.to_input_list())
+    assert NOT_AVAILABLE in str(agent.model.sent[-1])
+
+
+@modes
+async def test_a_computer_is_refused_with_its_whole_batch(mode):
+    bodies: list[str] = []
+    asked = [call_of("function", 1), call_of("computer", 2), call_of("computer", 3)]
+    agent = agent_with(bodies, ["function", "computer"], asked)
+    guard = Guard(Budget(max_tool_calls=2))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert bodies == []
+    assert guard.usage.tool_calls == 0
+    assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+
+
+@modes
+async def test_two_tools_of_one_name_in_two_namespaces(mode):
+    bodies: list[str] = []
+
+    def named(space: str) -> Any:
+        return tool_namespace(
+            name=space, description=f"The {space}.", tools=[tool("search", bodies, result=space)]
+        )
+
+    def asked(space: str, number: int) -> Any:
+        return ResponseFunctionToolCall(
+            call_id=f"c{number}",
+            name="search",
+            namespace=space,
+            arguments='{"value": ""}',
+            type="function_call",
+        )
+
+    model = RawModel([asked("web", 1), asked("mail", 2), asked("web", 3)], [text_item("Done.")])
+    agent = Agent(name="main", model=model, tools=[*named("web"), *named("mail")])
+    guard = Guard(Budget(tool_quotas={"web.search": 1}))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    outputs = [i["output"] for i in result.to_input_list() if i.get("output")]
+    assert outputs == ["web", "mail", NOT_AVAILABLE]
+    assert guard.tool_counts == {"web.search": 1, "mail.search": 1}
+
+
+def first_result(context: Any, results: Any) -> Any:
+    from agents import ToolsToFinalOutputResult
+
+    return ToolsToFinalOutputResult(is_final_output=True, final_output=results[0].output)
+
+
+@pytest.mark.parametrize(
+    "behavior", ["stop_on_first_tool", StopAtTools(stop_at_tool_names=["a"]), first_result]
+)
+@modes
+async def test_an_answer_that_is_the_result_of_a_call_that_fitted_is_kept(mode, behavior):
+    bodies: list[str] = []
+    agent = agent_of(
+        calls("a", "b"),
+        tools=[tool("a", bodies), tool("b", bodies)],
+        tool_use_behavior=behavior,
+    )
+    guard = Guard(Budget(max_tool_calls=1))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert bodies == ["a"]
+    assert result.final_output == "a 1"
+    assert outcome(result).final == "a 1"
+    assert not unpaired(result.to_input_list())
+
+
+@modes
+async def test_repeated_ids_in_a_batch_and_across_turns(mode):
+    bodies: list[str] = []
+    agent = agent_of(
+        calls(Call("a", "1", id="x")),
+        calls(Call("a", "2", id="x")),
+        says("Done."),
+        tools=[tool("a", bodies)],
+    )
+    guard = Guard(Budget(max_tool_calls=5))
+    ran: Any = await asyncio.gather(
+        go(mode, agent, hooks=BudgetHooks(guard)), return_exceptions=True
+    )
+    assert guard.usage.tool_calls == len(bodies)
+    assert guard.open_calls() == ()
+    # Newer versions of the SDK refuse such a response.
+    if not isinstance(ran[0], ModelBehaviorError):
+        assert not unpaired(ran[0].to_input_list())

@@ -1,0 +1,178 @@
+"""Runs made of everything at once: kinds of tools, caps, ways in, faults, sessions, moments.
+
+The model and the bodies of the tools count for themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from agents import Agent, ModelBehaviorError, UserError, function_tool
+from openai.types.responses import ResponseFunctionToolCall
+
+from budgetguard_core import Budget, Guard
+from budgetguard_core.testing import ProviderError
+from budgetguard_openai_agents import BudgetHooks, outcome
+from conformance.budgetguard_openai_agents_driver import MemorySession
+from openai_agents_raw import RawModel, call_of, text_item, toolbox
+from openai_agents_runs import MODES, go, unpaired
+from strict_openai_server import Refused, check_responses_input
+
+pytestmark = pytest.mark.anyio
+KINDS = ("function", "mcp", "custom", "shell", "local_shell", "apply_patch")
+EXTRA = ("broken", "ask", "handoff")
+CAPS = (
+    {"max_iterations": 3},
+    {"max_model_calls": 4},
+    {"max_tool_calls": 4},
+    {"max_total_tokens": 900},
+    {"tool_quotas": {"act": 2, "sql": 1}, "max_iterations": 6},
+    {"max_iterations": 9, "max_tool_calls": 9},
+)
+SEEDS = range(150)
+
+
+class FuzzModel(RawModel):
+    """Fails, aborts the run or hangs at the call that it was told to."""
+
+    fault: tuple[str, int] | None = None
+    guard: Guard | None = None
+
+    async def _before(self) -> None:
+        if self.fault is None or self.fault[1] != self.calls:
+            return
+        if self.fault[0] == "error":
+            self.calls += 1
+            raise ProviderError("down")
+        # An abort of a run that was stopped already changes nothing.
+        if self.fault[0] == "abort" and self.guard is not None and self.guard.trip is None:
+            self.guard.abort("enough")
+            self.calls += 1
+            await asyncio.get_running_loop().create_future()
+
+    async def get_response(self, *args: Any, **facts: Any) -> Any:
+        await self._before()
+        return await super().get_response(*args, **facts)
+
+    async def stream_response(self, *args: Any, **facts: Any) -> Any:
+        await self._before()
+        async for event in super().stream_response(*args, **facts):
+            yield event
+
+
+class Case:
+    """One run, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.bodies: list[str] = []
+        self.budget = Budget(**draw.choice(CAPS), loop_detection=None)
+        self.guard = Guard(self.budget)
+        self.mode = draw.choice(MODES)
+        self.session = MemorySession("s") if draw.random() < 0.6 else None
+        self.kinds = draw.sample(KINDS, draw.randint(1, 3))
+        extra = [one for one in EXTRA if draw.random() < 0.4]
+        box = toolbox(self.bodies)
+        self.numbers = iter(range(1000))
+        turns = [
+            [self._call(draw, [*self.kinds, *extra]) for _ in range(draw.randint(1, 4))]
+            for _ in range(draw.randint(1, 6))
+        ]
+        usage = draw.choice([(60, 20), (60, 20), (0, 0)])
+        self.model = FuzzModel(*turns, [text_item("Done.")], usage=usage)
+        self.below = FuzzModel(
+            [call_of("function", f"b{seed}")], [text_item("Below.")], usage=(60, 20)
+        )
+        self.model.guard = self.guard
+        kind = draw.choice([None, None, "error", "abort"])
+        self.model.fault = None if kind is None else (kind, draw.randint(0, 4))
+        if draw.random() < 0.3:
+            # The tool's own run gets it instead.
+            self.below.guard, self.below.fault = self.guard, self.model.fault
+            self.model.fault = None
+        worker = Agent(name="worker", model=self.below, tools=[box["function"]])
+        other = Agent(name="other", model=self.model, tools=[])
+
+        def broken() -> str:
+            self.bodies.append("broken")
+            raise ValueError("no disk")
+
+        tools = [box[one] for one in self.kinds if one != "mcp"]
+        if "broken" in extra:
+            tools.append(function_tool(broken))
+        if "ask" in extra:
+            ask = worker.as_tool(tool_name="ask", tool_description="Ask.")
+            tools.append(ask)
+        other.tools = list(tools)
+        other.mcp_servers = [box["mcp"]] if "mcp" in self.kinds else []
+        self.agent = Agent(
+            name="main",
+            model=self.model,
+            tools=tools,
+            handoffs=[other] if "handoff" in extra else [],
+            mcp_servers=other.mcp_servers,
+        )
+        other.handoffs = [self.agent] if "handoff" in extra else []
+
+    def _call(self, draw: random.Random, kinds: list[str]) -> Any:
+        kind, number = draw.choice(kinds), next(self.numbers)
+        if kind in KINDS:
+            return call_of(kind, number)
+        name = {"broken": "broken", "ask": "ask", "handoff": "transfer_to_other"}[kind]
+        arguments = '{"input": "?"}' if kind == "ask" else "{}"
+        return ResponseFunctionToolCall(
+            call_id=f"c{number}", name=name, arguments=arguments, type="function_call"
+        )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_whatever_comes_together_the_budget_holds(seed):
+    case = Case(seed)
+    guard, budget = case.guard, case.budget
+    hooks = BudgetHooks(guard)
+    raised: Any = None
+    result: Any = None
+    try:
+        result = await go(case.mode, case.agent, session=case.session, hooks=hooks)
+    except (ProviderError, ModelBehaviorError, UserError) as error:
+        raised = error
+    found = outcome(raised if result is None else result)
+    calls = case.model.calls + case.below.calls
+    usage = guard.usage
+    assert usage.model_calls == calls
+    assert calls <= min(budget.max_model_calls or 99, budget.max_iterations or 99)
+    # An agent that is a tool has no body that writes itself down.
+    assert usage.tool_calls == len(case.bodies) + guard.tool_counts.get("ask", 0)
+    assert usage.tool_calls <= (budget.max_tool_calls or 99)
+    if budget.max_total_tokens is not None:
+        assert usage.total_tokens <= budget.max_total_tokens + 100
+    assert usage.reserved_tokens == 0
+    assert found.status == ("failed" if raised is not None else found.status)
+    assert found.status in ("completed", "terminated", "failed")
+    assert not unpaired(found.messages)
+    if result is None:
+        return
+    if found.status == "terminated":
+        assert found.stop_reason is not None
+    interrupted = [record for record in found.tool_calls if record.status == "interrupted"]
+    assert len(guard.open_calls()) == len(interrupted)
+    history = result.to_input_list()
+    assert not unpaired(history)
+    _check(history)
+    if case.session is not None:
+        stored = await case.session.get_items()
+        assert not unpaired(stored)
+        _check(stored)
+        assert len(stored) == len(history)
+
+
+def _check(items: Any) -> None:
+    # Items of local tools have forms of their own.
+    known = [one for one in items if str(one.get("type", "message")).startswith(("func", "mess"))]
+    try:
+        check_responses_input(known)
+    except Refused as why:
+        pytest.fail(str(why))

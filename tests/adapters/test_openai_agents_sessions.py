@@ -1,0 +1,280 @@
+"""A stored history and the returned one are the same after every ending, and can be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    GuardrailFunctionOutput,
+    InputGuardrail,
+    OpenAIResponsesModel,
+    OutputGuardrail,
+    RunConfig,
+)
+from agents.extensions.memory import AdvancedSQLiteSession
+from agents.run import ModelInputData
+from openai import AsyncOpenAI
+
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.kit import entered
+from budgetguard_openai_agents import BudgetHooks, outcome
+from budgetguard_openai_agents._session import compare
+from conformance.budgetguard_openai_agents_driver import MemorySession
+from openai_agents_runs import MODES, go, tool, unpaired
+from strict_openai_server import NAME, StrictServer, check_responses_input
+
+pytestmark = pytest.mark.anyio
+modes = pytest.mark.parametrize("mode", MODES)
+sessions = pytest.mark.parametrize("kind", ["sqlite", "advanced"])
+
+
+@pytest.fixture
+def server(httpserver):
+    server = StrictServer(httpserver)
+    yield server
+    assert server.refusals == []
+
+
+@pytest.fixture
+async def client(httpserver):
+    async with AsyncOpenAI(
+        base_url=httpserver.url_for("/v1"), api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def session_of():
+    made: list[Any] = []
+
+    def make(kind: str) -> Any:
+        if kind == "sqlite":
+            return MemorySession("s")
+        made.append(AdvancedSQLiteSession(session_id="s", create_tables=True))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def plain(items: Any) -> list[Any]:
+    """Write a history so that two forms of the same item are equal."""
+    found = []
+    for item in items:
+        content = item.get("content")
+        if isinstance(content, list):
+            content = "".join(str(part.get("text")) for part in content)
+        role = item.get("role")
+        found.append((item.get("type") if role is None else role, item.get("call_id"), content))
+    return found
+
+
+class Stage:
+    """Stops a run at one moment of it."""
+
+    def __init__(self, guard: Guard, moment: str) -> None:
+        self.guard = guard
+        self.moment = moment
+
+    async def reached(self, moment: str) -> None:
+        if moment == self.moment:
+            self.guard.abort(f"at {moment}")
+            await asyncio.get_running_loop().create_future()
+
+
+MOMENTS = ("load", "input", "instructions", "tool", "output", "final")
+
+
+@sessions
+@pytest.mark.parametrize("moment", MOMENTS)
+@modes
+async def test_an_abort_at_any_moment(mode, moment, kind, server, client, session_of):
+    """The second run of a conversation is stopped, and a third one goes on."""
+    session = session_of(kind)
+    guard = Guard(Budget(max_iterations=9))
+    stage = Stage(guard, moment)
+    began: list[bool] = []
+
+    async def judge(*_: Any) -> GuardrailFunctionOutput:
+        await stage.reached("output")
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=False)
+
+    async def before(*_: Any) -> GuardrailFunctionOutput:
+        await stage.reached("input")
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=False)
+
+    async def instructions(context: Any, agent: Any) -> str:
+        if began:
+            await stage.reached("instructions")
+        return "Be brief."
+
+    async def search() -> str:
+        if began:
+            await stage.reached("tool")
+        return f"found {len(server.requests)}"
+
+    from agents import function_tool
+
+    agent = Agent(
+        name="main",
+        model=OpenAIResponsesModel(NAME, client),
+        instructions=instructions,
+        tools=[function_tool(search)],
+    )
+    server.texts = {1: "First.", 3: "Second.", 4: "Third.", 5: "Fourth."}
+    await go(mode, agent, "One.", session=session)
+    began.append(True)
+    agent.output_guardrails = [OutputGuardrail(judge)]
+    agent.input_guardrails = [InputGuardrail(before, run_in_parallel=False)]
+    load = session.get_items
+    if moment == "load":
+
+        async def slow(*args: Any, **facts: Any) -> Any:
+            session.get_items = load
+            await stage.reached("load")
+
+        session.get_items = slow
+    if moment == "final":
+        # A budget that is used up when the answer comes changes nothing of it.
+        guard = Guard(Budget(max_iterations=2))
+    result = await go(mode, agent, "Two.", session=session, hooks=BudgetHooks(guard))
+    if moment == "final":
+        assert outcome(result).status == "completed"
+        assert result.final_output == "Second."
+    else:
+        assert outcome(result).stop_reason is StopReason.ABORTED
+    stored = await session.get_items()
+    returned = result.to_input_list()
+    if mode == "run" or moment != "final":
+        assert plain(stored) == plain(returned)
+    assert [item["content"] for item in stored if item.get("role") == "user"] == ["One.", "Two."]
+    assert not unpaired(stored)
+    check_responses_input(stored)
+    check_responses_input(returned)
+    agent.input_guardrails, agent.output_guardrails = [], []
+    server.texts = dict.fromkeys(range(20), "Third.")
+    began.clear()
+    again = await go(mode, agent, "Three.", session=session)
+    assert again.final_output == "Third."
+    assert plain(await session.get_items())[: len(stored)] == plain(stored)
+
+
+@sessions
+@pytest.mark.parametrize("budget", [{"max_iterations": 2}, {"max_tool_calls": 3}], ids=str)
+@modes
+async def test_a_stop_in_the_middle(mode, budget, kind, server, client, session_of):
+    session = session_of(kind)
+    server.calls = [("search", "{}")] * 2
+    agent = Agent(name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])])
+    result = await go(mode, agent, "One.", session=session, hooks=BudgetHooks(Budget(**budget)))
+    assert outcome(result).status == "terminated"
+    stored = await session.get_items()
+    assert plain(stored) == plain(result.to_input_list())
+    check_responses_input(stored)
+    server.texts = dict.fromkeys(range(2, 20), "Done.")
+    again = await go(mode, agent, "Two.", session=session, hooks=BudgetHooks(Budget()))
+    assert again.final_output == "Done."
+
+
+@modes
+async def test_an_input_filter_loses_no_message(mode, server, client):
+    guard = Guard(Budget(max_iterations=9))
+    entered_tool = asyncio.Event()
+
+    async def hang() -> str:
+        entered_tool.set()
+        await asyncio.get_running_loop().create_future()
+        return "never"
+
+    from agents import function_tool
+
+    agent = Agent(
+        name="main",
+        model=OpenAIResponsesModel(NAME, client),
+        tools=[function_tool(hang, name_override="search")],
+    )
+
+    def last_only(data: Any) -> ModelInputData:
+        return ModelInputData(input=data.model_data.input[-1:], instructions=None)
+
+    given = [{"role": "user", "content": text} for text in ("One.", "Two.", "Three.")]
+    config = RunConfig(call_model_input_filter=last_only)
+    run = go(mode, agent, given, run_config=config, hooks=BudgetHooks(guard))
+    task = asyncio.create_task(run)
+    await entered_tool.wait()
+    guard.abort()
+    result = await task
+    assert len(server.requests[0]["input"]) == 1
+    users = [i["content"] for i in result.to_input_list() if i.get("role") == "user"]
+    assert users == ["One.", "Two.", "Three."]
+
+
+@modes
+async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client):
+    session = MemorySession("s")
+    server.calls = [("search", "{}")]
+    agent = Agent(name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])])
+    read = session.get_items
+    reads: list[int] = []
+
+    async def once(*args: Any, **facts: Any) -> Any:
+        reads.append(1)
+        if len(reads) > 1:
+            await asyncio.get_running_loop().create_future()
+        return await read(*args, **facts)
+
+    session.get_items = once  # type: ignore[method-assign]
+    result = await go(mode, agent, session=session, hooks=BudgetHooks(Budget(max_iterations=1)))
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert any("session" in error for error in outcome(result).errors)
+
+
+def said(role: str, text: str) -> Any:
+    return {"role": role, "content": text}
+
+
+def call(call_id: str, output: str | None = None) -> Any:
+    if output is None:
+        return {"type": "function_call", "call_id": call_id, "name": "a", "arguments": "{}"}
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+@pytest.mark.parametrize(
+    ("stored", "history", "before", "missing"),
+    [
+        ([], [said("user", "a")], 0, [0]),
+        ([said("user", "a")], [said("user", "a"), said("assistant", "b")], 0, [1]),
+        ([said("user", "x"), said("user", "a")], [said("user", "a")], 1, []),
+        # A call that was saved without its siblings.
+        (
+            [said("user", "a"), call("1"), call("1", "r")],
+            [said("user", "a"), call("1"), call("2"), call("1", "r"), call("2", "n")],
+            0,
+            [2, 4],
+        ),
+        # The same id in an earlier turn is another call.
+        (
+            [call("1"), call("1", "r"), said("assistant", "b")],
+            [said("user", "a"), call("1"), call("1", "s")],
+            3,
+            [0, 1, 2],
+        ),
+    ],
+)
+def test_what_a_session_lacks(stored, history, before, missing):
+    found = compare(stored, history)
+    assert len(found.before) == before
+    assert found.missing == [history[n] for n in missing]
+
+
+def test_the_frame_of_an_ended_run_bounds_nothing():
+    run = BudgetHooks(Budget(max_iterations=1)).envelope.open()
+    run.end()
+    with entered(run.frame()):
+        from budgetguard_core.kit import current_guard
+
+        assert current_guard() is None
