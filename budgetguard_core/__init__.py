@@ -23,6 +23,7 @@ from budgetguard_core.errors import (
     BudgetGuardError,
     CheckpointError,
     ConfigurationError,
+    RunFencedError,
 )
 from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
 from budgetguard_core.guard import Guard, Mode
@@ -39,7 +40,13 @@ from budgetguard_core.stop import (
     after_iterations,
     tool_called,
 )
-from budgetguard_core.stores import CheckpointStore, MemoryStore, SqliteStore
+from budgetguard_core.stores import (
+    Checkpoint,
+    CheckpointStore,
+    MemoryStore,
+    NumberedStore,
+    SqliteStore,
+)
 from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
 
 __all__ = [
@@ -52,6 +59,7 @@ __all__ = [
     "BudgetExceeded",
     "BudgetGuardError",
     "CancellationToken",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointStore",
     "Clock",
@@ -66,11 +74,13 @@ __all__ = [
     "ModelCall",
     "ModelDecision",
     "Nudge",
+    "NumberedStore",
     "OpenCall",
     "Outcome",
     "Price",
     "PriceBook",
     "Refuse",
+    "RunFencedError",
     "Sink",
     "Snapshot",
     "SqliteStore",

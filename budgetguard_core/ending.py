@@ -9,7 +9,7 @@ from budgetguard_core.events import CheckpointSaved, IncidentRecorded
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip
-from budgetguard_core.stores import CheckpointStore
+from budgetguard_core.stores import SnapshotWriter
 
 _ERROR_LENGTH = 500
 
@@ -38,7 +38,7 @@ def end_run(
     trip: Trip | None,
     messages: Sequence[Any] = (),
     final: Any = None,
-    store: CheckpointStore | None = None,
+    store: SnapshotWriter | None = None,
     saved_messages: Sequence[Any] | None = None,
     next_step: str | None = None,
     resume: str | None = None,

@@ -4,6 +4,7 @@ BudgetGuardError                 catch this to catch everything
 |-- BudgetExceeded               a run was stopped; beside the `Outcome` that it carries
 |-- ConfigurationError           a budget, price or setting makes no sense (also a ValueError)
 |-- CheckpointError              a snapshot or log is damaged, or of a newer format
+|   `-- RunFencedError           another process has gone on with the run
 `-- AdapterError                 a guard cannot attach to a framework, or is used against its rules
 """
 
@@ -18,6 +19,10 @@ class ConfigurationError(BudgetGuardError, ValueError):
 
 class CheckpointError(BudgetGuardError):
     """A snapshot or a recorded log cannot be used: damaged, incomplete or of a newer format."""
+
+
+class RunFencedError(CheckpointError):
+    """A run was resumed elsewhere since: this leg of it must not go on, and saves nothing more."""
 
 
 class AdapterError(BudgetGuardError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
@@ -195,10 +196,7 @@ class Snapshot(BaseModel):
         try:
             return dump(self)
         except ValueError as error:
-            raise CheckpointError(
-                f"messages must be what JSON can hold, got {error}. "
-                "Turn them into dictionaries first."
-            ) from None
+            raise _not_json(error) from None
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -222,6 +220,54 @@ class Snapshot(BaseModel):
                 f"snapshot is damaged ({field}: {problem['msg']}). "
                 "Restore an earlier one, or start the run anew."
             ) from None
+
+    def to_parts(self) -> SnapshotParts:
+        """Return the snapshot as what changes with each step and what only grows.
+
+        Raises:
+            CheckpointError: The conversation holds what JSON cannot.
+        """
+        return SnapshotParts(
+            state=dump(self, exclude={"messages", "records"}),
+            messages=[_item(message) for message in self.messages],
+            records=[_item(record) for record in self.records],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotParts:
+    """A snapshot in pieces, for stores that write only what is new."""
+
+    state: str
+    """Everything but the other two, as a JSON object. Its length does not grow with the run."""
+    messages: list[str]
+    """Each message as JSON."""
+    records: list[str]
+    """Each record of a tool call as JSON."""
+
+    def to_json(self) -> str:
+        """Return the whole, as `Snapshot.from_json` reads it."""
+        records, messages = ",".join(self.records), ",".join(self.messages)
+        return f'{{"records":[{records}],"messages":[{messages}],{self.state[1:]}'
+
+
+class _Item(BaseModel):
+    model_config = ConfigDict(defer_build=True, ser_json_inf_nan="strings")
+
+    item: Any
+
+
+def _item(item: Any) -> str:
+    try:
+        return dump(_Item(item=item)).removeprefix('{"item":')[:-1]
+    except ValueError as error:
+        raise _not_json(error) from None
+
+
+def _not_json(error: ValueError) -> CheckpointError:
+    return CheckpointError(
+        f"messages must be what JSON can hold, got {error}. Turn them into dictionaries first."
+    )
 
 
 class _Version(BaseModel):

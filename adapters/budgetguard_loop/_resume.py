@@ -17,7 +17,7 @@ from budgetguard_core import (
     Outcome,
     Snapshot,
 )
-from budgetguard_core.kit import Envelope, Run, current, envelope_of
+from budgetguard_core.kit import Envelope, Run, current, envelope_of, load_to_resume
 from budgetguard_loop import _history as history
 
 Resume: TypeAlias = "str | Snapshot | Outcome"
@@ -62,8 +62,9 @@ def begin(
         envelope = envelope_of(budget, default=Budget(), **options)
         return Beginning(envelope.open(user_spoke=spoke), given)
     store = budget.store if isinstance(budget, Envelope) else options.get("store")
-    earlier = _earlier(resume, store)
+    earlier, leg = _earlier(resume, store)
     run = _opened(earlier, budget, options, resume)
+    run.go_on_as(leg, earlier.run_id)
     past = history.from_plain(earlier.messages)
     interrupted = frozenset(
         call.id for call in earlier.open_calls if call.kind == "tool" and call.id
@@ -88,22 +89,22 @@ def _close(messages: list[history.Message], interrupted: frozenset[str]) -> None
         messages.append(history.tool_message(call.id, text))
 
 
-def _earlier(resume: Resume, store: CheckpointStore | None) -> Snapshot:
+def _earlier(resume: Resume, store: CheckpointStore | None) -> tuple[Snapshot, int | None]:
     if isinstance(resume, Snapshot):
-        return resume
+        return resume, None
     if isinstance(resume, Outcome):
-        return Snapshot.of_outcome(resume)
+        return Snapshot.of_outcome(resume), None
     if store is None:
         raise ConfigurationError(
             f"resume={resume!r} names a run in a store, got store=None. Pass the store, or resume "
             "from an Outcome or a Snapshot."
         )
-    snapshot = store.load(resume)
+    snapshot, leg = load_to_resume(store, resume)
     if snapshot is None:
         raise CheckpointError(
             f"the store has no run {resume!r}. Check the id, or start the run anew."
         )
-    return snapshot
+    return snapshot, leg
 
 
 def _opened(

@@ -177,7 +177,8 @@ class Loop:
 
     def save(self) -> None:
         """Save a checkpoint of this run and of those that it is a part of; blocking."""
-        self.run.save(history.to_plain(self._so_far()))
+        results = [message for _, message in sorted(self._results.items())]
+        self.run.save(self.messages, results, to_plain=history.to_plain)
 
     @property
     def is_passed_on(self) -> bool:
@@ -214,7 +215,11 @@ class Loop:
         for attempt in range(self.retries + 1):
             command = self._admit_model_call(retry=attempt > 0 or self.retry)
             self.retry = False
-            yield Save()
+            try:
+                yield Save()
+            except BaseException:
+                self.run.unmade(command.call)
+                raise
             try:
                 answer = yield command
             except Exception as error:
@@ -352,9 +357,6 @@ class Loop:
         return request, arguments if problem is None else {"error": problem}
 
     # The history
-
-    def _so_far(self) -> list[Message]:
-        return [*self.messages, *(message for _, message in sorted(self._results.items()))]
 
     def _settle_history(self, text: str) -> None:
         """Put the results that are there into the history, in order; the others get `text`."""

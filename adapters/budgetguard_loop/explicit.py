@@ -164,15 +164,18 @@ class bounded:
     def save(self) -> None:
         """Save a checkpoint now; blocking. On an event loop: `await asyncio.to_thread(run.save)`.
 
-        Right after an admission it makes sure that a killed process loses no count.
+        Right after an admission it makes sure that a killed process loses no count. It costs what
+        is new; a change to a message that was saved before is saved when the block ends.
+
+        Raises:
+            RunFencedError: The run was resumed elsewhere, so it must not go on here.
         """
         try:
             self._tidy()
-            plain = history.to_plain(self.messages)
         except Exception as error:
             self.guard.report("checkpoint", error)
         else:
-            self.run.save(plain)
+            self.run.save(self.messages, to_plain=history.to_plain)
 
     def measured(self, usage: Any) -> None:
         """Take what the provider counted as the projection of the next prompt."""

@@ -7,6 +7,7 @@ and how the run ends is decided here, once for all adapters.
 
 from budgetguard_core.kit.ambient import Frame, current, current_call, current_guard, entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.delay import wait, wait_async
 from budgetguard_core.kit.envelope import (
     Envelope,
@@ -51,6 +52,7 @@ __all__ = [
     "failed_usage",
     "is_stop",
     "joined",
+    "load_to_resume",
     "merge_usage",
     "outcome_of",
     "project",

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from budgetguard_core.budget import Budget
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Stop, ToolCall
 from budgetguard_core.ending import end_run
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, RunFencedError
 from budgetguard_core.frame import Frame, current
 from budgetguard_core.guard import Guard
 from budgetguard_core.kit.ambient import entered
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.checkpoints import Checkpoints
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.outcomes import remember
 from budgetguard_core.kit.usage import answered_usage
@@ -88,7 +89,8 @@ class Run:
         self._refused: Trip | None = None
         self._around = {one.run_id for nearest in around for one in nearest.lineage}
         self._saving = threading.RLock()
-        self._messages: Sequence[Any] = ()
+        store = envelope.store
+        self._checkpoints = None if store is None else Checkpoints(guard, store)
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
         self._parts: dict[object, Run] = {}
         self.is_loose = loose
@@ -435,19 +437,46 @@ class Run:
 
     # Checkpoints, pauses and the end
 
-    def save(self, messages: Sequence[Any] | None = None) -> None:
-        """Save a checkpoint of this run and of those that it is a part of; blocking.
+    def go_on_as(self, leg: int | None, run_id: str) -> None:
+        """Take the leg that `load_to_resume` began for this run.
 
         Args:
-            messages: The conversation as plain data; that of the last checkpoint if left out.
+            leg: Its number.
+            run_id: The run that was loaded; on a guard of another name this run is another one.
+        """
+        if self._checkpoints is not None and run_id == self.guard.run_id:
+            self._checkpoints.leg = leg
+
+    def save(
+        self,
+        messages: Sequence[Any] | None = None,
+        pending: Sequence[Any] = (),
+        *,
+        to_plain: Callable[[Sequence[Any]], Iterable[Any]] = list,
+    ) -> None:
+        """Save a checkpoint of this run and of those that it is a part of; blocking.
+
+        What it costs depends on how much is new since the last one, where the store is a
+        `NumberedStore`.
+
+        Args:
+            messages: The conversation; that of the last checkpoint if left out.
+            pending: What comes after it for now.
+            to_plain: Writes messages as plain data, one for each. It is given those that are new.
+
+        Raises:
+            RunFencedError: The run was resumed elsewhere, so it must not go on here. A store that
+                fails is in the guard's `errors`.
         """
         # Under a lock, so that no older checkpoint overwrites a newer one.
         with self._saving:
-            if messages is not None:
-                self._messages = messages
-            if self.envelope.store is not None:
+            if self._checkpoints is not None:
                 try:
-                    self.envelope.store.save(self.guard.snapshot(self._messages))
+                    if messages is not None:
+                        self._checkpoints.take(messages, pending, to_plain)
+                    self._checkpoints.put()
+                except RunFencedError:
+                    raise
                 except Exception as error:
                     self.guard.report("checkpoint", error)
         if self._parent is not None:
@@ -561,7 +590,7 @@ class Run:
             trip=self.trip,
             messages=messages,
             final=final,
-            store=self.envelope.store,
+            store=self._checkpoints,
             saved_messages=saved_messages,
             next_step=next_step,
             resume=resume,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
-from budgetguard_core.ledger.file_lock import FileLock
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.file_lock import FileLock
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     TOMBSTONE_SECONDS,
@@ -169,6 +169,8 @@ class SqliteLedgerStore:
                     if db.in_transaction:  # a full disk may have rolled back already
                         db.execute("ROLLBACK")
                     raise
+        except TimeoutError as error:
+            raise LedgerUnreachable(f"ledger: {error}") from None
         except sqlite3.Error as error:
             self._disconnect()
             name = getattr(error, "sqlite_errorname", type(error).__name__)

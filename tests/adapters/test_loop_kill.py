@@ -13,13 +13,13 @@ import sys
 
 import pytest
 
-from budgetguard_core import OUTCOME_UNKNOWN, Budget, SqliteStore
+from budgetguard_core import OUTCOME_UNKNOWN, Budget, Guard, SqliteStore
 from budgetguard_core.testing import check_history
 from budgetguard_loop import run_bounded
 from conformance.budgetguard_loop_driver import normal
 
 PROGRAM = """
-import asyncio, os, sys, threading
+import asyncio, os, sys
 from budgetguard_core import Budget, Guard, SqliteStore
 from budgetguard_loop import run_bounded, run_bounded_async
 
@@ -38,7 +38,7 @@ def maybe_hang(what):
     done("start " + what)
     if what == hang_at:
         print("hanging", flush=True)
-        threading.Event().wait()
+        sys.stdin.readline()
 
 
 def step(messages):
@@ -127,18 +127,23 @@ print(
 """
 
 
-def killed(folder, form, hang_at):
-    program = subprocess.Popen(
+def started(folder, form, hang_at):
+    return subprocess.Popen(
         [sys.executable, "-I", "-c", PROGRAM, str(folder), form, hang_at],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def killed(folder, form, hang_at):
+    program = started(folder, form, hang_at)
     try:
         assert program.stdout.readline() == "hanging\n"
     finally:
         os.kill(program.pid, signal.SIGKILL)
-        program.wait()
-        program.stdout.close()
+        program.communicate()
 
 
 @pytest.mark.parametrize("form", ["sync", "async"])
@@ -195,3 +200,90 @@ def test_a_fresh_budget_counts_from_zero_and_keeps_what_was_used(tmp_path):
     )
     assert (outcome.status, outcome.usage.model_calls) == ("completed", 1)
     assert (outcome.earlier_usage.model_calls, outcome.earlier_usage.tool_calls) == (2, 2)
+
+
+@pytest.mark.parametrize("form", ["sync", "async"])
+@pytest.mark.parametrize("hang_at", ["model1", "write"])
+def test_a_process_whose_run_was_resumed_elsewhere_starts_nothing_more(tmp_path, form, hang_at):
+    program = started(tmp_path, form, hang_at)
+    try:
+        assert program.stdout.readline() == "hanging\n"
+        before = (tmp_path / "done").read_text().splitlines()
+        store = SqliteStore(tmp_path / "checkpoints")
+        outcome = run_bounded(lambda messages: "Done.", resume="run", tools={}, store=store)
+        assert (outcome.status, outcome.errors) == ("completed", ())
+    except BaseException:
+        program.kill()
+        raise
+    finally:
+        _, said = program.communicate("\n")
+    assert program.returncode == 1
+    assert "RunFencedError: run 'run' was resumed elsewhere" in said
+    # It finished the call that it was in, and no more.
+    after = (tmp_path / "done").read_text().splitlines()[len(before) :]
+    assert [line for line in after if line.startswith("start ")] == []
+    assert list(store.load("run").messages) == list(outcome.messages)
+    store.close()
+
+
+def test_of_two_processes_that_resume_at_once_one_goes_on(tmp_path):
+    killed(tmp_path, "sync", "write")
+    done = (tmp_path / "done").read_text().splitlines()
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-I", "-c", RESUME, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ended = [(*run.communicate(), run.returncode) for run in runs]
+    winners = [json.loads(out) for out, _, code in ended if code == 0]
+    for _, said, code in ended:
+        assert code == 0 or "RunFencedError: run 'run' was resumed elsewhere" in said
+    # The one may be done before the other begins: then that one finds a run that has ended.
+    assert 1 <= len(winners) <= 2
+    assert all(outcome["status"] == "completed" for outcome in winners)
+    after = (tmp_path / "done").read_text().splitlines()[len(done) :]
+    assert "start write" not in after
+    assert "start fetch" not in after
+
+
+def test_rolled_back_no_completed_tool_call_runs_again(tmp_path):
+    killed(tmp_path, "sync", "send")
+    store = SqliteStore(tmp_path / "checkpoints")
+    asked = next(
+        one.number
+        for one in store.history("run")
+        if store.load("run", number=one.number).messages[-1].get("tool_calls")
+    )
+    before = store.load("run")
+    store.roll_back("run", asked)
+    ran = []
+    outcome = run_bounded(
+        lambda messages: "Done.",
+        resume="run",
+        tools={name: lambda name=name: ran.append(name) for name in ("fetch", "write", "send")},
+        store=store,
+    )
+    assert ran == []
+    texts = [m["content"] for m in outcome.messages if m["role"] == "tool"]
+    assert texts == [OUTCOME_UNKNOWN]
+    assert outcome.usage.tool_calls >= before.counters["tool_calls"]
+    check_history(normal(list(outcome.messages)))
+    store.close()
+
+
+def test_an_earlier_checkpoint_is_gone_on_with(tmp_path):
+    store = SqliteStore(tmp_path / "checkpoints")
+    replies = iter(["one", "two"])
+    run_bounded(lambda m: next(replies), Guard(Budget(), run_id="run"), messages="a", store=store)
+    run_bounded(lambda m: next(replies), Budget(), messages="b", resume="run", store=store)
+    first = next(
+        store.load("run", number=one.number) for one in store.history("run") if one.messages == 2
+    )
+    outcome = run_bounded(lambda m: "other", Budget(), messages="c", resume=first, store=store)
+    assert [m["content"] for m in outcome.messages] == ["a", "one", "c", "other"]
+    assert store.load("run").messages == outcome.messages
+    store.close()

@@ -86,7 +86,9 @@ def test_the_last_one_is_kept(store, guard):
     assert store.load("r") is None
 
 
-@pytest.mark.parametrize("run_id", ["'; DROP TABLE checkpoints; --", "../../x", "ü", "%", ""])
+@pytest.mark.parametrize(
+    "run_id", ["'; DROP TABLE budgetguard_checkpoints; --", "../../x", "ü", "%", ""]
+)
 def test_a_run_may_have_any_name(store, run_id):
     store.save(Guard(run_id=run_id or None).snapshot().model_copy(update={"run_id": run_id}))
     assert store.load(run_id).run_id == run_id
@@ -188,7 +190,7 @@ def test_a_damaged_row_is_one_sentence(tmp_path, guard):
     store = SqliteStore(tmp_path / "c.sqlite3")
     store.save(guard.snapshot())
     other = sqlite3.connect(tmp_path / "c.sqlite3")
-    other.execute("UPDATE checkpoints SET snapshot = substr(snapshot, 1, 50)")
+    other.execute("UPDATE budgetguard_checkpoints SET state = substr(state, 1, 50)")
     other.commit()
     other.close()
     with pytest.raises(CheckpointError, match="snapshot is damaged"):
@@ -305,7 +307,7 @@ def test_what_a_fork_inherited_is_neither_used_nor_closed(tmp_path, guard, monke
     store.save(guard.snapshot())
     assert store._connection is not inherited
     store.close()
-    assert inherited.execute("SELECT run_id FROM checkpoints").fetchall() == [("r",)]
+    assert inherited.execute("SELECT run_id FROM budgetguard_checkpoints").fetchall() == [("r",)]
     inherited.close()
 
 

@@ -211,7 +211,7 @@ def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_p
 
 
 def test_a_process_that_stands_still_in_the_file_holds_nobody(sqlite, opened):
-    from budgetguard_core.ledger.file_lock import FileLock
+    from budgetguard_core.file_lock import FileLock
 
     ledger = opened(sqlite, timeout=0.2)
     ledger.reserve("acme", usd=1)

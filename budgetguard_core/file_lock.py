@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 
 from budgetguard_core.clock import SystemClock
-from budgetguard_core.ledger.errors import LedgerUnreachable
 
 _FIRST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.002
@@ -47,7 +46,11 @@ else:
 
 
 class FileLock:
-    """A lock on a file beside the ledger's; a context manager, not re-entrant."""
+    """A lock on a file beside a database; a context manager, not re-entrant.
+
+    Entering it raises `TimeoutError` when another process holds it for longer than `timeout`
+    seconds.
+    """
 
     def __init__(self, path: Path, timeout: float) -> None:
         self._timeout = timeout
@@ -69,8 +72,8 @@ class FileLock:
             if _try_lock(self._fd):
                 return
             pause = min(pause * 1.5, _LONGEST_PAUSE)
-        raise LedgerUnreachable(
-            f"the ledger's file must be free within {self._timeout} s, got a process that held it "
+        raise TimeoutError(
+            f"the file must be free within {self._timeout} s, got a process that held it "
             "for longer. Find the process that stands still, or raise timeout."
         )
 
