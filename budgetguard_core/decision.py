@@ -229,6 +229,14 @@ ModelDecision: TypeAlias = Admit | Nudge | Stop
 ToolDecision: TypeAlias = Admit | Refuse | Stop
 
 
+def wrong_model(model: object) -> str:
+    """Say what is wrong with a model's name that is no text."""
+    return (
+        f"model must be a model's name, got {type(model).__name__}. "
+        "Leave it out where it is not known."
+    )
+
+
 def wrong_projection(call: ModelCall) -> str:
     """Say what is wrong with a projection that no call can have."""
     if not call.input_tokens >= 0:

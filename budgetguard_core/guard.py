@@ -35,9 +35,15 @@ from budgetguard_core.decision import (
     ToolDecision,
     given_cost,
     projected_cost,
+    wrong_model,
     wrong_projection,
 )
-from budgetguard_core.errors import AdapterError, CheckpointError, ConfigurationError
+from budgetguard_core.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigurationError,
+    text_of,
+)
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
@@ -101,7 +107,7 @@ from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode as Mode
 from budgetguard_core.state import NAME_LENGTH, RunState
 from budgetguard_core.state import WarningEvent as WarningEvent
-from budgetguard_core.stop import StopReason, Trip, Violation
+from budgetguard_core.stop import StopReason, Trip, Violation, reason_of
 from budgetguard_core.tree import Tree, as_sink
 from budgetguard_core.usage import TokenUsage, check_token_usage
 
@@ -196,7 +202,11 @@ class Guard(RunState):
             return Admit(self, call, 0, call.max_output_tokens)
         tree = self._tree
         # Before the lock: the first price of a process is looked up in a large table.
-        rates = None if call.model is None else tree.price_book.rates_for(call.model, call.provider)
+        rates = None
+        if call.model is not None:
+            if type(call.model) is not str:
+                raise ConfigurationError(wrong_model(call.model))
+            rates = tree.price_book.rates_for(call.model, call.provider)
         if self._conditional:
             self._ask_conditions()
         bound = self._output_bound
@@ -282,6 +292,8 @@ class Guard(RunState):
             except ConfigurationError as wrong:
                 usage, problem = None, wrong
         rates = ticket.rates
+        if model is not None and not isinstance(model, str):
+            model, problem = None, problem or ConfigurationError(wrong_model(model))
         if model is not None and model != ticket.call.model:
             # The provider's name may be a deployment's that no price is known for.
             rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
@@ -444,7 +456,7 @@ class Guard(RunState):
         detector = guard._standing.detector
         key, kind = result_fingerprint, None
         if error is not None:
-            text = _error_text(error)
+            text = text_of(error)
             key = result_key(text) if key is None else key
             kind = error_fingerprint or fingerprint_error(text)
         elif key is None:
@@ -636,7 +648,7 @@ class Guard(RunState):
         Sub-agents end with it. A second abort, or one of a stopped run, changes nothing.
         """
         # Whatever it is given: an exception here would leave the work in flight running.
-        detail = str(detail)
+        detail = text_of(detail)
         with self._tree.lock:
             going_on = self.trip is None
             if self._standing.abort(detail) and self._tree.sinks:
@@ -1261,7 +1273,7 @@ class Guard(RunState):
                 continue
             for condition in guard._standing.conditions:
                 try:
-                    reason = condition(guard)
+                    reason = reason_of(condition, condition(guard))
                     if reason is not None and guard.trip is None:
                         guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
                 except Exception as error:
@@ -1282,13 +1294,6 @@ def _misfit(snapshot: Snapshot, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"snapshot of run {snapshot.run_id!r} does not fit together: {error}. Start the run anew."
     )
-
-
-def _error_text(error: BaseException | str) -> str:
-    try:
-        return str(error)
-    except Exception:  # the error's own code runs here, and the call has to be settled
-        return type(error).__name__
 
 
 def _error_name(error: BaseException | str | None) -> str | None:

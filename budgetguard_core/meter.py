@@ -411,21 +411,26 @@ def far_from_tool_caps(chain: Chain, now: int, calls: int) -> bool:
     return True
 
 
-def model_call_fits(chain: Chain, now: int, retry: bool, tokens: int, cost: int) -> bool:
-    """Tell whether every meter admits one more model call; starts the time of those asked."""
+def start_time(chain: Chain, now: int) -> None:
+    """Let the time begin where it has not: what is refused below began for those above, too."""
     for meter in chain:
         if meter.started_ns is None:
             meter.start(now)
+
+
+def model_call_fits(chain: Chain, now: int, retry: bool, tokens: int, cost: int) -> bool:
+    """Tell whether every meter admits one more model call; starts the time of all."""
+    start_time(chain, now)
+    for meter in chain:
         if meter.halt or not (meter.looks_on or meter.fits_model_call(now, retry, tokens, cost)):
             return False
     return True
 
 
 def tool_calls_fit(chain: Chain, now: int) -> bool:
-    """Tell whether every meter admits a batch of tool calls; starts the time of those asked."""
+    """Tell whether every meter admits a batch of tool calls; starts the time of all."""
+    start_time(chain, now)
     for meter in chain:
-        if meter.started_ns is None:
-            meter.start(now)
         if meter.halt or not (meter.looks_on or meter.fits_tool_calls(now)):
             return False
     return True

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, text_of
 from budgetguard_core.events import Event, EventBase, Listener, Sink
 from budgetguard_core.pricing import PriceBook
 
@@ -109,7 +109,7 @@ class Tree:
 
     def report(self, what: str, error: Exception) -> None:
         """Keep what failed for the outcome, and log it the first time, without its text."""
-        self.errors.append(f"{what}: {type(error).__name__}: {error}")
+        self.errors.append(f"{what}: {type(error).__name__}: {text_of(error)}")
         if what not in self.failed:
             self.failed.add(what)
             _LOG.warning("%s failed: %s", what, type(error).__name__)

@@ -1285,3 +1285,41 @@ def test_a_childs_own_settings_are_its_own(make):
     extended = guard.child(Budget(max_iterations=1))
     extended.extend(max_iterations=5)
     assert (extended.budget.warn_at, extended.budget.loop_detection) == (0.5, None)
+
+
+@pytest.mark.parametrize("model", [123, ["m"], b"m"])
+def test_a_model_that_is_no_name_is_a_clear_error_and_the_call_is_charged(make, model):
+    guard = make(Budget(max_cost_usd=1))
+    with pytest.raises(ConfigurationError, match="model must be a model's name, got "):
+        guard.admit_model_call(ModelCall(model=model))
+    assert guard.usage.model_calls == 0
+    ticket = guard.admit_model_call(ModelCall(model="m", max_output_tokens=1))
+    with pytest.raises(ConfigurationError, match="model must be a model's name, got "):
+        guard.settle_model_call(ticket, TokenUsage(1_000_000, 0), model=model)
+    assert (guard.usage.input_tokens, guard.usage.cost_usd) == (1_000_000, 1)
+    assert guard.open_calls() == ()
+
+
+# --- when the time begins -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [spend, use])
+def test_an_observed_child_over_its_cap_leaves_no_clock_above_it_unstarted(make, clock, ask):
+    guard = make(Budget(max_seconds=10))
+    child = guard.child(Budget(max_total_tokens=1), mode=Mode.OBSERVE)
+    child.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT))
+    assert isinstance(ask(child), Admit)
+    clock.advance(10)
+    assert guard.usage.seconds == 10
+    assert reasons(guard.admit_model_call()) == ["max_seconds"]
+
+
+@pytest.mark.parametrize("ask", [spend, use])
+def test_a_refused_first_call_leaves_no_clock_above_it_unstarted(make, clock, ask):
+    guard = make(Budget(max_seconds=10))
+    child = guard.child().child()
+    child.abort()
+    assert isinstance(ask(child), Stop)
+    clock.advance(10)
+    assert (guard.usage.seconds, child.usage.seconds) == (10, 10)
+    assert reasons(guard.admit_model_call()) == ["max_seconds"]
