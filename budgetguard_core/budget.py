@@ -226,8 +226,16 @@ class Budget(BaseModel):
         return {name: cap for name, cap in caps.items() if cap is not None}
 
     def uncapped(self) -> tuple[str, ...]:
-        """Name the dimensions without a cap: whatever grows there is not bounded."""
-        return tuple(name for name in DIMENSIONS if getattr(self, name) is None)
+        """Name the dimensions without a cap: whatever grows there is not bounded.
+
+        Where tokens or dollars are capped and a completion is not, `max_output_tokens_per_call` is
+        named, too: calls at the same time can pass the cap before they are counted.
+        """
+        names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
+        projects = self.max_total_tokens is not None or self.max_cost_usd is not None
+        if projects and self.max_output_tokens_per_call is None:
+            names += ("max_output_tokens_per_call",)
+        return names
 
     def raised(self, caps: Mapping[str, Any]) -> Self:
         """Copy the budget with caps raised.

@@ -13,7 +13,7 @@ from budgetguard_core.breakers import BreakerRegistry, StateTransition
 from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
-from budgetguard_core.budget import Budget
+from budgetguard_core.budget import DIMENSIONS, Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import (
     arguments_key,
@@ -86,6 +86,8 @@ from budgetguard_core.meter import (
     count_tool_call,
     far_from_caps,
     far_from_tool_caps,
+    in_flight,
+    largest_completion,
     model_call_fits,
     release,
     reserve,
@@ -108,7 +110,7 @@ from budgetguard_core.standing import Mode as Mode
 from budgetguard_core.state import NAME_LENGTH, RunState
 from budgetguard_core.state import WarningEvent as WarningEvent
 from budgetguard_core.stop import StopReason, Trip, Violation, reason_of
-from budgetguard_core.tree import Tree, as_sink
+from budgetguard_core.tree import UNPROJECTED, Tree, as_sink
 from budgetguard_core.usage import TokenUsage, check_token_usage
 
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
@@ -223,38 +225,57 @@ class Guard(RunState):
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         warnings: Sequence[_Warning] = ()
+        decision: ModelDecision | None = None
         clamped_by: StopReason | None = None
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             now = tree.now()
-            held = bool(self._watched) and self._is_held(call, now)
-            far = not (unpriced or held) and far_from_caps(self._chain, now, tokens, cost)
-            if not far and (
-                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced or held
-            ):
-                if bound is not None and not call.output_is_fixed:
-                    bound, clamped_by = clamp(self._binding, call, rates, bound)
-                    tokens = call.input_tokens + bound
-                    cost = projected_cost(call, rates, bound)
-                trip = self._stop_model_call(now, call, tokens, cost, unpriced)
-            else:
+            expected, kept = 0, (tokens, cost)
+            if bound is None and self._expects:
+                expected = largest_completion(self._chain)
+                kept = tokens + expected, projected_cost(call, rates, expected)
+                if expected and in_flight(self._chain):
+                    tokens, cost = kept
+            far = far_from_caps(self._chain, now, *kept)
+            if not far:
+                warnings = self._foresee(now, call, rates, bound, tokens, cost)
+            if not warnings:
+                held = bool(self._watched) and self._is_held(call, now)
+                far = far and not (unpriced or held)
                 trip = None
-            if trip is None:
-                ticket = self._start_model_call(call, rates, bound, tokens, cost, now)
-                ticket.clamped_by = clamped_by
-                decision: ModelDecision = ticket
-                if not far:
-                    warnings = self._look(now)
-                if rates is not None and rates.context_window is not None and call.input_tokens:
-                    full = call.input_tokens >= rates.context_window * self._warn_at
-                    if full is not self._window_warned:
-                        warnings = self._watch_window(now, call, rates, call.input_tokens, warnings)
-            else:
-                decision = Stop(trip)
-        finally:
-            tree.lock.release()
+                if not far and (
+                    not model_call_fits(self._chain, now, call.retry, tokens, cost)
+                    or unpriced
+                    or held
+                ):
+                    if bound is not None and not call.output_is_fixed:
+                        bound, clamped_by = clamp(self._binding, call, rates, bound)
+                        tokens = call.input_tokens + bound
+                        cost = projected_cost(call, rates, bound)
+                        kept = tokens, cost
+                    trip = self._stop_model_call(now, call, tokens, cost, unpriced)
+                if trip is not None:
+                    decision = Stop(trip)
+                else:
+                    decision = self._start_model_call(call, rates, bound, *kept, now)
+                    decision.clamped_by = clamped_by
+                    if expected:
+                        first = projected_cost(call, rates, None)
+                        decision.expected = expected, kept[1] - first
+                    if not far:
+                        warnings = self._look(now)
+                    if rates is not None and rates.context_window is not None and call.input_tokens:
+                        full = call.input_tokens >= rates.context_window * self._warn_at
+                        if full is not self._window_warned:
+                            warnings = self._watch_window(
+                                now, call, rates, call.input_tokens, warnings
+                            )
         if warnings or tree.outbox:
             self._finish(warnings)
+        if decision is None:
+            # Whoever was warned may have raised the cap. A dimension is warned of once.
+            return self.admit_model_call(call)
+        if self._expects and not any(kept) and call.cost_usd is None:
+            tree.warn_once(UNPROJECTED)
         return decision
 
     def settle_model_call(
@@ -308,10 +329,9 @@ class Guard(RunState):
                 cost = rates.cost(usage)
             else:
                 unknown = rates is None and ticket.call.cost_usd is None
-                cost = None if unknown else ticket.reserved_cost
+                cost = None if unknown else ticket.reserved_cost - ticket.expected[1]
         warnings: Sequence[_Warning] = ()
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             now = tree.now()
@@ -342,8 +362,6 @@ class Guard(RunState):
                     given_cost_usd=None if cost_usd is None else str(cost_usd),
                     error=_error_name(error),
                 )
-        finally:
-            tree.lock.release()
         if warnings or tree.outbox:
             guard._finish(warnings)
         if problem is not None:
@@ -395,8 +413,7 @@ class Guard(RunState):
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
         decisions: list[ToolDecision] = []
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             now = tree.now()
             far = far_from_tool_caps(self._chain, now, len(calls))
             trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
@@ -416,8 +433,6 @@ class Guard(RunState):
                 for decision in decisions:
                     if isinstance(decision, Admit):
                         self._record_delay(decision, now)
-        finally:
-            tree.lock.release()
         if warnings or tree.outbox:
             self._finish(warnings)
         return decisions
@@ -467,8 +482,7 @@ class Guard(RunState):
         # Before the lock: the user's code says what a failure is.
         judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
         warnings: Sequence[_Warning] = ()
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             status = "completed" if error is None else "failed"
@@ -503,8 +517,6 @@ class Guard(RunState):
                     outcomes=tuple(judged),
                     duration_ns=duration_ns,
                 )
-        finally:
-            tree.lock.release()
         if warnings or tree.outbox:
             guard._finish(warnings)
         return True
@@ -527,6 +539,8 @@ class Guard(RunState):
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
+            if call.id:
+                guard._occurrences.give_back(call, ticket.occurrence)
             if ticket.breakers is not None:
                 withdraw_tool_call(guard._watched, ticket.breakers, now)
             guard._records.append((call.id, call.name[:NAME_LENGTH], "refused"))
@@ -628,6 +642,12 @@ class Guard(RunState):
                     speaker=None if speaker is None else speaker[:NAME_LENGTH],
                 )
         self._tree.deliver()
+
+    def note_warning(self, dimension: str, limit: float | str) -> None:
+        """Take in a warning that was given at this very cap (replay)."""
+        with self._tree.lock:
+            if dimension in DIMENSIONS and _plain(getattr(self.budget, dimension)) == limit:
+                self._meter.warn(dimension)
 
     def take_nudge(self) -> str | None:
         """Take the corrective message that is due, to deliver it in a tool's result.
@@ -1061,7 +1081,9 @@ class Guard(RunState):
         self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
     ) -> None:
         """Let a call that cannot be charged stand against the next step, where that matters."""
-        unmetered = usage is None and not (ticket.reserved_tokens or ticket.reserved_cost)
+        kept = ticket.reserved_tokens, ticket.reserved_cost
+        # A guess at the completion is not a projection.
+        unmetered = usage is None and kept == ticket.expected
         for guard in self._line:
             caps = guard._meter.caps
             if cost is None and caps.refuses_unpriced:
@@ -1118,6 +1140,8 @@ class Guard(RunState):
         tree.call_id += 1
         ticket = Admit(self, call, tree.call_id)
         ticket.breakers = held
+        if call.id:
+            ticket.occurrence = self._occurrences.count(call)
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
@@ -1218,21 +1242,45 @@ class Guard(RunState):
         """Look closely: does the time run, and is a warning due?"""
         if any(guard._meter.pauses for guard in self._line):
             self._keep_time(now)
-        warnings: list[_Warning] = []
-        for guard in self._line:
-            meter = guard._meter
-            for due in limits.due_warnings(meter, now):
-                event = self._tree.make(
-                    LimitNearlyReached,
-                    guard.run_id,
-                    now,
-                    dimension=due.reason.value,
-                    limit=_plain(due.limit),
-                    used=_plain(due.used),
-                )
-                warnings.append((guard, event))
-                meter.warn(due.reason.value)
-        return warnings
+        return [
+            guard._warn(due, now)
+            for guard in self._line
+            for due in limits.due_warnings(guard._meter, now)
+        ]
+
+    def _foresee(
+        self,
+        now: int,
+        call: ModelCall,
+        rates: Rates | None,
+        bound: int | None,
+        tokens: int,
+        cost: int,
+    ) -> Sequence[_Warning]:
+        """Warn of the caps that a projection alone would stop the run by, where nobody was yet."""
+        if any(guard.trip is not None for guard in self._line):
+            return ()
+        if bound is not None and not call.output_is_fixed:
+            bound, _ = clamp(self._binding, call, rates, bound)
+            tokens, cost = call.input_tokens + bound, projected_cost(call, rates, bound)
+        return [
+            guard._warn(due, now)
+            for guard in self._line
+            if not guard._meter.looks_on
+            for due in limits.foreseen_warnings(guard._meter, now, tokens, cost)
+        ]
+
+    def _warn(self, due: Violation, now: int) -> _Warning:
+        event = self._tree.make(
+            LimitNearlyReached,
+            self.run_id,
+            now,
+            dimension=due.reason.value,
+            limit=_plain(due.limit),
+            used=_plain(due.used),
+        )
+        self._meter.warn(due.reason.value)
+        return self, event
 
     def _watch_window(
         self,

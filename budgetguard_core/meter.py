@@ -146,6 +146,7 @@ class Meter:
         marks: From where a step is looked at closely.
         mark_at: The same for the time, as a reading of the clock.
         halt: Something other than a cap stands against every step.
+        largest_output: Tokens of the largest completion so far.
         looks_on: The caps hold nothing back: an advisory envelope has recorded its trip.
         tools: What is known of each tool, by name.
         warned: The dimensions that were warned of, in order.
@@ -158,6 +159,7 @@ class Meter:
         *COUNTERS,
         "caps",
         "halt",
+        "largest_output",
         "looks_on",
         "mark_at",
         "marks",
@@ -193,6 +195,7 @@ class Meter:
         for name in COUNTERS:
             setattr(self, name, 0)
         self.halt = False
+        self.largest_output = 0
         self.looks_on = False
         self.pauses = 0
         self.started_ns: int | None = None
@@ -242,6 +245,10 @@ class Meter:
     def restart_iterations(self) -> None:
         """Begin the iterations anew."""
         self.iterations = 0
+
+    def saw_completion(self, tokens: int) -> None:
+        """Take over how large the completions of an earlier leg were."""
+        self.largest_output = tokens
 
     def set_aside(self, tokens: int, cost: int) -> None:
         """Keep the reservation of a call of an earlier leg that may still cost it."""
@@ -379,6 +386,19 @@ Chain: TypeAlias = tuple[Meter, ...]
 """The meters that a step is charged to: the asking run's first, then those above it."""
 
 
+def largest_completion(chain: Chain) -> int:
+    """Return the tokens of the run's largest completion; of a run above it, where it has none."""
+    for meter in chain:
+        if meter.largest_output:
+            return meter.largest_output
+    return 0
+
+
+def in_flight(chain: Chain) -> bool:
+    """Tell whether anything is set aside for other calls."""
+    return any(meter.reserved_tokens or meter.reserved_cost for meter in chain)
+
+
 def far_from_caps(chain: Chain, now: int, tokens: int, cost: int) -> bool:
     """Tell whether one more model call leaves every dimension below its mark."""
     for meter in chain:
@@ -498,6 +518,8 @@ def charge(
         meter.input_tokens += inputs
         meter.output_tokens += outputs
         meter.tokens += inputs + outputs
+        if outputs > meter.largest_output:
+            meter.largest_output = outputs
         if meter.tokens >= marks.tokens or now >= meter.mark_at:
             near = True
         if read or write:

@@ -16,6 +16,11 @@ from budgetguard_core.events import Event, EventBase, Listener, Sink
 from budgetguard_core.pricing import PriceBook
 
 _LOG = logging.getLogger("budgetguard")
+UNPROJECTED = (
+    "a model call without any projection was admitted under a cap on tokens or dollars: calls at "
+    "the same time can pass the cap. Give ModelCall input_tokens, and set "
+    "max_output_tokens_per_call."
+)
 _E = TypeVar("_E", bound=EventBase)
 
 
@@ -106,6 +111,12 @@ class Tree:
                             self.report(f"sink {type(sink).__name__}", error)
             finally:
                 self.delivering = False
+
+    def warn_once(self, sentence: str) -> None:
+        """Log a sentence that holds no text from outside, the first time."""
+        if sentence not in self.failed:
+            self.failed.add(sentence)
+            _LOG.warning(sentence)
 
     def report(self, what: str, error: Exception) -> None:
         """Keep what failed for the outcome, and log it the first time, without its text."""

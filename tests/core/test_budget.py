@@ -174,7 +174,14 @@ def test_the_caps_that_are_set_and_those_that_are_not():
         "max_tool_calls",
         "max_total_tokens",
         "max_seconds",
+        "max_output_tokens_per_call",
     )
+    for cap in ({"max_total_tokens": 1}, {"max_cost_usd": 1}):
+        assert "max_output_tokens_per_call" in Budget(**cap).uncapped()
+        assert (
+            "max_output_tokens_per_call"
+            not in Budget(**cap, max_output_tokens_per_call=1).uncapped()
+        )
 
 
 def test_a_float_means_the_dollars_it_shows():
@@ -278,8 +285,22 @@ def test_plain_data_holds_the_amounts_that_the_constructor_takes_exactly(value, 
 
 @pytest.mark.parametrize(
     "value",
-    [True, False, 0, -1.0, NAN, [1], "", " 1", "1_0", "-1", "NaN", "Infinity", "1e5", "\u0661"]
-    + ["1E+999999999999999999999"],  # noqa: RUF005 - one list in two lines
+    [
+        True,
+        False,
+        0,
+        -1.0,
+        NAN,
+        [1],
+        "",
+        " 1",
+        "1_0",
+        "-1",
+        "NaN",
+        "1e5",
+        "\u0661",
+        "1E+9999999999",
+    ],
 )
 def test_plain_data_refuses_what_is_no_amount(value):
     for data in ({"max_cost_usd": value}, {"velocity": {"max_cost_usd_per_minute": value}}):

@@ -57,7 +57,7 @@ def test_the_others_are_picklable(kind):
 
 @pytest.mark.parametrize("trip", ["too much", None, 3])
 def test_an_exception_of_a_stop_needs_the_trip(trip):
-    with pytest.raises(ConfigurationError, match="trip must be a Trip, got .*Pass guard.trip"):
+    with pytest.raises(ConfigurationError, match=r"trip must be a Trip, got .*Pass guard\.trip"):
         BudgetExceeded(trip)
 
 
