@@ -207,6 +207,7 @@ class Admit:
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
         occurrence: How many calls of the run with this id, name and arguments came before it.
         expected: What of the reservation is a guess at the completion: tokens, and money likewise.
+        charged: Of how many meters of its chain the call has been charged.
         breakers: What the run's breakers have to do with the call; None where it has none.
     """
 
@@ -214,6 +215,7 @@ class Admit:
         "breakers",
         "call",
         "call_id",
+        "charged",
         "clamped_by",
         "expected",
         "guard",
@@ -244,6 +246,7 @@ class Admit:
         self.reserved_tokens = reserved_tokens
         self.reserved_cost = reserved_cost
         self.breakers: CallBreakers | None = None
+        self.charged = 0
         self.occurrence = 0
         self.expected = _NO_GUESS
 

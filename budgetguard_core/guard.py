@@ -209,6 +209,8 @@ class Guard(RunState):
             if type(call.model) is not str:
                 raise ConfigurationError(wrong_model(call.model))
             rates = tree.price_book.rates_for(call.model, call.provider)
+        if tree.postponed:
+            tree.deliver()
         if self._conditional:
             self._ask_conditions()
         bound = self._output_bound
@@ -269,7 +271,7 @@ class Guard(RunState):
                             warnings = self._watch_window(
                                 now, call, rates, call.input_tokens, warnings
                             )
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
         if decision is None:
             # Whoever was warned may have raised the cap. A dimension is warned of once.
@@ -332,12 +334,27 @@ class Guard(RunState):
                 cost = None if unknown else ticket.reserved_cost - ticket.expected[1]
         warnings: Sequence[_Warning] = ()
         with tree.lock:
-            if tree.open.pop(ticket.call_id, None) is not ticket:
+            if tree.open.get(ticket.call_id) is not ticket:
                 return False
             now = tree.now()
             failed = error is not None
             used = ticket.estimate() if usage is None else usage
-            if charge(guard._chain, ticket, used, cost, failed, now):
+            said = model, usage, cost, cost_usd, error
+            written = False
+            try:
+                near = charge(guard._chain, ticket, used, cost, failed, now)
+                if tree.sinks:
+                    guard._record_settled(ticket, now, *said)
+                written = True
+                del tree.open[ticket.call_id]
+            except BaseException:
+                # An interrupt, which goes on its way once the call is charged and written in whole.
+                charge(guard._chain, ticket, used, cost, failed, now)
+                if tree.sinks and not written:
+                    guard._record_settled(ticket, now, *said)
+                tree.open.pop(ticket.call_id, None)
+                raise
+            if near:
                 warnings = guard._look(now)
             if ticket.breakers is not None:
                 tokens = used.total_tokens - ticket.reserved_tokens
@@ -351,18 +368,7 @@ class Guard(RunState):
                     warnings = guard._watch_window(
                         now, ticket.call, rates, usage.input_tokens, warnings
                     )
-            if tree.sinks:
-                guard._record(
-                    ModelCallSettled,
-                    now,
-                    call_id=ticket.call_id,
-                    model=model,
-                    usage=usage,
-                    cost_usd=None if cost is None else str(to_usd(cost)),
-                    given_cost_usd=None if cost_usd is None else str(cost_usd),
-                    error=_error_name(error),
-                )
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             guard._finish(warnings)
         if problem is not None:
             raise problem
@@ -409,6 +415,8 @@ class Guard(RunState):
             if call.kind == "function" and self._standing.is_report(call.name):
                 # It is about the run, so it has no place among what the run may do.
                 call.kind = "output"
+        if tree.postponed:
+            tree.deliver()
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
@@ -433,7 +441,7 @@ class Guard(RunState):
                 for decision in decisions:
                     if isinstance(decision, Admit):
                         self._record_delay(decision, now)
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
         return decisions
 
@@ -517,7 +525,7 @@ class Guard(RunState):
                     outcomes=tuple(judged),
                     duration_ns=duration_ns,
                 )
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             guard._finish(warnings)
         return True
 
@@ -669,6 +677,8 @@ class Guard(RunState):
         """
         # Whatever it is given: an exception here would leave the work in flight running.
         detail = text_of(detail)
+        if self._tree.postpone(lambda: self.abort(detail)):
+            return
         with self._tree.lock:
             going_on = self.trip is None
             if self._standing.abort(detail) and self._tree.sinks:
@@ -866,6 +876,7 @@ class Guard(RunState):
 
     def flush(self) -> None:
         """Have every sink make what it took safe. A failing sink is reported, not raised."""
+        self._tree.deliver(wait=True)
         for sink in self._tree.sinks:
             try:
                 sink.flush()
@@ -1071,6 +1082,27 @@ class Guard(RunState):
             )
             self._record_delay(ticket, now)
         return ticket
+
+    def _record_settled(
+        self,
+        ticket: Admit,
+        now: int,
+        model: str | None,
+        usage: TokenUsage | None,
+        cost: int | None,
+        given: Decimal | None,
+        error: BaseException | str | None,
+    ) -> None:
+        self._record(
+            ModelCallSettled,
+            now,
+            call_id=ticket.call_id,
+            model=model,
+            usage=usage,
+            cost_usd=None if cost is None else str(to_usd(cost)),
+            given_cost_usd=None if given is None else str(given),
+            error=_error_name(error),
+        )
 
     def _record_delay(self, ticket: Admit, now: int) -> None:
         held = ticket.breakers
@@ -1328,7 +1360,7 @@ class Guard(RunState):
                     self._tree.report("stop_when", error)
 
     def _finish(self, warnings: Sequence[_Warning]) -> None:
-        if self._tree.outbox:
+        if self._tree.outbox or self._tree.postponed:
             self._tree.deliver()
         for guard, event in warnings:
             if guard._on_warning is not None:

@@ -507,37 +507,76 @@ def charge(
     failed: bool,
     now: int,
 ) -> bool:
-    """Replace the reservation of a call by what it used; True when a mark was reached."""
+    """Replace the reservation of a call by what it used; True when a mark was reached.
+
+    An interrupt leaves each meter charged in whole or not at all: called again with the same
+    figures, it goes on with the meters that were not.
+    """
     near = False
     reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
     inputs, outputs, read, write, write_1h, reasoning, estimated = usage
-    for meter in chain:
+    money = cost or 0
+    rare = read or write or reasoning or estimated or failed or cost is None
+    for meter in chain[ticket.charged :] if ticket.charged else chain:
         marks = meter.marks
-        meter.reserved_tokens -= reserved_tokens
-        meter.reserved_cost -= reserved_cost
-        meter.input_tokens += inputs
-        meter.output_tokens += outputs
-        meter.tokens += inputs + outputs
-        if outputs > meter.largest_output:
-            meter.largest_output = outputs
-        if meter.tokens >= marks.tokens or now >= meter.mark_at:
-            near = True
-        if read or write:
-            meter.cache_read_tokens += read
-            meter.cache_write_tokens += write
-            meter.cache_write_1h_tokens += write_1h
-        if reasoning:
-            meter.reasoning_tokens += reasoning
-        if estimated:
-            meter.estimated_calls += 1
-        if failed:
-            meter.failed_calls += 1
-        if cost is None:
-            meter.unpriced_calls += 1
+        largest = meter.largest_output
+        # One statement, which nothing interrupts: neither a signal nor an exception of a thread's.
+        if rare:
+            (
+                ticket.charged,
+                meter.reserved_tokens,
+                meter.reserved_cost,
+                meter.input_tokens,
+                meter.output_tokens,
+                meter.tokens,
+                meter.cost,
+                meter.largest_output,
+                meter.cache_read_tokens,
+                meter.cache_write_tokens,
+                meter.cache_write_1h_tokens,
+                meter.reasoning_tokens,
+                meter.estimated_calls,
+                meter.failed_calls,
+                meter.unpriced_calls,
+            ) = (
+                ticket.charged + 1,
+                meter.reserved_tokens - reserved_tokens,
+                meter.reserved_cost - reserved_cost,
+                meter.input_tokens + inputs,
+                meter.output_tokens + outputs,
+                meter.tokens + inputs + outputs,
+                meter.cost + money,
+                outputs if outputs > largest else largest,
+                meter.cache_read_tokens + read,
+                meter.cache_write_tokens + write,
+                meter.cache_write_1h_tokens + write_1h,
+                meter.reasoning_tokens + reasoning,
+                meter.estimated_calls + estimated,
+                meter.failed_calls + failed,
+                meter.unpriced_calls + (cost is None),
+            )
         else:
-            meter.cost += cost
-            if meter.cost >= marks.cost:
-                near = True
+            (
+                ticket.charged,
+                meter.reserved_tokens,
+                meter.reserved_cost,
+                meter.input_tokens,
+                meter.output_tokens,
+                meter.tokens,
+                meter.cost,
+                meter.largest_output,
+            ) = (
+                ticket.charged + 1,
+                meter.reserved_tokens - reserved_tokens,
+                meter.reserved_cost - reserved_cost,
+                meter.input_tokens + inputs,
+                meter.output_tokens + outputs,
+                meter.tokens + inputs + outputs,
+                meter.cost + money,
+                outputs if outputs > largest else largest,
+            )
+        if meter.tokens >= marks.tokens or now >= meter.mark_at or meter.cost >= marks.cost:
+            near = True
     return near
 
 
