@@ -242,7 +242,8 @@ class Guard(RunState):
                 warnings = self._foresee(now, call, rates, bound, tokens, cost)
             if not warnings:
                 held = bool(self._watched) and self._is_held(call, now)
-                far = far and not (unpriced or held)
+                # A turn that begins may be one too many without progress.
+                far = far and not (unpriced or held or self._meter.halt)
                 trip = None
                 if not far and (
                     not model_call_fits(self._chain, now, call.retry, tokens, cost)

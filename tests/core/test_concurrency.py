@@ -485,3 +485,25 @@ def test_the_locks_of_a_fork_are_new():
         _after_fork()
         assert not guard._tree.lock._is_owned()
     assert isinstance(guard.admit_model_call(), Admit)
+
+
+@pytest.mark.parametrize("sinks", [(), (lambda event: None,)], ids=["silent", "logged"])
+def test_an_interrupted_settlement_is_made_in_whole_and_the_interrupt_goes_on(monkeypatch, sinks):
+    guard = Guard(clock=ManualClock(), sinks=sinks)
+    ticket = guard.admit_model_call()
+    interrupts = [Interrupt()]
+
+    def interrupting(function):
+        def call(*args):
+            answer = function(*args)
+            if interrupts:
+                raise interrupts.pop()
+            return answer
+
+        return call
+
+    monkeypatch.setattr(guard_module, "charge", interrupting(guard_module.charge))
+    with pytest.raises(Interrupt):
+        guard.settle_model_call(ticket, TokenUsage(1, 1))
+    assert guard.open_calls() == ()
+    assert not guard.settle_model_call(ticket, TokenUsage(1, 1))
