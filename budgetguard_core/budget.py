@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self, cast
@@ -43,6 +44,8 @@ _MOST = 10**18
 _MOST_SECONDS = 10**12
 
 _DOLLAR_DIGITS = 15
+# As a Decimal writes itself. Longer exponents are no amounts, and too long for a Decimal.
+_AMOUNT = re.compile(r"[0-9]+(\.[0-9]+)?(E[+-]?[0-9]{1,9})?", re.ASCII)
 
 
 def _whole(value: object) -> object:
@@ -223,8 +226,16 @@ class Budget(BaseModel):
         return {name: cap for name, cap in caps.items() if cap is not None}
 
     def uncapped(self) -> tuple[str, ...]:
-        """Name the dimensions without a cap: whatever grows there is not bounded."""
-        return tuple(name for name in DIMENSIONS if getattr(self, name) is None)
+        """Name the dimensions without a cap: whatever grows there is not bounded.
+
+        Where tokens or dollars are capped and a completion is not, `max_output_tokens_per_call` is
+        named, too: calls at the same time can pass the cap before they are counted.
+        """
+        names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
+        projects = self.max_total_tokens is not None or self.max_cost_usd is not None
+        if projects and self.max_output_tokens_per_call is None:
+            names += ("max_output_tokens_per_call",)
+        return names
 
     def raised(self, caps: Mapping[str, Any]) -> Self:
         """Copy the budget with caps raised.
@@ -261,12 +272,20 @@ class Budget(BaseModel):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Build a budget from what `to_json` returned."""
-        fields = dict(data)
+        """Build a budget from plain data: what `to_json` returned, or a table read from TOML.
+
+        It takes what the constructor takes, and nothing else. As neither format has decimals, an
+        amount of US dollars may be written as text, too: `"0.50"` is fifty cents.
+
+        Raises:
+            ConfigurationError: A field makes no sense: rule, value, way out.
+        """
+        fields = _with_dollars(data, "max_cost_usd")
         velocity = fields.get("velocity")
-        if velocity is not None:
-            fields["velocity"] = _with_dollars(velocity, "max_cost_usd_per_minute")
-        return cls(**_with_dollars(fields, "max_cost_usd"))
+        if isinstance(velocity, Mapping):
+            limits = cast("Mapping[str, Any]", velocity)
+            fields["velocity"] = _with_dollars(limits, "max_cost_usd_per_minute")
+        return cls(**fields)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the budget, changed as `update` says; unlike pydantic's, the copy is validated."""
@@ -276,8 +295,10 @@ class Budget(BaseModel):
 
 
 def _with_dollars(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    cost = data.get(name)
-    return {**data, name: None if cost is None else Decimal(cost)}
+    fields, amount = dict(data), data.get(name)
+    if isinstance(amount, str) and _AMOUNT.fullmatch(amount):
+        fields[name] = Decimal(amount)
+    return fields
 
 
 def _sentences(error: ValidationError) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from pydantic import ConfigDict
 
@@ -26,6 +27,10 @@ NOT_AVAILABLE = (
     "or report what is missing."
 )
 """The result that a tool call gets when its quota is used up; the run goes on."""
+
+_NO_GUESS: tuple[int, int] = (0, 0)
+_ALIKE_KEPT = 64
+_Alike: TypeAlias = tuple[str | None, str, str]
 
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
 
@@ -104,6 +109,81 @@ class ToolCall:
         return None if self.key is None else digest_of(self.key)
 
 
+class Occurrences:
+    """Tells apart the tool calls of one run that have the same id, name and arguments.
+
+    Two calls never get the same number, however long ago the first one was: what is forgotten
+    raises the number with which everything else begins. A call that was not made after all, or
+    was left open by a process that is gone, gives its number back to the same call.
+    """
+
+    __slots__ = ("_counts", "_floor", "_free", "_restored")
+
+    def __init__(self) -> None:
+        self._counts: dict[_Alike, int] = {}
+        self._floor = 0
+        self._free: dict[str, list[int]] = {}
+        self._restored: dict[str, int] = {}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Go on where the numbers were whose `state` this is.
+
+        Raises:
+            ValueError: The state is damaged.
+            KeyError: Likewise.
+            TypeError: Likewise.
+        """
+        found = cls()
+        found._floor = int(state["floor"])
+        found._restored = {str(alike): int(count) for alike, count in state["counts"].items()}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers, by digest, ready for JSON."""
+        counts = dict(self._restored)
+        for alike, count in self._counts.items():
+            digest = _alike_digest(*alike)
+            counts.pop(digest, None)
+            counts[digest] = count
+        floor = self._floor
+        for digest in list(counts)[: max(len(counts) - _ALIKE_KEPT, 0)]:
+            floor = max(floor, counts.pop(digest))
+        return {"floor": floor, "counts": counts}
+
+    def count(self, call: ToolCall) -> int:
+        """Return how many calls like this one came before it."""
+        alike = call.id, call.name, call.key or ""
+        if self._free:
+            digest = _alike_digest(*alike)
+            free = self._free.get(digest)
+            if free:
+                number = free.pop(0)
+                if not free:
+                    del self._free[digest]
+                return number
+        number = self._counts.pop(alike, -1)
+        if number < 0:
+            number = self._floor
+            if self._restored:
+                number = max(number, self._restored.get(_alike_digest(*alike), 0))
+        self._counts[alike] = number + 1
+        if len(self._counts) > _ALIKE_KEPT:
+            oldest = next(iter(self._counts))
+            self._floor = max(self._floor, self._counts.pop(oldest))
+        return number
+
+    def give_back(self, call: ToolCall, number: int) -> None:
+        """Let the next call like this one have this number."""
+        digest = _alike_digest(call.id, call.name, call.key or "")
+        if len(self._free) < _ALIKE_KEPT:
+            self._free.setdefault(digest, []).append(number)
+
+
+def _alike_digest(id_: str | None, name: str, key: str) -> str:
+    return blake2b(ascii((id_, name, digest_of(key))).encode(), digest_size=8).hexdigest()
+
+
 class Admitting(Protocol):
     """What an answer asks of the guard that gave it."""
 
@@ -126,6 +206,9 @@ class Admit:
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
+        occurrence: How many calls of the run with this id, name and arguments came before it.
+        expected: What of the reservation is a guess at the completion: tokens, and money likewise.
+        charged: Of how many meters of its chain the call has been charged.
         breakers: What the run's breakers have to do with the call; None where it has none.
         charges: What is set aside with the ledgers of the run's tenants.
     """
@@ -134,10 +217,13 @@ class Admit:
         "breakers",
         "call",
         "call_id",
+        "charged",
         "charges",
         "clamped_by",
+        "expected",
         "guard",
         "max_output_tokens",
+        "occurrence",
         "rates",
         "reserved_cost",
         "reserved_tokens",
@@ -164,6 +250,9 @@ class Admit:
         self.reserved_cost = reserved_cost
         self.breakers: CallBreakers | None = None
         self.charges: Charges = ()
+        self.charged = 0
+        self.occurrence = 0
+        self.expected = _NO_GUESS
 
     @property
     def seconds(self) -> float | None:
@@ -175,21 +264,22 @@ class Admit:
         return min(own, left)
 
     def estimate(self) -> TokenUsage:
-        """Return what a model call is charged that reported nothing: its reservation."""
+        """Return what a model call is charged that reported nothing: its projection."""
         given = self.call.input_tokens
-        return TokenUsage(given, self.reserved_tokens - given, estimated=True)
+        bound = self.reserved_tokens - self.expected[0] - given
+        return TokenUsage(given, bound, estimated=True)
 
     @property
     def idempotency_key(self) -> str:
         """A key for the provider of a mutating call: the same for the same call after a resume.
 
-        Of the run, the tool, its arguments and the call's id, because some providers give the
-        same id to several calls of one run.
+        Of the run, the tool, its arguments, the call's id, and which of the calls that agree in
+        all of these it is: some providers give the same id to several calls of one run.
         """
         call = self.call
         facts: tuple[object, ...] = (self.guard.run_id, self.call_id)
         if isinstance(call, ToolCall) and call.id:
-            facts = (self.guard.run_id, call.id, call.name, call.fingerprint)
+            facts = (self.guard.run_id, call.id, call.name, call.fingerprint, self.occurrence)
         # ascii, so that the id "5" is not the number 5, and nothing in an id can fail to encode.
         return blake2b(ascii(facts).encode(), digest_size=16).hexdigest()
 
@@ -231,6 +321,14 @@ class Stop:
 
 ModelDecision: TypeAlias = Admit | Nudge | Stop
 ToolDecision: TypeAlias = Admit | Refuse | Stop
+
+
+def wrong_model(model: object) -> str:
+    """Say what is wrong with a model's name that is no text."""
+    return (
+        f"model must be a model's name, got {type(model).__name__}. "
+        "Leave it out where it is not known."
+    )
 
 
 def wrong_projection(call: ModelCall) -> str:

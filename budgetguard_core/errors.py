@@ -27,3 +27,11 @@ class RunFencedError(CheckpointError):
 
 class AdapterError(BudgetGuardError):
     """The guard cannot be attached, or was used against its rules; the run is not protected."""
+
+
+def text_of(error: object) -> str:
+    """Return an error's text, or its type's name where its own code fails to give one."""
+    try:
+        return str(error)
+    except Exception:  # the error's own code runs here, and whoever asks has work to end
+        return type(error).__name__

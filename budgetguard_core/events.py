@@ -26,7 +26,7 @@ from budgetguard_core.decision import (
 )
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.outcome import Status
-from budgetguard_core.records import dump
+from budgetguard_core.records import line_of
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
@@ -510,7 +510,7 @@ class JsonLinesSink:
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
-        line = dump(event).encode() + b"\n"
+        line = line_of(event).encode() + b"\n"
         if self._torn:
             line = b"\n" + line
         self._torn = True
@@ -544,7 +544,7 @@ class LoggingSink:
         """Log one event; its fields are JSON, so no name in it can forge a line."""
         level = logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s %s", event.event, dump(event))
+            self._logger.log(level, "%s %s", event.event, line_of(event))
 
     def flush(self) -> None:
         """Flush the logger's own handlers."""

@@ -14,7 +14,7 @@ from budgetguard_core.breakers import BreakerRegistry, StateTransition
 from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
-from budgetguard_core.budget import Budget
+from budgetguard_core.budget import DIMENSIONS, Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import (
     arguments_key,
@@ -37,9 +37,15 @@ from budgetguard_core.decision import (
     ToolDecision,
     given_cost,
     projected_cost,
+    wrong_model,
     wrong_projection,
 )
-from budgetguard_core.errors import AdapterError, CheckpointError, ConfigurationError
+from budgetguard_core.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigurationError,
+    text_of,
+)
 from budgetguard_core.events import (
     Aborted,
     BudgetExtended,
@@ -82,6 +88,8 @@ from budgetguard_core.meter import (
     count_tool_call,
     far_from_caps,
     far_from_tool_caps,
+    in_flight,
+    largest_completion,
     model_call_fits,
     release,
     reserve,
@@ -103,8 +111,8 @@ from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode as Mode
 from budgetguard_core.state import NAME_LENGTH, RunState
 from budgetguard_core.state import WarningEvent as WarningEvent
-from budgetguard_core.stop import StopReason, Trip, Violation
-from budgetguard_core.tree import Tree, as_sink
+from budgetguard_core.stop import StopReason, Trip, Violation, reason_of
+from budgetguard_core.tree import UNPROJECTED, Tree, as_sink
 from budgetguard_core.usage import TokenUsage, check_token_usage
 
 if TYPE_CHECKING:
@@ -233,7 +241,13 @@ class Guard(RunState):
             return Admit(self, call, 0, call.max_output_tokens)
         tree = self._tree
         # Before the lock: the first price of a process is looked up in a large table.
-        rates = None if call.model is None else tree.price_book.rates_for(call.model, call.provider)
+        rates = None
+        if call.model is not None:
+            if type(call.model) is not str:
+                raise ConfigurationError(wrong_model(call.model))
+            rates = tree.price_book.rates_for(call.model, call.provider)
+        if tree.postponed:
+            tree.deliver()
         if self._conditional:
             self._ask_conditions()
         bound = self._output_bound
@@ -252,40 +266,60 @@ class Guard(RunState):
         # Before the lock: a lease that is dry makes a trip to its store.
         charges = self._set_aside(tokens, cost) if self._tenants else ()
         warnings: Sequence[_Warning] = ()
+        decision: ModelDecision | None = None
         clamped_by: StopReason | None = None
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             now = tree.now()
-            held = bool(self._watched) and self._is_held(call, now)
-            far = not (unpriced or held) and far_from_caps(self._chain, now, tokens, cost)
-            if not far and (
-                not model_call_fits(self._chain, now, call.retry, tokens, cost) or unpriced or held
-            ):
-                if bound is not None and not call.output_is_fixed:
-                    bound, clamped_by = clamp(self._binding, call, rates, bound)
-                    tokens = call.input_tokens + bound
-                    cost = projected_cost(call, rates, bound)
-                trip = self._stop_model_call(now, call, tokens, cost, unpriced)
-            else:
+            expected, kept = 0, (tokens, cost)
+            if bound is None and self._expects:
+                expected = largest_completion(self._chain)
+                kept = tokens + expected, projected_cost(call, rates, expected)
+                if expected and in_flight(self._chain):
+                    tokens, cost = kept
+            far = far_from_caps(self._chain, now, *kept)
+            if not far:
+                warnings = self._foresee(now, call, rates, bound, tokens, cost)
+            if not warnings:
+                held = bool(self._watched) and self._is_held(call, now)
+                # A turn that begins may be one too many without progress.
+                far = far and not (unpriced or held or self._meter.halt)
                 trip = None
-            if trip is None:
-                ticket = self._start_model_call(call, rates, bound, tokens, cost, now, charges)
-                ticket.clamped_by = clamped_by
-                decision: ModelDecision = ticket
-                if not far:
-                    warnings = self._look(now)
-                if rates is not None and rates.context_window is not None and call.input_tokens:
-                    full = call.input_tokens >= rates.context_window * self._warn_at
-                    if full is not self._window_warned:
-                        warnings = self._watch_window(now, call, rates, call.input_tokens, warnings)
-            else:
-                decision = Stop(trip)
-        finally:
-            tree.lock.release()
-        if charges and trip is not None:
+                if not far and (
+                    not model_call_fits(self._chain, now, call.retry, tokens, cost)
+                    or unpriced
+                    or held
+                ):
+                    if bound is not None and not call.output_is_fixed:
+                        bound, clamped_by = clamp(self._binding, call, rates, bound)
+                        tokens = call.input_tokens + bound
+                        cost = projected_cost(call, rates, bound)
+                        kept = tokens, cost
+                    trip = self._stop_model_call(now, call, tokens, cost, unpriced)
+                if trip is not None:
+                    decision = Stop(trip)
+                else:
+                    decision = self._start_model_call(call, rates, bound, *kept, now, charges)
+                    decision.clamped_by = clamped_by
+                    if expected:
+                        first = projected_cost(call, rates, None)
+                        decision.expected = expected, kept[1] - first
+                    if not far:
+                        warnings = self._look(now)
+                    if rates is not None and rates.context_window is not None and call.input_tokens:
+                        full = call.input_tokens >= rates.context_window * self._warn_at
+                        if full is not self._window_warned:
+                            warnings = self._watch_window(
+                                now, call, rates, call.input_tokens, warnings
+                            )
+        if charges and not isinstance(decision, Admit):
             settle_charges(charges, NOTHING)
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
+        if decision is None:
+            # Whoever was warned may have raised the cap. A dimension is warned of once.
+            return self.admit_model_call(call)
+        if self._expects and not any(kept) and call.cost_usd is None:
+            tree.warn_once(UNPROJECTED)
         return decision
 
     def settle_model_call(
@@ -323,6 +357,8 @@ class Guard(RunState):
             except ConfigurationError as wrong:
                 usage, problem = None, wrong
         rates = ticket.rates
+        if model is not None and not isinstance(model, str):
+            model, problem = None, problem or ConfigurationError(wrong_model(model))
         if model is not None and model != ticket.call.model:
             # The provider's name may be a deployment's that no price is known for.
             rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
@@ -337,16 +373,30 @@ class Guard(RunState):
                 cost = rates.cost(usage)
             else:
                 unknown = rates is None and ticket.call.cost_usd is None
-                cost = None if unknown else ticket.reserved_cost
+                cost = None if unknown else ticket.reserved_cost - ticket.expected[1]
         warnings: Sequence[_Warning] = ()
-        tree.lock.acquire()
-        try:
-            if tree.open.pop(ticket.call_id, None) is not ticket:
+        with tree.lock:
+            if tree.open.get(ticket.call_id) is not ticket:
                 return False
             now = tree.now()
             failed = error is not None
             used = ticket.estimate() if usage is None else usage
-            if charge(guard._chain, ticket, used, cost, failed, now):
+            said = model, usage, cost, cost_usd, error
+            written = False
+            try:
+                near = charge(guard._chain, ticket, used, cost, failed, now)
+                if tree.sinks:
+                    guard._record_settled(ticket, now, *said)
+                written = True
+                del tree.open[ticket.call_id]
+            except BaseException:
+                # An interrupt, which goes on its way once the call is charged and written in whole.
+                charge(guard._chain, ticket, used, cost, failed, now)
+                if tree.sinks and not written:
+                    guard._record_settled(ticket, now, *said)
+                tree.open.pop(ticket.call_id, None)
+                raise
+            if near:
                 warnings = guard._look(now)
             if ticket.breakers is not None:
                 tokens = used.total_tokens - ticket.reserved_tokens
@@ -360,22 +410,9 @@ class Guard(RunState):
                     warnings = guard._watch_window(
                         now, ticket.call, rates, usage.input_tokens, warnings
                     )
-            if tree.sinks:
-                guard._record(
-                    ModelCallSettled,
-                    now,
-                    call_id=ticket.call_id,
-                    model=model,
-                    usage=usage,
-                    cost_usd=None if cost is None else str(to_usd(cost)),
-                    given_cost_usd=None if cost_usd is None else str(cost_usd),
-                    error=_error_name(error),
-                )
-        finally:
-            tree.lock.release()
         if ticket.charges:
             settle_charges(ticket.charges, measured(cost or 0, used.total_tokens))
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             guard._finish(warnings)
         if problem is not None:
             raise problem
@@ -423,12 +460,13 @@ class Guard(RunState):
             if call.kind == "function" and self._standing.is_report(call.name):
                 # It is about the run, so it has no place among what the run may do.
                 call.kind = "output"
+        if tree.postponed:
+            tree.deliver()
         if self._conditional:
             self._ask_conditions()
         warnings: Sequence[_Warning] = ()
         decisions: list[ToolDecision] = []
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             now = tree.now()
             far = far_from_tool_caps(self._chain, now, len(calls))
             trip = None if far or tool_calls_fit(self._chain, now) else self._stop(now)
@@ -448,9 +486,7 @@ class Guard(RunState):
                 for decision in decisions:
                     if isinstance(decision, Admit):
                         self._record_delay(decision, now)
-        finally:
-            tree.lock.release()
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
         return decisions
 
@@ -488,7 +524,7 @@ class Guard(RunState):
         detector = guard._standing.detector
         key, kind = result_fingerprint, None
         if error is not None:
-            text = _error_text(error)
+            text = text_of(error)
             key = result_key(text) if key is None else key
             kind = error_fingerprint or fingerprint_error(text)
         elif key is None:
@@ -499,8 +535,7 @@ class Guard(RunState):
         # Before the lock: the user's code says what a failure is.
         judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
         warnings: Sequence[_Warning] = ()
-        tree.lock.acquire()
-        try:
+        with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
             status = "completed" if error is None else "failed"
@@ -535,9 +570,7 @@ class Guard(RunState):
                     outcomes=tuple(judged),
                     duration_ns=duration_ns,
                 )
-        finally:
-            tree.lock.release()
-        if warnings or tree.outbox:
+        if warnings or tree.outbox or tree.postponed:
             guard._finish(warnings)
         return True
 
@@ -564,6 +597,8 @@ class Guard(RunState):
             now = tree.now()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
+            if call.id:
+                guard._occurrences.give_back(call, ticket.occurrence)
             if ticket.breakers is not None:
                 withdraw_tool_call(guard._watched, ticket.breakers, now)
             if not waits:
@@ -667,6 +702,12 @@ class Guard(RunState):
                 )
         self._tree.deliver()
 
+    def note_warning(self, dimension: str, limit: float | str) -> None:
+        """Take in a warning that was given at this very cap (replay)."""
+        with self._tree.lock:
+            if dimension in DIMENSIONS and _plain(getattr(self.budget, dimension)) == limit:
+                self._meter.warn(dimension)
+
     def take_nudge(self) -> str | None:
         """Take the corrective message that is due, to deliver it in a tool's result.
 
@@ -686,7 +727,9 @@ class Guard(RunState):
         Sub-agents end with it. A second abort, or one of a stopped run, changes nothing.
         """
         # Whatever it is given: an exception here would leave the work in flight running.
-        detail = str(detail)
+        detail = text_of(detail)
+        if self._tree.postpone(lambda: self.abort(detail)):
+            return
         with self._tree.lock:
             going_on = self.trip is None
             if self._standing.abort(detail) and self._tree.sinks:
@@ -889,6 +932,7 @@ class Guard(RunState):
 
     def flush(self) -> None:
         """Have every sink make what it took safe. A failing sink is reported, not raised."""
+        self._tree.deliver(wait=True)
         for sink in self._tree.sinks:
             try:
                 sink.flush()
@@ -1108,6 +1152,27 @@ class Guard(RunState):
             self._record_delay(ticket, now)
         return ticket
 
+    def _record_settled(
+        self,
+        ticket: Admit,
+        now: int,
+        model: str | None,
+        usage: TokenUsage | None,
+        cost: int | None,
+        given: Decimal | None,
+        error: BaseException | str | None,
+    ) -> None:
+        self._record(
+            ModelCallSettled,
+            now,
+            call_id=ticket.call_id,
+            model=model,
+            usage=usage,
+            cost_usd=None if cost is None else str(to_usd(cost)),
+            given_cost_usd=None if given is None else str(given),
+            error=_error_name(error),
+        )
+
     def _record_delay(self, ticket: Admit, now: int) -> None:
         held = ticket.breakers
         if held is not None and held.start_ns > now:
@@ -1117,7 +1182,9 @@ class Guard(RunState):
         self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
     ) -> None:
         """Let a call that cannot be charged stand against the next step, where that matters."""
-        unmetered = usage is None and not (ticket.reserved_tokens or ticket.reserved_cost)
+        kept = ticket.reserved_tokens, ticket.reserved_cost
+        # A guess at the completion is not a projection.
+        unmetered = usage is None and kept == ticket.expected
         for guard in self._line:
             caps = guard._meter.caps
             if cost is None and caps.refuses_unpriced:
@@ -1174,6 +1241,8 @@ class Guard(RunState):
         tree.call_id += 1
         ticket = Admit(self, call, tree.call_id)
         ticket.breakers = held
+        if call.id:
+            ticket.occurrence = self._occurrences.count(call)
         if kind != "hosted":
             tree.open[tree.call_id] = ticket
         return ticket
@@ -1274,21 +1343,45 @@ class Guard(RunState):
         """Look closely: does the time run, and is a warning due?"""
         if any(guard._meter.pauses for guard in self._line):
             self._keep_time(now)
-        warnings: list[_Warning] = []
-        for guard in self._line:
-            meter = guard._meter
-            for due in limits.due_warnings(meter, now):
-                event = self._tree.make(
-                    LimitNearlyReached,
-                    guard.run_id,
-                    now,
-                    dimension=due.reason.value,
-                    limit=_plain(due.limit),
-                    used=_plain(due.used),
-                )
-                warnings.append((guard, event))
-                meter.warn(due.reason.value)
-        return warnings
+        return [
+            guard._warn(due, now)
+            for guard in self._line
+            for due in limits.due_warnings(guard._meter, now)
+        ]
+
+    def _foresee(
+        self,
+        now: int,
+        call: ModelCall,
+        rates: Rates | None,
+        bound: int | None,
+        tokens: int,
+        cost: int,
+    ) -> Sequence[_Warning]:
+        """Warn of the caps that a projection alone would stop the run by, where nobody was yet."""
+        if any(guard.trip is not None for guard in self._line):
+            return ()
+        if bound is not None and not call.output_is_fixed:
+            bound, _ = clamp(self._binding, call, rates, bound)
+            tokens, cost = call.input_tokens + bound, projected_cost(call, rates, bound)
+        return [
+            guard._warn(due, now)
+            for guard in self._line
+            if not guard._meter.looks_on
+            for due in limits.foreseen_warnings(guard._meter, now, tokens, cost)
+        ]
+
+    def _warn(self, due: Violation, now: int) -> _Warning:
+        event = self._tree.make(
+            LimitNearlyReached,
+            self.run_id,
+            now,
+            dimension=due.reason.value,
+            limit=_plain(due.limit),
+            used=_plain(due.used),
+        )
+        self._meter.warn(due.reason.value)
+        return self, event
 
     def _watch_window(
         self,
@@ -1376,14 +1469,14 @@ class Guard(RunState):
                 continue
             for condition in guard._standing.conditions:
                 try:
-                    reason = condition(guard)
+                    reason = reason_of(condition, condition(guard))
                     if reason is not None and guard.trip is None:
                         guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
                 except Exception as error:
                     self._tree.report("stop_when", error)
 
     def _finish(self, warnings: Sequence[_Warning]) -> None:
-        if self._tree.outbox:
+        if self._tree.outbox or self._tree.postponed:
             self._tree.deliver()
         for guard, event in warnings:
             if guard._on_warning is not None:
@@ -1403,13 +1496,6 @@ def _told(me: weakref.ref[Guard], act: Callable[[Guard], object]) -> None:
     guard = me()
     if guard is not None:
         act(guard)
-
-
-def _error_text(error: BaseException | str) -> str:
-    try:
-        return str(error)
-    except Exception:  # the error's own code runs here, and the call has to be settled
-        return type(error).__name__
 
 
 def _error_name(error: BaseException | str | None) -> str | None:

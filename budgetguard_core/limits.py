@@ -28,6 +28,20 @@ def due_warnings(meter: Meter, now: int) -> list[Violation]:
     ]
 
 
+def foreseen_warnings(meter: Meter, now: int, tokens: int, cost: int) -> list[Violation]:
+    """List the caps that only the projection of a call would pass, and nobody was warned of."""
+    caps = meter.caps
+    use = (
+        (StopReason.MAX_TOTAL_TOKENS, meter.tokens, meter.reserved_tokens + tokens, caps.tokens),
+        (StopReason.MAX_COST_USD, meter.cost, meter.reserved_cost + cost, caps.cost),
+    )
+    return [
+        reached(dimension, meter, now)
+        for dimension, used, projected, cap in use
+        if dimension not in meter.warned and used < cap < used + projected
+    ]
+
+
 def model_call_violations(
     meter: Meter, now: int, retry: bool, tokens: int, cost: int
 ) -> list[Violation]:

@@ -146,6 +146,7 @@ class Meter:
         marks: From where a step is looked at closely.
         mark_at: The same for the time, as a reading of the clock.
         halt: Something other than a cap stands against every step.
+        largest_output: Tokens of the largest completion so far.
         looks_on: The caps hold nothing back: an advisory envelope has recorded its trip.
         tools: What is known of each tool, by name.
         warned: The dimensions that were warned of, in order.
@@ -158,6 +159,7 @@ class Meter:
         *COUNTERS,
         "caps",
         "halt",
+        "largest_output",
         "looks_on",
         "mark_at",
         "marks",
@@ -193,6 +195,7 @@ class Meter:
         for name in COUNTERS:
             setattr(self, name, 0)
         self.halt = False
+        self.largest_output = 0
         self.looks_on = False
         self.pauses = 0
         self.started_ns: int | None = None
@@ -242,6 +245,10 @@ class Meter:
     def restart_iterations(self) -> None:
         """Begin the iterations anew."""
         self.iterations = 0
+
+    def saw_completion(self, tokens: int) -> None:
+        """Take over how large the completions of an earlier leg were."""
+        self.largest_output = tokens
 
     def set_aside(self, tokens: int, cost: int) -> None:
         """Keep the reservation of a call of an earlier leg that may still cost it."""
@@ -379,6 +386,19 @@ Chain: TypeAlias = tuple[Meter, ...]
 """The meters that a step is charged to: the asking run's first, then those above it."""
 
 
+def largest_completion(chain: Chain) -> int:
+    """Return the tokens of the run's largest completion; of a run above it, where it has none."""
+    for meter in chain:
+        if meter.largest_output:
+            return meter.largest_output
+    return 0
+
+
+def in_flight(chain: Chain) -> bool:
+    """Tell whether anything is set aside for other calls."""
+    return any(meter.reserved_tokens or meter.reserved_cost for meter in chain)
+
+
 def far_from_caps(chain: Chain, now: int, tokens: int, cost: int) -> bool:
     """Tell whether one more model call leaves every dimension below its mark."""
     for meter in chain:
@@ -411,21 +431,26 @@ def far_from_tool_caps(chain: Chain, now: int, calls: int) -> bool:
     return True
 
 
-def model_call_fits(chain: Chain, now: int, retry: bool, tokens: int, cost: int) -> bool:
-    """Tell whether every meter admits one more model call; starts the time of those asked."""
+def start_time(chain: Chain, now: int) -> None:
+    """Let the time begin where it has not: what is refused below began for those above, too."""
     for meter in chain:
         if meter.started_ns is None:
             meter.start(now)
+
+
+def model_call_fits(chain: Chain, now: int, retry: bool, tokens: int, cost: int) -> bool:
+    """Tell whether every meter admits one more model call; starts the time of all."""
+    start_time(chain, now)
+    for meter in chain:
         if meter.halt or not (meter.looks_on or meter.fits_model_call(now, retry, tokens, cost)):
             return False
     return True
 
 
 def tool_calls_fit(chain: Chain, now: int) -> bool:
-    """Tell whether every meter admits a batch of tool calls; starts the time of those asked."""
+    """Tell whether every meter admits a batch of tool calls; starts the time of all."""
+    start_time(chain, now)
     for meter in chain:
-        if meter.started_ns is None:
-            meter.start(now)
         if meter.halt or not (meter.looks_on or meter.fits_tool_calls(now)):
             return False
     return True
@@ -482,35 +507,76 @@ def charge(
     failed: bool,
     now: int,
 ) -> bool:
-    """Replace the reservation of a call by what it used; True when a mark was reached."""
+    """Replace the reservation of a call by what it used; True when a mark was reached.
+
+    An interrupt leaves each meter charged in whole or not at all: called again with the same
+    figures, it goes on with the meters that were not.
+    """
     near = False
     reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
     inputs, outputs, read, write, write_1h, reasoning, estimated = usage
-    for meter in chain:
+    money = cost or 0
+    rare = read or write or reasoning or estimated or failed or cost is None
+    for meter in chain[ticket.charged :] if ticket.charged else chain:
         marks = meter.marks
-        meter.reserved_tokens -= reserved_tokens
-        meter.reserved_cost -= reserved_cost
-        meter.input_tokens += inputs
-        meter.output_tokens += outputs
-        meter.tokens += inputs + outputs
-        if meter.tokens >= marks.tokens or now >= meter.mark_at:
-            near = True
-        if read or write:
-            meter.cache_read_tokens += read
-            meter.cache_write_tokens += write
-            meter.cache_write_1h_tokens += write_1h
-        if reasoning:
-            meter.reasoning_tokens += reasoning
-        if estimated:
-            meter.estimated_calls += 1
-        if failed:
-            meter.failed_calls += 1
-        if cost is None:
-            meter.unpriced_calls += 1
+        largest = meter.largest_output
+        # One statement, which nothing interrupts: neither a signal nor an exception of a thread's.
+        if rare:
+            (
+                ticket.charged,
+                meter.reserved_tokens,
+                meter.reserved_cost,
+                meter.input_tokens,
+                meter.output_tokens,
+                meter.tokens,
+                meter.cost,
+                meter.largest_output,
+                meter.cache_read_tokens,
+                meter.cache_write_tokens,
+                meter.cache_write_1h_tokens,
+                meter.reasoning_tokens,
+                meter.estimated_calls,
+                meter.failed_calls,
+                meter.unpriced_calls,
+            ) = (
+                ticket.charged + 1,
+                meter.reserved_tokens - reserved_tokens,
+                meter.reserved_cost - reserved_cost,
+                meter.input_tokens + inputs,
+                meter.output_tokens + outputs,
+                meter.tokens + inputs + outputs,
+                meter.cost + money,
+                outputs if outputs > largest else largest,
+                meter.cache_read_tokens + read,
+                meter.cache_write_tokens + write,
+                meter.cache_write_1h_tokens + write_1h,
+                meter.reasoning_tokens + reasoning,
+                meter.estimated_calls + estimated,
+                meter.failed_calls + failed,
+                meter.unpriced_calls + (cost is None),
+            )
         else:
-            meter.cost += cost
-            if meter.cost >= marks.cost:
-                near = True
+            (
+                ticket.charged,
+                meter.reserved_tokens,
+                meter.reserved_cost,
+                meter.input_tokens,
+                meter.output_tokens,
+                meter.tokens,
+                meter.cost,
+                meter.largest_output,
+            ) = (
+                ticket.charged + 1,
+                meter.reserved_tokens - reserved_tokens,
+                meter.reserved_cost - reserved_cost,
+                meter.input_tokens + inputs,
+                meter.output_tokens + outputs,
+                meter.tokens + inputs + outputs,
+                meter.cost + money,
+                outputs if outputs > largest else largest,
+            )
+        if meter.tokens >= marks.tokens or now >= meter.mark_at or meter.cost >= marks.cost:
+            near = True
     return near
 
 

@@ -4,7 +4,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from budgetguard_core.errors import BudgetGuardError
+from budgetguard_core.errors import BudgetGuardError, ConfigurationError
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import Usage
 
@@ -72,6 +72,9 @@ class Outcome(BaseModel):
 class BudgetExceeded(BudgetGuardError):
     """A run was stopped and the caller asked for an exception instead of a partial result.
 
+    Raises:
+        ConfigurationError: What is given as the trip is none.
+
     Attributes:
         trip: Why the run was stopped: reason, limits and what was used.
         outcome: The partial result, or None where the exception is raised before it is built
@@ -79,6 +82,11 @@ class BudgetExceeded(BudgetGuardError):
     """
 
     def __init__(self, trip: Trip, outcome: Outcome | None = None) -> None:
+        if not isinstance(trip, Trip):
+            raise ConfigurationError(
+                f"trip must be a Trip, got {type(trip).__name__}. Pass guard.trip; a run of your "
+                "own is ended by guard.abort()."
+            )
         super().__init__(f"{trip.reason}: {trip.detail}")
         self.trip = trip
         self.outcome = outcome

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
+
+_CONTROL = re.compile(
+    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+"""What JSON does not escape, and a terminal or an editor obeys or does not show."""
 
 
 def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:
@@ -26,6 +33,24 @@ def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:
     except PydanticSerializationError:
         clean = type(record).model_validate(_encodable(record.model_dump()))
         return clean.model_dump_json(exclude=exclude)
+
+
+def line_of(record: BaseModel) -> str:
+    """Return a record as one line of a log: JSON without any character that a terminal obeys.
+
+    JSON escapes those below U+0020 itself. The others (DEL, C1, line and paragraph separators,
+    what turns the direction of writing or shows nothing) are the same text, escaped.
+
+    Raises:
+        ValueError: The record holds what JSON cannot.
+    """
+    text = dump(record)
+    return text if text.isascii() and "\x7f" not in text else _CONTROL.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 def _encodable(value: Any) -> Any:

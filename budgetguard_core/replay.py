@@ -18,6 +18,7 @@ from budgetguard_core.events import (
     Event,
     GuardReset,
     IterationsRestarted,
+    LimitNearlyReached,
     ModelCallAdmitted,
     ModelCallRefused,
     ModelCallSettled,
@@ -220,6 +221,8 @@ class Replay:
                 guard.withdraw_tool_call(ticket, waits=event.waits)
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
+        elif isinstance(event, LimitNearlyReached):
+            guard.note_warning(event.dimension, event.limit)
         elif isinstance(event, Aborted):
             guard.abort(event.detail)
         elif isinstance(event, BudgetExtended):

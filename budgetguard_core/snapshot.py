@@ -49,6 +49,10 @@ class OpenCall(BaseModel):
     """How the tool is counted, as in `ToolCall.kind`."""
     fingerprint: str = ""
     """The fingerprint of a tool call's arguments. The arguments themselves are not kept."""
+    occurrence: NonNegativeInt = 0
+    """How many tool calls with this id, name and arguments came before it."""
+    expected: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """What of its reservation is a guess at the completion: tokens, and money likewise."""
 
     @classmethod
     def of(cls, ticket: Admit) -> Self:
@@ -64,6 +68,7 @@ class OpenCall(BaseModel):
                 provider=call.provider,
                 input_tokens=call.input_tokens,
                 cost_usd=None if call.cost_usd is None else str(call.cost_usd),
+                expected=ticket.expected,
             )
         return cls(
             kind="tool",
@@ -72,6 +77,7 @@ class OpenCall(BaseModel):
             name=call.name,
             tool_kind=call.kind,
             fingerprint=call.fingerprint or "",
+            occurrence=ticket.occurrence,
         )
 
 
@@ -123,6 +129,10 @@ class Snapshot(BaseModel):
     """What the loop detector knows, as fingerprints; None where it is turned off."""
     breakers: dict[str, Any] | None = None
     """What the breakers know; None where there are none."""
+    occurrences: dict[str, Any] | None = None
+    """How often tool calls with the same id, name and arguments were made, by digest."""
+    largest_output: NonNegativeInt = 0
+    """Tokens of the largest completion."""
     open_calls: tuple[OpenCall, ...]
     """The calls that were in flight."""
     earlier: Usage

@@ -13,7 +13,7 @@ from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.clock import Clock
-from budgetguard_core.decision import Admit, ModelCall, ToolCall
+from budgetguard_core.decision import Admit, ModelCall, Occurrences, ToolCall
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.events import (
     ContextWindowNearlyFull,
@@ -60,9 +60,11 @@ class RunState:
         "_conditional",
         "_earlier",
         "_enforced",
+        "_expects",
         "_line",
         "_meter",
         "_needs_price",
+        "_occurrences",
         "_on_warning",
         "_output_bound",
         "_records",
@@ -149,6 +151,7 @@ class RunState:
         self._standing.begin(self.budget, self.mode)
         self._earlier = Usage()
         self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
+        self._occurrences = Occurrences()
         self._window_warned = False
         # Asked on every step and never changed by `extend`, so worked out once.
         self._warn_at = self.budget.warn_at
@@ -171,6 +174,10 @@ class RunState:
                 if (bound := meter.caps.budget.max_output_tokens_per_call) is not None
             ),
             default=None,
+        )
+        # Nothing else tells what calls at the same time may come to.
+        self._expects = self._output_bound is None and any(
+            meter.caps.tokens != INFINITY or meter.caps.cost != INFINITY for meter in self._chain
         )
 
     def _announce(self) -> None:
@@ -321,6 +328,8 @@ class RunState:
                 detector=None if standing.detector is None else standing.detector.state(),
                 breakers=None if self._breakers is None else self._breakers.state(now),
                 open_calls=tuple(OpenCall.of(ticket) for ticket in self.open_calls()),
+                occurrences=self._occurrences.state(),
+                largest_output=meter.largest_output,
                 earlier=self._earlier,
                 seq=self._tree.seq,
                 call_id=self._tree.call_id,
@@ -346,6 +355,13 @@ class RunState:
             # Its settlement will take this off everyone in the chain.
             self._set_aside_above(ticket.reserved_tokens, ticket.reserved_cost)
         self._records.extend(snapshot.records)
+        self._meter.saw_completion(snapshot.largest_output)
+        if snapshot.occurrences is not None:
+            self._occurrences = Occurrences.from_state(snapshot.occurrences)
+        for ticket in tickets:
+            if type(ticket.call) is ToolCall and ticket.call.id:
+                # Made again after the restart, it is the same call.
+                self._occurrences.give_back(ticket.call, ticket.occurrence)
         if fresh:
             self._earlier = snapshot.earlier + snapshot.usage()
             for call in snapshot.open_calls:
@@ -402,7 +418,10 @@ class RunState:
                 fingerprint=open_call.fingerprint,
             )
         reserved = open_call.reserved_tokens, open_call.reserved_cost
-        return Admit(self, call, first + open_call.call_id, None, rates, *reserved)
+        ticket = Admit(self, call, first + open_call.call_id, None, rates, *reserved)
+        ticket.occurrence = open_call.occurrence
+        ticket.expected = open_call.expected
+        return ticket
 
     # Under the lock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from decimal import Decimal
@@ -74,7 +75,7 @@ class Trip(BaseModel):
     @property
     def detail(self) -> str:
         """The sentence of the violation that gave the reason."""
-        return self.violations[0].detail
+        return self.violations[0].detail if self.violations else ""
 
 
 class Readings(Protocol):
@@ -109,8 +110,14 @@ class StopCondition(ABC):
     def __and__(self, other: Condition) -> StopCondition:
         return _All(self, as_condition(other))
 
+    def __rand__(self, other: Condition) -> StopCondition:
+        return _All(as_condition(other), self)
+
     def __or__(self, other: Condition) -> StopCondition:
         return _Any(self, as_condition(other))
+
+    def __ror__(self, other: Condition) -> StopCondition:
+        return _Any(as_condition(other), self)
 
 
 Condition: TypeAlias = StopCondition | Callable[..., str | bool | None]
@@ -122,10 +129,10 @@ class _All(StopCondition):
         self._right = right
 
     def __call__(self, guard: Any) -> str | None:
-        left = self._left(guard)
+        left = reason_of(self._left, self._left(guard))
         if left is None:
             return None
-        right = self._right(guard)
+        right = reason_of(self._right, self._right(guard))
         return None if right is None else f"{left} and {right}"
 
 
@@ -135,8 +142,8 @@ class _Any(StopCondition):
         self._right = right
 
     def __call__(self, guard: Any) -> str | None:
-        left = self._left(guard)
-        return self._right(guard) if left is None else left
+        left = reason_of(self._left, self._left(guard))
+        return reason_of(self._right, self._right(guard)) if left is None else left
 
 
 class _Callable(StopCondition):
@@ -144,12 +151,7 @@ class _Callable(StopCondition):
         self._function = function
 
     def __call__(self, guard: Any) -> str | None:
-        answer = self._function(guard)
-        if not answer:
-            return None
-        if isinstance(answer, str):
-            return answer
-        return getattr(self._function, "__name__", "the condition holds")
+        return reason_of(self._function, self._function(guard))
 
 
 class tool_called(StopCondition):
@@ -181,6 +183,12 @@ class after_iterations(StopCondition):
 
 def as_condition(condition: Condition) -> StopCondition:
     """Turn a plain callable into a `StopCondition`; leave a condition as it is."""
+    call = getattr(condition, "__call__", None)  # noqa: B004 - how it is called, not whether
+    if inspect.iscoroutinefunction(condition) or inspect.iscoroutinefunction(call):
+        raise ConfigurationError(
+            f"a stop condition must not be async, got {condition!r}: it is asked before each step, "
+            "where nothing can wait. Let async code call guard.abort() instead."
+        )
     if isinstance(condition, StopCondition):
         return condition
     if not callable(condition):
@@ -189,3 +197,20 @@ def as_condition(condition: Condition) -> StopCondition:
             "Pass a function that takes the guard and returns a reason or None."
         )
     return _Callable(condition)
+
+
+def reason_of(condition: object, answer: object) -> str | None:
+    """Read what a condition has answered: a reason, or something that is true or is not.
+
+    Raises:
+        TypeError: It has answered with something to await.
+    """
+    if inspect.isawaitable(answer):
+        if inspect.iscoroutine(answer):
+            answer.close()
+        raise TypeError("a stop condition must not be async")
+    if not answer:
+        return None
+    if isinstance(answer, str):
+        return answer
+    return getattr(condition, "__name__", "the condition holds")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,11 +13,16 @@ from typing import Any, TypeVar
 from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, text_of
 from budgetguard_core.events import Event, EventBase, Listener, Sink
 from budgetguard_core.pricing import PriceBook
 
 _LOG = logging.getLogger("budgetguard")
+UNPROJECTED = (
+    "a model call without any projection was admitted under a cap on tokens or dollars: calls at "
+    "the same time can pass the cap. Give ModelCall input_tokens, and set "
+    "max_output_tokens_per_call."
+)
 _E = TypeVar("_E", bound=EventBase)
 
 
@@ -23,6 +30,7 @@ class Tree:
     """What a guard shares with its sub-agents: one lock, one numbering, one log."""
 
     __slots__ = (
+        "__weakref__",
         "attachments",
         "breakers",
         "call_id",
@@ -36,6 +44,7 @@ class Tree:
         "now",
         "open",
         "outbox",
+        "postponed",
         "price_book",
         "seq",
         "sinks",
@@ -64,12 +73,14 @@ class Tree:
         self.breakers = breakers
         self.errors: deque[str] = deque(maxlen=20)
         self.outbox: deque[Event] = deque()
+        self.postponed: deque[Callable[[], object]] = deque()
         self.open: dict[int, Admit] = {}
         # Those of them that wait for a person, or were left by a process that is gone.
         self.waiting: set[int] = set()
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
+        _TREES.add(self)
 
     def go_on_from(self, seq: int, call_id: int, tickets: Sequence[Admit]) -> None:
         """Take over the numbers, and the calls in flight, of a run in another process."""
@@ -81,38 +92,91 @@ class Tree:
 
     def make(self, kind: type[_E], run_id: str, now: int, **facts: Any) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""
+        seq = self.seq + bool(self.sinks)
+        event = kind(seq=seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns(), **facts)
         if self.sinks:
-            self.seq += 1
-        event = kind(seq=self.seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns(), **facts)
-        if self.sinks:
-            self.outbox.append(event)  # type: ignore[arg-type]
+            # Last, and no call: an interrupt leaves no number without its event.
+            self.outbox += (event,)  # type: ignore[arg-type]
+            self.seq = seq
         return event
 
-    def deliver(self) -> None:
-        """Hand the waiting events to the sinks, in order, outside the lock."""
-        with self.delivery:
-            if self.delivering:
-                # A listener acted on its guard: the loop that called it goes on with the event,
-                # or the sinks after it would see this event before the one it listened to.
-                return
-            self.delivering = True
+    def deliver(self, *, wait: bool = False) -> None:
+        """Hand the waiting events to the sinks, in order, outside the lock.
+
+        Args:
+            wait: Return only when every event that waits has been handed over.
+        """
+        self._do_postponed()
+        # Whoever holds it is in the middle of the same: it takes these events with it, so that a
+        # slow sink delays the step that wrote and no other. Asked again, because it may have been
+        # through just before it let go.
+        while self.outbox and self.delivery.acquire(blocking=wait):
             try:
-                while self.outbox:
-                    event = self.outbox.popleft()
-                    for sink in self.sinks:
-                        try:
-                            sink.emit(event)
-                        except Exception as error:
-                            self.report(f"sink {type(sink).__name__}", error)
+                if self.delivering:
+                    # A listener acted on its guard: the loop that called it goes on with the event,
+                    # or the sinks after it would see this event before the one it listened to.
+                    return
+                self.delivering = True
+                try:
+                    while self.outbox:
+                        self._emit(self.outbox.popleft())
+                finally:
+                    self.delivering = False
             finally:
-                self.delivering = False
+                self.delivery.release()
+
+    def _emit(self, event: Event) -> None:
+        for sink in self.sinks:
+            try:
+                sink.emit(event)
+            except Exception as error:
+                self.report(f"sink {type(sink).__name__}", error)
+
+    def postpone(self, act: Callable[[], object]) -> bool:
+        """Let something wait for the end of the step that this thread is in the middle of.
+
+        For a signal handler: what it does now would come into the log in the midst of the step,
+        and before it in a replay. False where this thread is in no step.
+        """
+        if not self.lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as Condition does
+            return False
+        self.postponed.append(act)
+        return True
+
+    def _do_postponed(self) -> None:
+        while self.postponed:
+            self.postponed.popleft()()
+
+    def free_locks(self) -> None:
+        """Free the locks: the threads that held them are not in this process."""
+        self.lock = threading.RLock()
+        self.delivery = threading.RLock()
+        self.delivering = False
+
+    def warn_once(self, sentence: str) -> None:
+        """Log a sentence that holds no text from outside, the first time."""
+        if sentence not in self.failed:
+            self.failed.add(sentence)
+            _LOG.warning(sentence)
 
     def report(self, what: str, error: Exception) -> None:
         """Keep what failed for the outcome, and log it the first time, without its text."""
-        self.errors.append(f"{what}: {type(error).__name__}: {error}")
+        self.errors.append(f"{what}: {type(error).__name__}: {text_of(error)}")
         if what not in self.failed:
             self.failed.add(what)
             _LOG.warning("%s failed: %s", what, type(error).__name__)
+
+
+_TREES: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for tree in list(_TREES):
+        tree.free_locks()
+
+
+if hasattr(os, "register_at_fork"):  # pragma: no branch - Windows has no fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def as_sink(sink: Sink | Callable[[Event], object]) -> Sink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tomllib
 from decimal import Decimal
 
 import pytest
@@ -173,7 +174,14 @@ def test_the_caps_that_are_set_and_those_that_are_not():
         "max_tool_calls",
         "max_total_tokens",
         "max_seconds",
+        "max_output_tokens_per_call",
     )
+    for cap in ({"max_total_tokens": 1}, {"max_cost_usd": 1}):
+        assert "max_output_tokens_per_call" in Budget(**cap).uncapped()
+        assert (
+            "max_output_tokens_per_call"
+            not in Budget(**cap, max_output_tokens_per_call=1).uncapped()
+        )
 
 
 def test_a_float_means_the_dollars_it_shows():
@@ -262,3 +270,69 @@ def test_quotas_and_classes_cannot_be_changed_in_place():
         assert copied.tool_quotas == {"search": 3}
         with pytest.raises(TypeError):
             copied.tool_quotas["search"] = 99
+
+
+@pytest.mark.parametrize(
+    ("value", "amount"),
+    [("0.50", "0.50"), (0.1, "0.1"), (3, "3"), ("1E-7", "1E-7"), ("1E+2", "1E+2"), (None, None)],
+)
+def test_plain_data_holds_the_amounts_that_the_constructor_takes_exactly(value, amount):
+    expected = None if amount is None else Decimal(amount)
+    assert Budget.from_json({"max_cost_usd": value}).max_cost_usd == expected
+    velocity = Budget.from_json({"velocity": {"max_cost_usd_per_minute": value}}).velocity
+    assert velocity.max_cost_usd_per_minute == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        False,
+        0,
+        -1.0,
+        NAN,
+        [1],
+        "",
+        " 1",
+        "1_0",
+        "-1",
+        "NaN",
+        "1e5",
+        "\u0661",
+        "1E+9999999999",
+    ],
+)
+def test_plain_data_refuses_what_is_no_amount(value):
+    for data in ({"max_cost_usd": value}, {"velocity": {"max_cost_usd_per_minute": value}}):
+        with pytest.raises(ConfigurationError, match="must be"):
+            Budget.from_json(data)
+
+
+@pytest.mark.parametrize("field", [*WHOLE, "max_seconds", "warn_at"])
+@pytest.mark.parametrize("value", ["5", True, "0.5"])
+def test_plain_data_refuses_what_the_constructor_refuses(field, value):
+    with pytest.raises(ConfigurationError) as caught:
+        Budget.from_json({field: value})
+    assert str(caught.value) == refused(field, value)
+
+
+def test_plain_data_of_another_shape_is_refused():
+    with pytest.raises(ConfigurationError, match="velocity"):
+        Budget.from_json({"velocity": 3})
+
+
+def test_a_table_of_toml_is_a_budget():
+    text = """
+        max_cost_usd = 0.30
+        max_seconds = 90
+        loop_detection = { exempt = ["poll_*"] }
+        [tool_quotas]
+        search = 3
+        [velocity]
+        max_cost_usd_per_minute = "0.05"
+    """
+    budget = Budget.from_json(tomllib.loads(text))
+    assert budget.max_cost_usd == Decimal("0.3")
+    assert budget.velocity.max_cost_usd_per_minute == Decimal("0.05")
+    assert budget.tool_quotas == {"search": 3}
+    assert budget.max_seconds == 90

@@ -431,13 +431,13 @@ def test_under_a_fresh_budget_the_caps_count_from_zero(guard, clock):
     guard.abort()
     guard.check()
     again = Guard.restore(
-        guard.snapshot(), Budget(max_iterations=1, max_total_tokens=1500), clock=clock
+        guard.snapshot(), Budget(max_iterations=1, max_total_tokens=101_500), clock=clock
     )
     assert again.trip is None
     assert not again.cancellation.cancelled
     assert again.run_id == "r"
     assert again.usage.model_dump(exclude_defaults=True) == {
-        "reserved_tokens": 1000,
+        "reserved_tokens": 51_000,
         "reserved_usd": Decimal("0.1"),
     }
     earlier = again.earlier_usage

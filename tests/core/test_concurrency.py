@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
+import os
 import random
 import sys
 import threading
 from collections import Counter
 from decimal import Decimal
+from functools import partial
 
 import pytest
 
+import budgetguard_core.guard as guard_module
+import budgetguard_core.meter as meter_module
 from budgetguard_core import (
     Admit,
     Budget,
@@ -23,6 +29,7 @@ from budgetguard_core import (
     replay,
 )
 from budgetguard_core.testing import ManualClock
+from budgetguard_core.tree import _after_fork
 
 THREADS = 64
 
@@ -314,3 +321,189 @@ def test_a_signal_handler_may_abort_in_the_middle_of_an_admission():
     assert guard.cancellation.cancelled
     assert child.cancellation.cancelled
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def statements(module):
+    """Where the statements begin. Within one, CPython looks for interrupts at calls alone."""
+    tree = ast.parse(inspect.getsource(module))
+    return {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+
+
+INTERRUPTIBLE = {module.__file__: statements(module) for module in (guard_module, meter_module)}
+
+
+def interrupted_at(number, work):
+    """Raise at the `number`th statement of the guard and the meter; False where none is left."""
+    before, left = sys.gettrace(), [number]
+
+    def trace(frame, event, argument):
+        lines = INTERRUPTIBLE.get(frame.f_code.co_filename)
+        if lines is not None:
+            if event == "line" and frame.f_lineno in lines:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Interrupt
+            return trace
+        return None
+
+    sys.settrace(trace)
+    try:
+        work()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("usage", [TokenUsage(5, 4), TokenUsage(5, 4, 1, 1, 1, 1)])
+def test_a_charge_that_is_interrupted_anywhere_loses_nothing(usage):
+    number, spans = 1, 0
+    while True:
+        events = []
+        guard = Guard(Budget(max_total_tokens=100), clock=ManualClock(), sinks=[events.append])
+        child = guard.child().child()
+        ticket = child.admit_model_call(ModelCall(input_tokens=7, cost_usd=Decimal(2)))
+        settle = partial(child.settle_model_call, ticket, usage, cost_usd=Decimal(3))
+        if not interrupted_at(number, settle):
+            break
+        settle()
+        for one in (guard, child):
+            used = one.usage
+            assert (used.total_tokens, used.cost_usd) == (9, 3), number
+            assert (used.reserved_tokens, used.reserved_usd) == (0, 0), number
+        assert guard.open_calls() == ()
+        guard.flush()
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert replay(events).snapshot().counters == guard.snapshot().counters, number
+        number += 1
+        spans += 1
+    assert spans > 20
+
+
+class HandlesSignals(ManualClock):
+    """Calls what a signal handler would, in the thread that is inside the guard."""
+
+    handler = None
+
+    def monotonic_ns(self):
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler()
+        return super().monotonic_ns()
+
+    def wall_ns(self):
+        return self.monotonic_ns()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_an_abort_from_a_signal_handler_keeps_the_log_in_order_and_replayable(read):
+    clock, events = HandlesSignals(), []
+    guard = Guard(Budget(max_iterations=10), clock=clock, sinks=[events.append])
+    clock.handler = guard.abort
+    if read:
+        assert guard.usage.iterations == 0
+    else:
+        assert isinstance(guard.admit_model_call(), Admit)
+    assert isinstance(guard.admit_model_call(), Stop)
+    assert isinstance(guard.admit_tool_call(ToolCall(name="a")), Stop)
+    assert guard.cancellation.cancelled
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    again = replay(events)
+    assert again.trip == guard.trip
+    assert again.snapshot().counters == guard.snapshot().counters
+
+
+def test_a_tool_call_after_a_postponed_abort_is_stopped():
+    clock = HandlesSignals()
+    guard = Guard(clock=clock)
+    clock.handler = guard.abort
+    assert guard.usage.iterations == 0
+    assert isinstance(guard.admit_tool_call(ToolCall(name="a")), Stop)
+
+
+def test_a_slow_sink_delays_the_step_that_wrote_and_no_other():
+    entered, go_on, seen = threading.Event(), threading.Event(), []
+
+    def slow(event):
+        seen.append(event.seq)
+        if event.event == "aborted":
+            entered.set()
+            assert go_on.wait(20)
+
+    guard = Guard(sinks=[slow])
+    child = guard.child()
+    aborting = threading.Thread(target=child.abort, daemon=True)
+    aborting.start()
+    assert entered.wait(20)
+    others = threading.Thread(
+        target=lambda: [guard.settle_model_call(guard.admit_model_call(), TokenUsage(1, 1))],
+        daemon=True,
+    )
+    others.start()
+    others.join(20)
+    assert not others.is_alive()
+    assert not go_on.is_set()
+    go_on.set()
+    aborting.join(20)
+    guard.flush()
+    assert seen == list(range(1, 6))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork_the_guards_of_the_child_work():
+    guard = Guard(Budget(max_iterations=1))
+    held, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with guard._tree.lock, guard._tree.delivery:
+            held.set()
+            leave.wait(20)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert held.wait(20)
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - another process
+        worker = threading.Thread(target=guard.admit_model_call, daemon=True)
+        worker.start()
+        worker.join(10)
+        os._exit(0 if not worker.is_alive() and guard.usage.iterations == 1 else 1)
+    leave.set()
+    holder.join(20)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_locks_of_a_fork_are_new():
+    guard = Guard()
+    with guard._tree.lock:
+        _after_fork()
+        assert not guard._tree.lock._is_owned()
+    assert isinstance(guard.admit_model_call(), Admit)
+
+
+@pytest.mark.parametrize("sinks", [(), (lambda event: None,)], ids=["silent", "logged"])
+def test_an_interrupted_settlement_is_made_in_whole_and_the_interrupt_goes_on(monkeypatch, sinks):
+    guard = Guard(clock=ManualClock(), sinks=sinks)
+    ticket = guard.admit_model_call()
+    interrupts = [Interrupt()]
+
+    def interrupting(function):
+        def call(*args):
+            answer = function(*args)
+            if interrupts:
+                raise interrupts.pop()
+            return answer
+
+        return call
+
+    monkeypatch.setattr(guard_module, "charge", interrupting(guard_module.charge))
+    with pytest.raises(Interrupt):
+        guard.settle_model_call(ticket, TokenUsage(1, 1))
+    assert guard.open_calls() == ()
+    assert not guard.settle_model_call(ticket, TokenUsage(1, 1))

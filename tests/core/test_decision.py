@@ -17,6 +17,7 @@ from budgetguard_core import (
     ModelCall,
     Nudge,
     Refuse,
+    Snapshot,
     Stop,
     StopReason,
     ToolCall,
@@ -83,8 +84,55 @@ def test_calls_with_one_id_are_told_apart_by_what_they_ask_for():
     guard = Guard(clock=ManualClock())
     calls = [ToolCall(name="send", arguments={"to": to}, id="call_0") for to in ("a", "b", "a")]
     first, second, again = (guard.admit_tool_call(call).idempotency_key for call in calls)
-    assert first != second
-    assert first == again
+    assert len({first, second, again}) == 3
+
+
+def test_two_calls_that_the_model_meant_twice_never_share_a_key():
+    guard, keys = Guard(Budget(loop_detection=None), clock=ManualClock()), []
+    for number in range(500):
+        # One pair far apart, and many that are given only once.
+        for id_ in ("call_0", f"call_{number % 300}", f"unique_{number}"):
+            keys.append(guard.admit_tool_call(ToolCall(name="pay", id=id_)).idempotency_key)
+        if number % 90 == 0:
+            plain = Snapshot.from_json(guard.snapshot().to_json())
+            assert len(plain.occurrences["counts"]) <= 64
+            for ticket in guard.open_calls():
+                guard.settle_tool_call(ticket)
+            guard = Guard.restore(guard.snapshot(), clock=ManualClock())
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("fresh", [None, Budget()])
+def test_a_call_that_a_gone_process_left_open_is_the_same_call_when_it_is_made_again(fresh):
+    guard = Guard(Budget(), clock=ManualClock())
+    done = guard.admit_tool_call(ToolCall(name="pay", id="call_0"))
+    guard.settle_tool_call(done)
+    left = guard.admit_tool_calls([ToolCall(name="pay", id="call_0") for _ in range(2)])
+    text = guard.snapshot().to_json()
+    again = Guard.restore(Snapshot.from_json(text), fresh, clock=ManualClock())
+    made = again.admit_tool_calls([ToolCall(name="pay", id="call_0") for _ in range(3)])
+    keys = [ticket.idempotency_key for ticket in made]
+    assert keys[:2] == [ticket.idempotency_key for ticket in left]
+    assert keys[2] not in {done.idempotency_key, *keys[:2]}
+
+
+def test_a_call_that_was_withdrawn_has_its_key_when_it_is_made_after_all():
+    guard = Guard(clock=ManualClock())
+    call = guard.admit_tool_call(ToolCall(name="pay", id="a"))
+    guard.withdraw_tool_call(call)
+    later = guard.admit_tool_call(ToolCall(name="pay", id="a"))
+    assert later.idempotency_key == call.idempotency_key
+
+
+def test_what_withdrawn_calls_leave_behind_is_bounded():
+    guard = Guard(Budget(loop_detection=None), clock=ManualClock())
+    for number in range(100):
+        guard.withdraw_tool_call(guard.admit_tool_call(ToolCall(name="pay", id=str(number))))
+    keys = {
+        guard.admit_tool_call(ToolCall(name="pay", id=str(number))).idempotency_key
+        for number in range(100)
+    }
+    assert len(keys) == 100
 
 
 def test_a_model_call_has_a_key_too():

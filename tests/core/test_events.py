@@ -437,3 +437,26 @@ def test_a_line_that_a_full_disk_cut_does_not_swallow_the_next_one(tmp_path: Pat
     assert len(lines) == 3
     assert [json.loads(line)["event"] for line in lines[1:]] == ["time_started", "user_turned"]
     assert "no space left" in guard.errors[0]
+
+
+CONTROLS = (
+    "\x00\x1b\x7f\x80\x85\x9b\x9f\xad\u061c\u200b\u200f\u2028\u2029\u202e\u2066\ufeff\U000e0041"
+)
+
+
+def test_no_control_character_of_any_kind_reaches_a_log(tmp_path, caplog):
+    name = f"r\u00e9sum\u00e9{CONTROLS}\U0001f600"
+    path = tmp_path / "log.jsonl"
+    with JsonLinesSink(path) as log, caplog.at_level(logging.DEBUG):
+        guard = Guard(run_id=name, sinks=[log, LoggingSink()], clock=ManualClock())
+        guard.admit_tool_call(ToolCall(name=name, id=name, arguments={name: name}))
+        guard.admit_model_call(ModelCall(model=name, provider=name))
+        guard.abort(name)
+        guard.check()
+    written = path.read_text(encoding="utf-8").replace("\n", "")
+    for text in [written, *(record.getMessage() for record in caplog.records)]:
+        assert not set(text) & set(CONTROLS)
+    assert "r\u00e9sum\u00e9" in written
+    assert "\U0001f600" in written
+    events = list(read_events(path.read_bytes().splitlines(keepends=True)))
+    assert {event.run_id for event in events} == {name}

@@ -31,6 +31,7 @@ from budgetguard_core import (
     ToolCall,
     Violation,
     end_run,
+    replay,
 )
 from budgetguard_core.events import ContextWindowNearlyFull, LimitNearlyReached
 from budgetguard_core.testing import ManualClock
@@ -164,7 +165,7 @@ def test_projected_tokens_fit_exactly_or_not_at_all(make):
     guard = make(Budget(max_total_tokens=30))
     tickets = [guard.admit_model_call(ModelCall(input_tokens=10)) for _ in range(3)]
     assert guard.usage.reserved_tokens == 30
-    guard.settle_model_call(tickets[0], TokenUsage(4, 5))
+    guard.settle_model_call(tickets[0], TokenUsage(9, 0))
     assert guard.usage.reserved_tokens == 20
     assert isinstance(guard.admit_model_call(ModelCall(input_tokens=1)), Admit)
     stop = guard.admit_model_call(ModelCall(input_tokens=1))
@@ -1285,3 +1286,174 @@ def test_a_childs_own_settings_are_its_own(make):
     extended = guard.child(Budget(max_iterations=1))
     extended.extend(max_iterations=5)
     assert (extended.budget.warn_at, extended.budget.loop_detection) == (0.5, None)
+
+
+@pytest.mark.parametrize("model", [123, ["m"], b"m"])
+def test_a_model_that_is_no_name_is_a_clear_error_and_the_call_is_charged(make, model):
+    guard = make(Budget(max_cost_usd=1))
+    with pytest.raises(ConfigurationError, match="model must be a model's name, got "):
+        guard.admit_model_call(ModelCall(model=model))
+    assert guard.usage.model_calls == 0
+    ticket = guard.admit_model_call(ModelCall(model="m", max_output_tokens=1))
+    with pytest.raises(ConfigurationError, match="model must be a model's name, got "):
+        guard.settle_model_call(ticket, TokenUsage(1_000_000, 0), model=model)
+    assert (guard.usage.input_tokens, guard.usage.cost_usd) == (1_000_000, 1)
+    assert guard.open_calls() == ()
+
+
+# --- when the time begins -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [spend, use])
+def test_an_observed_child_over_its_cap_leaves_no_clock_above_it_unstarted(make, clock, ask):
+    guard = make(Budget(max_seconds=10))
+    child = guard.child(Budget(max_total_tokens=1), mode=Mode.OBSERVE)
+    child.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT))
+    assert isinstance(ask(child), Admit)
+    clock.advance(10)
+    assert guard.usage.seconds == 10
+    assert reasons(guard.admit_model_call()) == ["max_seconds"]
+
+
+@pytest.mark.parametrize("ask", [spend, use])
+def test_a_refused_first_call_leaves_no_clock_above_it_unstarted(make, clock, ask):
+    guard = make(Budget(max_seconds=10))
+    child = guard.child().child()
+    child.abort()
+    assert isinstance(ask(child), Stop)
+    clock.advance(10)
+    assert (guard.usage.seconds, child.usage.seconds) == (10, 10)
+    assert reasons(guard.admit_model_call()) == ["max_seconds"]
+
+
+# --- calls at the same time without an output bound ---------------------------------------------
+
+
+def test_calls_at_the_same_time_are_held_to_the_largest_completion_so_far(make):
+    guard = make(Budget(max_total_tokens=1200))
+    spend(guard, TokenUsage(0, 100))
+    tickets = [guard.admit_model_call() for _ in range(20)]
+    admitted = [ticket for ticket in tickets if isinstance(ticket, Admit)]
+    assert len(admitted) == 11
+    assert guard.usage.reserved_tokens == 1100
+    for ticket in admitted:
+        guard.settle_model_call(ticket, TokenUsage(0, 100))
+    assert guard.usage.total_tokens == 1200
+
+
+def test_dollars_are_held_to_the_largest_completion_too(make):
+    guard = make(Budget(max_cost_usd=Decimal("0.0012")))
+    spend(guard, TokenUsage(0, 100), model="m")
+    tickets = [guard.admit_model_call(ModelCall(model="m")) for _ in range(20)]
+    assert sum(isinstance(ticket, Admit) for ticket in tickets) == 5
+    assert guard.usage.cost_usd + guard.usage.reserved_usd == Decimal("0.0012")
+
+
+def test_a_call_by_itself_is_held_to_what_is_known_of_it(make):
+    guard = make(Budget(max_total_tokens=110))
+    spend(guard, TokenUsage(0, 100))
+    assert isinstance(spend(guard, TokenUsage(0, 10)), Admit)
+    assert reasons(spend(guard)) == ["max_total_tokens"]
+
+
+def test_a_part_that_has_seen_nothing_takes_the_largest_completion_above_it(make):
+    guard = make(Budget(max_total_tokens=250))
+    spend(guard, TokenUsage(0, 100))
+    answers = [guard.child().admit_model_call() for _ in range(3)]
+    assert [type(answer) for answer in answers] == [Admit, Stop, Stop]
+
+
+def test_a_guess_is_no_projection_and_is_not_charged(make):
+    guard = make(Budget(max_total_tokens=1000, max_cost_usd=1))
+    spend(guard, TokenUsage(0, 100), model="m")
+    failed = guard.admit_model_call(ModelCall(model="m", input_tokens=10))
+    assert guard.usage.reserved_tokens == 110
+    guard.settle_model_call(failed, error=TimeoutError())
+    assert (guard.usage.total_tokens, guard.usage.reserved_tokens) == (110, 0)
+    assert guard.usage.cost_usd == Decimal("0.00021")
+    guard.settle_model_call(guard.admit_model_call(ModelCall(model="m")))
+    assert reasons(spend(guard, model="m")) == ["unmetered_usage"]
+
+
+def test_a_guess_survives_a_restart(make):
+    guard = make(Budget(max_total_tokens=1000))
+    spend(guard, TokenUsage(0, 100))
+    guard.admit_model_call(ModelCall(input_tokens=10))
+    again = Guard.restore(guard.snapshot())
+    assert again.usage.reserved_tokens == 110
+    again.settle_model_call(*again.open_calls(), error="gone")
+    assert (again.usage.total_tokens, again.usage.reserved_tokens) == (110, 0)
+    again.admit_model_call()
+    assert again.usage.reserved_tokens == 100
+
+
+@pytest.mark.parametrize("cap", [{"max_total_tokens": 10}, {"max_cost_usd": 1}])
+def test_a_call_without_any_projection_is_said_once_in_a_warning(make, caplog, cap):
+    guard = make(Budget(**cap, on_unpriced="count_zero"))
+    guard.admit_model_call()
+    guard.admit_model_call()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "max_output_tokens_per_call" in record.getMessage()
+
+
+@pytest.mark.parametrize("call", [{"input_tokens": 1}, {"cost_usd": Decimal(0)}])
+def test_a_call_with_a_projection_needs_no_warning(make, caplog, call):
+    make(Budget(max_total_tokens=10)).admit_model_call(ModelCall(**call))
+    make(Budget(max_iterations=10)).admit_model_call()
+    assert caplog.records == []
+
+
+# --- the warning before a stop by projection ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cap", "raised", "call"),
+    [
+        ("max_total_tokens", 1000, {"input_tokens": 90}),
+        ("max_total_tokens", 1000, {"input_tokens": 90, "max_output_tokens": 10}),
+        ("max_cost_usd", 1000, {"cost_usd": Decimal(90)}),
+    ],
+)
+@pytest.mark.parametrize("extends", [True, False])
+def test_the_warning_comes_before_a_stop_by_projection(make, cap, raised, call, extends):
+    seen, events = [], []
+
+    def on_warning(guard, event):
+        seen.append((event.dimension, guard.trip))
+        if extends:
+            guard.extend(**{cap: raised})
+
+    guard = make(Budget(**{cap: 100}), on_warning=on_warning, sinks=[events.append])
+    spend(guard, TokenUsage(50, 0), model="m", cost_usd=Decimal(50))
+    assert seen == []
+    answer = guard.admit_model_call(ModelCall(**call))
+    assert seen == [(cap, None)]
+    assert isinstance(answer, Admit if extends else Stop)
+    assert guard.warnings == (cap,)
+    again = replay(events, price_book=BOOK)
+    assert (again.trip, again.warnings) == (guard.trip, guard.warnings)
+    assert again.snapshot().counters == guard.snapshot().counters
+
+
+def test_a_stopped_run_is_not_warned_any_more(make):
+    guard = make(Budget(max_total_tokens=100, max_iterations=10))
+    guard.abort()
+    guard.check()
+    assert isinstance(spend(guard, input_tokens=200), Stop)
+    assert guard.warnings == ()
+
+
+def test_an_observed_run_that_only_looks_on_is_not_warned_of_projections(make):
+    guard = make(Budget(max_total_tokens=100, max_cost_usd=100), mode=Mode.OBSERVE)
+    spend(guard, input_tokens=200)
+    assert guard.warnings == ("max_total_tokens",)
+    guard.admit_model_call(ModelCall(input_tokens=200, cost_usd=Decimal(200)))
+    assert guard.warnings == ("max_total_tokens",)
+
+
+def test_a_recorded_warning_counts_only_at_the_same_cap(make):
+    guard = make(Budget(max_total_tokens=100))
+    guard.note_warning("run_id", "r")
+    guard.note_warning("max_total_tokens", 90)
+    assert guard.warnings == ()

@@ -48,7 +48,10 @@ class Call:
     retry: bool
     tokens: int
     cents: int
+    output: int = 0
+    guess: int = 0
     settled: tuple[int, int] | None = None
+    completion: int = 0
     failed: bool = False
 
 
@@ -99,6 +102,9 @@ class Naive:
     def reserved_cents(self):
         return sum(call.cents for call in self.mine() if not call.settled)
 
+    def largest(self):
+        return max((call.completion for call in self.mine()), default=0)
+
     def tool_calls(self, name=None):
         tools = [tool for tool in self.tools[self.tools_since :] if self in tool.chain]
         return sum(name in (None, tool.name) for tool in tools)
@@ -129,16 +135,14 @@ class Naive:
     def quota_used_up(self, name):
         return name in self.quotas and self.tool_calls(name) >= self.quotas[name]
 
-    def start_clock(self, now, refuses):
+    def start_clock(self, now):
         for guard in self.chain():
             if guard.started is None:
                 guard.started = now
-            if guard.tripped or refuses(guard):
-                return
 
     def stopped(self, now, refuses):
         """Whether the chain refuses; whoever refuses has tripped then, and the asker with it."""
-        self.start_clock(now, refuses)
+        self.start_clock(now)
         chain = self.chain()
         if not any(guard.tripped for guard in chain):
             refusing = [guard for guard in chain if refuses(guard)]
@@ -243,7 +247,15 @@ class Interleavings(RuleBasedStateMachine):
                     left = one.caps["max_total_tokens"] - one.tokens() - one.reserved_tokens()
                     output = min(output, left - inputs)
             output = max(output, 1)
-        tokens = inputs + (output or 0)
+        tokens, guess = inputs + (output or 0), 0
+        chain = naive.chain()
+        if output is None and any(
+            {"max_total_tokens", "max_cost_usd"} & set(one.caps) for one in chain
+        ):
+            guess = next((one.largest() for one in chain if one.largest()), 0)
+        kept = tokens + guess
+        if any(one.reserved_tokens() or one.reserved_cents() for one in chain):
+            tokens = kept
         now = self.now()
         if naive.stopped(now, lambda one: one.no_more_calls(now, retry, tokens, cents)):
             assert type(decision) is Stop
@@ -252,7 +264,7 @@ class Interleavings(RuleBasedStateMachine):
             return multiple()
         assert type(decision) is Admit
         assert decision.max_output_tokens == output
-        call = Call(naive.chain(), retry, tokens, cents)
+        call = Call(naive.chain(), retry, kept, cents, output or 0, guess)
         self.calls.append(call)
         return decision, call
 
@@ -273,7 +285,8 @@ class Interleavings(RuleBasedStateMachine):
     def fail_without_a_word(self, flight):
         decision, call = flight
         assert decision.guard.settle_model_call(decision, error="timeout")
-        call.settled, call.failed = (call.tokens, call.cents), True
+        call.settled, call.failed = (call.tokens - call.guess, call.cents), True
+        call.completion = call.output
         return decision
 
     @rule(decision=landed)

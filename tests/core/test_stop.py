@@ -7,6 +7,7 @@ from decimal import Decimal
 import pytest
 
 from budgetguard_core import (
+    Admit,
     Budget,
     ConfigurationError,
     Guard,
@@ -93,9 +94,8 @@ def test_a_callable_without_a_name():
     assert reason_of(Nameless())[0] == "the condition holds"
 
 
-@pytest.mark.parametrize("condition", [Holds(5), Holds(False), lambda guard: 1 / 0], ids=range(3))
-def test_a_condition_that_fails_is_reported_and_stops_nothing(condition):
-    detail, errors, decision = reason_of(condition)
+def test_a_condition_that_fails_is_reported_and_stops_nothing():
+    detail, errors, decision = reason_of(lambda guard: 1 / 0)
     assert detail is None
     assert len(errors) == 1
     assert errors[0].startswith("stop_when: ")
@@ -218,3 +218,55 @@ def test_a_trip_keeps_its_numbers_in_json():
     again = Trip.model_validate_json(trip.model_dump_json())
     assert again == trip
     assert type(again.violations[0].limit) is Decimal
+
+
+def test_a_function_composes_with_a_condition_from_the_left():
+    assert ((lambda guard: "a") & Holds("b"))(None) == "a and b"
+    assert ((lambda guard: None) & Holds("b"))(None) is None
+    assert ((lambda guard: "a") | Holds("b"))(None) == "a"
+    assert ((lambda guard: False) | Holds("b"))(None) == "b"
+
+
+class Hold(StopCondition):
+    async def __call__(self, guard):
+        return "never asked"
+
+
+async def is_done(guard):
+    return "never asked"
+
+
+@pytest.mark.parametrize("condition", [is_done, Hold()])
+def test_an_async_condition_is_refused(condition):
+    with pytest.raises(ConfigurationError, match="a stop condition must not be async"):
+        Guard(Budget(stop_when=[condition]), clock=ManualClock())
+    with pytest.raises(ConfigurationError, match="must not be async"):
+        Holds("a") & condition
+
+
+class Awaitable:
+    def __await__(self):
+        yield
+
+
+@pytest.mark.parametrize(
+    "condition", [lambda guard: is_done(guard), lambda guard: Awaitable()], ids=["coroutine", "any"]
+)
+def test_a_condition_that_turns_out_to_be_async_is_reported_and_stops_nothing(condition):
+    detail, errors, answer = reason_of(condition)
+    assert (detail, errors) == (None, ("stop_when: TypeError: a stop condition must not be async",))
+    assert isinstance(answer, Admit)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(True, "the condition holds"), (False, None), (5, "the condition holds"), ("a", "a")],
+)
+def test_a_condition_of_ones_own_may_answer_as_a_function_does(answer, reason):
+    assert reason_of(Holds(answer))[:2] == (reason, ())
+    assert (Holds(answer) | Holds(None))(None) == reason
+    assert (Holds(answer) & Holds("b"))(None) == (reason and f"{reason} and b")
+
+
+def test_a_trip_without_violations_has_no_detail():
+    assert Trip(reason="aborted", violations=(), run_id="r").detail == ""

@@ -1,0 +1,207 @@
+"""Waits between attempts, settings that belong to the user, task groups, and calls one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from budgetguard_core import Budget, BudgetExceeded, Guard, StopReason, ToolCall
+from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async
+from budgetguard_loop._backoff import delay_after
+from budgetguard_loop._reply import said_by
+
+
+def failure(**headers):
+    error = ConnectionError("busy")
+    error.response = SimpleNamespace(headers={k.replace("_", "-"): v for k, v in headers.items()})
+    return error
+
+
+# Waiting
+
+
+def test_waits_double_with_jitter_up_to_the_longest():
+    random.seed(7)
+    for attempt, longest in enumerate((0.5, 1, 2, 4, 8, 8, 8)):
+        waits = {delay_after(ConnectionError(), attempt) for _ in range(50)}
+        assert len(waits) > 1
+        assert min(waits) >= 0.75 * longest
+        assert max(waits) <= longest
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [({"retry_after": "7"}, 7), ({"Retry_After": "1.5"}, 1.5), ({"retry_after_ms": "250"}, 0.25)],
+)
+def test_what_the_provider_asks_for_is_kept(headers, seconds):
+    assert delay_after(failure(**headers), 0) == seconds
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"retry_after": "soon"}, {"retry_after": "-1"}, {"retry_after": "3600"}]
+)
+def test_what_nobody_can_wait_for_is_not_kept(headers):
+    assert 0 < delay_after(failure(**headers), 0) <= 0.5
+
+
+def test_a_response_without_readable_headers_asks_for_nothing():
+    error = ConnectionError()
+    error.response = SimpleNamespace(headers=5)
+    assert delay_after(error, 0) <= 0.5
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_wait_ends_with_the_deadline(is_async):
+    guard = Guard(Budget(max_seconds=0.1))
+
+    def step(messages):
+        raise failure(retry_after="60")
+
+    async def step_async(messages):
+        raise failure(retry_after="60")
+
+    if is_async:
+        run = run_bounded_async(step_async, guard, messages="Go", retries=5)
+        outcome = asyncio.run(run)
+    else:
+        outcome = run_bounded(step, guard, messages="Go", retries=5)
+    assert outcome.stop_reason is StopReason.MAX_SECONDS
+    assert outcome.usage.model_calls == 1
+    assert outcome.usage.seconds < 1
+
+
+# Settings
+
+
+def test_a_guarded_tool_keeps_parameters_of_the_same_name():
+    seen = []
+
+    @guarded(Budget(max_seconds=50), kind="tool")
+    def wait(seconds, max_output_tokens=7):
+        seen.append((seconds, max_output_tokens))
+        return "waited"
+
+    wait(3)
+    wait(seconds=4, max_output_tokens=5)
+    wait(120, None)
+    assert seen == [(3, 7), (4, 5), (120, None)]
+
+
+def test_a_step_keeps_its_defaults_where_they_are_lower():
+    seen = []
+
+    def step(messages, seconds=5, max_output_tokens=9):
+        seen.append((seconds, max_output_tokens))
+        return "done"
+
+    run_bounded(step, Budget(), messages="Go")
+    run_bounded(step, Budget(max_output_tokens_per_call=100), messages="Go")
+    run_bounded(step, Budget(max_output_tokens_per_call=3), messages="Go")
+    assert seen == [(5, 9), (5, 9), (5, 3)]
+
+
+# Task groups
+
+
+async def in_a_group(call):
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(call())
+
+
+async def test_a_task_group_in_a_block_ends_as_the_stop():
+    async with bounded(Budget(max_model_calls=1)) as run:
+
+        async def call():
+            with run.model_call(input_tokens=1) as opened:
+                opened.settle({"usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+
+        await in_a_group(call)
+    assert run.outcome.status == "terminated"
+    assert run.outcome.stop_reason is StopReason.MAX_MODEL_CALLS
+
+
+async def test_a_task_group_in_a_step_ends_as_the_stop():
+    @guarded(kind="tool")
+    async def look():
+        return "seen"
+
+    async def step(messages):
+        await in_a_group(look)
+        return "done"
+
+    outcome = await run_bounded_async(step, Budget(max_tool_calls=1), messages="Go")
+    assert outcome.status == "terminated"
+    assert outcome.stop_reason is StopReason.MAX_TOOL_CALLS
+
+
+# Calls one by one
+
+
+def test_calls_settle_when_their_block_is_left():
+    with bounded(Budget(max_tool_calls=2)) as run:
+        calls = [ToolCall(name="look", id=id_) for id_ in "abc"]
+        with run.tool_calls(calls) as admitted:
+            admitted[0].settle("seen")
+            assert admitted[2].refusal is not None
+        assert run.guard.open_tool_calls() == ()
+    assert [call.status for call in run.outcome.tool_calls if call.id in "ab"] == ["completed"] * 2
+
+
+def test_calls_stay_open_when_their_block_is_left_by_an_exception():
+    with (
+        pytest.raises(OSError, match="down"),
+        bounded(Budget()) as run,
+        run.tool_calls([ToolCall(name="look", id="a")]),
+    ):
+        raise OSError("down")
+    assert [call.status for call in run.outcome.tool_calls] == ["interrupted"]
+
+
+def test_a_call_runs_a_function():
+    def divide(a, b):
+        return a / b
+
+    with bounded(Budget(max_tool_calls=3)) as run:
+        first, second, third, fourth = run.tool_calls(
+            ToolCall(name="divide", id=id_, arguments={"a": 1, "b": b})
+            for id_, b in (("a", 2), ("b", 0), ("c", 4), ("d", 1))
+        )
+        assert first.run(divide) == "0.5"
+        assert second.run(divide).startswith("Error: ZeroDivisionError")
+        assert third.run(divide) == "0.25"
+        assert fourth.run(divide) == fourth.refusal
+    statuses = {call.id: call.status for call in run.outcome.tool_calls}
+    assert statuses == {"a": "completed", "b": "failed", "c": "completed", "d": "refused"}
+
+
+def test_blocks_that_are_no_calls_are_left_out():
+    content = [
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "t1", "name": "look", "input": {}},
+        SimpleNamespace(type="thinking", thinking="hm"),
+    ]
+    with bounded(Budget()) as run:
+        assert [call.name for call in run.tool_calls(content)] == ["look"]
+
+
+def test_a_response_without_choices_says_nothing_and_is_charged():
+    response = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 0}}
+    assert said_by(response).text == ""
+    with bounded(Budget()) as run, run.model_call(input_tokens=1) as call:
+        call.settle(response)
+    assert run.outcome.usage.total_tokens == 5
+
+
+def test_a_stop_that_a_tool_raises_is_no_error_text():
+    def ask():
+        raise BudgetExceeded(run.guard.check())
+
+    with bounded(Budget(max_tool_calls=1)) as run:
+        (call,) = run.tool_calls([ToolCall(name="ask", id="a")])
+        run.guard.abort()
+        call.run(ask)
+    assert run.outcome.stop_reason is StopReason.ABORTED
