@@ -162,7 +162,7 @@ class AgentHooks:
                     if self._is_stopped_at(at, event):
                         break
                     if str(event["stop"][0]).startswith("limit_"):
-                        event = await _ending.limited(agent, at, invocation_state, event)  # noqa: PLW2901
+                        event = await _ending.limited(agent, at, invocation_state, event)
                 yield event
                 if not at.streaming:
                     if at.due:

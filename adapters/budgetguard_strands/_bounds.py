@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from budgetguard_core.kit.records import part
+
 _LEAST = {"OpenAIResponsesModel": 16}
 """The smallest bound that a provider takes, where it is more than one."""
 
@@ -57,16 +59,16 @@ def is_bounded_by(model: Any, tokens: int) -> bool:
 
 def give_back(copied: Any, model: Any) -> None:
     """Give a model what its copy has changed of its own state during a call."""
-    for name, value in vars(copied).items():
-        if name != "config" and vars(model).get(name) is not value:
+    own: dict[str, Any] = vars(model)
+    changed: dict[str, Any] = vars(copied)
+    for name, value in changed.items():
+        if name != "config" and own.get(name) is not value:
             setattr(model, name, value)
 
 
 def _thinking(config: Mapping[str, Any]) -> int:
     for place in ("params", "additional_request_fields"):
-        fields: Any = config.get(place)
-        thinking = fields.get("thinking") if isinstance(fields, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        tokens = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        tokens = part(part(config.get(place), "thinking"), "budget_tokens")
         if isinstance(tokens, int):
             return tokens
     return 0

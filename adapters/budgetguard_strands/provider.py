@@ -101,7 +101,7 @@ class BudgetHookProvider:
         return self._opener.outcomes.get(target)
 
     def _agent_made(self, event: AgentInitializedEvent) -> None:
-        if not isinstance(event.agent, Agent):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(event.agent, Agent):
             raise AdapterError(
                 f"target must be an Agent, Swarm or Graph, got {type(event.agent).__name__}, "
                 "which has no loop to end. Bound the agents that its tools call."

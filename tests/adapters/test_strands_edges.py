@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import logging
 
 import pytest
 from strands import Agent, tool
 from strands.hooks import AfterModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
 from strands.models.anthropic import AnthropicModel
-from strands.models.openai import OpenAIModel
 from strands.multiagent import GraphBuilder
 
-from adapters.test_strands import Counter, is_valid, made, results, run, sticky
 from budgetguard_core import AdapterError, Budget, Guard, StopReason
-from budgetguard_core.testing import Call, Reply, Script, calls, check_history, says
+from budgetguard_core.testing import Call, Script, calls, check_history, says
 from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
 from budgetguard_strands._bounds import bounded
 from conformance.budgetguard_strands_driver import ScriptedModel, history_of
+from strands_agents import Counter, is_valid, made, sticky
 
 
 @pytest.fixture
@@ -217,7 +214,9 @@ def test_an_agent_in_a_custom_node_spends_the_graphs_budget(counter):
 
 def test_the_bound_is_never_below_what_a_provider_takes():
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-    model = AnthropicModel(client_args={"api_key": "x"}, model_id="m", max_tokens=4000, params=thinking)
+    model = AnthropicModel(
+        client_args={"api_key": "x"}, model_id="m", max_tokens=4000, params=thinking
+    )
     assert bounded(model, 100).config["max_tokens"] == 1025
     assert bounded(model, 3000).config["max_tokens"] == 3000
     assert model.config["max_tokens"] == 4000
@@ -242,9 +241,11 @@ def test_what_a_model_of_the_users_remembers_stays_with_it(counter):
 
 def test_an_agent_that_speaks_is_refused():
     bidi = pytest.importorskip("strands.bidi", reason="younger releases only")
+    models = pytest.importorskip("strands.bidi.models.model")
 
-    class Model(bidi.BidiModel):
-        config: dict = {}
+    class Model(models.BidiModel):
+        def __init__(self):
+            self.config = {}
 
         async def start(self, *args, **kwargs):
             raise NotImplementedError
