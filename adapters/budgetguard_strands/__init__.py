@@ -1,5 +1,13 @@
 """BudgetGuard for Strands Agents: a hook provider that ends a run gracefully."""
 
+from typing import Any, Final
+
+from budgetguard_core import StopReason
 from budgetguard_strands.provider import BudgetHookProvider
 
-__all__ = ["BudgetHookProvider"]
+# Strands' own type of a stop reason names its own only, and a comparison with another string
+# would be an error to a strict type checker.
+MAX_ITERATIONS: Final[Any] = str(StopReason.MAX_ITERATIONS)
+"""What `AgentResult.stop_reason` is when `max_iterations` ended the run: `"max_iterations"`."""
+
+__all__ = ["MAX_ITERATIONS", "BudgetHookProvider"]

@@ -158,8 +158,11 @@ class AgentHooks:
                         at.streaming = not at.due and at.streaming
                 elif "event" in event and "metadata" in event["event"]:
                     at.usage = event["event"]["metadata"].get("usage") or at.usage
-                elif "stop" in event and self._is_stopped_at(at, event):
-                    break
+                elif "stop" in event:
+                    if self._is_stopped_at(at, event):
+                        break
+                    if str(event["stop"][0]).startswith("limit_"):
+                        event = await _ending.limited(agent, at, invocation_state, event)
                 yield event
                 if not at.streaming:
                     if at.due:

@@ -20,7 +20,7 @@ from strands.types.exceptions import ContextWindowOverflowException
 from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
 from budgetguard_core.kit import is_stop, token_usage
 from budgetguard_strands import _history, _seams
-from budgetguard_strands._bounds import bounded, is_bounded_by
+from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
 from budgetguard_strands._run import AgentRun
 from budgetguard_strands._usage import model_name, with_status
 
@@ -67,7 +67,8 @@ class Calls:
             return model
         at.model = model
         bound = None if at.call is None else at.call.max_output_tokens
-        return model if bound is None else bounded(model, bound)
+        at.copied = model if bound is None else bounded(model, bound)
+        return at.copied
 
     def before_model_call(self, event: BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
@@ -158,6 +159,8 @@ class Calls:
         call, written = at.call, at.written
         if call is None:
             return
+        if at.copied not in (None, at.model):
+            give_back(at.copied, at.model)
         usage: Any = at.usage
         if usage is None and agent in self.watching and at.model is None:
             usage = TokenUsage()  # the user's own hook or middleware answered in the model's place

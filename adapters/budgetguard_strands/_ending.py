@@ -51,20 +51,32 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
     )
     _seams.forget_interrupt(agent)
     if answers is not None:
-        await _history.append(agent, answers)
+        await _history.append(agent, answers, at.run.guard.report)
+    return await _stopped(agent, at, invocation_state, trip, str(trip.reason), written)
+
+
+async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
+    """Close the history of a run that Strands' own limit ended, and return the event for it."""
+    reason = str(event["stop"][0])
+    at.run.trip = at.trip or _framework_trip(at.run, reason)
+    if not agent.messages or agent.messages[-1]["role"] != "user":
+        return event
+    return await _stopped(agent, at, invocation_state, at.run.trip, reason, "")
+
+
+async def _stopped(
+    agent: Agent, at: AgentRun, state: dict[str, Any], trip: Trip, reason: str, written: str
+) -> Any:
+    guard = at.run.guard
     message = _history.synthetic_message(
-        written, synthetic_text(at.run.guard), synthetic_metadata(at.run.guard, trip)
+        written, synthetic_text(guard), synthetic_metadata(guard, trip)
     )
-    await _history.append(agent, message)
-    return _seams.StopEvent(
-        str(trip.reason),
-        message,
-        agent.event_loop_metrics,
-        invocation_state.setdefault("request_state", {}),
-    )
+    await _history.append(agent, message, guard.report)
+    request_state = state.setdefault("request_state", {})
+    return _seams.StopEvent(reason, message, agent.event_loop_metrics, request_state)
 
 
-def framework_trip(run: Run, reason: str) -> Trip:
+def _framework_trip(run: Run, reason: str) -> Trip:
     """Return the stop of a run that Strands' own limit ended; nothing of the guard's is tripped."""
     violation = Violation(
         reason=StopReason.FRAMEWORK_LIMIT, detail=f"Strands' own limit ended the run: {reason}"
@@ -77,8 +89,6 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     agent = event.agent
     reason = None if event.result is None else str(event.result.stop_reason)
     outcome = None
-    if at.trip is None and reason is not None and reason.startswith("limit_"):
-        at.run.trip = framework_trip(at.run, reason)
     if reason in _PAUSES:
         # A stop that came before comes again after the answer: what was admitted may run.
         at.run.trip = None

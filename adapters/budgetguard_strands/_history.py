@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -133,12 +133,21 @@ def drop_overtaken(messages: list[Any], *, goes_on: bool) -> None:
                 del messages[place]
 
 
-async def append(agent: Any, message: Message) -> None:
-    """Add a message as the agent does: kept by its session manager, seen by every hook."""
+async def append(agent: Any, message: Message, report: Callable[[str, Exception], None]) -> None:
+    """Add a message as the agent does: kept by its session manager, seen by every hook.
+
+    Args:
+        agent: The agent.
+        message: What is added.
+        report: Hears of a hook or session manager that failed; the run ends all the same.
+    """
     messages = agent.messages
     if messages and "tracking_id" in messages[-1]:
         # Younger releases number every message, and the session managers keep the number.
         message["tracking_id"] = str(uuid.uuid4())
     messages.append(message)
     event = MessageAddedEvent(agent=agent, message=cast("Any", message))
-    await agent.hooks.invoke_callbacks_async(event)
+    try:
+        await agent.hooks.invoke_callbacks_async(event)
+    except Exception as error:
+        report("message added", error)

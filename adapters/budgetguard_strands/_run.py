@@ -75,6 +75,7 @@ class AgentRun:
         """Forget what the last model call brought."""
         self.call = call
         self.model: Any = None
+        self.copied: Any = None
         self.streaming = False
         self.usage: Any = None
         self.written: list[str] = []

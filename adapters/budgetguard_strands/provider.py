@@ -101,6 +101,11 @@ class BudgetHookProvider:
         return self._opener.outcomes.get(target)
 
     def _agent_made(self, event: AgentInitializedEvent) -> None:
+        if not isinstance(event.agent, Agent):
+            raise AdapterError(
+                f"target must be an Agent, Swarm or Graph, got {type(event.agent).__name__}, "
+                "which has no loop to end. Bound the agents that its tools call."
+            )
         self._agents.install(event.agent)
 
     def _orchestrator_made(self, event: MultiAgentInitializedEvent) -> None:

@@ -201,7 +201,7 @@ class Envelope:
         else:
             guard = self._fresh(self.budget, frame, around, resume, fresh, run_id, config)
             run = Run(self, guard, frame, around, loose=loose)
-        if user_spoke and run.guard.tool_counts:
+        if user_spoke and (run.guard.usage.model_calls or run.guard.tool_counts):
             run.guard.user_turn()
         return run
 

@@ -44,26 +44,15 @@ from budgetguard_core import (
     SystemClock,
 )
 from budgetguard_core.kit import token_usage
-from budgetguard_core.testing import MODEL, Call, Reply, Script, calls, check_history, says
+from budgetguard_core.testing import MODEL, Call, Reply, Script, calls, says
 from budgetguard_core.usage import TokenUsage
 from budgetguard_strands import BudgetHookProvider, _seams
 from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
-from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of, history_of
+from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of
+from strands_agents import Counter, is_valid, made, results, run, sticky
 
 WAYS = ("sync", "async", "streamed")
 DEADLINE = 0.4
-
-
-class Counter:
-    """A tool that answers differently each time, so that no loop is seen."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.tool = tool(name="search", description="Searches.")(self.run)
-
-    def run(self, value: str = "") -> str:
-        self.started.append(value)
-        return f"result {len(self.started)}"
 
 
 @pytest.fixture
@@ -92,47 +81,11 @@ class Log:
         self.added.append(event.message)
 
 
-def sticky(*names: str) -> Script:
-    return Script([calls(*(names or ("search",)))])
-
-
-def made(script: Script, *tools: Any, hooks: Any = (), **options: Any) -> Agent:
-    return Agent(
-        model=ScriptedModel(script),
-        tools=list(tools),
-        hooks=list(hooks),
-        callback_handler=None,
-        **options,
-    )
-
-
-def run(agent: Any, prompt: Any, way: str = "sync", **options: Any) -> tuple[Any, list[Any]]:
-    if way == "sync":
-        return agent(prompt, **options), []
-
-    async def go():
-        if way == "async":
-            return await agent.invoke_async(prompt, **options), []
-        chunks = [chunk async for chunk in agent.stream_async(prompt, **options)]
-        return chunks[-1]["result"], chunks
-
-    return asyncio.run(go())
-
-
 def took(action):
     clock = SystemClock()
     began = clock.monotonic_ns()
     result = action()
     return result, (clock.monotonic_ns() - began) / 1e9
-
-
-def is_valid(agent: Agent) -> bool:
-    check_history(history_of(agent.messages))
-    return True
-
-
-def results(agent: Agent) -> list[str]:
-    return [message.text for message in history_of(agent.messages) if message.role == "tool"]
 
 
 # The reference's own checks

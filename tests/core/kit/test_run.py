@@ -743,6 +743,16 @@ class TestWhatHolds:
             run.end()
         assert guard.check() is None
 
+    def test_a_user_who_spoke_may_get_the_same_answer_again(self):
+        guard = Guard()
+        for _ in range(12):
+            run = Envelope(budget=guard).open(user_spoke=True)
+            call = run.model_call(ModelCall())
+            assert isinstance(call, OpenModelCall)
+            run.answered(call, TokenUsage(1, 1), text="Yes.", final=True)
+            run.end()
+        assert guard.check() is None
+
 
 class TestSingleCalls:
     def test_outside_of_any_run_there_is_none(self):

@@ -1,0 +1,256 @@
+"""Strands beyond one quiet agent: people, limits of its own, odd results, agents within agents."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from strands import Agent, tool
+from strands.hooks import AfterModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
+from strands.models.anthropic import AnthropicModel
+from strands.multiagent import GraphBuilder
+
+from budgetguard_core import AdapterError, Budget, Guard, StopReason
+from budgetguard_core.testing import Call, Script, calls, check_history, says
+from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
+from budgetguard_strands._bounds import bounded
+from conformance.budgetguard_strands_driver import ScriptedModel, history_of
+from strands_agents import Counter, is_valid, made, sticky
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+def test_the_stop_reason_has_a_name(counter):
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
+    assert agent("Go.").stop_reason == MAX_ITERATIONS
+
+
+# Calls with the same id
+
+
+def test_repeated_ids_change_no_cap(counter):
+    script = Script([calls(*(Call("search", str(n), id="same") for n in range(3)))])
+    agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_tool_calls=2))])
+    assert agent("Go.").stop_reason == "max_tool_calls"
+    assert len(counter.started) == 2
+    assert is_valid(agent)
+
+
+# A person
+
+
+class Asks:
+    """The user's hook that asks before each call of a tool."""
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(BeforeToolCallEvent, self.before)
+
+    def before(self, event):
+        if event.interrupt("approve") != "yes":
+            event.cancel_tool = "The person said no."
+
+
+def answers(result, word):
+    return [
+        {"interruptResponse": {"interruptId": one.id, "response": word}}
+        for one in result.interrupts
+    ]
+
+
+@pytest.mark.parametrize("kind", ["budget", "guard"])
+def test_every_approval_is_in_the_same_run(kind, counter):
+    script = sticky()
+    budget = Budget(max_iterations=3)
+    provider = BudgetHookProvider(budget if kind == "budget" else Guard(budget))
+    agent = made(script, counter.tool, hooks=[provider, Asks()])
+    result = agent("Go.")
+    for _ in range(5):
+        if result.stop_reason != "interrupt":
+            break
+        result = agent(answers(result, "yes"))
+    assert result.stop_reason == "max_iterations"
+    assert script.calls == len(counter.started) == 3
+
+
+# Limits of Strands' own, and what a person or a hook does
+
+
+def test_strands_own_limit_leaves_a_closed_history(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=9))
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[provider])
+    assert agent("Go.", limits={"turns": 2}).stop_reason == "limit_turns"
+    outcome = provider.outcome(agent)
+    assert (outcome.status, outcome.stop_reason) == ("terminated", StopReason.FRAMEWORK_LIMIT)
+    assert is_valid(agent)
+    assert agent.messages[-1]["role"] == "assistant"
+    agent("And now?", limits={"turns": 1})
+    check_history(history_of(agent.messages))
+
+
+def test_strands_own_limit_does_not_end_a_shared_guard(counter):
+    guard = Guard(Budget(max_iterations=9))
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(guard)])
+    agent("Go.", limits={"turns": 1})
+    assert guard.trip is None
+
+
+def test_what_a_person_cancelled_is_not_completed(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=9))
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[provider])
+    agent.hooks.add_callback(AfterModelCallEvent, lambda event: event.agent.cancel())
+    assert agent("Go.").stop_reason == "cancelled"
+    assert provider.outcome(agent).status == "failed"
+
+
+def test_a_hook_that_fails_on_the_synthetic_message_is_reported(counter):
+    def added(event):
+        if (event.message.get("metadata") or {}).get("synthetic"):
+            raise OSError("the disk is full")
+
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    agent.hooks.add_callback(MessageAddedEvent, added)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert any("the disk is full" in error for error in provider.outcome(agent).errors)
+
+
+def test_a_result_without_a_status_is_a_result(counter):
+    def drop(event):
+        event.result = {key: event.result[key] for key in ("toolUseId", "content")}
+
+    from strands.hooks import AfterToolCallEvent
+
+    agent = made(Script([calls("search"), says("Done.")]), counter.tool)
+    agent.hooks.add_callback(AfterToolCallEvent, drop)
+    provider = BudgetHookProvider(Budget(max_iterations=3))
+    provider.attach(agent)
+    assert agent("Go.").stop_reason == "end_turn"
+    assert provider.outcome(agent).tool_calls[0].status == "completed"
+
+
+# Agents that are at work when the budget comes, and that outlive it
+
+
+def test_attached_by_its_own_tool_it_begins_with_the_next_run(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=1))
+    agents: list[Agent] = []
+
+    @tool
+    def attach() -> str:
+        """Attaches."""
+        provider.attach(agents[0])
+        return "attached"
+
+    script = Script([calls("attach"), calls("search"), says("Done."), calls("search")])
+    agents.append(made(script, attach, counter.tool))
+    assert agents[0]("Go.").stop_reason == "end_turn"
+    assert agents[0]("Again.").stop_reason == "max_iterations"
+
+
+def test_a_worker_made_in_a_tool_works_in_later_runs(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=3))
+    workers: list[Agent] = []
+
+    @tool
+    async def delegate() -> str:
+        """Delegates."""
+        if not workers:
+            workers.append(made(Script([says("Here.")]), hooks=[provider]))
+        return str(await workers[0].invoke_async("Work."))
+
+    agent = made(Script([calls("delegate")]), delegate, hooks=[provider])
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert workers[0]("On your own.").stop_reason == "end_turn"
+    assert provider.outcome(workers[0]).usage.model_calls == 1
+
+
+def test_a_shared_guard_answers_the_same_question_again_and_again():
+    agent = made(Script([says("Yes.")]), hooks=[BudgetHookProvider(Guard(Budget()))])
+    assert {agent("Is it?").stop_reason for _ in range(12)} == {"end_turn"}
+
+
+# Nodes that are no agents
+
+
+def test_an_agent_in_a_custom_node_spends_the_graphs_budget(counter):
+    from strands.multiagent.base import MultiAgentBase, MultiAgentResult, NodeResult, Status
+
+    below = sticky()
+    provider = BudgetHookProvider(Guard(Budget(max_model_calls=3)))
+
+    class Custom(MultiAgentBase):
+        async def invoke_async(self, task, invocation_state=None, **kwargs):
+            child = made(below, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=9))])
+            result = await child.invoke_async("Work.")
+            node = NodeResult(result=result, status=Status.COMPLETED)
+            return MultiAgentResult(status=Status.COMPLETED, results={"inner": node})
+
+        def serialize_state(self):
+            return {}
+
+        def deserialize_state(self, payload):
+            del payload
+
+    builder = GraphBuilder()
+    builder.add_node(Custom(), "custom")
+    builder.set_max_node_executions(5)
+    graph = builder.build()
+    provider.attach(graph)
+    try:
+        graph("Go.")
+    except Exception:
+        logging.getLogger(__name__).debug("a graph raises what its nodes raise")
+    assert below.calls == 3
+    assert provider.outcome(graph).stop_reason == "max_model_calls"
+
+
+# The completion bound in a model's settings
+
+
+def test_the_bound_is_never_below_what_a_provider_takes():
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    model = AnthropicModel(
+        client_args={"api_key": "x"}, model_id="m", max_tokens=4000, params=thinking
+    )
+    assert bounded(model, 100).config["max_tokens"] == 1025
+    assert bounded(model, 3000).config["max_tokens"] == 3000
+    assert model.config["max_tokens"] == 4000
+
+
+def test_what_a_model_of_the_users_remembers_stays_with_it(counter):
+    class Counting(ScriptedModel):
+        seen = 0
+
+        async def stream(self, *args, **kwargs):
+            self.seen += 1
+            async for chunk in super().stream(*args, **kwargs):
+                yield chunk
+
+    agent = made(sticky(), counter.tool)
+    agent.model = Counting(agent.model.script)
+    provider = BudgetHookProvider(Budget(max_iterations=3, max_output_tokens_per_call=50))
+    provider.attach(agent)
+    agent("Go.")
+    assert agent.model.seen == 3
+
+
+def test_an_agent_that_speaks_is_refused():
+    bidi = pytest.importorskip("strands.bidi", reason="younger releases only")
+    models = pytest.importorskip("strands.bidi.models.model")
+
+    class Model(models.BidiModel):
+        def __init__(self):
+            self.config = {}
+
+        async def start(self, *args, **kwargs):
+            raise NotImplementedError
+
+        stop = send = receive = update_config = get_config = start
+
+    with pytest.raises(AdapterError, match="BidiAgent"):
+        bidi.BidiAgent(model=Model(), hooks=[BudgetHookProvider(Budget(max_iterations=3))])
