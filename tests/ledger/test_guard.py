@@ -14,7 +14,7 @@ from budgetguard_core.decision import Admit, Stop
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
 from budgetguard_core.kit.envelope import Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.ledger import LeaseOptions, Ledger, LedgerUnreachable
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.replay import replay
 from budgetguard_core.testing import ManualClock
@@ -303,22 +303,22 @@ def test_another_processs_ceiling_is_seen_after_a_second(sqlite, opened):
     assert guard.admit_model_call(UNPRICED).trip.reason == "unpriced_model"
 
 
-def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened):
+def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, monkeypatch):
     clock = ManualClock()
-    ledger = opened(sqlite, clock=clock, on_ledger_error="allow", timeout=0.1, daily_tokens=10**6)
-    guard = Guard(ledger=ledger, tenant="acme")
-    sqlite.path.mkdir()  # a folder where the file should be
-    assert guard.admit_model_call(UNPRICED).trip.reason == "unpriced_model"
-    sqlite.path.rmdir()
+    ledger = opened(sqlite, clock=clock)
+    account = ledger._account("acme")
+
+    def silent(_):
+        raise LedgerUnreachable("nothing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.connection, "ask", silent)
+        assert ledger.caps_dollars(account)  # an unknown ceiling may be there
+    assert not ledger.caps_dollars(account)
     clock.advance(2)
-    again = Guard(ledger=ledger, tenant="acme")
-    assert isinstance(again.admit_model_call(UNPRICED), Admit)
-    ledger.connection.close()
-    sqlite.wipe()
-    sqlite.path.mkdir()
-    clock.advance(2)
-    assert isinstance(again.admit_model_call(UNPRICED), Admit)
-    sqlite.path.rmdir()
+    monkeypatch.setattr(ledger.connection, "ask", silent)
+    assert not ledger.caps_dollars(account)
+    monkeypatch.undo()
 
 
 def test_observe_records_an_unknown_price_and_charges_on(sqlite, opened):

@@ -187,3 +187,35 @@ def test_sqlite_has_three_ways_to_write(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerUnreachable, match="must be writable"):
         SqliteLedgerStore(tmp_path / "file" / "a")
+
+
+def test_a_settlement_that_finds_no_store_is_sent_later(sqlite, opened, monkeypatch):
+    ledger = opened(sqlite, lease="exact")
+    reservation = ledger.reserve("acme", usd=1)
+
+    def silent(_):
+        raise LedgerUnreachable("nothing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.connection, "send", silent)
+        reservation.settle(0.5)
+    ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
+
+
+def test_a_data_base_of_a_newer_format_is_left_alone(tmp_path):
+    import psycopg
+
+    from ledger_servers import POSTGRES, Place, need
+
+    need("postgres")
+    place = Place("postgres", tmp_path)
+    try:
+        place.store().close()
+        with psycopg.connect(POSTGRES, autocommit=True) as db:
+            db.execute(f"UPDATE {place.name}.bg_notes SET text = '9' WHERE name = 'format'")
+        with pytest.raises(LedgerUnreachable, match="format must be 1, got 9"):
+            place.store()
+    finally:
+        place.remove()
