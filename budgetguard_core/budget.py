@@ -172,7 +172,8 @@ class Budget(BaseModel):
     stop_when: tuple[Callable[..., str | bool | None], ...] = ()
     """Conditions of the user's own, asked before each step."""
     on_unpriced: Literal["stop", "count_zero"] = "stop"
-    """What `max_cost_usd` does with a model of unknown price: stop the run, or count it as free."""
+    """What `max_cost_usd`, or the tenant's ceiling in dollars, does with a model of unknown price:
+    stop the run, or count it as free."""
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
     """How repetition and oscillation are found; None turns it off. A sub-agent's budget that leaves
     it out has its parent's."""

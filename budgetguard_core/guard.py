@@ -264,7 +264,7 @@ class Guard(RunState):
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         # Before the lock: a lease that is dry makes a trip to its store.
-        charges = self._set_aside(tokens, cost) if self._tenants else ()
+        charges = self._set_aside(call, rates, tokens, cost) if self._tenants else ()
         warnings: Sequence[_Warning] = ()
         decision: ModelDecision | None = None
         clamped_by: StopReason | None = None
@@ -1416,18 +1416,23 @@ class Guard(RunState):
             self._tree.report("record_result", raised)
             return held.successes()
 
-    def _set_aside(self, tokens: int, cost: int) -> Charges:
+    def _set_aside(self, call: ModelCall, rates: Rates | None, tokens: int, cost: int) -> Charges:
         """Charge a call to the tenants, ahead of it; a refusal stands against the step."""
         charges: list[Charge] = []
         if self.trip is not None:
             return ()
         amount = set_aside(cost, tokens)
+        unpriced = rates is None and call.cost_usd is None
         for guard in self._tenants:
             run = cast("LedgerRun", guard._tenant)
             if not run.is_open:  # a guard that is shared by several runs, one after the other
                 run.open()
             part = None
             if not guard._meter.looks_on:
+                if unpriced and guard.budget.on_unpriced == "stop" and run.caps_dollars():
+                    guard.hold(limits.unpriced_model(call.model, "a tenant's ceiling in dollars"))
+                    if guard.mode is Mode.ENFORCE:
+                        break
                 part = run.take(*amount) or run.obtain(*amount)
                 if part.refusal is not None:
                     guard._stand_against(part.refusal)

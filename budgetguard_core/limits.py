@@ -100,11 +100,11 @@ def quota_passed(quota: Quota) -> Violation:
     )
 
 
-def unpriced_model(model: str | None) -> Violation:
+def unpriced_model(model: str | None, cap: str = "max_cost_usd") -> Violation:
     """Describe a model without a known price, where dollars are capped."""
     return Violation(
         reason=StopReason.UNPRICED_MODEL,
-        detail=f"no price is known for model {model!r} and max_cost_usd is set",
+        detail=f"no price is known for model {model!r} and {cap} is set",
     )
 
 

@@ -56,11 +56,6 @@ def to_dollars(nano: int) -> Decimal:
     return Decimal(f"{sign}{whole}.{part}" if part else f"{sign}{whole}")
 
 
-def from_femto(femto: int) -> int:
-    """Turn the engine's femto-dollars into nano-dollars, rounded up."""
-    return -(-femto // 10**6)
-
-
 def to_amount(usd: Decimal | float, tokens: int) -> Amount:
     """Check what one step is to move.
 

@@ -42,11 +42,6 @@ class Connection:
         self._skew = 0.0
         self.trips = 0
 
-    @property
-    def known(self) -> str:
-        """The id of the ledger, once it is known."""
-        return self._known
-
     def store(self) -> Store:
         """Return the store, opened.
 

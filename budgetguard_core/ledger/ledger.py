@@ -40,6 +40,7 @@ _SILENT_SECONDS = 30.0
 _IDLE_SECONDS = 5.0
 _RECALL_SECONDS = 5.0
 _RUNS_SHOWN = 1000
+_CEILINGS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,10 @@ class LedgerRun:
         """Set an amount aside, with a trip to the store; bounded, never under a lock."""
         return self.meter.obtain(usd, tokens, self.run)
 
+    def caps_dollars(self) -> bool:
+        """Tell whether a ceiling in dollars holds for the run; a trip at most once a second."""
+        return self._ledger.caps_dollars(self.account)
+
     def report(self, spent: Amounts) -> None:
         """Charge what nothing was set aside for: the run only looks on, and was not refused."""
         self._ledger.report(self.account, self.run, Amount(*spent))
@@ -264,6 +269,8 @@ class Ledger:
         self._announced: frozenset[int] = frozenset()
         self._orphans_sent = False
         self._gone: deque[LedgerRun] = deque()
+        self._ceilings: dict[tuple[str, str], Amount] | None = None
+        self._ceilings_ns = 0
 
     def __repr__(self) -> str:
         return f"Ledger({self.url!r})"
@@ -468,6 +475,7 @@ class Ledger:
                 store.set_ceiling(key, kind, ceiling)
 
         self._connection.ask(put)
+        self._ceilings = None
 
     def clear_ceilings(self, tenant: str | None) -> None:
         """Let a tenant have the default again; with None, take the stored default away."""
@@ -478,6 +486,7 @@ class Ledger:
                 store.set_ceiling(key, kind, None)
 
         self._connection.ask(clear)
+        self._ceilings = None
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
         """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m")."""
@@ -485,6 +494,26 @@ class Ledger:
         for (key, kind), ceiling in self._connection.ask(lambda store: store.ceilings()).items():
             found.setdefault(key, {})[kind] = ceiling
         return found
+
+    def caps_dollars(self, account: Account) -> bool:
+        """Tell whether a ceiling in dollars holds for one of the account's keys.
+
+        As the store said within the last second. A store that does not answer leaves it at what
+        it said before, or at True: an unknown ceiling is none that a call may pass.
+        """
+        now = self._clock.monotonic_ns()
+        stored = self._ceilings
+        if stored is None or now - self._ceilings_ns > _CEILINGS_SECONDS * 1e9:
+            try:
+                stored = self._connection.ask(lambda store: store.ceilings())
+            except LedgerUnreachable:
+                if stored is None:
+                    return True
+            self._ceilings, self._ceilings_ns = stored, now
+        return any(
+            stored.get((one.key, one.label[0]), stored.get(("", one.label[0]), one.ceiling)).usd
+            for one in account.windows(self._connection.now())
+        )
 
     def usage(self, tenant: str | Key) -> TenantUsage:
         """Return what a tenant has used today and this month.

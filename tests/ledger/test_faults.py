@@ -129,13 +129,20 @@ def test_a_server_that_is_killed_under_load_loses_no_settlement(kind, options, t
     with (RedisServer if kind == "redis" else PostgresServer)(*options) as server:
         place = Place(kind, tmp_path, server.url, server.url)
         load = Load(place.url, tmp_path / "queue")
+        at_risk = 0
         try:
             for _ in range(2):
                 before = sum(load.acknowledged)
                 wait_until(lambda before=before: sum(load.acknowledged) > before + 10**6)
+                known = sum(load.acknowledged)
+                if "everysec" in options:
+                    # While an fsync takes long, Redis answers before it has written its file.
+                    wait_until(lambda: has_written(server))
                 server.kill()
                 refused = load.refused
                 wait_until(lambda refused=refused: load.refused > refused)
+                if "everysec" in options:
+                    at_risk += sum(load.acknowledged) - known
                 server.start()
             before = sum(load.acknowledged)
             wait_until(lambda: sum(load.acknowledged) > before)
@@ -145,8 +152,19 @@ def test_a_server_that_is_killed_under_load_loses_no_settlement(kind, options, t
         assert load.longest < 10
         with Ledger(place.url) as ledger:
             day = ledger.usage("acme").daily
-        assert day.spent_usd * 10**9 == sum(load.acknowledged)
-        assert day.reserved_usd == 0
+        spent, reserved = day.spent_usd * 10**9, day.reserved_usd * 10**9
+        # A settlement that is lost leaves its reservation charged, unless that is lost as well.
+        assert sum(load.acknowledged) - at_risk <= spent + reserved
+        assert spent <= sum(load.acknowledged)
+        if "everysec" not in options:
+            assert (spent, reserved) == (sum(load.acknowledged), 0)
+
+
+def has_written(server):
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        return client.info("persistence")["aof_buffer_length"] == 0
 
 
 def test_redis_without_a_file_loses_all_and_is_refused(tmp_path, caplog):

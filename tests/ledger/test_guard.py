@@ -14,9 +14,10 @@ from budgetguard_core.decision import Admit, Stop
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
 from budgetguard_core.kit.envelope import Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.ledger import LeaseOptions, Ledger, LedgerUnreachable
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.replay import replay
+from budgetguard_core.testing import ManualClock
 from ledger_servers import wait_until
 
 NOTHING = LeaseOptions(recall=0.0)
@@ -94,9 +95,10 @@ def test_threads_of_many_runs_never_pass_it(sqlite, opened):
 def test_a_used_up_ceiling_refuses_a_call_without_a_projection(sqlite, opened):
     ledger = opened(sqlite, daily_usd=0.1, options=NOTHING)
     guard = Guard(ledger=ledger, tenant="acme")
-    ticket = guard.admit_model_call()
+    free = ModelCall(cost_usd=Decimal(0))
+    ticket = guard.admit_model_call(free)
     guard.settle_model_call(ticket, TokenUsage(5, 5), cost_usd=Decimal("0.1"))
-    assert isinstance(guard.admit_model_call(), Stop)
+    assert guard.admit_model_call(free).trip.reason == "tenant_daily"
 
 
 def test_the_runs_own_caps_come_with_their_own_reason_and_give_the_place_back(sqlite, opened):
@@ -253,6 +255,80 @@ def _is_charged(ledger, usd):
         return ledger.usage("acme").daily.spent_usd == Decimal(usd)
     except Exception:
         return False
+
+
+UNPRICED = ModelCall(model="nobody-knows-it", input_tokens=10, max_output_tokens=10)
+
+
+def test_an_unknown_price_is_refused_under_a_tenants_dollar_ceiling(place, opened):
+    ledger = opened(place, monthly_usd=5)
+    guard = Guard(ledger=ledger, tenant="acme")
+    refused = guard.admit_model_call(UNPRICED)
+    assert refused.trip.reason == "unpriced_model"
+    assert "'nobody-knows-it' and a tenant's ceiling in dollars" in refused.trip.detail
+    assert day(ledger).reserved_tokens == 0
+    named = Guard(ledger=ledger, tenant="acme")
+    given = ModelCall(model="nobody-knows-it", cost_usd=Decimal(1))
+    assert isinstance(named.admit_model_call(given), Admit)
+    free = Guard(Budget(on_unpriced="count_zero"), ledger=ledger, tenant="acme")
+    assert isinstance(free.admit_model_call(UNPRICED), Admit)
+
+
+def test_the_ceilings_that_the_store_holds_decide_whether_a_price_is_needed(place, opened):
+    ledger = opened(place, daily_tokens=1000)
+
+    def reason():
+        return getattr(Guard(ledger=ledger, tenant="acme").admit_model_call(UNPRICED), "trip", None)
+
+    assert reason() is None
+    ledger.set_ceilings("acme", daily_usd=1)
+    assert reason().reason == "unpriced_model"
+    ledger.set_ceilings("acme")
+    ledger.set_ceilings(None, monthly_usd=1)
+    assert reason() is None  # its own ceilings win over the default
+    ledger.clear_ceilings("acme")
+    assert reason().reason == "unpriced_model"
+
+
+def test_another_processs_ceiling_is_seen_after_a_second(sqlite, opened):
+    clock = ManualClock()
+    ledger, operator = opened(sqlite, clock=clock), opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    assert isinstance(guard.admit_model_call(UNPRICED), Admit)
+    operator.set_ceilings("acme", daily_usd=1)
+    trips = ledger.trips
+    assert isinstance(guard.admit_model_call(UNPRICED), Admit)
+    assert ledger.trips - trips <= 1
+    clock.advance(2)
+    assert guard.admit_model_call(UNPRICED).trip.reason == "unpriced_model"
+
+
+def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, monkeypatch):
+    clock = ManualClock()
+    ledger = opened(sqlite, clock=clock)
+    account = ledger._account("acme")
+
+    def silent(_):
+        raise LedgerUnreachable("nothing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.connection, "ask", silent)
+        assert ledger.caps_dollars(account)  # an unknown ceiling may be there
+    assert not ledger.caps_dollars(account)
+    clock.advance(2)
+    monkeypatch.setattr(ledger.connection, "ask", silent)
+    assert not ledger.caps_dollars(account)
+    monkeypatch.undo()
+
+
+def test_observe_records_an_unknown_price_and_charges_on(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=1)
+    guard = Guard(mode="observe", ledger=ledger, tenant="acme")
+    ticket = guard.admit_model_call(UNPRICED)
+    guard.settle_model_call(ticket, TokenUsage(10, 10))
+    assert guard.observed_trip.reason == "unpriced_model"
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_tokens == 20
 
 
 def test_ledger_and_tenant_belong_together(sqlite):

@@ -69,23 +69,22 @@ def test_expired_holds_stay_charged_and_are_listed(place, opened):
 def test_a_log_proves_what_a_dead_process_spent(sqlite, opened, tmp_path):
     ledger = opened(sqlite)
     log = tmp_path / "log.jsonl"
-    sink = JsonLinesSink(log)
-    guard = Guard(ledger=ledger, tenant="acme", sinks=[sink])
-    call = ModelCall(cost_usd=Decimal("0.2"), input_tokens=5, max_output_tokens=5)
-    for _ in range(2):
-        ticket = guard.admit_model_call(call)
-        guard.settle_model_call(ticket, TokenUsage(5, 4), cost_usd=Decimal("0.15"))
-    guard.withdraw_model_call(guard.admit_model_call(call))
-    sink.flush()
-    (hold,) = ledger.holds()
-    assert read_proofs([log])[hold.id] == (proof := read_proofs([log])[hold.id])
-    assert (proof.spent, proof.complete) == (Amount(3 * 10**8, 18), False)
-    usage = guard.usage
-    guard.conclude(
-        Outcome(status="completed", stop_reason="completed", run_id=guard.run_id, usage=usage)
-    )
-    sink.flush()
-    sink.close()
+    with JsonLinesSink(log) as sink:
+        guard = Guard(ledger=ledger, tenant="acme", sinks=[sink])
+        call = ModelCall(cost_usd=Decimal("0.2"), input_tokens=5, max_output_tokens=5)
+        for _ in range(2):
+            ticket = guard.admit_model_call(call)
+            guard.settle_model_call(ticket, TokenUsage(5, 4), cost_usd=Decimal("0.15"))
+        guard.withdraw_model_call(guard.admit_model_call(call))
+        sink.flush()
+        (hold,) = ledger.holds()
+        assert read_proofs([log])[hold.id] == (proof := read_proofs([log])[hold.id])
+        assert (proof.spent, proof.complete) == (Amount(3 * 10**8, 18), False)
+        usage = guard.usage
+        guard.conclude(
+            Outcome(status="completed", stop_reason="completed", run_id=guard.run_id, usage=usage)
+        )
+        sink.flush()
     with log.open("a") as file:
         file.write('[1]\n{"cut')
     assert read_proofs([log])[hold.id].complete

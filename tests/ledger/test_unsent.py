@@ -1,0 +1,221 @@
+"""What could not be sent, in this process: a full disk, a fork, the next process."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+import budgetguard_core.ledger.ledger as module
+from budgetguard_core.ledger import LedgerError, LedgerRefused
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.windows import Window
+
+WINDOWS = (Window("acme", "d:2026-11-22", 0.0, 0.0),)
+CENT = 10**7
+
+
+def report(name, op=1, usd=CENT):
+    return Step(name, op, WINDOWS, spent=Amount(usd, 1), close=True)
+
+
+def test_the_next_process_sends_the_latest_report_of_each_hold(tmp_path):
+    first, sent = Outbox(tmp_path), []
+    first.record(report("a", 2, 2 * CENT))
+    first.record(report("a", 1))  # overtaken
+    first.record(report("b"))
+    first.close()
+    assert Outbox(tmp_path).deliver_orphans(sent.append) == 2
+    assert [(step.id, step.spent.usd) for step in sent] == [("a", 2 * CENT), ("b", CENT)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_the_store_refuses_to_hear_is_dropped_and_the_rest_is_sent(tmp_path):
+    outbox, sent = Outbox(tmp_path), []
+
+    def send(step):
+        if step.id == "wrong":
+            raise LedgerError("other windows")
+        sent.append(step.id)
+
+    outbox.add(report("wrong"))
+    outbox.add(report("right"))
+    outbox.deliver(send)
+    assert (sent, len(outbox)) == (["right"], 0)
+
+
+def test_what_another_process_may_not_open_is_left_alone(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    assert Outbox(tmp_path).deliver_orphans(print) == 0
+    assert (tmp_path / "folder.jsonl").exists()
+
+
+def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
+    outbox, sent = Outbox(tmp_path), []
+    outbox.record(report("a"))
+    outbox.add(report("b"))
+    outbox.forked()
+    outbox.deliver(sent.append)
+    assert (sent, len(outbox)) == ([], 0)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+    outbox.forked()  # a child of the child holds no file
+    outbox.record(report("c"))
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+    outbox.close()
+
+
+def unreachable(sqlite, tmp_path, **options):
+    sqlite.path.mkdir()  # a folder where the file should be
+    return module.Ledger(sqlite.url, on_ledger_error="allow", timeout=0.1, **options)
+
+
+def test_an_exact_call_that_is_allowed_is_charged_when_the_store_answers(sqlite, tmp_path):
+    with unreachable(sqlite, tmp_path, queue=tmp_path / "queue") as ledger:
+        reservation = ledger.reserve("acme", usd=1)
+        sqlite.path.rmdir()
+        ledger.connection._pause_ns = 0
+        reservation.settle(0.5)
+        ledger.beat()
+        day = ledger.usage("acme").daily
+        assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
+
+
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, lease, caplog):
+    queue = tmp_path / "queue"
+    queue.write_text("a file where the folder should be")
+    with unreachable(sqlite, tmp_path, queue=queue, lease=lease) as ledger:
+        run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
+        assert "must be writable" in run.obtain(CENT, 1).detail
+        with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
+            ledger.reserve("acme", usd=1)
+        run.report((CENT, 1))
+        assert ledger._tick()
+    assert "queue of unsent reports must be writable" in caplog.text
+
+
+def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
+    ledger = opened(sqlite)
+
+    def fail(*_):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(ledger, "_poll", fail)
+    assert ledger._tick() is False
+    assert "the heartbeat failed: RuntimeError" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, lease, monkeypatch):
+    ledger = opened(place, lease=lease)
+    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
+    run.obtain(CENT, 1)
+    ledger._heartbeat.stop()
+    holder, store = ledger._holder, ledger.connection.store()
+    monkeypatch.setattr(module, "_LEDGERS", [ledger])
+    module._forked()
+    assert ledger._holder != holder
+    assert run.take(1, 1) is None
+    assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
+    for left in getattr(store, "_inherited", ()):
+        left.close()
+    module._close_all()
+    assert ledger.connection._store is None
+
+
+def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opened, monkeypatch):
+    ledger = opened(sqlite)
+    told = module.Warned("acme", "tenant_daily", "d:2026-11-22")
+
+    def silent(_):
+        raise LedgerUnreachable("nothing")
+
+    monkeypatch.setattr(ledger.connection, "ask", silent)
+    assert ledger._with_figures(told) is told
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("kind", "driver", "package"),
+    [("redis", "redis", "redis-py"), ("postgres", "psycopg", "psycopg")],
+)
+def test_a_store_names_the_driver_that_is_missing(kind, driver, package, monkeypatch):
+    import sys
+
+    from budgetguard_core.errors import ConfigurationError
+    from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
+    from budgetguard_core.ledger.redis_store import RedisLedgerStore
+
+    class Absent:
+        def __init__(self, name):
+            self.name = name
+
+        def find_spec(self, name, *_):
+            if name == driver:
+                raise ModuleNotFoundError(name, name=self.name)
+
+    for name in [one for one in sys.modules if one.partition(".")[0] == driver]:
+        monkeypatch.delitem(sys.modules, name)
+    store = RedisLedgerStore if kind == "redis" else PostgresLedgerStore
+    monkeypatch.setattr(sys, "meta_path", [Absent(driver), *sys.meta_path])
+    with pytest.raises(ConfigurationError, match=f"needs {package}, which is not installed"):
+        store("redis://127.0.0.1:1")
+    monkeypatch.setattr(sys, "meta_path", [Absent("a part of it"), *sys.meta_path[1:]])
+    with pytest.raises(ModuleNotFoundError):
+        store("redis://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0?socket_timeout=x", "redis://h?nobody=1"])
+def test_a_redis_url_that_its_client_does_not_take_is_refused(url):
+    from budgetguard_core.errors import ConfigurationError
+    from budgetguard_core.ledger.redis_store import RedisLedgerStore
+
+    with pytest.raises(ConfigurationError, match="must be one that redis-py understands"):
+        RedisLedgerStore(url)
+
+
+def test_sqlite_has_three_ways_to_write(tmp_path):
+    from budgetguard_core.errors import ConfigurationError
+    from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+
+    with pytest.raises(ConfigurationError, match="synchronous must be one of"):
+        SqliteLedgerStore(tmp_path / "a", synchronous="sometimes")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerUnreachable, match="must be writable"):
+        SqliteLedgerStore(tmp_path / "file" / "a")
+
+
+def test_a_settlement_that_finds_no_store_is_sent_later(sqlite, opened, monkeypatch):
+    ledger = opened(sqlite, lease="exact")
+    reservation = ledger.reserve("acme", usd=1)
+
+    def silent(_):
+        raise LedgerUnreachable("nothing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.connection, "send", silent)
+        reservation.settle(0.5)
+    ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
+
+
+def test_a_data_base_of_a_newer_format_is_left_alone(tmp_path):
+    import psycopg
+
+    from ledger_servers import POSTGRES, Place, need
+
+    need("postgres")
+    place = Place("postgres", tmp_path)
+    try:
+        place.store().close()
+        with psycopg.connect(POSTGRES, autocommit=True) as db:
+            db.execute(f"UPDATE {place.name}.bg_notes SET text = '9' WHERE name = 'format'")
+        with pytest.raises(LedgerUnreachable, match="format must be 1, got 9"):
+            place.store()
+    finally:
+        place.remove()
