@@ -127,5 +127,5 @@ def _opened(
             f"run {earlier.run_id!r}, a part of {earlier.parent_run_id!r}, needs a budget to go on "
             "alone, got None. Pass a fresh Budget, or a Guard."
         )
-    recorded = envelope_of(Budget.from_json(earlier.budget), **{"mode": earlier.mode, **options})
-    return recorded.open(resume=earlier)
+    settings: dict[str, Any] = {"mode": earlier.mode, **options}
+    return envelope_of(Budget.from_json(earlier.budget), **settings).open(resume=earlier)

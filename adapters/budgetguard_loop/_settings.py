@@ -23,11 +23,11 @@ class Settings:
             self._signature: inspect.Signature | None = inspect.signature(function)
         except (TypeError, ValueError):
             self._signature = None
-        parameters = {} if self._signature is None else self._signature.parameters
+        parameters = () if self._signature is None else self._signature.parameters.values()
         self._own: dict[str, Any] = {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if name in _SETTINGS and parameter.kind is not parameter.POSITIONAL_ONLY
+            parameter.name: parameter.default
+            for parameter in parameters
+            if parameter.name in _SETTINGS and parameter.kind is not parameter.POSITIONAL_ONLY
         }
 
     def for_call(

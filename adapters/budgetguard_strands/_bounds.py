@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from budgetguard_core.kit.records import part
 
@@ -59,8 +59,8 @@ def is_bounded_by(model: Any, tokens: int) -> bool:
 
 def give_back(copied: Any, model: Any) -> None:
     """Give a model what its copy has changed of its own state during a call."""
-    own: dict[str, Any] = vars(model)
-    changed: dict[str, Any] = vars(copied)
+    own = cast("dict[str, Any]", vars(model))
+    changed = cast("dict[str, Any]", vars(copied))
     for name, value in changed.items():
         if name != "config" and own.get(name) is not value:
             setattr(model, name, value)

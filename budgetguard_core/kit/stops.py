@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from budgetguard_core.outcome import BudgetExceeded
 
 
@@ -11,5 +14,6 @@ def is_stop(error: BaseException | None) -> bool:
     It is a `BudgetExceeded`, or a group (of an `asyncio.TaskGroup`, for instance) of nothing else.
     """
     if isinstance(error, BaseExceptionGroup):
-        return all(map(is_stop, error.exceptions))
+        inside = cast("Sequence[BaseException]", error.exceptions)
+        return all(is_stop(one) for one in inside)
     return isinstance(error, BudgetExceeded)
