@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 from budgetguard_core.outcome import BudgetExceeded
@@ -14,6 +13,6 @@ def is_stop(error: BaseException | None) -> bool:
     It is a `BudgetExceeded`, or a group (of an `asyncio.TaskGroup`, for instance) of nothing else.
     """
     if isinstance(error, BaseExceptionGroup):
-        inside = cast("Sequence[BaseException]", error.exceptions)
-        return all(is_stop(one) for one in inside)
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return all(is_stop(one) for one in group.exceptions)
     return isinstance(error, BudgetExceeded)
