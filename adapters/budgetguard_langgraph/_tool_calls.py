@@ -10,8 +10,8 @@ from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command
 
-from budgetguard_core import BudgetExceeded, StopReason, ToolCall, Trip, Violation
-from budgetguard_core.kit import OpenToolCall
+from budgetguard_core import StopReason, ToolCall, Trip, Violation
+from budgetguard_core.kit import OpenToolCall, is_stop
 from budgetguard_langgraph._model_calls import graph_of, namespace_of
 from budgetguard_langgraph._run import OWNERS, GraphRun, Step, ToolCallInFlight, when_task_ends
 from budgetguard_langgraph._seams import (
@@ -137,18 +137,23 @@ def end(graph_run: GraphRun, run_id: UUID, output: Any) -> None:
         run.save()
 
 
-def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
-    """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
+def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> Trip | None:
+    """Settle a tool call that failed; one that a stop or a person interrupted stays open.
+
+    Returns:
+        The stop of a run of another adapter in the tool, by a limit of this one: as our own it
+        ends the graph in good order.
+    """
     flying = _taken(graph_run, run_id)
     if flying is None:
-        return
+        return None
     run, call = graph_run.run, flying.call
-    if isinstance(error, BudgetExceeded):
+    if is_stop(error):
         graph_run.interrupted.append(call)
-        return
+        return None if isinstance(error, GraphBubbleUp) else run.stopped_by
     if isinstance(error, GraphInterrupt) and call.call.id is not None:
         # Its body runs again with the answer, and is the same call.
-        return
+        return None
     if isinstance(error, GraphBubbleUp):
         command = error.args[0] if error.args else None
         _was_handoff(graph_run, call)
@@ -159,6 +164,7 @@ def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
         graph_run.interrupted.append(call)
     if run.is_saved:
         run.save()
+    return None
 
 
 def _was_handoff(graph_run: GraphRun, call: OpenToolCall) -> None:

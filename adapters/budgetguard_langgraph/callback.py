@@ -11,7 +11,6 @@ from uuid import UUID
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
-from langgraph.errors import GraphBubbleUp
 from langgraph.types import Command
 
 from budgetguard_core import (
@@ -30,7 +29,6 @@ from budgetguard_core.kit import (
     current,
     entered,
     envelope_of,
-    is_stop,
 )
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._history import messages_of
@@ -255,13 +253,8 @@ class BudgetCallback(BaseCallbackHandler):
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
         mine = self._flying(run_id)
-        if mine is None:
-            return
-        _tool_calls.fail(mine, run_id, error)
-        trip = mine.run.stopped_by
-        if trip is not None and is_stop(error) and not isinstance(error, GraphBubbleUp):
-            # The stop of a run of another adapter in the tool, by a limit of this one: as our own
-            # it ends the graph in good order.
+        trip = None if mine is None else _tool_calls.fail(mine, run_id, error)
+        if mine is not None and trip is not None:
             raise self._stopped(mine, trip, ())
 
     # Whose run it is
