@@ -119,11 +119,11 @@ class Occurrences:
 
     __slots__ = ("_counts", "_floor", "_free", "_restored")
 
-    def __init__(self) -> None:
+    def __init__(self, floor: int = 0, restored: Mapping[str, int] | None = None) -> None:
         self._counts: dict[_Alike, int] = {}
-        self._floor = 0
+        self._floor = floor
         self._free: dict[str, list[int]] = {}
-        self._restored: dict[str, int] = {}
+        self._restored = dict(restored or {})
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
@@ -134,10 +134,8 @@ class Occurrences:
             KeyError: Likewise.
             TypeError: Likewise.
         """
-        found = cls()
-        found._floor = int(state["floor"])
-        found._restored = {str(alike): int(count) for alike, count in state["counts"].items()}
-        return found
+        counts = {str(alike): int(count) for alike, count in state["counts"].items()}
+        return cls(int(state["floor"]), counts)
 
     def state(self) -> dict[str, Any]:
         """Return the numbers, by digest, ready for JSON."""
@@ -253,6 +251,11 @@ class Admit:
         self.charged = 0
         self.occurrence = 0
         self.expected = _NO_GUESS
+
+    def take_over(self, occurrence: int, expected: tuple[int, int]) -> None:
+        """Be the ticket of a call that was open in an earlier leg of the run."""
+        self.occurrence = occurrence
+        self.expected = expected
 
     @property
     def seconds(self) -> float | None:

@@ -419,8 +419,7 @@ class RunState:
             )
         reserved = open_call.reserved_tokens, open_call.reserved_cost
         ticket = Admit(self, call, first + open_call.call_id, None, rates, *reserved)
-        ticket.occurrence = open_call.occurrence
-        ticket.expected = open_call.expected
+        ticket.take_over(open_call.occurrence, open_call.expected)
         return ticket
 
     # Under the lock

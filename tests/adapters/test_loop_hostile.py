@@ -298,15 +298,15 @@ def test_concurrent_runs_on_one_guard_have_checkpoints_of_their_own():
 
 
 def test_a_run_that_spent_anothers_budget_does_not_go_on_without_one():
-    store = MemoryStore()
+    store, ended = MemoryStore(), []
     guard = Guard(Budget(max_iterations=3))
 
     def killed(messages):
         raise KeyboardInterrupt
 
     with bounded(guard), pytest.raises(KeyboardInterrupt):
-        run_bounded(killed, guard, messages="Go", store=store)
-    (run_id,) = store._texts
+        run_bounded(killed, guard, messages="Go", store=store, on_outcome=ended.append)
+    run_id = ended[0].run_id
     assert run_id != guard.run_id
     with pytest.raises(ConfigurationError, match="needs a budget to go on alone, got None"):
         run_bounded(once(), store=store, resume=run_id)

@@ -78,7 +78,7 @@ def test_64_threads_get_exactly_the_cap_of_model_calls(budget, cap):
 
     def work(number):
         for _ in range(10):
-            call = ModelCall(input_tokens=10, cost_usd=Decimal("0.01"))
+            call = ModelCall(input_tokens=4, max_output_tokens=6, cost_usd=Decimal("0.01"))
             decision = guard.admit_model_call(call)
             if isinstance(decision, Admit):
                 admitted.append(decision.call_id)
