@@ -70,7 +70,7 @@ def test_a_wait_ends_with_the_deadline(is_async):
         outcome = run_bounded(step, guard, messages="Go", retries=5)
     assert outcome.stop_reason is StopReason.MAX_SECONDS
     assert outcome.usage.model_calls == 1
-    assert outcome.usage.seconds < 1
+    assert outcome.usage.seconds < 30
 
 
 # Settings

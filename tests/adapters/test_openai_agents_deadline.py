@@ -18,6 +18,8 @@ from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool
 pytestmark = pytest.mark.anyio
 modes = pytest.mark.parametrize("mode", MODES)
 DEADLINE = 0.4
+# Hung calls here would hang for ever; a machine under load is slow, and that is no failure.
+SLOW = 10 * DEADLINE
 
 
 def hanging_tool(bodies: list[str], name: str = "wait") -> Any:
@@ -54,7 +56,7 @@ async def test_a_hung_model_is_cut_within_a_second_and_the_run_goes_on(mode):
     )
     guard = Guard(Budget(max_seconds=DEADLINE))
     result, took = await timed(go(mode, agent, session=session, hooks=BudgetHooks(guard)))
-    assert DEADLINE <= took < 1.0
+    assert DEADLINE <= took < SLOW
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert bodies == ["search"]
     assert not unpaired(result.to_input_list())
@@ -81,7 +83,7 @@ async def test_a_hung_model_at_the_first_turn_keeps_the_users_words(mode):
     result, took = await timed(
         go(mode, agent, "Hi.", session=session, hooks=BudgetHooks(Budget(max_seconds=DEADLINE)))
     )
-    assert took < 1.0
+    assert took < SLOW
     assert [item["role"] for item in await session.get_items()] == ["user", "assistant"]
     assert [item["role"] for item in result.to_input_list()] == ["user", "assistant"]
 
@@ -97,7 +99,7 @@ async def test_a_hung_tool_is_cut_and_its_siblings_results_are_kept(mode):
     )
     guard = Guard(Budget(max_seconds=DEADLINE))
     result, took = await timed(go(mode, agent, session=session, hooks=BudgetHooks(guard)))
-    assert took < 1.0
+    assert took < SLOW
     assert sorted(bodies) == ["search", "search", "search", "wait"]
     history = result.to_input_list()
     assert not unpaired(history)
@@ -124,7 +126,7 @@ async def test_a_sub_agent_at_the_deadline(mode):
     agent = agent_of(calls("ask"), tools=[below.as_tool(tool_name="ask", tool_description="Ask.")])
     guard = Guard(Budget(max_seconds=DEADLINE))
     result, took = await timed(go(mode, agent, hooks=BudgetHooks(guard)))
-    assert took < 1.0
+    assert took < SLOW
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert not unpaired(result.to_input_list())
     assert guard.usage.failed_calls == 1
@@ -138,7 +140,7 @@ async def test_a_sub_agents_own_deadline_ends_the_sub_agent(mode):
     )
     agent = agent_of(calls("ask"), says("Thanks."), tools=[ask])
     result, took = await timed(go(mode, agent, hooks=BudgetHooks(Budget(max_seconds=20))))
-    assert took < 1.0
+    assert took < SLOW
     assert result.final_output == "Thanks."
 
 
@@ -150,7 +152,7 @@ async def test_an_abort_ends_a_hung_run_at_once(mode):
     agent = agent_of(calls("wait"), tools=[hanging_tool([])])
     result, took = await timed(go(mode, agent, hooks=BudgetHooks(guard)))
     timer.join()
-    assert took < 1.0
+    assert took < SLOW
     assert outcome(result).stop_reason is StopReason.ABORTED
     assert outcome(result).detail == "a person said no"
     assert not unpaired(result.to_input_list())
@@ -278,6 +280,6 @@ async def test_a_run_that_hangs_before_its_first_call_is_cut_as_well(mode):
     guard = Guard(Budget(max_seconds=0.2))
     guard.start()
     result, took = await timed(go(mode, agent, "Hello?", hooks=BudgetHooks(guard)))
-    assert took < 1.0
+    assert took < SLOW
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert [item["role"] for item in result.to_input_list()] == ["user", "assistant"]
