@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import random
 import resource
 import signal
+import sqlite3
 import threading
 
+from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 
@@ -151,13 +154,51 @@ def allowed_and_killed(url, queue):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def processor_seconds():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def timed_pairs(url, count, seed, barrier, out):
-    """Exact pairs as fast as they go, from the moment at which all are ready."""
+    """Exact pairs as fast as they go, once all are ready; tells the seconds of processor time."""
     rnd = random.Random(seed)
     with Ledger(url, lease="exact", timeout=30.0, daily_usd=10**6) as ledger:
         ledger.reserve("acme", usd=0)
         barrier.wait()
+        started = processor_seconds()
         for _ in range(count):
             usd = to_dollars(rnd.randrange(10**6, 10**8))
             ledger.reserve("acme", usd=usd).settle(usd)
-    out.put(seed)
+        used = processor_seconds() - started
+    out.put(used)
+
+
+def timed_bare_pairs(path, count, seed, barrier, out):
+    """Two transactions of one row each, under the same lock as the ledger's."""
+    lock = FileLock(path.with_name(path.name + ".lock"), 30.0)
+    with contextlib.closing(sqlite3.connect(path, timeout=30, isolation_level=None)) as db:
+        with lock:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("CREATE TABLE IF NOT EXISTS bare(id INTEGER PRIMARY KEY, n INT)")
+            db.execute("INSERT OR IGNORE INTO bare VALUES(1, 0)")
+        barrier.wait()
+        started = processor_seconds()
+        for _ in range(2 * count):
+            with lock:
+                db.execute("BEGIN IMMEDIATE")
+                db.execute("UPDATE bare SET n = n + 5 WHERE id = 1")
+                db.execute("COMMIT")
+    lock.close()
+    out.put(processor_seconds() - started)
+
+
+def timed_bare_postgres(url, count, seed, barrier, out):
+    """Two transactions of one row, which all processes share."""
+    psycopg = importlib.import_module("psycopg")
+    with psycopg.connect(url, autocommit=True) as db:
+        barrier.wait()
+        started = processor_seconds()
+        for _ in range(2 * count):
+            db.execute("UPDATE bare SET n = n + %s WHERE id = 1", ("5",))
+        out.put(processor_seconds() - started)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerError, LedgerUnreachable
+from budgetguard_core.ledger.refusal import Warned, warned_of
 from budgetguard_core.ledger.step import SEPARATOR, Answer, Step, Store
 from budgetguard_core.ledger.windows import Window
 
@@ -41,6 +42,8 @@ class Connection:
         self._lock = threading.Lock()
         self._skew = 0.0
         self.trips = 0
+        self.warned: deque[Warned] = deque()
+        """Windows that steps of this process brought to 80 %, until somebody is told."""
 
     def store(self) -> Store:
         """Return the store, opened.
@@ -55,14 +58,21 @@ class Connection:
                 store = self._store
                 if store is None:
                     self._fail_fast()
-                    opened = self._guarded(self.opener)
                     try:
-                        self._meet(self._guarded(opened.identity), opened)
-                    except BaseException:
-                        opened.close()
+                        self._store = store = self._open()
+                    except LedgerUnreachable as error:
+                        error.was_sent = False
                         raise
-                    self._store = store = opened
         return store
+
+    def _open(self) -> Store:
+        opened = self._guarded(self.opener)
+        try:
+            self._meet(self._guarded(opened.identity), opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
 
     def _meet(self, met: str, store: Store) -> None:
         if (
@@ -76,10 +86,12 @@ class Connection:
     def _fail_fast(self) -> None:
         failed = self._failed_ns
         if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
-            raise LedgerUnreachable(
+            error = LedgerUnreachable(
                 "the ledger must answer in time, got nothing a moment ago. "
                 "Check that its store runs and can be reached."
             )
+            error.was_sent = False
+            raise error
 
     def _guarded(self, call: Callable[..., _R], *arguments: object) -> _R:
         try:
@@ -110,19 +122,21 @@ class Connection:
         store = self.store()
         self._fail_fast()
         self.trips += 1
-        answer = self._guarded(store.step, replace(step, ledger=self._known))
+        answer = self._guarded(store.step, step.within(self._known))
         while answer.status == "foreign":
             met, _, adopted = answer.detail.partition(SEPARATOR)
             if not (met and adopted):
                 raise _changed(self._known, met)
             self._known = met
             self.trips += 1
-            answer = self._guarded(store.step, replace(step, ledger=met))
+            answer = self._guarded(store.step, step.within(met))
         if answer.status == "windows":
             raise LedgerError(
                 "a hold must be reported in the windows that it was made in, got others. "
                 "Settle a reservation with the object that `reserve` returned."
             )
+        if answer.warn:
+            self.warned.extend(warned_of(answer, step.windows))
         return answer
 
     def now(self) -> float:
@@ -153,6 +167,7 @@ class Connection:
     def forked(self) -> None:
         """Leave the connection to the parent process."""
         self._lock = threading.Lock()
+        self.warned.clear()  # the parent tells
         if self._store is not None:
             self._store.forked()
 

@@ -20,6 +20,9 @@ class LedgerUnreachable(LedgerError):
     Whether the step took effect is not known; every step may be repeated.
     """
 
+    was_sent = True
+    """Whether the step may have reached the store."""
+
 
 class LedgerChanged(LedgerUnreachable):
     """The store is not the one that this process knows: it was wiped, or restored from elsewhere.

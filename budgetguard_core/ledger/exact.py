@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 
 from budgetguard_core.charges import Amounts
@@ -12,13 +11,13 @@ from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.lease import Obtained, Part
 from budgetguard_core.ledger.outbox import Outbox
-from budgetguard_core.ledger.refusal import ABORTED, Refusal, Warned, refusal_of, warned_of
-from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.refusal import ABORTED, Refusal, refusal_of
+from budgetguard_core.ledger.step import Step, new_id
 from budgetguard_core.ledger.windows import Window
 
 _FOR_EVER = 2**63
-# A call that hangs may be billed long after it began; expiry only lists it.
-_TTL = 600.0
+TTL_OF_EXACT = 600.0
+"""Seconds until the store lists a reservation: a call that hangs may be billed long after."""
 
 
 class Exact:
@@ -32,14 +31,14 @@ class Exact:
         *,
         allow: bool = False,
         wake: Callable[[], object],
-        warned: Callable[[tuple[Warned, ...]], object],
+        tell: Callable[[], object],
     ) -> None:
         self.account = account
         self._connection = connection
         self._outbox = outbox
         self._allow = allow
         self._wake = wake
-        self._warned = warned
+        self._tell = tell
 
     def take(self, usd: int, tokens: int) -> Part | None:  # noqa: ARG002
         """Return None: nothing is set aside ahead of need."""
@@ -47,7 +46,7 @@ class Exact:
 
     def obtain(self, usd: int, tokens: int, run: str = "") -> Obtained:
         """Reserve, with one trip; one more at the edge of a window."""
-        return self.reserve(Amount(usd, tokens), run, uuid.uuid4().hex)
+        return self.reserve(Amount(usd, tokens), run, new_id())
 
     def reserve(self, amount: Amount, run: str, name: str) -> Obtained:
         """Reserve under a name of the caller's: a repeat is the same reservation."""
@@ -57,7 +56,7 @@ class Exact:
 
         def make(windows: Sequence[Window]) -> Step:
             return Step(
-                name, 1, windows, need=amount, want=amount, ttl=_TTL, flags=flags, owner=run
+                name, 1, windows, need=amount, want=amount, ttl=TTL_OF_EXACT, flags=flags, owner=run
             )
 
         try:
@@ -67,7 +66,7 @@ class Exact:
         if answer.status != "ok":
             return refusal_of(answer, windows)
         if answer.warn:
-            self._warned(warned_of(answer, windows))
+            self._tell()
         return self._part(name, amount, windows)
 
     def _part(self, name: str, amount: Amount, windows: Sequence[Window]) -> Part:
@@ -82,9 +81,10 @@ class Exact:
     ) -> Obtained:
         windows = self.account.windows(self._connection.now())
         if not self._allow:
-            # It may have arrived: closed at nothing, also before it does.
-            self._outbox.add(Step(name, 2, windows, close=True, owner=run))
-            self._wake()
+            if error.was_sent:
+                # It may have arrived: closed at nothing, also before it does.
+                self._outbox.add(Step(name, 2, windows, close=True, owner=run))
+                self._wake()
             return Refusal(ABORTED, f"{error} (on_ledger_error is refuse)")
         try:
             self._outbox.record(Step(name, 1, windows, spent=amount, owner=run))
@@ -108,7 +108,8 @@ class Exact:
             self._outbox.add(step)
         else:
             try:
-                self._connection.send(step)
+                if self._connection.send(step).warn:
+                    self._tell()
             except LedgerUnreachable:
                 self._outbox.add(step)
                 self._outbox.save()

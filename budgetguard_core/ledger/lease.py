@@ -15,11 +15,12 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, TypeAlias
 
 from budgetguard_core.charges import Amounts
 from budgetguard_core.clock import Clock
+from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.connection import Connection
@@ -28,14 +29,14 @@ from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.refusal import (
     ABORTED,
     Refusal,
-    Warned,
     refusal_of,
     refused_key,
-    warned_of,
 )
-from budgetguard_core.ledger.step import Answer, Step
+from budgetguard_core.ledger.step import Answer, Step, new_id
 from budgetguard_core.ledger.windows import Window
 
+TTL_OF_LEASES = 60.0
+"""Seconds until the store lists a holder that went silent; also the most that may be set."""
 _ATTEMPTS = 3
 _NS = 10**9
 
@@ -55,7 +56,7 @@ class Part:
     )
 
     def __init__(self, name: str = "") -> None:
-        self.id = name or uuid.uuid4().hex
+        self.id = name or new_id()
         self.op = 0
         self.granted = ZERO
         self._usd = 0
@@ -145,12 +146,34 @@ class LeaseOptions:
     most_calls: int = 16
     share: int = 2
     """At most this part of a holder's even share of what is left."""
-    ttl: float = 60.0
+    ttl: float = TTL_OF_LEASES
     """Seconds until the store lists a silent holder for reconciliation."""
     recall: float = 0.6
     """Seconds that a refused call waits for what others give back: a little more than a beat."""
     tight: float = 5.0
     """Seconds after a recall in which only what is needed is asked for."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigurationError` where a figure makes no sense."""
+        for name, least, most in (
+            ("seconds", 0, 3600),
+            ("least_calls", 1, 10**9),
+            ("most_calls", self.least_calls, 10**9),
+            ("share", 1, 1000),
+            ("ttl", 1, TTL_OF_LEASES),  # reconciliation takes it for this
+            ("recall", 0, 3600),
+            ("tight", 0, 3600),
+        ):
+            value = getattr(self, name)
+            kinds = (int, float) if isinstance(_DEFAULTS[name], float) else (int,)
+            if type(value) not in kinds or not least <= value <= most:
+                raise ConfigurationError(
+                    f"{name} must be from {least} to {most}, got {str(value)[:40]}. "
+                    f"Use {_DEFAULTS[name]}."
+                )
+
+
+_DEFAULTS = {one.name: one.default for one in fields(LeaseOptions)}
 
 
 class TenantMeter(Protocol):
@@ -184,7 +207,7 @@ class Lease:
         options: How large.
         allow: When the store cannot be reached: admit, and have it charged later.
         wake: Called when the lease runs low.
-        warned: Called with the windows that reached 80 %.
+        tell: Called after a trip, outside of every lock: a listener may ask for another call.
     """
 
     def __init__(
@@ -198,7 +221,7 @@ class Lease:
         *,
         allow: bool = False,
         wake: Callable[[], object],
-        warned: Callable[[tuple[Warned, ...]], object],
+        tell: Callable[[], object],
     ) -> None:
         self.account = account
         self._connection = connection
@@ -208,7 +231,7 @@ class Lease:
         self._options = options
         self._allow = allow
         self._wake = wake
-        self._warned = warned
+        self._tell = tell
         self._restart()
 
     def _restart(self) -> None:
@@ -217,7 +240,6 @@ class Lease:
         self._io = threading.Lock()
         self._part = Part()
         self._draining: list[Part] = []
-        self._due: list[Warned] = []
         self._open = 0
         self._blocked = False
         self._low = ZERO
@@ -226,6 +248,7 @@ class Lease:
         self._mean_tokens = 0
         self._rate = (0.0, 0.0)
         self._rated_ns = now
+        self._since_calls = 0
         self._since_usd = 0
         self._since_tokens = 0
         self._renewed_ns = now
@@ -254,21 +277,10 @@ class Lease:
             part.settle(reserved, spent)
             self._open -= 1
             usd, tokens = spent
-            if not (usd or tokens):
-                return  # given back unused
-            self._since_usd += usd
-            self._since_tokens += tokens
-            # The mean of the last eight calls or so.
-            if self._mean_usd or self._mean_tokens:
-                self._mean_usd += (usd - self._mean_usd) >> 3
-                self._mean_tokens += (tokens - self._mean_tokens) >> 3
-            else:
-                self._mean_usd, self._mean_tokens = usd, tokens
-
-    @property
-    def open_calls(self) -> int:
-        """Calls that were admitted and have not been settled."""
-        return self._open
+            if usd or tokens:  # else given back unused
+                self._since_calls += 1
+                self._since_usd += usd
+                self._since_tokens += tokens
 
     @property
     def is_idle(self) -> bool:
@@ -318,10 +330,9 @@ class Lease:
             if part is not None:
                 return part
             try:
-                for _ in range(_ATTEMPTS):
+                for attempt in range(_ATTEMPTS):
                     self._drain()
-                    answer, windows, part = self._ask(need, run)
-                    self._due += warned_of(answer, windows)
+                    answer, windows, part = self._ask(need, run, whole=attempt > 0)
                     if part is not None:
                         return part
                     if answer.status in ("refused", "killed"):
@@ -366,8 +377,17 @@ class Lease:
             self._open += 1
         return part
 
-    def _ask(self, need: Amount, run: str = "") -> tuple[Answer, Sequence[Window], Part | None]:
-        """Make one trip, and set `need` aside from what it brings."""
+    def _ask(
+        self, need: Amount, run: str = "", *, whole: bool = False
+    ) -> tuple[Answer, Sequence[Window], Part | None]:
+        """Make one trip, and set `need` aside from what it brings.
+
+        Args:
+            need: For a call that waits; nothing to renew and to top up.
+            run: Of the call.
+            whole: Ask for all of `need`. Else what is there is counted on, which other threads
+                may spend during the trip.
+        """
         now = self._now()
         with self._lock:
             self._used_ns = now
@@ -383,6 +403,8 @@ class Lease:
                 max(0, need.usd - usd) if need.usd else 0,
                 max(0, need.tokens - tokens) if need.tokens else 0,
             )
+            if whole:
+                lack = Amount(max(lack.usd, need.usd), max(lack.tokens, need.tokens))
             target = ZERO if now < self._tight_until_ns else self._target(need)
             want = Amount(max(lack.usd, target.usd - usd), max(lack.tokens, target.tokens - tokens))
             op = part.message()
@@ -411,10 +433,10 @@ class Lease:
         else:
             try:
                 answer, windows = self._connection.take(self.account, make)
-            except LedgerUnreachable:
-                # It may have arrived: from now on it is made in these.
-                with self._lock:
-                    part.assume(self.account.windows(self._connection.now()))
+            except LedgerUnreachable as error:
+                if error.was_sent:  # from now on it is made in these
+                    with self._lock:
+                        part.assume(self.account.windows(self._connection.now()))
                 raise
         taken: Part | None = None
         with self._lock:
@@ -449,14 +471,24 @@ class Lease:
         )
 
     def _measure(self, now: int) -> None:
+        # Here, once for many calls: a settlement is part of every guarded step.
+        calls = self._since_calls
+        if calls:
+            usd, tokens = self._since_usd // calls, self._since_tokens // calls
+            if self._mean_usd or self._mean_tokens:  # the mean of the last eight calls or so
+                part = min(calls, 8)
+                self._mean_usd += (usd - self._mean_usd) * part // 8
+                self._mean_tokens += (tokens - self._mean_tokens) * part // 8
+            else:
+                self._mean_usd, self._mean_tokens = usd, tokens
         seconds = (now - self._rated_ns) / _NS
         if seconds > 0:
             weight = min(1.0, max(0.25, seconds / self._options.seconds))
-            usd, tokens = self._rate
-            usd += (self._since_usd / seconds - usd) * weight
-            tokens += (self._since_tokens / seconds - tokens) * weight
-            self._rate = (usd, tokens)
-            self._since_usd = self._since_tokens = 0
+            usd_rate, tokens_rate = self._rate
+            usd_rate += (self._since_usd / seconds - usd_rate) * weight
+            tokens_rate += (self._since_tokens / seconds - tokens_rate) * weight
+            self._rate = (usd_rate, tokens_rate)
+            self._since_calls = self._since_usd = self._since_tokens = 0
             self._rated_ns = now
 
     def _roll(self, now: int) -> None:
@@ -474,18 +506,8 @@ class Lease:
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        try:
-            with self._io:
-                self._tend()
-        finally:
-            self._tell()
-
-    def _tell(self) -> None:
-        # Outside of every lock: a listener may ask for another call.
-        if self._due:
-            with self._lock:
-                due, self._due = tuple(self._due), []
-            self._warned(due)
+        with self._io:
+            self._tend()
 
     def _tend(self) -> None:
         self._drain()
@@ -500,8 +522,7 @@ class Lease:
             self._end_part()
             self._drain()
         elif asks:
-            answer, windows, _ = self._ask(ZERO)
-            self._due += warned_of(answer, windows)
+            self._ask(ZERO)
 
     def recall(self) -> None:
         """Give the idle part back, because somebody else was refused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from budgetguard_core.charges import Amounts
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_dollars
+from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_ceiling, to_dollars
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.exact import Exact
@@ -30,17 +31,20 @@ from budgetguard_core.ledger.lease import Lease, LeaseOptions, Part
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.refusal import Kill, Refusal, Warned, kill_of, plain
 from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
-from budgetguard_core.ledger.step import HoldRecord, Step, Store, WindowRecord
+from budgetguard_core.ledger.step import HoldRecord, Step, Store, WindowRecord, new_id
 from budgetguard_core.ledger.url import default_path, parse_url
 from budgetguard_core.ledger.windows import KINDS, Key, Tenant, as_keys, check_name, zone_of
 
 _LOG = logging.getLogger("budgetguard")
 _ANNOUNCE_SECONDS = 10.0
 _SILENT_SECONDS = 30.0
+_FORGOTTEN_SECONDS = 86_400.0
 _IDLE_SECONDS = 5.0
 _RECALL_SECONDS = 5.0
 _RUNS_SHOWN = 1000
 _CEILINGS_SECONDS = 1.0
+_TENANTS_AT_HAND = 1000
+_WARNINGS_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,11 @@ class LedgerRun:
 
     def caps_dollars(self) -> bool:
         """Tell whether a ceiling in dollars holds for the run; a trip at most once a second."""
-        return self._ledger.caps_dollars(self.account)
+        return any(ceiling.usd for ceiling in self._ledger.ceilings_of(self.account))
+
+    def caps_tokens(self) -> bool:
+        """Tell whether a ceiling in tokens holds for the run; a trip at most once a second."""
+        return any(ceiling.tokens for ceiling in self._ledger.ceilings_of(self.account))
 
     def report(self, spent: Amounts) -> None:
         """Charge what nothing was set aside for: the run only looks on, and was not refused."""
@@ -263,12 +271,14 @@ class Ledger:
         self._holder = uuid.uuid4().hex
         self._meters: dict[tuple[Key, ...], Lease | Exact] = {}
         self._runs: dict[int, LedgerRun] = {}
+        self._reserving: dict[str | Key | tuple[Key, ...], Exact] = {}
         self._marks: dict[str, str | None] = {}
         self._killed: dict[str, str] = {}
         self._announced_ns: int | None = None
         self._announced: frozenset[int] = frozenset()
         self._orphans_sent = False
         self._gone: deque[LedgerRun] = deque()
+        self._untold: dict[tuple[str, str], Warned] = {}
         self._ceilings: dict[tuple[str, str], Amount] | None = None
         self._ceilings_ns = 0
 
@@ -309,7 +319,7 @@ class Ledger:
             tenant: A name, a `Key`, or several that are reserved together.
             run: The run that asks; a kill switch for it refuses.
             usd: The most that the call may cost, in US dollars.
-            tokens: The most tokens that it may use.
+            tokens: The most tokens that it may use. With neither, one unit of each is reserved.
             reservation_id: A name for this reservation: a retry with the same name is the same
                 reservation, for a day.
 
@@ -322,8 +332,10 @@ class Ledger:
             ConfigurationError: An argument makes no sense.
         """
         amount = to_amount(usd, tokens)
-        name = check_name(reservation_id, "reservation_id") if reservation_id else uuid.uuid4().hex
-        exact = self._new_exact(self._account(tenant))
+        if amount == ZERO:  # one unit of each, or a used-up ceiling would admit it
+            amount = Amount(1, 1)
+        name = check_name(reservation_id, "reservation_id") if reservation_id else new_id()
+        exact = self._exact_of(tenant)
         obtained = exact.reserve(amount, check_name(run, "run") if run else "", name)
         if isinstance(obtained, Refusal):
             raise obtained.error()
@@ -343,8 +355,8 @@ class Ledger:
             run: The run's id.
             tenant: As in `reserve`.
             on_kill: Called with a sentence, from another thread, when a kill switch is set.
-            on_warning: Called when a window of the tenant reaches 80 % of its ceiling; one
-                process is told, once per window.
+            on_warning: Called when a window of the tenant reaches 80 % of its ceiling, by what was
+                set aside or by what a call cost; one process is told, once per window.
 
         Raises:
             ConfigurationError: The tenant or the run makes no sense.
@@ -384,8 +396,18 @@ class Ledger:
     def report(self, account: Account, run: str, spent: Amount) -> None:
         """Charge what nothing was set aside for, as soon as the store answers."""
         windows = account.windows(self._connection.now())
-        self._outbox.add(Step(uuid.uuid4().hex, 1, windows, spent=spent, close=True, owner=run))
+        self._outbox.add(Step(new_id(), 1, windows, spent=spent, close=True, owner=run))
         self._heartbeat.wake()
+
+    def _exact_of(self, tenant: Tenant) -> Exact:
+        known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
+        exact = self._reserving.get(known)
+        if exact is None:
+            account = self._account(known)  # checked before it is kept
+            if len(self._reserving) >= _TENANTS_AT_HAND:
+                self._reserving.clear()
+            exact = self._reserving[known] = self._new_exact(account)
+        return exact
 
     def _account(self, tenant: Tenant) -> Account:
         return Account(as_keys(tenant, self._time_zone), *self._defaults)
@@ -397,7 +419,7 @@ class Ledger:
             self._outbox,
             allow=self._allow,
             wake=self._heartbeat.wake,
-            warned=lambda warned: self._warn(account, warned),
+            tell=self._tell,
         )
 
     def _new_lease(self, account: Account) -> Lease:
@@ -410,17 +432,38 @@ class Ledger:
             self._options,
             allow=self._allow,
             wake=self._heartbeat.wake,
-            warned=lambda warned: self._warn(account, warned),
+            tell=self._tell,
         )
 
-    def _warn(self, account: Account, warned: tuple[Warned, ...]) -> None:
-        for one in warned:
-            _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
-            runs = self._runs_of(account)
-            if runs:
-                told = self._with_figures(one)
-                for run in runs:
-                    _call(run.on_warning, told)
+    def _tell(self) -> None:
+        """Tell the runs of this process which windows of theirs reached 80 %.
+
+        Also of what was reported when no run was left to be told: the next one is.
+        """
+        due = self._connection.warned
+        while due:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                one = due.popleft()
+                with self._lock:
+                    self._untold[one.key, one.window] = one
+                    for name in list(self._untold)[:-_WARNINGS_KEPT]:
+                        del self._untold[name]
+                _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
+        if not self._untold:
+            return
+        now = self._connection.now()
+        told: list[tuple[Warned, list[LedgerRun]]] = []
+        with self._lock:
+            charged: dict[tuple[str, str], list[LedgerRun]] = {}
+            for run in self._runs.values():
+                for window in run.account.windows(now):
+                    charged.setdefault(window[:2], []).append(run)
+            for name in charged.keys() & self._untold.keys():
+                told.append((self._untold.pop(name), charged[name]))
+        for one, runs in told:
+            shown = self._with_figures(one)
+            for run in runs:
+                _call(run.on_warning, shown)
 
     def _with_figures(self, warned: Warned) -> Warned:
         try:
@@ -495,11 +538,11 @@ class Ledger:
             found.setdefault(key, {})[kind] = ceiling
         return found
 
-    def caps_dollars(self, account: Account) -> bool:
-        """Tell whether a ceiling in dollars holds for one of the account's keys.
+    def ceilings_of(self, account: Account) -> list[Amount]:
+        """Return the ceilings that hold for an account's keys, now.
 
         As the store said within the last second. A store that does not answer leaves it at what
-        it said before, or at True: an unknown ceiling is none that a call may pass.
+        it said before; if it never did, an unknown ceiling is none that a call may pass.
         """
         now = self._clock.monotonic_ns()
         stored = self._ceilings
@@ -508,12 +551,12 @@ class Ledger:
                 stored = self._connection.ask(lambda store: store.ceilings())
             except LedgerUnreachable:
                 if stored is None:
-                    return True
+                    return [Amount(1, 1)]
             self._ceilings, self._ceilings_ns = stored, now
-        return any(
-            stored.get((one.key, one.label[0]), stored.get(("", one.label[0]), one.ceiling)).usd
+        return [
+            stored.get((one.key, one.label[0]), stored.get(("", one.label[0]), one.ceiling))
             for one in account.windows(self._connection.now())
-        )
+        ]
 
     def usage(self, tenant: str | Key) -> TenantUsage:
         """Return what a tenant has used today and this month.
@@ -626,7 +669,9 @@ class Ledger:
         now = self.now()
         found: list[AliveRun] = []
         for text in notes.values():
-            note = cast("dict[str, Any]", json.loads(text))
+            note = _note(text)
+            if note is None:
+                continue
             found += [
                 AliveRun(
                     run,
@@ -686,6 +731,7 @@ class Ledger:
             if isinstance(meter, Lease):
                 meter.tend()
         self._outbox.deliver(self._connection.send)
+        self._tell()
         self._leave_idle(meters)
         self._announce(runs)
 
@@ -750,8 +796,22 @@ class Ledger:
                 "runs": [[run.run, run.account.names, run.started] for run in runs[:_RUNS_SHOWN]],
             }
             text = json.dumps(note)
+            if last is None:
+                self._forget_the_dead()
         self._connection.ask(lambda store: store.write(f"p:{self._holder}", text))
         self._announced, self._announced_ns = names, now
+
+    def _forget_the_dead(self) -> None:
+        """Take away what processes said that have been silent for a day, and so never will."""
+        now = self.now()
+
+        def forget(store: Store) -> None:
+            for name, text in store.scan("p:").items():
+                note = _note(text)
+                if note is None or now - float(note["seen"]) > _FORGOTTEN_SECONDS:
+                    store.write(name, None)
+
+        self._connection.ask(forget)
 
     # The end
 
@@ -772,6 +832,7 @@ class Ledger:
                     lease.abandon()
         try:
             self._outbox.deliver(self._connection.send)
+            self._tell()
             self._announce([])
         except LedgerUnreachable as error:
             _LOG.info("ledger: %s", error)
@@ -829,6 +890,15 @@ def usage_of(record: WindowRecord) -> WindowUsage:
         record.charged.tokens - record.spent.tokens,
         record.ceiling.tokens or None,
     )
+
+
+def _note(text: str) -> dict[str, Any] | None:
+    """Read what a process said of its runs."""
+    try:
+        note = cast("dict[str, Any]", json.loads(text))
+        return note if {"host", "pid", "seen", "runs"} <= note.keys() else None
+    except (ValueError, AttributeError):
+        return None
 
 
 def _flag(tenant: str | None, run: str | None, everything: bool) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import threading
 import uuid
@@ -16,6 +18,8 @@ from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
+
+_LOG = logging.getLogger("budgetguard")
 
 
 class Outbox:
@@ -122,7 +126,8 @@ class Outbox:
                 self._held.acquire()
                 self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
                 self._path = path
-            os.write(self._fd, line.encode() + b"\n")
+            # A line break first: a line that was cut short takes no other with it.
+            _write_whole(self._fd, b"\n" + line.encode() + b"\n")
             os.fsync(self._fd)
         except OSError as error:
             raise LedgerUnreachable(
@@ -162,8 +167,13 @@ def _send(send: Callable[[Step], object], step: Step) -> None:
         send(step)
     except LedgerUnreachable:
         raise
-    except LedgerError:
-        pass
+    except LedgerError as error:
+        _LOG.warning("ledger: a report was not taken: %s", error)
+
+
+def _write_whole(fd: int, data: bytes) -> None:
+    if os.write(fd, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _to_line(step: Step) -> str:
@@ -183,9 +193,12 @@ def _read(path: Path) -> list[Step]:
     found: dict[str, Step] = {}
     for line in path.read_text("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = cast("dict[str, Any]", json.loads(line))
+            read = json.loads(line)
+            if not isinstance(read, dict):
+                continue
+            record = cast("dict[str, Any]", read)
             if record.get("done"):
-                found.pop(record["id"], None)
+                found.pop(str(record["id"]), None)
                 continue
             step = Step(
                 id=str(record["id"]),

@@ -78,7 +78,8 @@ class PostgresLedgerStore:
                 'Install the extra from the checkout: pip install ".[postgres]"'
             ) from None
         self._psycopg: Any = psycopg
-        self._class = _bounded(psycopg.Connection)
+        # A little more: the server's own time-outs come first.
+        self._class = _bounded(psycopg.Connection, timeout + 0.2)
         self._url = url
         self._timeout = timeout
         self._mutex = threading.Lock()
@@ -106,7 +107,6 @@ class PostgresLedgerStore:
 
     def _set_up(self, db: Any) -> None:
         milliseconds = int(self._timeout * 1000)
-        db.timeout = self._timeout + 0.2  # the server's own time-outs come first
         # A default of `repeatable read` would make most concurrent steps fail.
         db.execute(
             "SET default_transaction_isolation = 'read committed'; "
@@ -183,11 +183,11 @@ class PostgresLedgerStore:
                 if step.need == step.want != ZERO:
                     return self._reserve(db, step, keys, labels)
             elif step.op == 2 and step.close and not step.takes:
-                (status,) = db.execute(
+                status, warn = db.execute(
                     _SETTLE, (step.id, *map(str, step.spent), keys, labels, step.ledger)
                 ).fetchone()
                 if status == "ok":
-                    return Answer("ok", step.spent)
+                    return Answer("ok", step.spent, warn=warn)
             row = db.execute(
                 _STEP,
                 (
@@ -339,20 +339,18 @@ class PostgresLedgerStore:
                 self._db = None
 
 
-def _bounded(connection: Any) -> Any:
-    """Make a connection class whose reads end.
+def _bounded(connection: Any, seconds: float) -> Any:
+    """Make a connection class whose reads end after so many seconds.
 
     No option of libpq ends a read from a server that stands still but whose kernel answers:
     `tcp_user_timeout`, keepalives and `statement_timeout` all wait for it.
     """
 
     def wait(self: Any, gen: Any, *args: Any, **options: Any) -> Any:
-        if self.timeout is not None:
-            deadline = SystemClock.monotonic_ns() + int(self.timeout * 1e9)
-            gen = _until(gen, deadline, self.pgconn.finish)
-        return connection.wait(self, gen, *args, **options)
+        deadline = SystemClock.monotonic_ns() + int(seconds * 1e9)
+        return connection.wait(self, _until(gen, deadline, self.pgconn.finish), *args, **options)
 
-    return type("Bounded", (connection,), {"timeout": None, "wait": wait})
+    return type("Bounded", (connection,), {"wait": wait})
 
 
 def _until(

@@ -16,12 +16,11 @@ from typing import Any, cast
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_nano
+from budgetguard_core.ledger.exact import TTL_OF_EXACT
+from budgetguard_core.ledger.lease import TTL_OF_LEASES
 from budgetguard_core.ledger.ledger import Ledger
 from budgetguard_core.ledger.step import HoldRecord, Step
 from budgetguard_core.ledger.windows import Window
-
-_TTL_OF_LEASES = 60.0
-_TTL_OF_EXACT = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def expired_holds(ledger: Ledger) -> list[HoldRecord]:
 
 def is_long_gone(hold: HoldRecord, now: float) -> bool:
     """Tell whether twice the time to live has passed since the holder was heard of."""
-    ttl = _TTL_OF_LEASES if hold.lease else _TTL_OF_EXACT
+    ttl = TTL_OF_LEASES if hold.lease else TTL_OF_EXACT
     return now >= hold.expires + ttl
 
 

@@ -113,12 +113,20 @@ class RedisLedgerStore:
     def step(self, step: Step) -> Answer:
         """Apply a step once, in one script."""
         windows = step.windows
+        names = [quote(window.key, safe="") for window in windows[::2]]
         keys = [
             self._conf,
             f"{self._prefix}:h:{quote(step.id, safe='')}",
-            f"{self._prefix}:o:{quote(windows[0].key, safe='')}",
+            f"{self._prefix}:o:{names[0]}",
+            *[f"{self._prefix}:w:{name}" for name in names],
         ]
-        arguments: list[Any] = [
+        made_in: list[str] = []
+        of_keys: list[Any] = []
+        for name, day, month in zip(names, windows[::2], windows[1::2], strict=True):
+            made_in += (name, day.label, month.label)
+            of_keys += (name, day.label, *day.ceiling, day.oldest)
+            of_keys += (month.label, *month.ceiling, month.oldest)
+        arguments = [
             step.id,
             step.op,
             int(step.close),
@@ -129,19 +137,16 @@ class RedisLedgerStore:
             *step.keep,
             *step.need,
             *step.want,
-            max(window.start for window in windows),
-            min(window.end for window in windows),
+            max([window.start for window in windows]),
+            min([window.end for window in windows]),
             len(step.flags),
-            len(windows) // 2,
+            len(names),
             step.ledger,
             step.owner,
+            " ".join(made_in),
             *step.flags,
+            *of_keys,
         ]
-        for day, month in zip(windows[::2], windows[1::2], strict=True):
-            name = quote(day.key, safe="")
-            keys.append(f"{self._prefix}:w:{name}")
-            arguments += (name, day.label, *day.ceiling, day.oldest)
-            arguments += (month.label, *month.ceiling, month.oldest)
         try:
             got = self._call("EVALSHA", _SHA, len(keys), *keys, *arguments)
         except self._missing:

@@ -19,7 +19,7 @@ CREATE TABLE bg_holds(
   lease bool NOT NULL, owner text NOT NULL,
   windows text NOT NULL -- keys joined by U+001F, U+001E, labels joined by U+001F
 ) WITH (fillfactor = 50);
-CREATE INDEX bg_holds_open ON bg_holds(root) WHERE NOT closed;
+CREATE INDEX bg_holds_leased ON bg_holds(root) WHERE NOT closed AND lease;
 CREATE INDEX bg_holds_done ON bg_holds(expires) WHERE closed;
 
 CREATE TABLE bg_ceilings(
@@ -117,14 +117,15 @@ END $$;
 
 -- The settlement of an exact reservation; `unknown` where it is anything else.
 CREATE FUNCTION bg_settle_v1(
-  p_id text, s1 bigint, s2 bigint, p_keys text, p_labels text, p_ledger text, OUT status text
+  p_id text, s1 bigint, s2 bigint, p_keys text, p_labels text, p_ledger text,
+  OUT status text, OUT warn int
 ) LANGUAGE plpgsql AS $$
 DECLARE
   ks text[] := string_to_array(p_keys, E'\x1f');
   ls text[] := string_to_array(p_labels, E'\x1f');
   g1 bigint; g2 bigint;
 BEGIN
-  status := 'unknown';
+  status := 'unknown'; warn := 0;
   IF p_ledger <> '' AND p_ledger IS DISTINCT FROM (SELECT x.text FROM bg_notes x WHERE x.name = 'id')
   THEN RETURN; END IF;
   UPDATE bg_holds SET su = s1, st = s2, gu = s1, gt = s2, op = 2, closed = true,
@@ -138,6 +139,11 @@ BEGIN
     UPDATE bg_windows x
       SET cu = x.cu + s1 - g1, ct = x.ct + s2 - g2, su = x.su + s1, st = x.st + s2
       WHERE x.key = ks[i] AND x.label = ls[i];
+    CONTINUE WHEN s1 <= g1 AND s2 <= g2;
+    -- It cost more than was reserved: the row is ours until the commit.
+    UPDATE bg_windows x SET warned = true WHERE x.key = ks[i] AND x.label = ls[i] AND NOT x.warned
+      AND (x.lu > 0 AND x.cu * 5 >= x.lu * 4 OR x.lt > 0 AND x.ct * 5 >= x.lt * 4);
+    IF FOUND THEN warn := warn | (1 << (i - 1)); END IF;
   END LOOP;
   status := 'ok';
 END $$;
@@ -156,7 +162,7 @@ DECLARE
   note text; l bigint; zero bigint[] := ARRAY[0,0];
   old bigint[] := zero; ns bigint[]; granted bigint[] := zero; charge bigint[];
   spent bigint[] := zero; more bigint[] := zero; added bigint[];
-  used bigint[] := '{}'; lim bigint[] := '{}'; told bool[] := '{}'; stale bool := false;
+  used bigint[] := '{}'; lim bigint[] := '{}'; told bool[] := '{}'; before bigint[] := '{}'; stale bool := false;
   takes bool := n[1] + n[2] + w[1] + w[2] > 0; taking bool;
   is_lease bool := NOT p_close AND (p_op > 1 OR w[1] > n[1] OR w[2] > n[2]);
 BEGIN
@@ -175,7 +181,7 @@ BEGIN
   -- statement below sees what is committed by then (READ COMMITTED).
   FOR attempt IN 1..2 LOOP
     FOR r IN
-      SELECT x.cu, x.ct, x.warned,
+      SELECT x.cu, x.ct, x.warned, x.lu AS last_lu, x.lt AS last_lt,
         coalesce(b.usd, d.usd, u.lu) AS lu, coalesce(b.tokens, d.tokens, u.lt) AS lt
       FROM unnest(ks, ls, p_lu, p_lt) WITH ORDINALITY u(uk, ul, lu, lt, i)
       JOIN bg_windows x ON x.key = u.uk AND x.label = u.ul
@@ -185,13 +191,14 @@ BEGIN
     LOOP
       found_rows := found_rows + 1;
       used := used || r.cu || r.ct; lim := lim || r.lu || r.lt; told := told || r.warned;
+      before := before || r.last_lu || r.last_lt;
     END LOOP;
     EXIT WHEN found_rows = places;
     FOR i IN 1..places LOOP
       INSERT INTO bg_windows(key, label) VALUES(ks[i], ls[i]) ON CONFLICT DO NOTHING;
       IF FOUND THEN PERFORM bg_forget_v1(ks[i], ls[i]); END IF;
     END LOOP;
-    found_rows := 0; used := '{}'; lim := '{}'; told := '{}';
+    found_rows := 0; used := '{}'; lim := '{}'; told := '{}'; before := '{}';
   END LOOP;
   at := extract(epoch FROM clock_timestamp()); -- after the wait; now() is the transaction's start
   SELECT * INTO h FROM bg_holds x WHERE x.id = p_id;
@@ -232,7 +239,8 @@ BEGIN
           l := lim[2*i-2+d] - used[2*i-2+d] - (charge[d] - old[d]);
           IF l < n[d] THEN
             status := 'refused';
-            detail := concat_ws(E'\x1f', i - 1, d - 1, used[2*i-2+d], lim[2*i-2+d], live);
+            detail := concat_ws(E'\x1f', i - 1, d - 1, used[2*i-2+d] + charge[d] - old[d],
+              lim[2*i-2+d], live);
           END IF;
           more[d] := least(more[d],
             greatest(n[d], floor(l::numeric / (p_share * live))::bigint), greatest(l, 0));
@@ -244,19 +252,17 @@ BEGIN
   IF NOT known AND status <> 'ok' THEN RETURN; END IF;
   gu := granted[1] + more[1]; gt := granted[2] + more[2];
   added := ARRAY[greatest(charge[1], gu) - old[1], greatest(charge[2], gt) - old[2]];
-  IF taking THEN
-    FOR i IN 1..places LOOP
-      IF NOT told[i] AND (lim[2*i-1] > 0 AND (used[2*i-1] + added[1]) * 5 >= lim[2*i-1] * 4
-          OR lim[2*i] > 0 AND (used[2*i] + added[2]) * 5 >= lim[2*i] * 4) THEN
-        warn := warn | (1 << (i - 1)); told[i] := true;
-      END IF;
-    END LOOP;
-  END IF;
+  IF NOT taking THEN lim := before; END IF; -- a report: as money was last asked for
+  FOR i IN 1..places LOOP
+    IF NOT told[i] AND (lim[2*i-1] > 0 AND (used[2*i-1] + added[1]) * 5 >= lim[2*i-1] * 4
+        OR lim[2*i] > 0 AND (used[2*i] + added[2]) * 5 >= lim[2*i] * 4) THEN
+      warn := warn | (1 << (i - 1)); told[i] := true;
+    END IF;
+  END LOOP;
   FOR i IN 1..places LOOP
     UPDATE bg_windows x SET cu = x.cu + added[1], ct = x.ct + added[2],
         su = x.su + ns[1] - spent[1], st = x.st + ns[2] - spent[2], warned = told[i],
-        lu = CASE WHEN taking THEN lim[2*i-1] ELSE x.lu END,
-        lt = CASE WHEN taking THEN lim[2*i] ELSE x.lt END
+        lu = lim[2*i-1], lt = lim[2*i]
       WHERE x.key = ks[i] AND x.label = ls[i];
   END LOOP;
   IF known THEN

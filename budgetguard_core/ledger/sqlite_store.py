@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from budgetguard_core.ledger.step import (
     WindowRecord,
     decide,
 )
+from budgetguard_core.ledger.windows import Window
 
 _SCHEMA = """
 CREATE TABLE windows(
@@ -40,15 +42,27 @@ CREATE TABLE windows(
 CREATE TABLE holds(
     id TEXT PRIMARY KEY, root TEXT, gu INT, gt INT, su INT, st INT, op INT, closed INT,
     made REAL, expires REAL, lease INT, owner TEXT, windows TEXT) WITHOUT ROWID;
-CREATE INDEX holds_open ON holds(root, expires) WHERE closed = 0;
-CREATE INDEX holds_done ON holds(expires) WHERE closed = 1;
+CREATE INDEX holds_leased ON holds(root, expires) WHERE closed = 0 AND lease = 1;
 CREATE TABLE ceilings(key TEXT, kind TEXT, usd INT, tokens INT, PRIMARY KEY(key, kind))
     WITHOUT ROWID;
 CREATE TABLE notes(name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID;
 """
 _VERSION = 1
+# More are looked at than can have come in. An index of closed holds by time would be one page more
+# in every settlement.
 _STEPS_BETWEEN_CLEANINGS = 500
 _CLEANED_AT_ONCE = 2000
+_NAMES_AT_HAND = 1000
+# What changes it: the notes and ceilings that a step looks at. New with each change, and random, so
+# that a file which was put in place of another never looks like it.
+_CHANGED = "INSERT OR REPLACE INTO notes VALUES('settings', lower(hex(randomblob(16))))"
+_FIGURES = ("cu", "ct", "su", "st", "warned", "lu", "lt")
+_KEEP_WINDOW = (
+    "INSERT INTO windows(key, label, cu, ct, su, st, warned, lu, lt) "
+    "VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(key, label) DO UPDATE SET cu = excluded.cu, "
+    "ct = excluded.ct, su = excluded.su, st = excluded.st, warned = excluded.warned, "
+    "lu = excluded.lu, lt = excluded.lt"
+)
 _SYNCHRONOUS = ("FULL", "NORMAL", "EXTRA")
 
 
@@ -92,12 +106,24 @@ class SqliteLedgerStore:
         self._inode: tuple[int, int] = (0, 0)
         self._inherited: list[sqlite3.Connection] = []
         self._steps = 0
+        self._cleaned_to = ""
+        self._settings: str | None = None
+        """The settings as they were when these two were read."""
+        self._notes: dict[str, str | None] = {}
+        self._ceilings: dict[tuple[str, str], Amount | None] = {}
         with self._writing():
             pass
 
     # Connection
 
     def _connect(self) -> sqlite3.Connection:
+        try:
+            return self._open()
+        except BaseException:
+            self._disconnect()  # or each attempt would leave a file open
+            raise
+
+    def _open(self) -> sqlite3.Connection:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = FileLock(self._path.with_name(self._path.name + ".lock"), self._timeout)
@@ -108,7 +134,7 @@ class SqliteLedgerStore:
                 "Name another file, or make its folder writable."
             ) from None
         with self._file:
-            db = sqlite3.connect(
+            self._db = db = sqlite3.connect(
                 self._path,
                 timeout=self._timeout,
                 isolation_level=None,
@@ -124,13 +150,11 @@ class SqliteLedgerStore:
                     f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;"
                 )
             elif version > _VERSION:
-                db.close()
                 raise LedgerUnreachable(
                     f"the ledger's format must be <= {_VERSION}, got {version}. "
                     "Upgrade BudgetGuard."
                 )
         self._inode = self._inode_now()
-        self._db = db
         return db
 
     def _inode_now(self) -> tuple[int, int]:
@@ -187,60 +211,71 @@ class SqliteLedgerStore:
         """Apply a step once, in one transaction."""
         with self._writing() as db:
             now = self._clock.wall_ns() / 1e9  # under the write lock
-            notes = _notes(db, ("id", *(f"f:{flag}" for flag in step.flags)))
-            if step.ledger and notes.get("id") != step.ledger:
-                adopted = _notes(db, ("adopted",)).get("adopted", "")
-                return Answer("foreign", ZERO, notes.get("id", "") + SEPARATOR + adopted, now)
-            found = db.execute(
-                "SELECT gu, gt, su, st, op, closed, windows FROM holds WHERE id = ?", (step.id,)
-            ).fetchone()
+            names = [part for window in step.windows for part in window[:2]]
+            found = db.execute(_look(len(step.windows)), (step.id, *names)).fetchone()
+            settings, op = found[0], found[5]
+            if settings != self._settings:
+                self._settings, self._notes, self._ceilings = settings, {}, {}
+            if step.ledger and self._note(db, "id") != step.ledger:
+                met, adopted = self._note(db, "id") or "", self._note(db, "adopted") or ""
+                return Answer("foreign", ZERO, met + SEPARATOR + adopted, now)
             hold = None
-            if found is not None:
-                hold = Hold(Amount(*found[:2]), Amount(*found[2:4]), found[4], bool(found[5]))
-                if not hold.closed and found[6] != _lines(step):
+            if op is not None:
+                hold = Hold(Amount(*found[1:3]), Amount(*found[3:5]), op, bool(found[6]))
+                if not found[6] and found[7] != _lines(step):
                     return Answer("windows", now=now)
-            flag, live = "", 1
+            taking = step.takes and (hold is None or step.op > hold.op)
             rows: list[Row] = []
             ceilings: list[Amount] = []
-            for window in step.windows:
-                row = db.execute(
-                    "SELECT cu, ct, su, st, warned FROM windows WHERE key = ? AND label = ?",
-                    window[:2],
-                ).fetchone()
-                rows.append(
-                    Row(Amount(*row[:2]), Amount(*row[2:4]), bool(row[4])) if row else Row()
-                )
-                if row is None:
-                    kind = window.label[:2]
-                    db.execute(
-                        "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?",
-                        (window.key, kind, window.oldest or kind),
-                    )
-                if step.takes:
-                    ceiling = db.execute(
-                        "SELECT usd, tokens FROM ceilings WHERE key IN (?, '') AND kind = ? "
-                        "ORDER BY key DESC LIMIT 1",
-                        (window.key, window.label[0]),
-                    ).fetchone()
-                    ceilings.append(Amount(*ceiling) if ceiling else window.ceiling)
-                else:
-                    ceilings.append(ZERO)
-            if step.takes:
+            for place, window in enumerate(step.windows):
+                cu, ct, su, st, warned, lu, lt = found[8 + 7 * place : 15 + 7 * place]
+                if cu is None:
+                    cu = ct = su = st = warned = lu = lt = 0
+                    _begin_window(db, window)
+                rows.append(Row(Amount(cu, ct), Amount(su, st), bool(warned)))
+                # A report is measured by the ceiling that money was last asked for under.
+                ceilings.append(self._ceiling(db, window) if taking else Amount(lu, lt))
+            flag, live = "", 1
+            if taking:
                 for one in step.flags:
-                    if f"f:{one}" in notes:
-                        flag = one + SEPARATOR + notes[f"f:{one}"]
+                    text = self._note(db, f"f:{one}")
+                    if text is not None:
+                        flag = one + SEPARATOR + text
                         break
                 if step.leases:
                     (others,) = db.execute(
-                        "SELECT count(*) FROM holds WHERE closed = 0 AND lease AND root = ? "
+                        "SELECT count(*) FROM holds WHERE closed = 0 AND lease = 1 AND root = ? "
                         "AND expires > ? AND id <> ?",
                         (step.windows[0].key, now, step.id),
                     ).fetchone()
                     live = others + 1
             answer, after, change = decide(step, now, hold, rows, ceilings, live, flag)
             if after is not None and change is not None:
-                self._keep(db, step, now, hold is not None, after, change, ceilings)
+                self._keep(db, step, now, hold is not None, rows, ceilings, after, change)
         return answer
+
+    def _note(self, db: sqlite3.Connection, name: str) -> str | None:
+        """Return a note as of the latest change of the settings."""
+        if name not in self._notes:
+            if len(self._notes) >= _NAMES_AT_HAND:
+                self._notes.clear()
+            row = db.execute("SELECT text FROM notes WHERE name = ?", (name,)).fetchone()
+            self._notes[name] = None if row is None else row[0]
+        return self._notes[name]
+
+    def _ceiling(self, db: sqlite3.Connection, window: Window) -> Amount:
+        """Return what holds for a window: its key's own, else the stored default, else its own."""
+        name = (window.key, window.label[0])
+        if name not in self._ceilings:
+            if len(self._ceilings) >= _NAMES_AT_HAND:
+                self._ceilings.clear()
+            row = db.execute(
+                "SELECT usd, tokens FROM ceilings WHERE key IN ('', ?) AND kind = ? "
+                "ORDER BY key DESC",
+                name,
+            ).fetchone()
+            self._ceilings[name] = None if row is None else Amount(*row)
+        return self._ceilings[name] or window.ceiling
 
     def _keep(
         self,
@@ -248,56 +283,39 @@ class SqliteLedgerStore:
         step: Step,
         now: float,
         known: bool,
+        rows: Sequence[Row],
+        ceilings: Sequence[Amount],
         after: Hold,
         change: Change,
-        ceilings: Sequence[Amount],
     ) -> None:
-        db.executemany(
-            "INSERT INTO windows(key, label, cu, ct, su, st, warned, lu, lt) "
-            "VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(key, label) DO UPDATE SET "
-            "cu = cu + excluded.cu, ct = ct + excluded.ct, su = su + excluded.su, "
-            "st = st + excluded.st, warned = max(warned, excluded.warned), "
-            "lu = CASE WHEN ? THEN excluded.lu ELSE lu END, "
-            "lt = CASE WHEN ? THEN excluded.lt ELSE lt END",
-            [
-                (
-                    *window[:2],
-                    *change.charged,
-                    *change.spent,
-                    change.warn >> place & 1,
-                    *ceilings[place],
-                    step.takes,
-                    step.takes,
-                )
-                for place, window in enumerate(step.windows)
-            ],
-        )
+        (du, dt), (eu, et), warn = change
+        kept: list[tuple[Any, ...]] = []
+        for place, (window, row) in enumerate(zip(step.windows, rows, strict=True)):
+            (cu, ct), (su, st), warned = row
+            figures = (cu + du, ct + dt, su + eu, st + et, warned or warn >> place & 1)
+            kept.append((window[0], window[1], *figures, *ceilings[place]))
+        db.executemany(_KEEP_WINDOW, kept)
         expires = now + (TOMBSTONE_SECONDS if after.closed else step.ttl)
-        figures = (*after.granted, *after.spent, after.op, after.closed)
+        (gu, gt), (su, st), op, closed = after
         if known:
             db.execute(
                 "UPDATE holds SET gu = ?, gt = ?, su = ?, st = ?, op = ?, closed = ?, "
                 "expires = ?, lease = lease OR ? WHERE id = ?",
-                (*figures, expires, step.leases, step.id),
+                (gu, gt, su, st, op, closed, expires, step.leases, step.id),
             )
         else:
+            root, lines = step.windows[0].key, _lines(step)
             db.execute(
-                "INSERT INTO holds(gu, gt, su, st, op, closed, expires, lease, id, root, made, "
+                "INSERT INTO holds(id, root, gu, gt, su, st, op, closed, made, expires, lease, "
                 "owner, windows) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    *figures,
-                    expires,
-                    step.leases,
-                    step.id,
-                    step.windows[0].key,
-                    now,
-                    step.owner,
-                    _lines(step),
+                    *(step.id, root, gu, gt, su, st, op, closed),
+                    *(now, expires, step.leases, step.owner, lines),
                 ),
             )
         self._steps += 1
         if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
-            _forget_closed(db, now)
+            self._cleaned_to = _forget_closed(db, now, self._cleaned_to)
 
     # Notes, ceilings, reports
 
@@ -314,11 +332,16 @@ class SqliteLedgerStore:
         """Say that this ledger is meant; return its id."""
         with self._writing() as db:
             db.execute("INSERT OR REPLACE INTO notes VALUES('adopted', '1')")
+            db.execute(_CHANGED)
             return self._identity(db)
 
     def _identity(self, db: sqlite3.Connection) -> str:
-        db.execute("INSERT OR IGNORE INTO notes VALUES('id', ?)", (uuid.uuid4().hex,))
-        return _notes(db, ("id",))["id"]
+        found = _notes(db, ("id",))
+        if not found:
+            found["id"] = uuid.uuid4().hex
+            db.execute("INSERT INTO notes VALUES('id', ?)", (found["id"],))
+            db.execute(_CHANGED)
+        return found["id"]
 
     def read(self, names: Sequence[str]) -> list[str | None]:
         """Return notes by name."""
@@ -343,6 +366,8 @@ class SqliteLedgerStore:
                 db.execute("DELETE FROM notes WHERE name = ?", (name,))
             else:
                 db.execute("INSERT OR REPLACE INTO notes VALUES(?, ?)", (name, text))
+            if name.startswith("f:"):
+                db.execute(_CHANGED)
 
     def ceilings(self) -> dict[tuple[str, str], Amount]:
         """Return the stored ceilings by key and kind; key "" is the default."""
@@ -359,6 +384,7 @@ class SqliteLedgerStore:
                 db.execute(
                     "INSERT OR REPLACE INTO ceilings VALUES(?, ?, ?, ?)", (key, kind, *ceiling)
                 )
+            db.execute(_CHANGED)
 
     def windows(self) -> list[WindowRecord]:
         """Return every window."""
@@ -449,17 +475,48 @@ def _notes(db: sqlite3.Connection, names: Sequence[str]) -> dict[str, str]:
     return dict(db.execute(statement, names).fetchall())
 
 
-def _forget_closed(db: sqlite3.Connection, now: float) -> None:
-    """Forget old tombstones; what they were charged is kept as one figure of the window."""
+@lru_cache
+def _look(windows: int) -> str:
+    """Return the one query of a step: settings, the hold and its windows, each found by its key."""
+    columns = ["(SELECT text FROM notes WHERE name = 'settings')"]
+    columns.append("h.gu, h.gt, h.su, h.st, h.op, h.closed, h.windows")
+    joins = ["(SELECT 1) LEFT JOIN holds h ON h.id = ?"]
+    for place in range(windows):
+        one = f"w{place}"
+        columns.append(", ".join(f"{one}.{name}" for name in _FIGURES))
+        joins.append(f"windows {one} ON {one}.key = ? AND {one}.label = ?")
+    return f"SELECT {', '.join(columns)} FROM {' LEFT JOIN '.join(joins)}"  # noqa: S608
+
+
+def _begin_window(db: sqlite3.Connection, window: Window) -> None:
+    """Forget the windows that a new one makes too old to keep."""
+    kind = window.label[:2]
+    db.execute(
+        "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?",
+        (window.key, kind, window.oldest or kind),
+    )
+
+
+def _forget_closed(db: sqlite3.Connection, now: float, after: str) -> str:
+    """Forget old tombstones; what they were charged is kept as one figure of the window.
+
+    Looks at some holds after the one that was looked at last; returns where it came to.
+    """
+    looked_at, last = db.execute(
+        "SELECT count(*), max(id) FROM (SELECT id FROM holds WHERE id > ? ORDER BY id LIMIT ?)",
+        (after, _CLEANED_AT_ONCE),
+    ).fetchone()
     rows = db.execute(
-        "SELECT id, su, st, windows FROM holds WHERE closed = 1 AND expires < ? LIMIT ?",
-        (now, _CLEANED_AT_ONCE),
+        "SELECT id, su, st, windows FROM holds WHERE id > ? AND id <= ? AND closed = 1 "
+        "AND expires < ?",
+        (after, last, now),
     ).fetchall()
     db.executemany(
         "UPDATE windows SET fu = fu + ?, ft = ft + ? WHERE key = ? AND label = ?",
         [(su, st, *pair) for _, su, st, windows in rows for pair in _pairs(windows)],
     )
     db.executemany("DELETE FROM holds WHERE id = ?", [(row[0],) for row in rows])
+    return last if looked_at == _CLEANED_AT_ONCE else ""
 
 
 def _lines(step: Step) -> str:

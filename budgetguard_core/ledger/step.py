@@ -11,10 +11,12 @@ granted and what was spent, expired or not. An expired hold is never free money.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from budgetguard_core.clock import SystemClock
 from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.windows import Window
 
@@ -24,6 +26,11 @@ SEPARATOR = "\x1f"
 """Between the parts of a detail; no name can hold it."""
 
 Status: TypeAlias = Literal["ok", "refused", "killed", "clock", "closed", "foreign", "windows"]
+
+
+def new_id() -> str:
+    """Make the id of a hold: by time first, so that neighbours in time share pages of an index."""
+    return f"{SystemClock.wall_ns():016x}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,24 @@ class Step:
     ledger: str = ""
     """The id of the ledger that the holder knows."""
 
+    def within(self, ledger: str) -> Step:
+        """Return it for the ledger of this id; a third of what `replace` costs."""
+        return Step(
+            self.id,
+            self.op,
+            self.windows,
+            self.spent,
+            self.keep,
+            self.need,
+            self.want,
+            self.close,
+            self.ttl,
+            self.share,
+            self.flags,
+            self.owner,
+            ledger,
+        )
+
     @property
     def takes(self) -> bool:
         """Whether the step asks for money."""
@@ -79,12 +104,14 @@ class Answer(NamedTuple):
     granted: Amount = ZERO
     """What the hold has now, in all."""
     detail: str = ""
-    """refused: window's place, dimension, charged, ceiling, holders of leases; killed: flag, its
+    """refused: window's place, dimension, charged with what this step reports, ceiling, holders of
+    leases; killed: flag, its
     text; foreign: the id of the ledger that was met, and whether it was adopted."""
     now: float = 0.0
     """The store's clock; 0 where the step needed no clock."""
     warn: int = 0
-    """Bit i is set when this step brought the i-th window to 80 % of its ceiling, first of all."""
+    """Bit i is set when this step brought the i-th window to 80 % of its ceiling, first of all: by
+    what it took, or by what it reported beyond what was set aside."""
 
 
 class Hold(NamedTuple):
@@ -147,7 +174,8 @@ def decide(
         now: The store's clock, read under its lock.
         hold: The hold of this id, if there is one.
         rows: The windows of the step, in its order.
-        ceilings: Theirs; 0 is none.
+        ceilings: Theirs, for a step that takes as they are stored, for a report as money was last
+            asked for; 0 is none.
         live: How many holders share what is left, this one included.
         flag: The first kill switch that is set and its text, or nothing.
     """
@@ -182,7 +210,7 @@ def decide(
         return Answer(status, ZERO, detail, now), None, None
     granted = _sum(granted, more)
     added = _difference(_larger(charge, granted), was.charge)
-    warn = _warnings(rows, ceilings, added) if taking else 0
+    warn = _warnings(rows, ceilings, added)
     after = Hold(granted, spent, max(was.op, step.op), was.closed or closing)
     change = Change(added, _difference(spent, was.spent), warn)
     return Answer(status, granted, detail, now, warn), after, change
@@ -198,10 +226,11 @@ def _grant(
             limit = ceiling[dimension]
             if not limit:
                 continue
-            left = limit - row.charged[dimension] - added[dimension]
+            used = row.charged[dimension] + added[dimension]
+            left = limit - used
             need = step.need[dimension]
             if left < need:
-                facts = (place, dimension, row.charged[dimension], limit, live)
+                facts = (place, dimension, used, limit, live)
                 return ZERO, SEPARATOR.join(map(str, facts))
             part = max(need, left // (step.share * max(1, live)))
             more[dimension] = min(more[dimension], part, max(left, 0))
@@ -209,10 +238,13 @@ def _grant(
 
 
 def _warnings(rows: Sequence[Row], ceilings: Sequence[Amount], added: Amount) -> int:
+    # Without a loop over the two dimensions: this is part of every step of SQLite.
     warn = 0
-    for place, (row, ceiling) in enumerate(zip(rows, ceilings, strict=True)):
-        if not row.warned and any(
-            ceiling[d] and (row.charged[d] + added[d]) * 5 >= ceiling[d] * 4 for d in (0, 1)
+    for place, (row, (usd, tokens)) in enumerate(zip(rows, ceilings, strict=True)):
+        charged = row.charged
+        if not row.warned and (
+            (usd and (charged[0] + added[0]) * 5 >= usd * 4)
+            or (tokens and (charged[1] + added[1]) * 5 >= tokens * 4)
         ):
             warn |= 1 << place
     return warn

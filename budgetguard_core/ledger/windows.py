@@ -57,7 +57,7 @@ class Key:
         zone_of(self.time_zone)
 
 
-Tenant: TypeAlias = "str | Key | Iterable[str | Key]"
+Tenant: TypeAlias = str | Key | Iterable[str | Key]
 """One key, or several that are reserved together; the first is the tenant itself."""
 
 

@@ -58,6 +58,45 @@ def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     store.close()
 
 
+@pytest.mark.parametrize("synchronous", ["FULL", "NORMAL"])
+def test_a_file_that_lost_its_power_is_an_earlier_ledger_and_a_sound_one(
+    synchronous, tmp_path, opened
+):
+    """In place of a loss of power: the log of SQLite, cut off at any byte.
+
+    With FULL each commit is on the disk before it is acknowledged, so nothing that was is cut off;
+    NORMAL waits for the next checkpoint, so what came after the last one may be.
+    """
+    import sqlite3
+
+    url = f"sqlite:///{tmp_path}/ledger.sqlite3?synchronous={synchronous.lower()}"
+    ledger = opened(url, lease="exact", daily_usd=10**6)
+    for _ in range(12):
+        ledger.reserve(("acme", "u"), usd=0.5).settle(0.25)
+    ledger.reserve("acme", usd=1)
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite3")) as db:
+        (mode,) = db.execute("PRAGMA journal_mode").fetchone()
+    asked = ledger.connection.store()._db.execute("PRAGMA synchronous").fetchone()
+    assert (mode, asked) == ("wal", (2,) if synchronous == "FULL" else (1,))
+    log = (tmp_path / "ledger.sqlite3-wal").read_bytes()
+    rnd, seen = random.Random(7), set()
+    for size in (0, len(log), *(rnd.randrange(len(log)) for _ in range(40))):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        shutil.copy(tmp_path / "ledger.sqlite3", folder)
+        (folder / "ledger.sqlite3-wal").write_bytes(log[:size])
+        try:
+            with Ledger(f"sqlite:///{folder}/ledger.sqlite3", queue=tmp_path / "q") as cut:
+                assert cut.check() == []
+                day = cut.usage("acme").daily
+        finally:
+            shutil.rmtree(folder)
+        assert 0 <= day.spent_usd <= 3
+        seen.add((day.spent_usd, day.reserved_usd))
+    assert (Decimal(3), Decimal(1)) in seen  # the whole log
+    assert len(seen) > 5
+
+
 def need_server(kind):
     found = shutil.which("redis-server") if kind == "redis" else postgres_binaries()
     if not found:
@@ -121,8 +160,10 @@ def _fails(call):
         ("redis", ("--appendonly", "yes", "--appendfsync", "everysec")),
         ("redis", ("--appendonly", "yes", "--appendfsync", "always")),
         ("postgres", ()),
+        # Set for each connection of the ledger's, whatever the server's default.
+        ("postgres", ("synchronous_commit=off",)),
     ],
-    ids=["redis everysec", "redis always", "postgres"],
+    ids=["redis everysec", "redis always", "postgres", "postgres that commits later"],
 )
 def test_a_server_that_is_killed_under_load_loses_no_settlement(kind, options, tmp_path):
     need_server(kind)

@@ -23,6 +23,7 @@ from budgetguard_core.ledger import (
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.testing import ManualClock
+from ledger_servers import wait_until
 
 
 def charged(ledger, key="acme"):
@@ -216,6 +217,40 @@ def test_a_reservation_taken_back_or_settled_is_not_made_again(place, opened):
         ledger.reserve("acme", usd=1, reservation_id="one")
 
 
+def test_sixteen_keys_are_one_step(place, opened):
+    ledger = opened(place, daily_usd=10)
+    keys = [f"key {number} ' :%{{}}" for number in range(16)]
+    ledger.set_ceilings(keys[11], daily_usd=2)
+    ledger.reserve(keys, usd=1).settle(1.5)
+    with pytest.raises(LedgerRefused, match=r"key 11 .* has used or reserved .1.5 of .2 of"):
+        ledger.reserve(keys, usd=1)
+    assert [ledger.usage(key).daily.spent_usd for key in keys] == [Decimal("1.5")] * 16
+    assert all(ledger.usage(key).daily.reserved_usd == 0 for key in keys)
+
+
+def test_what_another_process_sets_is_seen_by_the_next_step(place, opened, monkeypatch):
+    monkeypatch.setattr("budgetguard_core.ledger.sqlite_store._NAMES_AT_HAND", 2)
+    ledger, operator = opened(place, daily_usd=10, lease="exact"), opened(place)
+    for number in range(4):
+        for tenant in ("acme", "beta"):
+            ledger.reserve(tenant, f"run {number}", usd=1).settle(0.1)
+    operator.kill(run="run 1")
+    with pytest.raises(LedgerRefused, match="was killed"):
+        ledger.reserve("acme", "run 1", usd=1)
+    ledger.reserve("acme", "run 2", usd=1).settle(0.1)
+    operator.revive(run="run 1")
+    ledger.reserve("acme", "run 1", usd=1).settle(0.1)
+    operator.set_ceilings("acme", daily_usd=1)
+    with pytest.raises(LedgerRefused, match=r"of .1 of the day"):
+        ledger.reserve("acme", usd=1)
+    operator.set_ceilings(None, daily_usd=0.5)
+    with pytest.raises(LedgerRefused, match=r"of .0.5 of the day"):
+        ledger.reserve("beta", usd=1)
+    operator.clear_ceilings("acme")
+    operator.clear_ceilings(None)
+    ledger.reserve("acme", usd=1).settle(0.1)
+
+
 def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
     ledger = opened(place, daily_usd=1, monthly_tokens=100)
     told = []
@@ -231,6 +266,59 @@ def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
         "'acme' reached 80 % of its ceiling (d:20",
         "'acme' reached 80 % of its ceiling (m:20",
     ]
+
+
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_call_that_cost_more_than_it_set_aside_warns_without_another(place, opened, lease):
+    ledger, told = opened(place, daily_usd=10, lease=lease), []
+    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
+    other = ledger.attach("other", ("acme", "u"), on_kill=told.append, on_warning=told.append)
+    part = run.take(10**9, 0) or run.obtain(10**9, 0)
+    run.settle(part, (10**9, 0), (8 * 10**9, 0))
+    other.close()
+    assert told == []
+    ledger.beat()
+    if lease == "auto":  # what was spent is reported when it is given back
+        run.meter.recall()
+        ledger.beat()
+    wait_until(lambda: told)  # the ledger's own thread may be the one that tells
+    assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
+        ("tenant_daily", 10, 8)
+    ]
+    assert other.meter is not run.meter
+    reservation = ledger.reserve("acme", usd=1)
+    reservation.settle(1.5)
+    ledger.beat()
+    assert len(told) == 1
+
+
+def test_a_warning_that_no_run_was_left_to_hear_is_told_to_the_next(place, opened):
+    ledger, told = opened(place, daily_usd=10, lease="exact"), []
+    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
+    part = run.obtain(10**9, 0)
+    run.close()
+    run.settle(part, (10**9, 0), (9 * 10**9, 0))
+    ledger.beat()
+    assert told == []
+    beta = ledger.attach("of another", "beta", on_kill=told.append, on_warning=told.append)
+    ledger.beat()
+    assert told == []
+    ledger.attach("next", ("acme", "u"), on_kill=told.append, on_warning=told.append)
+    ledger.beat()
+    wait_until(lambda: told)
+    assert [(warned.key, warned.used) for warned in told] == [("acme", 9)]
+    beta.close()
+
+
+def test_of_many_warnings_that_nobody_heard_the_latest_are_kept(sqlite, opened, monkeypatch):
+    monkeypatch.setattr(module, "_WARNINGS_KEPT", 1)
+    ledger, told = opened(sqlite, daily_usd=10, lease="exact"), []
+    for tenant in ("acme", "beta"):
+        ledger.reserve(tenant, usd=9).settle(9)
+    ledger.attach("next", ("acme", "beta"), on_kill=told.append, on_warning=told.append)
+    ledger.beat()
+    wait_until(lambda: told)
+    assert [warned.key for warned in told] == ["beta"]
 
 
 def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):

@@ -47,6 +47,30 @@ def test_daylight_saving(zone, day, hours):
         assert windows_at("t", step, where)[0] == found
 
 
+@pytest.mark.parametrize(
+    ("zone", "day", "hours"),
+    [
+        (
+            "America/St_Johns",
+            dt.date(2010, 11, 6),
+            24,
+        ),  # 00:01 is 23:01 again
+        ("America/St_Johns", dt.date(2010, 11, 7), 25),
+        ("America/Toronto", dt.date(1919, 3, 30), 24),  # after 23:30 comes 00:30
+        ("America/Toronto", dt.date(1919, 3, 31), 23),
+    ],
+)
+def test_clocks_that_change_around_midnight_move_its_edge_and_leave_no_gap(zone, day, hours):
+    where = ZoneInfo(zone)
+    noon = dt.datetime(day.year, day.month, day.day, 12, tzinfo=where).timestamp()
+    found = windows_at("t", noon, where)[0]
+    assert found.label == f"d:{day}"
+    assert (found.end - found.start) / 3600 == hours
+    for step in range(int(found.start), int(found.end), 60):
+        assert windows_at("t", step, where)[0] == found
+    assert windows_at("t", found.end, where)[0].start == found.end
+
+
 def test_labels_say_nothing_of_the_zone():
     now = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC).timestamp()
     labels = {windows_at("t", now, ZoneInfo(zone))[0].label for zone in ("UTC", "Europe/Berlin")}

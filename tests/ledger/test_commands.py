@@ -1,0 +1,217 @@
+"""The commands of the ledger, end to end, on each of the stores."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
+
+
+@pytest.fixture
+def budgetguard_process():
+    """The command as users run it."""
+
+    def call(*arguments):
+        command = [sys.executable, "-I", "-m", "budgetguard_cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    return call
+
+
+def run(place, *arguments):
+    environment = {"BUDGETGUARD_LEDGER": place.url, "COLUMNS": "200"}
+    return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+def test_show_set_and_export(place, opened):
+    assert run(place, "ledger", "set", "acme", "--daily-usd", "20").exit_code == 0
+    told = run(place, "ledger", "set", "acme", "--monthly-tokens", "5000")
+    assert told.output == "ceilings of acme: a day $20, a month 5,000 tokens\n"
+    told = run(place, "ledger", "set", "--default", "--daily-usd", "3", "--json")
+    assert json.loads(told.stdout) == {
+        "key": None,
+        "own": True,
+        "daily_usd": "3",
+        "daily_tokens": None,
+        "monthly_usd": None,
+        "monthly_tokens": None,
+    }
+    ledger = opened(place)
+    ledger.reserve(("acme", "=cmd|x"), usd=2, tokens=9).settle(1.5, 7)
+    ledger.reserve("acme", usd=1)
+    shown = run(place, "ledger", "show").output
+    assert "acme" in shown
+    assert "$1.5  7 tokens" in shown
+    assert "12%" in shown  # 2.5 of 20
+    assert f"ledger {ledger.id}" in shown
+    record = json.loads(
+        run(place, "ledger", "show", "--json", "--tenant", "acme").stdout.split("\n")[0]
+    )
+    assert (record["spent_usd"], record["reserved_usd"], record["ceiling_usd"]) == (
+        "1.5",
+        "1",
+        "20",
+    )
+    rows = list(csv.DictReader(io.StringIO(run(place, "ledger", "export").stdout)))
+    assert {row["key"] for row in rows} == {"acme", "'=cmd|x"}
+    lines = run(place, "ledger", "export", "--json").stdout.splitlines()
+    assert len(lines) == 4
+    run(place, "ledger", "set", "acme", "--daily-usd", "none")
+    assert ledger.ceilings()["acme"]["d"] == (0, 0)
+    cleared = run(place, "ledger", "set", "acme", "--clear")
+    assert cleared.output == "ceilings of acme: none of its own\n"
+    assert set(ledger.ceilings()) == {""}
+
+
+def test_kill_revive_and_runs(place, opened):
+    ledger = opened(place)
+    attached = ledger.attach("run-1", "acme", on_kill=id, on_warning=id)
+    ledger.beat()
+    assert "run-1" in run(place, "runs").output
+    assert json.loads(run(place, "ledger", "runs", "--json").stdout)["run"] == "run-1"
+    assert "1" in run(place, "ledger", "show").output
+    killed = run(place, "kill", "--run", "run-1", "--who", "ann", "--why", "loops")
+    assert "killed by ann" in killed.output
+    assert "killed: this run was killed by ann" in run(place, "ledger", "show").output
+    said = json.loads(run(place, "kill", "--tenant", "beta", "--who", "bob", "--json").stdout)
+    assert (said["flag"], said["who"]) == ("t:beta", "bob")
+    revived = run(place, "revive", "--run", "run-1")
+    assert revived.exit_code == 0
+    assert "revived: this run was killed by ann" in revived.output
+    assert "still killed: tenant 'beta' was killed by bob" in revived.output
+    said = json.loads(run(place, "revive", "--tenant", "beta", "--json").stdout)
+    assert said["flag"] == "t:beta"
+    assert ledger.kills() == []
+    assert "no such kill switch was set" in run(place, "revive", "--all").output
+    attached.close()
+    ledger.beat()
+    assert "no run is alive" in run(place, "runs").output
+
+
+def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
+    opened(sqlite).reserve("acme", usd=1)
+    for arguments in (
+        ("kill",),
+        ("kill", "--all", "--run", "r"),
+        ("revive",),
+        ("kill", "--tenant", "a\n"),
+        ("ledger", "set", "acme", "--daily-tokens", "1.5"),
+        ("ledger", "set", "acme", "--daily-usd", "nan"),
+        ("ledger", "set", "acme", "--monthly-usd=-1"),
+        ("ledger", "reconcile", "--hold", "x"),
+        ("ledger", "reconcile", "--usd", "1"),
+        ("ledger", "reconcile", "--hold", "x", "--usd", "1"),
+        ("ledger", "set"),
+        ("ledger", "set", "acme"),
+        ("ledger", "set", "acme", "--clear", "--daily-usd", "1"),
+        ("ledger", "set", "acme", "--daily-usd", "many"),
+        ("ledger", "show", "--ledger", "mysql://x"),
+        ("ledger", "check", "--ledger", "redis://127.0.0.1:1"),
+    ):
+        done = run(sqlite, *arguments)
+        assert done.exit_code == 2, arguments
+        assert done.stderr.startswith("budgetguard: "), arguments
+        assert done.stderr.count("\n") == 1
+
+
+COMMANDS = [
+    *(("ledger", name) for name in ("show", "set", "runs", "export", "reconcile")),
+    *(("ledger", name) for name in ("adopt", "check")),
+    *((name,) for name in ("kill", "revive", "runs")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_command_has_an_example_and_speaks_json(sqlite, command):
+    done = run(sqlite, *command, "--help")
+    assert done.exit_code == 0
+    assert f"Example: budgetguard {' '.join(command)}" in done.output
+    assert "--json" in done.output
+    assert "BUDGETGUARD_LEDGER" in done.output
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_file_that_is_not_there_is_no_empty_ledger(sqlite, command):
+    options = {"set": ("acme", "--daily-usd", "1"), "kill": ("--all",), "revive": ("--all",)}
+    done = run(sqlite, *command, *options.get(command[-1], ()))
+    if command[-1] == "set":
+        assert done.exit_code == 0
+        return
+    assert done.exit_code == 2
+    assert "a ledger must be there, got no file" in done.stderr
+    assert not sqlite.path.exists()
+
+
+def test_json_of_the_rest(sqlite, opened):
+    opened(sqlite).reserve("acme", usd=1)
+    assert json.loads(run(sqlite, "ledger", "adopt", "--json").stdout)["url"].startswith("sqlite:")
+    assert run(sqlite, "ledger", "check", "--json").stdout == ""
+    assert run(sqlite, "ledger", "reconcile", "--json").stdout == ""
+    with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
+        db.execute("UPDATE windows SET cu = 0 WHERE label LIKE 'd%'")
+        db.commit()
+    damaged = run(sqlite, "ledger", "check", "--json")
+    assert damaged.exit_code == 1
+    assert "in the window" in json.loads(damaged.stdout)["problem"]
+
+
+@pytest.mark.parametrize(
+    "name", ["x'; DROP TABLE windows; --", "*", "a\u202eb", "=1+1", "[red]x", ":x:"]
+)
+def test_hostile_names_in_the_commands(place, opened, name):
+    ledger = opened(place)
+    ledger.reserve((name, "acme"), usd=2).settle(1)
+    attached = ledger.attach(name, name, on_kill=id, on_warning=id)
+    ledger.beat()
+    assert run(place, "ledger", "set", name, "--daily-usd", "5").exit_code == 0
+    killed = run(place, "kill", "--tenant", name, "--why", "\x1b[2J\nx", "--who", name)
+    for done in (
+        killed,
+        run(place, "ledger", "show"),
+        run(place, "runs"),
+        run(place, "ledger", "show", "--tenant", name),
+        run(place, "ledger", "reconcile"),
+        run(place, "revive", "--tenant", name),
+    ):
+        assert done.exit_code == 0, done.output
+        assert all(line.isprintable() for line in done.output.splitlines()), name
+    records = map(json.loads, run(place, "ledger", "export", "--json").stdout.splitlines())
+    assert {record["key"] for record in records} == {"acme", name}
+    shown = run(place, "ledger", "show", "--tenant", name).output
+    assert "acme" not in shown
+    assert (name if name.isprintable() else ascii(name)) in shown
+    attached.close()
+
+
+def test_the_commands_reach_a_process_of_their_own(sqlite, opened, budgetguard_process):
+    ledger = opened(sqlite, daily_usd=1)
+    ledger.reserve("acme", usd=0.1)
+    run_ = ledger.attach("run-1", "acme", on_kill=id, on_warning=id)
+    ledger.beat()
+    done = budgetguard_process("kill", "--tenant", "acme", "--ledger", sqlite.url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run_.obtain(1, 1).reason == "aborted"
+    assert "acme" in budgetguard_process("ledger", "export", "--ledger", sqlite.url).stdout
+
+
+def test_check_and_adopt(sqlite, place, opened):
+    opened(place).reserve("acme", usd=1)
+    done = run(place, "ledger", "check")
+    assert done.exit_code == (0 if place.kind == "sqlite" else 2)
+    assert "adopted: ledger" in run(place, "ledger", "adopt").output
+    opened(sqlite).reserve("acme", usd=1)
+    with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
+        db.execute("UPDATE windows SET cu = 0")
+        db.commit()
+    damaged = run(sqlite, "ledger", "check")
+    assert damaged.exit_code == 1
+    assert "in the window" in damaged.output

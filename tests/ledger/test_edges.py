@@ -1,0 +1,247 @@
+"""Edges of leases and of a process: lost replies, recalls of nothing, runs that come late."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from decimal import Decimal
+
+import pytest
+
+from budgetguard_core import Guard, ModelCall
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger import LeaseOptions, LedgerUnreachable, Refusal
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.tenancy import _weakly
+from budgetguard_core.testing import ManualClock
+
+CENT = 10**7
+NO_WAIT = LeaseOptions(recall=0.0)
+
+
+class Quiet:
+    """A heartbeat that beats only when the test says so."""
+
+    is_alive = False
+
+    def __init__(self, *_):
+        pass
+
+    def wake(self):
+        pass
+
+    stop = restart = wake
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr("budgetguard_core.ledger.ledger.Heartbeat", Quiet)
+    made = ManualClock()
+    made.advance(3600)
+    return made
+
+
+@pytest.fixture
+def join(sqlite, opened, clock):
+    """A run in a ledger of its own connection: a process, as far as the store can tell."""
+
+    def attach(tenant="acme", **options):
+        options.setdefault("options", NO_WAIT)
+        ledger = opened(sqlite, clock=clock, **options)
+        ledger.connection._pause_ns = 0
+        return ledger, ledger.attach("run", tenant, on_kill=id, on_warning=id)
+
+    return attach
+
+
+def spend(run, usd=CENT):
+    part = run.take(usd, 1) or run.obtain(usd, 1)
+    if isinstance(part, Refusal):
+        return part
+    run.settle(part, Amount(usd, 1), Amount(usd, 1))
+    return None
+
+
+def charged(ledger):
+    day = ledger.usage("acme").daily
+    return day.spent_usd, day.reserved_usd
+
+
+def silent(*_):
+    raise LedgerUnreachable("nothing")
+
+
+def test_what_a_run_that_looks_on_takes_back_is_charged_to_nobody(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=Decimal("0.01"), options=NO_WAIT)
+    ledger.reserve("acme", usd=Decimal("0.01"))
+    guard = Guard(mode="observe", ledger=ledger, tenant="acme")
+    ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal(1)))
+    assert guard.observed_trip.reason == "tenant_daily"
+    assert guard.withdraw_model_call(ticket)
+    ledger.beat()
+    assert charged(ledger) == (0, Decimal("0.01"))
+
+
+def test_a_first_lease_whose_reply_was_lost_is_the_one_that_is_asked_for_again(join):
+    ledger, run = join(daily_usd=1)
+    store = ledger.connection.store()
+    real = store.step
+
+    def lost(step):
+        real(step)
+        raise LedgerUnreachable("the reply was lost")
+
+    store.step = lost
+    assert spend(run).reason == "aborted"
+    store.step = real
+    assert spend(run) is None
+    ledger.close()
+    assert charged(ledger) == (Decimal("0.01"), 0)
+    assert len(ledger.holds()) <= 2
+
+
+def test_what_a_closed_ledger_cannot_report_the_next_process_does(join, opened, sqlite, clock):
+    ledger, run = join(daily_usd=1)
+    assert spend(run) is None
+    under_way = run.take(CENT, 1)
+    assert under_way is not None
+    ledger.connection.send = ledger.connection.ask = silent
+    ledger.close()
+    after = opened(sqlite, clock=clock)
+    assert charged(after) == (0, Decimal("0.04"))  # the lease
+    after.beat()
+    assert charged(after) == (Decimal("0.02"), 0)  # what is under way may be billed
+
+
+def test_a_recall_finds_nothing_to_give_back(join, sqlite):
+    ledger, run = join(daily_usd=1)
+    ledger.beat()
+    store = sqlite.store()
+    store.write("w:acme", "1 first")
+    ledger.beat()
+    assert charged(ledger) == (0, 0)
+    assert spend(run) is None
+    store.close()
+
+
+def test_a_refusal_that_cannot_be_told_to_the_others_is_a_refusal(join):
+    _first, run = join(daily_usd=0.1)
+    spend(run)
+    other, neighbour = join(daily_usd=0.1)
+    other.connection.store()
+    other.connection.ask = silent
+    refused = None
+    for _ in range(20):
+        refused = refused or spend(neighbour)
+    assert refused.reason == "tenant_daily"
+    del other.connection.ask
+
+
+def test_a_call_under_way_in_an_ended_part_is_not_reported_at_each_beat(join, clock):
+    ledger, run = join(daily_usd=1)
+    part = run.obtain(5 * CENT, 1)
+    clock.advance(50)
+    spend(run)
+    ledger.beat()
+    trips = ledger.trips
+    ledger.beat()
+    assert ledger.trips == trips
+    run.settle(part, Amount(5 * CENT, 1), Amount(5 * CENT, 1))
+    ledger.beat()
+    assert sum(not hold.closed for hold in ledger.holds()) == 1
+
+
+def test_a_run_that_comes_as_its_tenant_is_left_keeps_its_meter(join, monkeypatch):
+    ledger, run = join(lease="exact")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "_runs_of", lambda account: [])  # a moment ago there was none
+        ledger.beat()
+    assert ledger._meters[run.account.keys] is run.meter
+
+
+def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
+    monkeypatch.setattr("budgetguard_core.ledger.ledger._TENANTS_AT_HAND", 3)
+    ledger = opened(sqlite, daily_usd=1)
+    for number in range(10):
+        ledger.reserve(f"tenant-{number}", usd=0.5).settle(0.25)
+        assert len(ledger._reserving) <= 3
+    assert {row.spent_usd for row in ledger.windows()} == {Decimal("0.25")}
+
+
+def test_a_torn_note_of_a_process_hides_no_run(place, opened, store):
+    ledger = opened(place)
+    ledger.attach("run-1", "acme", on_kill=id, on_warning=id)
+    ledger.beat()
+    for number, text in enumerate(("not JSON", "[1]", "{}")):
+        store.write(f"p:torn-{number}", text)
+    assert [run.run for run in ledger.runs()] == ["run-1"]
+
+
+def test_a_program_without_asyncio_has_no_event_loop(join, monkeypatch):
+    monkeypatch.delitem(sys.modules, "asyncio")
+    _ledger, run = join(daily_usd=0.01)
+    _other, neighbour = join(daily_usd=0.01)
+    assert spend(run) is None
+    assert spend(neighbour).reason == "tenant_daily"
+
+
+def test_a_connection_that_was_never_opened_crosses_a_fork():
+    connection = Connection(silent, ManualClock())
+    connection.forked()
+    connection.close()
+
+
+def test_what_is_told_to_a_guard_that_nobody_keeps_is_told_to_nobody():
+    guard = Guard()
+    tell = _weakly(guard.abort)
+    tell("first")
+    assert guard.check().detail == "first"
+    del guard
+    gc.collect()
+    tell("nobody")
+
+
+def roll_back(store):
+    """Fail as where the disk is full: SQLite has rolled back by itself."""
+    with store._writing() as db:
+        db.execute("DELETE FROM windows")
+        db.execute("ROLLBACK")
+        raise RuntimeError("rolled back")
+
+
+def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(sqlite, opened, monkeypatch):
+    ledger = opened(sqlite, daily_usd=1)
+    reservation = ledger.reserve("acme", usd=0.5)
+
+    def fail(*_):
+        raise RuntimeError("half way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("budgetguard_core.ledger.sqlite_store.decide", fail)
+        with pytest.raises(RuntimeError, match="half way"):
+            reservation.settle(0.25)
+    with pytest.raises(RuntimeError, match="rolled back"):
+        roll_back(ledger.connection.store())
+    assert charged(ledger) == (0, Decimal("0.5"))
+    assert ledger.check() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ttl": 0},
+        {"ttl": 61},  # a holder would outlive what reconciliation waits for
+        {"ttl": float("nan")},
+        {"share": 0},
+        {"least_calls": 0},
+        {"least_calls": 8, "most_calls": 7},
+        {"most_calls": 1.5},
+        {"recall": -1},
+        {"seconds": "30"},
+        {"tight": True},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match=r"must be from .*, got .*\. Use "):
+        LeaseOptions(**wrong)

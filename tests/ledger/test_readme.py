@@ -1,0 +1,33 @@
+"""The Python blocks of the ledger's README run."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_examples import CodeExample, EvalExample, find_examples
+
+import budgetguard_core.ledger.ledger as module
+from layout import ROOT
+
+README = ROOT / "budgetguard_core" / "ledger" / "README.md"
+BLOCKS = [block for block in find_examples(str(README)) if block.prefix == "python"]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.start_line}")
+def test_block_runs(block: CodeExample, eval_example: EvalExample, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    eval_example.set_config(line_length=120)
+    eval_example.run_print_check(block)
+    for ledger in module._BY_URL.values():
+        ledger.close()
+    module._BY_URL.clear()
+
+
+def test_every_command_that_is_named_is_there():
+    from typer.main import get_command
+
+    from budgetguard_cli.app import app
+
+    command = get_command(app)
+    text = README.read_text("utf-8")
+    for name in ("kill", "revive", "runs", *command.commands["ledger"].commands):
+        assert name in text

@@ -1,0 +1,310 @@
+"""What an unkind world does to a ledger: torn files, silent processes, calls nobody can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
+from budgetguard_core.file_lock import FileLock
+from budgetguard_core.ledger import LeaseOptions, LedgerRefused, LedgerUnreachable, Refusal
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.heartbeat import Heartbeat
+from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.windows import Window
+from budgetguard_core.testing import ManualClock
+from ledger_servers import Place, need, seconds
+
+WINDOWS = (Window("acme", "d:2026-11-22", 0.0, 0.0), Window("acme", "m:2026-11", 0.0, 0.0))
+
+
+def silent(*_):
+    raise LedgerUnreachable("nothing")
+
+
+def left_behind(folder):
+    """What the next process sends."""
+    sent = []
+    Outbox(folder).deliver_orphans(sent.append)
+    return {step.id: step.spent for step in sent}
+
+
+def test_a_line_that_a_full_disk_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
+    outbox, real = Outbox(tmp_path / "queue"), os.write
+
+    def short(fd, data):
+        return real(fd, data[: len(data) // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short)
+        with pytest.raises(LedgerUnreachable, match="must be writable"):
+            outbox.record(Step("one", 1, WINDOWS, spent=Amount(5, 5)))
+    outbox.record(Step("two", 1, WINDOWS, spent=Amount(7, 7)))
+    outbox.close()
+    assert left_behind(tmp_path / "queue") == {"two": Amount(7, 7)}
+
+
+def test_lines_that_are_no_reports_are_left_out(tmp_path):
+    folder = tmp_path / "queue"
+    folder.mkdir()
+    good = {"id": "a", "op": 1, "windows": [["acme", "d:2026-11-22"]], "spent": [3, 4], "owner": ""}
+    lines = ["[1]", "7", "null", '"x"', '{"done": true}', '{"id": [], "done": true}', "{"]
+    (folder / "x.jsonl").write_text("\n".join([*lines, json.dumps(good)]))
+    assert left_behind(folder) == {"a": Amount(3, 4)}
+
+
+def test_a_call_without_figures_is_refused_all_the_same(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=1)
+    with pytest.raises(LedgerRefused) as refused:
+        ledger.reserve("acme")
+    assert refused.value.reason == "tenant_daily"
+    ledger.kill(tenant="beta", who="ann")
+    with pytest.raises(LedgerRefused, match="killed by ann"):
+        ledger.reserve("beta")
+
+
+def test_processes_that_died_long_ago_are_forgotten(place, opened, store):
+    long_ago = {"host": "h", "pid": 1, "seen": store.now() - 90_000, "runs": [["r", ["acme"], 1.0]]}
+    store.write("p:dead", json.dumps(long_ago))
+    store.write("p:torn", "not JSON")
+    ledger = opened(place)
+    ledger.attach("run-1", "acme", on_kill=print, on_warning=print)
+    ledger.beat()
+    assert [run.run for run in opened(place).runs()] == ["run-1"]
+    assert len(store.scan("p:")) == 1
+
+
+def test_a_ledger_that_is_used_again_charges_nothing_twice(sqlite, opened, monkeypatch):
+    ledger = opened(sqlite, on_ledger_error="allow", lease="exact")
+    with monkeypatch.context() as patch:
+        for name in ("send", "take", "ask"):
+            patch.setattr(ledger.connection, name, silent)
+        reservation = ledger.reserve("acme", usd=1)
+        reservation.settle(0.25)
+        ledger.close()
+    ledger.beat()
+    opened(sqlite).beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.25"), 0)
+
+
+def test_calls_that_never_left_need_no_taking_back(opened):
+    ledger = opened("redis://127.0.0.1:1/0", timeout=0.2)
+    for _ in range(50):
+        with pytest.raises(LedgerRefused):
+            ledger.reserve("acme", usd=1)
+    assert len(ledger._outbox) == 0
+
+
+def test_money_that_others_spend_during_a_trip_refuses_nobody(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=100, options=LeaseOptions(recall=0.0, most_calls=4))
+    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
+    run.settle(run.obtain(100, 1), Amount(100, 1), Amount(100, 1))
+    real = ledger.connection.send
+
+    def send(step):
+        if step.need.usd:  # another thread spends what was there
+            while (stolen := run.take(1, 1)) is not None:
+                run.settle(stolen, Amount(1, 1), Amount(1, 1))
+        return real(step)
+
+    ledger.connection.send = send
+    part = run.obtain(100_000, 1)
+    assert not isinstance(part, Refusal), part
+    run.settle(part, Amount(100_000, 1), Amount(1, 1))
+
+
+FREE = ModelCall()
+UNKNOWN = ModelCall(model="nobody-knows-it", input_tokens=10, max_output_tokens=10)
+
+
+def made(guard, call, usage, **facts):
+    """One model call; None, or why it was stopped."""
+    ticket = guard.admit_model_call(call)
+    if not hasattr(ticket, "call_id"):
+        return ticket.trip.reason
+    guard.settle_model_call(ticket, usage, **facts)
+    return None
+
+
+@pytest.mark.parametrize("kind", ["tokens", "dollars"])
+def test_usage_that_nobody_reports_holds_a_run_under_a_tenants_ceiling(place, opened, kind):
+    options = {"daily_tokens": 1000} if kind == "tokens" else {"monthly_usd": 5}
+    ledger = opened(place, **options)
+    guard = Guard(ledger=ledger, tenant="acme")
+    call = FREE if kind == "tokens" else ModelCall(model="gpt-4o")
+    assert made(guard, call, None) is None
+    assert made(guard, call, None) == "unmetered_usage"
+    assert guard.usage.model_calls == 1
+
+
+def test_a_price_that_is_needed_only_at_the_settlement_holds_the_run(sqlite, opened):
+    clock = ManualClock()
+    ledger, operator = opened(sqlite, clock=clock), opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    ticket = guard.admit_model_call(UNKNOWN)  # no ceiling in dollars yet
+    operator.set_ceilings("acme", daily_usd=1)
+    clock.advance(2)
+    guard.settle_model_call(ticket, TokenUsage(10, 10))
+    priced = ModelCall(cost_usd=Decimal("0.01"), input_tokens=1, max_output_tokens=1)
+    assert made(guard, priced, TokenUsage(1, 1)) == "unpriced_model"
+    assert "a tenant's ceiling in dollars" in guard.trip.detail
+
+
+def test_a_failed_or_free_call_or_one_that_only_looks_on_holds_nothing(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=5, daily_tokens=1000)
+    guard = Guard(ledger=ledger, tenant="acme")
+    priced = ModelCall(model="gpt-4o")
+    assert made(guard, priced, None, error="turned away") is None
+    assert made(guard, priced, None, error="turned away") is None
+    zero = Guard(Budget(on_unpriced="count_zero"), ledger=ledger, tenant="acme")
+    for _ in range(2):
+        assert made(zero, UNKNOWN, TokenUsage(5, 5)) is None
+    dollars = Guard(ledger=opened(sqlite, daily_usd=5), tenant="delta")
+    for _ in range(2):
+        assert made(dollars, priced, None, cost_usd=Decimal("0.01")) is None
+    unlimited = Guard(ledger=opened(sqlite), tenant="gamma")
+    for _ in range(2):
+        assert made(unlimited, FREE, None) is None
+
+
+def test_observe_records_what_nobody_reported_and_goes_on(sqlite, opened):
+    ledger = opened(sqlite, daily_tokens=1000)
+    guard = Guard(mode="observe", ledger=ledger, tenant="acme")
+    for _ in range(3):
+        assert made(guard, FREE, None) is None
+    assert guard.observed_trip.reason == "unmetered_usage"
+
+
+def test_a_child_is_held_by_the_tenant_of_the_run_around(sqlite, opened):
+    ledger = opened(sqlite, daily_tokens=1000)
+    guard = Guard(ledger=ledger, tenant="acme")
+    child = guard.child()
+    assert made(child, FREE, None) is None
+    assert made(child, FREE, None) == "unmetered_usage"
+    assert guard.trip is not None
+
+
+def test_threads_find_the_store_gone_within_two_time_outs(opened):
+    ledger = opened("redis://127.0.0.1:1/0", timeout=0.3)
+    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(run.obtain(1, 1))) for _ in range(32)]
+    started = seconds()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 32
+    assert seconds() - started < 10
+
+
+def test_a_step_within_a_ledger_is_the_same_step():
+    from dataclasses import fields, replace
+
+    facts = {one.name: object() for one in fields(Step)}
+    step = Step(**facts)
+    assert step.within("known") == replace(step, ledger="known")
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files in /proc")
+def test_attempts_that_fail_leave_no_file_open(sqlite, opened):
+    ledger = opened(sqlite, timeout=0.01)
+    ledger.connection._pause_ns = 0
+    lock = FileLock(Path(f"{sqlite.path}.lock"), 0.2)
+    with lock:
+        before = open_files()
+        for _ in range(20):
+            with pytest.raises(LedgerUnreachable):
+                ledger.usage("acme")
+        assert open_files() <= before + 2
+    lock.close()
+    sqlite.path.write_bytes(b"no data base" * 100)
+    before = open_files()
+    for _ in range(20):
+        with pytest.raises(LedgerUnreachable):
+            ledger.usage("acme")
+    assert open_files() <= before + 2
+
+
+def test_a_store_that_is_closed_may_be_closed_and_forked_again(place):
+    store = place.store()
+    store.close()
+    store.forked()
+    store.close()
+    again = place.store()
+    assert again.identity()
+    again.close()
+
+
+def test_long_lists_in_redis_come_in_whole(tmp_path):
+    need("redis")
+    place = Place("redis", tmp_path)
+    store = place.store(timeout=10.0)
+    try:
+        for number in range(1500):
+            store.write(f"p:{number}", "x")
+            one = Step(f"h{number}", 1, WINDOWS, spent=Amount(1, 1), close=True)
+            store.step(one)
+        assert len(store.scan("p:")) == 1500
+        assert len(store.holds()) == 1500
+        (name, *_), rest = store._names("h")[:1], store._names("h")
+        store._client.delete(name)
+        store._names = lambda what: rest  # a tombstone that expires in between
+        assert len(store.holds()) == 1499
+    finally:
+        store.close()
+        place.remove()
+
+
+def test_a_heartbeat_that_another_thread_began_is_not_begun_twice():
+    heartbeat = Heartbeat(lambda: False)
+
+    class First:
+        def __enter__(self):
+            heartbeat._thread = threading.current_thread()
+
+        def __exit__(self, *_):
+            pass
+
+    heartbeat._lock = First()
+    heartbeat.wake()
+    assert heartbeat._thread is threading.current_thread()
+
+
+def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
+    tmp_path, opened, monkeypatch
+):
+    need("postgres")
+    import psycopg
+
+    monkeypatch.setattr("budgetguard_core.ledger.postgres_store._STEPS_BETWEEN_CLEANINGS", 2)
+    place = Place("postgres", tmp_path)
+    try:
+        ledger = opened(place, timeout=0.5, daily_usd=100)
+        ledger.connection._pause_ns = 0
+        ledger.reserve("acme", usd=1).settle(1)
+        with psycopg.connect(place.url) as other:
+            other.execute("UPDATE bg_holds SET expires = clock_timestamp() - interval '1 second'")
+            other.commit()
+            ledger.reserve("acme", usd=2).settle(1)
+            ((count, spent),) = other.execute("SELECT count(*), sum(su) FROM bg_holds").fetchall()
+            assert (count, spent) == (1, 10**9)
+            other.execute("SELECT * FROM bg_windows FOR UPDATE")
+            with pytest.raises(LedgerRefused, match=r"must answer in time, got \w+ 5"):
+                ledger.reserve("acme", usd=1)
+        assert ledger.usage("acme").daily.spent_usd == 2
+        ledger.close()
+    finally:
+        place.remove()
