@@ -1,0 +1,172 @@
+"""A webhook as the place for runs: signed, tried again, and within a time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import threading
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.handoff.record import HandedOver
+
+SIGNATURE = "X-BudgetGuard-Signature"
+DELIVERY = "X-BudgetGuard-Delivery"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SECOND = 1_000_000_000
+_LEAST_SECRET = 16
+
+
+class Webhook:
+    """Posts each run as JSON, signed with HMAC-SHA256; check it with `is_signed`.
+
+    Tried again after a network error, 429 and 5xx, with the same `X-BudgetGuard-Delivery`, half a
+    second later and then twice as late each time. A redirection is refused, because the run would
+    go to somebody else.
+
+    Args:
+        url: Where to: `https`, or `http` on this machine.
+        secret: What both sides know: 16 characters at least.
+        seconds: The time-out of each step of an attempt: to connect, and to hear something more.
+        retries: How often it is tried again.
+        clock: Tells the time that is signed.
+        pause: Waits for so many seconds between two attempts; blocking.
+
+    Raises:
+        ConfigurationError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        secret: str,
+        *,
+        seconds: float = 10.0,
+        retries: int = 3,
+        clock: Clock | None = None,
+        pause: Callable[[float], object] | None = None,
+    ) -> None:
+        found = urlsplit(url)
+        # Those that urllib refuses, with the URL in its error; and what it takes for a host.
+        if (
+            not url.isascii()
+            or any(one <= " " or one == "\x7f" for one in url)
+            or "@" in found.netloc
+        ):
+            raise ConfigurationError(
+                "url must be ASCII without spaces and without a user, got other characters. Quote "
+                "them, and check the sender by its signature."
+            )
+        local = found.scheme == "http" and found.hostname in _LOOPBACK
+        if not (found.hostname and (found.scheme == "https" or local)):
+            # Not what it is: a URL may hold a password.
+            raise ConfigurationError(
+                f"url must be https, or http on this machine, got {found.scheme or 'none'}. "
+                'Use "https://example.com/runs".'
+            )
+        if not _is_port(found):
+            raise ConfigurationError("url must have a port up to 65535, got another. Check it.")
+        if not isinstance(secret, str) or len(secret) < _LEAST_SECRET:
+            raise ConfigurationError(
+                f"secret must be a text of {_LEAST_SECRET} characters or more, got less. "
+                "Make one with secrets.token_hex()."
+            )
+        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
+            raise ConfigurationError(
+                f"seconds must be a number > 0, got {seconds!r}. Use seconds=10."
+            )
+        if type(retries) is not int or retries < 0:
+            raise ConfigurationError(
+                f"retries must be a whole number >= 0, got {retries!r}. Use 0 for one attempt."
+            )
+        self._url = url
+        self._secret = secret.encode()
+        self._seconds = seconds
+        self._retries = retries
+        self._clock = clock or SystemClock()
+        self._pause = pause or threading.Event().wait
+        # What goes to this machine is not encrypted, so no proxy of the environment gets it.
+        proxies = urllib.request.ProxyHandler({} if local else None)
+        self._opener = urllib.request.build_opener(proxies, _NoRedirect)
+
+    def __call__(self, handed: HandedOver) -> None:
+        """Post a run.
+
+        Raises:
+            urllib.error.URLError: It was refused, or the last attempt failed.
+            http.client.HTTPException: What answered the last attempt speaks no HTTP.
+        """
+        body = json.dumps(handed.to_json(), ensure_ascii=True).encode()
+        for attempt in range(self._retries + 1):
+            if attempt:
+                self._pause(0.5 * 2 ** (attempt - 1))
+            try:
+                self._post(body, handed.id)
+            except (OSError, HTTPException) as error:
+                code = getattr(error, "code", None)
+                if attempt == self._retries or not (code is None or code == 429 or code >= 500):
+                    raise
+            else:
+                return
+
+    def _post(self, body: bytes, delivery: str) -> None:
+        at = self._clock.wall_ns() // _SECOND
+        headers = {
+            "Content-Type": "application/json",
+            SIGNATURE: f"t={at},v1={_signature(self._secret, at, body)}",
+            DELIVERY: delivery,
+        }
+        request = urllib.request.Request(self._url, body, headers, method="POST")  # noqa: S310 - checked
+        with self._opener.open(request, timeout=self._seconds):
+            pass
+
+
+def _is_port(url: SplitResult) -> bool:
+    try:
+        return url.port is None or url.port > 0
+    except ValueError:
+        return False
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def is_signed(
+    body: bytes,
+    header: str | None,
+    secret: str,
+    *,
+    within: float = 300.0,
+    clock: Clock | None = None,
+) -> bool:
+    """Tell whether a webhook's body is what somebody with the secret has just sent.
+
+    Args:
+        body: The body, as it came.
+        header: The value of `X-BudgetGuard-Signature`.
+        secret: The secret.
+        within: How many seconds old it may be, either way: later it may be a copy.
+        clock: Tells the time.
+    """
+    split = (one.partition("=") for one in (header or "").split(","))
+    parts = {name: value for name, _, value in split}
+    sent = parts.get("t", "")
+    if not (sent.isascii() and sent.isdigit() and len(sent) <= 15):
+        return False
+    at = int(sent)
+    now = (clock or SystemClock()).wall_ns() / _SECOND
+    right = _signature(secret.encode(), at, body)
+    given = parts.get("v1", "")
+    return abs(now - at) <= within and hmac.compare_digest(right.encode(), given.encode())
+
+
+def _signature(secret: bytes, at: int, body: bytes) -> str:
+    return hmac.new(secret, f"{at}.".encode() + body, hashlib.sha256).hexdigest()
