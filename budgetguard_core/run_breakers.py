@@ -111,44 +111,57 @@ class RunBreakers:
         )
 
     def turn_away(
-        self, held: CallBreakers, name: str, tool_class: str, now: int
+        self, held: CallBreakers, name: str, now: int, others: bool
     ) -> tuple[TurnedAway | None, tuple[StateTransition, ...]]:
         """Ask everything that one tool has to pass, and take a place in it.
 
         Args:
             held: What is taken for the call.
             name: The tool's name.
-            tool_class: Its class, or an empty string.
             now: The time.
+            others: Breakers of another run of the line were asked for this call: what both share
+                is asked once.
 
         Returns:
             Why the call may not start, or None; and what changed in the circuit breakers.
         """
-        tool = self._tools.get(name) or self._look_up(name, tool_class, now)
-        breaker, limiters, bulkheads = tool
+        breaker, limiters, bulkheads = self._tools.get(name) or self._look_up(name, now)
         changes: tuple[StateTransition, ...] = ()
-        if breaker is not None:
-            permitted, changes = held.ask_circuit(breaker, now)
-            if not permitted:
+        if breaker is not None and not (others and any(breaker is one for one, _ in held.circuits)):
+            answer = breaker.try_acquire_permission(now)
+            changes = answer.transitions
+            if not answer.permitted:
                 detail = f"the circuit breaker of {name[:200]!r} is {breaker.circuit_state(now)}"
                 after = breaker.retry_after(now)
                 return turned_away("tool_unavailable", name, detail, after), changes
+            held.circuits.append((breaker, answer.generation))
         for pattern, limiter in limiters:
-            after = held.ask_limiter(limiter, now, self.enforced)
-            if after is not None:
+            if others and any(limiter is one for one in held.limiters):
+                continue
+            turn = limiter.acquire(now)
+            if not turn.admitted:
                 rate = limiter.limit.rate
                 detail = f"rate_limits[{pattern!r}]: {rate:g} calls a second are passed"
-                return turned_away("rate_limited", name, detail, after), changes
+                return turned_away("rate_limited", name, detail, turn.seconds), changes
+            held.limiters.append(limiter)
+            if turn.wait_ns and self.enforced:
+                held.put_off(now + turn.wait_ns)
         for pattern, bulkhead in bulkheads:
-            if not held.ask_bulkhead(bulkhead, now, self.enforced):
+            if others and any(bulkhead is one for one, _, _ in held.places):
+                continue
+            place = bulkhead.acquire(now)
+            if place is None:
                 most = bulkhead.config.max_concurrent_calls
                 detail = f"bulkheads[{pattern!r}]: {most} calls are running"
                 return turned_away("busy", name, detail, None), changes
+            held.places.append((bulkhead, place, self.enforced))
         return None, changes
 
-    def _look_up(self, name: str, tool_class: str, now: int) -> _Tool:
+    def _look_up(self, name: str, now: int) -> _Tool:
         """Find what a tool has to pass."""
         budget, registry = self._budget, self._registry
+        classes = budget.tool_classes.items()
+        tool_class = next((one for pattern, one in classes if fnmatchcase(name, pattern)), "")
         names = (name, f"{tool_class}/{name}")
         config = budget.circuit_breaker
         tool = (
@@ -232,11 +245,14 @@ def hold_model_call(line: BreakerLine, now: int, tokens: int, cost: int) -> Call
     """Enter a model call that is admitted."""
     start = now
     for one in line:
-        if one.velocity is not None and one.enforced:
-            start = max(start, one.velocity.start_of_model_call(now))
-    for one in line:
-        if one.velocity is not None:
-            one.velocity.book_model_call(start, tokens, cost)
+        if one.enforced and one.velocity is not None:
+            begin = one.velocity.start_of_model_call(now)
+            if begin > start:
+                start = begin
+    if tokens or cost:
+        for one in line:
+            if one.velocity is not None:
+                one.velocity.book_model_call(start, tokens, cost)
     return CallBreakers(start)
 
 
@@ -250,14 +266,13 @@ def correct_model_call(
 
 
 def hold_tool_call(
-    line: BreakerLine, name: str, classes: Sequence[str], now: int
+    line: BreakerLine, name: str, now: int
 ) -> tuple[CallBreakers, TurnedAway | None, tuple[StateTransition, ...], bool]:
     """Ask for a tool call, and enter it where it is admitted.
 
     Args:
         line: The breakers.
         name: The tool's name.
-        classes: Its class by each of them.
         now: The time.
 
     Returns:
@@ -266,9 +281,10 @@ def hold_tool_call(
     """
     held = CallBreakers(now)
     changes: tuple[StateTransition, ...] = ()
-    shut = False
-    for one, tool_class in zip(line, classes, strict=True):
-        away, changed = one.turn_away(held, name, tool_class, now)
+    shut = others = False
+    for one in line:
+        away, changed = one.turn_away(held, name, now, others)
+        others = True
         if changed:
             changes += changed
         if away is not None:
@@ -276,13 +292,15 @@ def hold_tool_call(
             if one.enforced:
                 held.give_back()
                 return held, away, changes, shut
-    start = now
+    start = held.start_ns
     for one in line:
-        if one.velocity is not None and one.enforced:
-            start = max(start, one.velocity.start_of_tool_call(now))
-    held.put_off(start)
-    # A rate limit may hold it longer than a meter is kept ahead.
-    held.book(min(held.start_ns, now + FARTHEST_NS))
+        if one.enforced and one.velocity is not None:
+            begin = one.velocity.start_of_tool_call(now)
+            if begin > start:
+                start = begin
+    if start > now:
+        # A rate limit may hold it longer than a meter is kept ahead.
+        held.book(start, min(start, now + FARTHEST_NS))
     for one in line:
         if one.velocity is not None:
             one.velocity.book_tool_call(held.booked_ns)

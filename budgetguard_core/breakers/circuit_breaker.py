@@ -190,6 +190,8 @@ class CircuitBreaker:
 
     __slots__ = (
         "_admitted",
+        "_closed",
+        "_enough",
         "_generation",
         "_granted",
         "_lock",
@@ -204,6 +206,7 @@ class CircuitBreaker:
         "config",
         "name",
     )
+    _closed: Permission | None
 
     def __init__(self, name: str, config: CircuitBreakerConfig | None = None) -> None:
         self.name = name
@@ -214,6 +217,7 @@ class CircuitBreaker:
         self._slow_ns = nanoseconds(self.config.slow_call_duration_threshold)
         self._now = 0
         self._generation = 0
+        self._closed: Permission | None = None
         self._enter(CircuitBreakerState.CLOSED, 0)
 
     # The questions that a call asks
@@ -224,13 +228,15 @@ class CircuitBreaker:
         A permission that is given must be answered once, by `on_success`, `on_error` or
         `release_permission`; a trial call that never is keeps its place.
         """
+        # Read at once, so that a closed breaker, as almost all are, costs no lock.
+        closed = self._closed
+        if closed is not None:
+            return closed
         with self._lock:
-            if self._state is CircuitBreakerState.CLOSED:
-                return self._granted
             now = self._time(now_ns)
             transitions = self._pass_time(now, asked=True)
             state = self._state
-            if state is CircuitBreakerState.DISABLED:
+            if state in (CircuitBreakerState.CLOSED, CircuitBreakerState.DISABLED):
                 return self._granted
             if state is CircuitBreakerState.HALF_OPEN:
                 permitted = self.config.permitted_number_of_calls_in_half_open_state
@@ -253,13 +259,13 @@ class CircuitBreaker:
         Returns:
             The changes of state that this has brought about.
         """
-        return self._record(generation, False, duration_ns, now_ns)
+        return self.record(generation, False, duration_ns, now_ns)
 
     def on_error(
         self, generation: int, duration_ns: int, now_ns: int
     ) -> tuple[StateTransition, ...]:
         """Record a call that failed; as `on_success`."""
-        return self._record(generation, True, duration_ns, now_ns)
+        return self.record(generation, True, duration_ns, now_ns)
 
     def release_permission(self, generation: int) -> None:
         """Give back the permission of a call that did not start, or whose error is ignored."""
@@ -356,6 +362,8 @@ class CircuitBreaker:
         self._enter(CircuitBreakerState(state["state"]), now - natural(state["age_ns"]))
         self._generation = state["generation"]
         self._granted = Permission(True, self._generation)
+        if self._closed is not None:
+            self._closed = self._granted
         self._admitted = natural(state["admitted"])
         self._not_permitted = natural(state["not_permitted"])
         self._window.load(state["window"], now)
@@ -379,6 +387,7 @@ class CircuitBreaker:
         self._since = since
         self._generation += 1
         self._granted = Permission(True, self._generation)
+        self._closed = self._granted if state is CircuitBreakerState.CLOSED else None
         self._admitted = 0
         self._not_permitted = 0
         if state is CircuitBreakerState.HALF_OPEN:
@@ -388,6 +397,7 @@ class CircuitBreaker:
             self._window = _TimeWindow(config.sliding_window_size)
         else:
             self._window = _CountWindow(config.sliding_window_size)
+        self._enough = self._minimum()
 
     def _change(self, state: CircuitBreakerState, since: int, detail: str) -> StateTransition:
         before = self._state
@@ -440,12 +450,13 @@ class CircuitBreaker:
             return config.minimum_number_of_calls
         return min(config.minimum_number_of_calls, config.sliding_window_size)
 
-    def _record(
+    def record(
         self, generation: int, failed: bool, duration_ns: int, now_ns: int
     ) -> tuple[StateTransition, ...]:
+        """Record how a call ended: `on_success` and `on_error` in one."""
         with self._lock:
             now = self._time(now_ns)
-            transitions = self._pass_time(now, asked=False)
+            transitions = () if self._closed is not None else self._pass_time(now, asked=False)
             if generation != self._generation:
                 return transitions
             state = self._state
@@ -454,7 +465,7 @@ class CircuitBreaker:
                 return transitions
             window = self._window
             window.record(now, failed, duration_ns > self._slow_ns)
-            if window.total < self._minimum():
+            if window.total < self._enough:
                 return transitions
             config = self.config
             detail = None

@@ -43,6 +43,7 @@ REPORT_PROGRESS_SCHEMA: Final[Mapping[str, Any]] = {
         },
     },
     "required": ["claims_so_far", "next_subgoal", "estimated_remaining_steps"],
+    "additionalProperties": False,
 }
 """The JSON Schema of the tool's arguments."""
 
@@ -70,7 +71,8 @@ class ProgressReports(Settings):
     """When the model is asked how far it is, and what is a standstill.
 
     At a standstill the model is corrected first. The run is stopped with `stalled` when its next
-    report shows no change, or does not come.
+    report shows no change, or does not come. It is the planner who reports: a sub-agent is asked
+    only where its own budget says so, as one that lacks the tool would be stopped for its silence.
 
     Raises:
         ConfigurationError: A field makes no sense: rule, value, way out.

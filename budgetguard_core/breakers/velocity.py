@@ -60,7 +60,7 @@ class VelocityMeter:
         limits: The ceilings.
     """
 
-    __slots__ = ("_cost", "_now", "_tokens", "_tool_calls", "limits")
+    __slots__ = ("_cost", "_latest", "_tokens", "_tool_calls", "_windows", "limits")
 
     def __init__(self, limits: VelocityLimits) -> None:
         self.limits = limits
@@ -69,29 +69,55 @@ class VelocityMeter:
         self._tokens = _Window.up_to(limits.max_tokens_per_minute, share)
         self._cost = _Window.up_to(None if dollars is None else from_usd(dollars), share)
         self._tool_calls = _Window.up_to(limits.max_tool_calls_per_minute, share)
-        self._now = 0
+        self._windows = {
+            "tokens": self._tokens,
+            "cost": self._cost,
+            "tool_calls": self._tool_calls,
+        }
+        # The second that the windows reach up to. Threads read the clock before they get the lock,
+        # so a reading may be a little older.
+        self._latest = 0
+
+    # Each step asks these: the windows are looked at in place, and a call is saved.
 
     def model_call_fits(self, now_ns: int) -> bool:
         """Whether a model call may start: neither tokens nor dollars have reached their ceiling."""
-        second = self._second(now_ns)
-        return not (
-            (self._tokens is not None and self._tokens.reached(second))
-            or (self._cost is not None and self._cost.reached(second))
-        )
+        if now_ns // NS_PER_SECOND > self._latest:
+            self._pass_time(now_ns)
+        tokens, cost = self._tokens, self._cost
+        if tokens is not None and tokens.total >= tokens.ceiling:
+            return False
+        return cost is None or cost.total < cost.ceiling
 
     def tool_call_fits(self, now_ns: int) -> bool:
         """Whether one more tool call may start."""
         calls = self._tool_calls
-        return calls is None or not calls.reached(self._second(now_ns))
+        if calls is None:
+            return True
+        if now_ns // NS_PER_SECOND > self._latest:
+            self._pass_time(now_ns)
+        return calls.total < calls.ceiling
 
     def start_of_model_call(self, now_ns: int) -> int:
         """When a model call may start that is admitted now: at once, or later in the band."""
-        now = self._time(now_ns)
-        return max(self._start(self._tokens, now), self._start(self._cost, now))
+        if now_ns // NS_PER_SECOND > self._latest:
+            self._pass_time(now_ns)
+        start = now_ns
+        tokens, cost = self._tokens, self._cost
+        if tokens is not None and tokens.total >= tokens.band:
+            start = tokens.start(self._latest)
+        if cost is not None and cost.total >= cost.band:
+            start = max(start, cost.start(self._latest))
+        return start
 
     def start_of_tool_call(self, now_ns: int) -> int:
         """When a tool call may start that is admitted now."""
-        return self._start(self._tool_calls, self._time(now_ns))
+        calls = self._tool_calls
+        if calls is None:
+            return now_ns
+        if now_ns // NS_PER_SECOND > self._latest:
+            self._pass_time(now_ns)
+        return now_ns if calls.total < calls.band else calls.start(self._latest)
 
     def book_model_call(self, start_ns: int, tokens: int, cost: int) -> None:
         """Enter a model call that is admitted.
@@ -103,15 +129,17 @@ class VelocityMeter:
             cost: Femto-dollars that are reserved for it.
         """
         second = start_ns // NS_PER_SECOND
-        if self._tokens is not None:
+        if tokens and self._tokens is not None:
             self._tokens.add(second, tokens)
-        if self._cost is not None:
+        if cost and self._cost is not None:
             self._cost.add(second, cost)
 
     def book_tool_call(self, start_ns: int) -> None:
         """Enter a tool call that is admitted."""
-        if self._tool_calls is not None:
-            self._tool_calls.add(start_ns // NS_PER_SECOND, 1)
+        calls = self._tool_calls
+        if calls is not None:
+            calls.ring[start_ns // NS_PER_SECOND % _RING] += 1
+            calls.total += 1
 
     def correct_model_call(self, start_ns: int, now_ns: int, tokens: int, cost: int) -> None:
         """Correct a model call that has ended.
@@ -125,30 +153,31 @@ class VelocityMeter:
             tokens: Tokens measured minus tokens reserved.
             cost: Femto-dollars measured minus femto-dollars reserved.
         """
-        now = self._second(now_ns)
-        second = start_ns // NS_PER_SECOND
-        if self._tokens is not None:
-            self._tokens.correct(second, now, tokens)
-        if self._cost is not None:
-            self._cost.correct(second, now, cost)
+        if now_ns // NS_PER_SECOND > self._latest:
+            self._pass_time(now_ns)
+        if tokens and self._tokens is not None:
+            self._tokens.correct(start_ns // NS_PER_SECOND, self._latest, tokens)
+        if cost and self._cost is not None:
+            self._cost.correct(start_ns // NS_PER_SECOND, self._latest, cost)
 
     def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
         """Take out a tool call that did not start."""
         if self._tool_calls is not None:
-            self._tool_calls.correct(start_ns // NS_PER_SECOND, self._second(now_ns), -1)
+            now = self._pass_time(now_ns)
+            self._tool_calls.correct(start_ns // NS_PER_SECOND, now, -1)
 
     def model_call_violations(self, now_ns: int) -> list[Violation]:
         """Say which ceilings hold against one more model call."""
-        second = self._second(now_ns)
+        self._pass_time(now_ns)
         limits = self.limits
         found: list[Violation] = []
-        if self._tokens is not None and self._tokens.reached(second):
+        if self._tokens is not None and self._tokens.reached:
             found.append(
                 _violation(
                     "max_tokens_per_minute", limits.max_tokens_per_minute, self._tokens.total
                 )
             )
-        if self._cost is not None and self._cost.reached(second):
+        if self._cost is not None and self._cost.reached:
             found.append(
                 _violation(
                     "max_cost_usd_per_minute",
@@ -160,18 +189,19 @@ class VelocityMeter:
 
     def tool_call_violations(self, now_ns: int) -> list[Violation]:
         """Say which ceilings hold against one more tool call."""
+        self._pass_time(now_ns)
         calls = self._tool_calls
-        if calls is None or not calls.reached(self._second(now_ns)):
+        if calls is None or not calls.reached:
             return []
         limit = self.limits.max_tool_calls_per_minute
         return [_violation("max_tool_calls_per_minute", limit, calls.total)]
 
     def state(self, now_ns: int) -> dict[str, Any]:
         """Return what the meter knows, ready for JSON. Times are kept as ages in seconds."""
-        second = self._second(now_ns)
+        second = self._pass_time(now_ns)
         return {
             name: [] if window is None else window.state(second)
-            for name, window in self._windows().items()
+            for name, window in self._windows.items()
         }
 
     @classmethod
@@ -191,85 +221,70 @@ class VelocityMeter:
         return meter
 
     def _load(self, state: dict[str, Any], now_ns: int) -> None:
-        second = self._second(now_ns)
-        windows = self._windows()
+        second = self._pass_time(now_ns)
+        windows = self._windows
         if state.keys() != windows.keys():
             raise ValueError
         for name, window in windows.items():
             if window is not None:
                 window.load(state[name], second)
 
-    def _windows(self) -> dict[str, _Window | None]:
-        return {"tokens": self._tokens, "cost": self._cost, "tool_calls": self._tool_calls}
-
-    def _time(self, now_ns: int) -> int:
-        # Threads read the clock before they get the lock, so a reading may be a little old.
-        if now_ns > self._now:
-            self._now = now_ns
-        return self._now
-
-    def _second(self, now_ns: int) -> int:
-        return self._time(now_ns) // NS_PER_SECOND
-
-    def _start(self, window: _Window | None, now: int) -> int:
-        return now if window is None else window.start(now)
+    def _pass_time(self, now_ns: int) -> int:
+        """Let what is older than the window go; the second that it reaches up to."""
+        second = now_ns // NS_PER_SECOND
+        if second > self._latest:
+            for window in self._windows.values():
+                if window is not None:
+                    window.pass_time(self._latest, second)
+            self._latest = second
+        return self._latest
 
 
 class _Window:
     """What was used in each second, of the last minute and of the delays ahead."""
 
-    __slots__ = ("_band", "_ceiling", "_latest", "_ring", "total")
+    __slots__ = ("band", "ceiling", "ring", "total")
 
     def __init__(self, ceiling: int, share: float) -> None:
-        self._ceiling = ceiling
-        self._band = -int(-share * ceiling // 1)
-        self._ring = [0] * _RING
-        self._latest = 0
+        self.ceiling = ceiling
+        self.band = -int(-share * ceiling // 1)
+        self.ring = [0] * _RING
         self.total = 0
 
     @classmethod
     def up_to(cls, ceiling: int | None, share: float) -> _Window | None:
         return None if ceiling is None else cls(ceiling, share)
 
-    def reached(self, second: int) -> bool:
+    @property
+    def reached(self) -> bool:
         """Whether the ceiling is reached, with what is in flight and what is delayed."""
-        self._pass_time(second)
-        return self.total >= self._ceiling
+        return self.total >= self.ceiling
 
-    def start(self, now: int) -> int:
-        """When a call may start: when what was used has fallen below the band."""
-        second = now // NS_PER_SECOND
-        self._pass_time(second)
+    def start(self, second: int) -> int:
+        """When a call may start that is in the band: when what was used has fallen below it."""
         left = self.total
-        if left < self._band:
-            return now
         oldest = second - _WINDOW
         while True:
-            left -= self._ring[oldest % _RING]
+            left -= self.ring[oldest % _RING]
             oldest += 1
-            if left < self._band or oldest > second:
+            if left < self.band or oldest > second:
                 return (oldest + _WINDOW) * NS_PER_SECOND
 
     def add(self, second: int, amount: int) -> None:
-        self._ring[second % _RING] += amount
+        self.ring[second % _RING] += amount
         self.total += amount
 
     def correct(self, second: int, now: int, amount: int) -> None:
-        self._pass_time(now)
         if amount > 0:
             self.add(now, amount)
         elif second >= now - _WINDOW:
-            self.add(second, max(amount, -self._ring[second % _RING]))
+            self.add(second, max(amount, -self.ring[second % _RING]))
 
     def state(self, second: int) -> list[list[int]]:
-        self._pass_time(second)
         seconds = range(second - _WINDOW, second + _WINDOW + 2)
-        return [
-            [second - one, self._ring[one % _RING]] for one in seconds if self._ring[one % _RING]
-        ]
+        return [[second - one, self.ring[one % _RING]] for one in seconds if self.ring[one % _RING]]
 
     def load(self, state: list[list[int]], second: int) -> None:
-        self._pass_time(second)
         for age, amount in state:
             if type(age) is not int or not -_WINDOW - 1 <= age <= _WINDOW:
                 raise ValueError
@@ -277,19 +292,15 @@ class _Window:
                 raise ValueError
             self.add(second - age, amount)
 
-    def _pass_time(self, second: int) -> None:
+    def pass_time(self, latest: int, second: int) -> None:
         """Let what is older than the window go."""
-        if second <= self._latest:
-            return
-        passed = second - self._latest
-        if passed >= _RING:
-            self._ring = [0] * _RING
+        if second - latest >= _RING:
+            self.ring = [0] * _RING
             self.total = 0
-        else:
-            for leaving in range(self._latest - _WINDOW, second - _WINDOW):
-                self.total -= self._ring[leaving % _RING]
-                self._ring[leaving % _RING] = 0
-        self._latest = second
+            return
+        for leaving in range(latest - _WINDOW, second - _WINDOW):
+            self.total -= self.ring[leaving % _RING]
+            self.ring[leaving % _RING] = 0
 
 
 def _violation(name: str, limit: int | Decimal | None, used: int | Decimal) -> Violation:

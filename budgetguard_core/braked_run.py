@@ -1,0 +1,102 @@
+"""What a run asks its breakers before a step, and what it makes of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from budgetguard_core.breakers import StateTransition
+from budgetguard_core.breakers.call import CallBreakers
+from budgetguard_core.breakers.circuit_breaker import CallOutcome
+from budgetguard_core.decision import ModelCall, Refuse, Stop, ToolCall
+from budgetguard_core.events import CircuitBreakerChanged, ToolCallTurnedAway, ToolMixUnusual
+from budgetguard_core.notices import RunNotices
+from budgetguard_core.run_breakers import (
+    hold_tool_call,
+    model_call_within_pace,
+    tool_call_within_pace,
+)
+from budgetguard_core.state import NAME_LENGTH
+
+
+class BrakedRun(RunNotices):
+    """A run that asks its breakers, and those of the runs above it."""
+
+    __slots__ = ()
+
+    def _is_held(self, call: ModelCall, now: int) -> bool:
+        """Ask the breakers whether a model call may start; a new turn ends the one before."""
+        own = self._breakers
+        if own is not None and own.progress is not None and not call.retry:
+            own.progress.iteration()
+            if own.tripped:
+                self._standing.weigh()
+        return not model_call_within_pace(self._watched, now)
+
+    def _ask_breakers(
+        self, call: ToolCall, now: int, shut: list[bool]
+    ) -> CallBreakers | Refuse | Stop:
+        """Ask the breakers whether a tool call may start."""
+        if not tool_call_within_pace(self._watched, now):
+            trip = self._stop(
+                now,
+                [
+                    (guard, guard._breakers.velocity.tool_call_violations(now))
+                    for guard in self._braked
+                    if guard._breakers is not None and guard._breakers.velocity is not None
+                ],
+            )
+            if trip is not None:
+                return Stop(trip)
+        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, now)
+        shut.append(is_shut)
+        if changes:
+            self._record_changes(changes, now)
+        if away is not None:
+            if self._tree.sinks:
+                self._record(
+                    ToolCallTurnedAway,
+                    now,
+                    name=call.name,
+                    reason=away.reason,
+                    detail=away.detail,
+                )
+            return Refuse(away.reason, away.detail, away.message)
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            alarm = None if one.mix is None else one.mix.observe(call.name)
+            if alarm is not None and self._tree.sinks:
+                guard._record(
+                    ToolMixUnusual,
+                    now,
+                    calls=alarm.calls,
+                    p_value=alarm.p_value,
+                    detail=alarm.detail,
+                )
+        return held
+
+    def _record_changes(self, changes: Iterable[StateTransition], now: int) -> None:
+        if self._tree.sinks:
+            for change in changes:
+                self._record(
+                    CircuitBreakerChanged,
+                    now,
+                    breaker=change.breaker[:NAME_LENGTH],
+                    from_state=str(change.from_state),
+                    to_state=str(change.to_state),
+                    detail=change.detail,
+                )
+
+    def _end_round(self, shut: bool) -> None:
+        """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
+        for one, guard in zip(self._watched, self._braked, strict=True):
+            violation = one.round_ended(shut)
+            if violation is not None:
+                guard._standing.hold(violation)
+
+    def _judge(
+        self, held: CallBreakers, result: object, error: BaseException | str | None
+    ) -> list[CallOutcome]:
+        try:
+            return held.outcomes(result, error)
+        except Exception as raised:
+            self._tree.report("record_result", raised)
+            return held.successes()
