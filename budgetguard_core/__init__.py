@@ -26,11 +26,12 @@ from budgetguard_core.errors import (
     RunFencedError,
 )
 from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
-from budgetguard_core.guard import Guard, Mode
+from budgetguard_core.guard import Guard, Mode, WarningEvent
 from budgetguard_core.loops import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.replay import replay
+from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.stop import (
     StopCondition,
@@ -65,6 +66,7 @@ __all__ = [
     "Clock",
     "ConfigurationError",
     "Event",
+    "FinalizeReserve",
     "Guard",
     "JsonLinesSink",
     "LoggingSink",
@@ -95,6 +97,7 @@ __all__ = [
     "Trip",
     "Usage",
     "Violation",
+    "WarningEvent",
     "after_iterations",
     "end_run",
     "estimate_tokens",

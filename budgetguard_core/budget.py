@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Literal, Self, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
@@ -19,6 +20,12 @@ from budgetguard_core.breakers import (
 )
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.loops import LoopDetection
+from budgetguard_core.reserve import FinalizeReserve
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:  # its place is pydantic's own affair
+    ModelMetaclass = type(BaseModel)
 
 DIMENSIONS = (
     "max_iterations",
@@ -113,6 +120,19 @@ Seconds = Annotated[float | None, BeforeValidator(_seconds)]
 Dollars = Annotated[Decimal | None, BeforeValidator(_dollars)]
 
 
+class ProfileId(BaseModel):
+    """Which profile a budget was made from."""
+
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
+
+    name: str
+    """The profile's name."""
+    version: str
+    """Its version, as the file says it."""
+    overlay: str | None = None
+    """The overlay that was chosen, the environment; None without one."""
+
+
 class _Frozen(dict[str, Any]):
     """A dict that stays as it is, and can be copied and pickled."""
 
@@ -126,7 +146,32 @@ class _Frozen(dict[str, Any]):
         return type(self), (dict(self),)
 
 
-class Budget(BaseModel):
+_NONE: Mapping[str, Any] = _Frozen()
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _as_given(init: _Init) -> _Init:
+    """Make a budget of what was given alone: for the rest a profile or a parent has its say."""
+
+    @wraps(init)
+    def take(self: Budget, **fields: Any) -> None:
+        try:
+            BaseModel.__init__(self, **fields)
+        except ValidationError as error:
+            raise ConfigurationError(_sentences(error)) from None
+
+    return cast("_Init", take)
+
+
+class _OwnNames(ModelMetaclass):
+    """Leaves what pydantic brings out of `dir` and `help`, so that they fit on a page."""
+
+    def __dir__(cls) -> list[str]:
+        public = {name for name in super().__dir__() if not name.startswith("_")}
+        return sorted(public - {*dir(BaseModel)} | {"__init__"})
+
+
+class Budget(BaseModel, metaclass=_OwnNames):
     """The most that one run may use. Every cap is optional, and none is implied.
 
     A budget cannot be changed; a running guard's caps are raised only by `Guard.extend`. A bool,
@@ -166,6 +211,9 @@ class Budget(BaseModel):
     """The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The first wins."""
     max_output_tokens_per_call: Whole = None
     """Completion tokens of one call. Clamped to what is left; reserved before the call."""
+    finalize_reserve: FinalizeReserve | None = None
+    """What is kept back of the caps for one last answer without tools, when a limit stops the run.
+    Never for a run that was aborted, and not in OBSERVE."""
     warn_at: Annotated[float, BeforeValidator(_share)] = 0.8
     """The share of a cap at which a warning is given, once per cap and run. A sub-agent's budget
     that leaves it out has its parent's."""
@@ -192,11 +240,42 @@ class Budget(BaseModel):
     """Leave a tool that keeps failing alone for a while; one breaker for each tool. A run whose
     every call meets an open one is stopped (`circuit_open`)."""
 
-    def __init__(self, **caps: Any) -> None:
-        try:
-            super().__init__(**caps)
-        except ValidationError as error:
-            raise ConfigurationError(_sentences(error)) from None
+    profile: ProfileId | None = None
+    """The profile that the caps come from, for the records; set by `Profile.under`. A sub-agent's
+    budget that leaves it out has its parent's."""
+
+    @_as_given
+    def __init__(
+        self,
+        *,
+        max_iterations: int | None = None,
+        max_model_calls: int | None = None,
+        max_tool_calls: int | None = None,
+        max_total_tokens: int | None = None,
+        max_seconds: float | None = None,
+        max_cost_usd: Decimal | float | None = None,
+        tool_quotas: Mapping[str, int] = _NONE,
+        tool_classes: Mapping[str, str] = _NONE,
+        max_output_tokens_per_call: int | None = None,
+        finalize_reserve: FinalizeReserve | None = None,
+        warn_at: float = 0.8,
+        stop_when: Sequence[Callable[..., str | bool | None]] = (),
+        on_unpriced: Literal["stop", "count_zero"] = "stop",
+        loop_detection: LoopDetection | None = ...,  # pyright: ignore[reportArgumentType]
+        progress: ProgressReports | None = None,
+        velocity: VelocityLimits | None = None,
+        tool_mix: ToolMix | None = None,
+        rate_limits: Mapping[str, RateLimit] = _NONE,
+        bulkheads: Mapping[str, BulkheadConfig] = _NONE,
+        circuit_breaker: CircuitBreakerConfig | None = None,
+        profile: ProfileId | None = None,
+        **unknown: Never,
+    ) -> None:
+        """Make a budget; every field is described where it is declared.
+
+        Raises:
+            ConfigurationError: A field makes no sense, or is none: rule, value, way out.
+        """
 
     @field_validator("tool_quotas", mode="before")
     @classmethod
@@ -220,6 +299,15 @@ class Budget(BaseModel):
     @classmethod
     def _freeze(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
         return _Frozen(value)
+
+    @field_validator("finalize_reserve")
+    @classmethod
+    def _leaves_some(cls, reserve: FinalizeReserve | None, info: Any) -> FinalizeReserve | None:
+        for name, amount in ({} if reserve is None else reserve.of_caps()).items():
+            cap = info.data.get(name)
+            if amount is not None and cap is not None and amount >= cap:
+                raise ValueError(f"must be less than {name}={cap}, got {amount}. Raise the cap.")
+        return reserve
 
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""
@@ -257,10 +345,10 @@ class Budget(BaseModel):
     def inheriting(self, above: Budget) -> Self:
         """Copy the budget of a sub-agent, with what it leaves open set as in the one above.
 
-        That is `warn_at` and `loop_detection`, where neither was given. Caps are not among it:
-        every one above holds by itself.
+        That is `warn_at`, `loop_detection` and `profile`, where they were not given. Caps are not
+        among it: every one above holds by itself.
         """
-        open_ = {"warn_at", "loop_detection"} - self.model_fields_set
+        open_ = {"warn_at", "loop_detection", "profile"} - self.model_fields_set
         update = {name: getattr(above, name) for name in open_}
         same = all(getattr(self, name) == value for name, value in update.items())
         return self if same else self.model_copy(update=update)
@@ -269,7 +357,8 @@ class Budget(BaseModel):
         """Return the budget as plain data. Stop conditions are code and are left out."""
         data = self.model_dump(mode="json", exclude={"stop_when"})
         # Left out where they are off: every log begins with this.
-        return {name: value for name, value in data.items() if value or name not in BREAKERS}
+        optional = (*BREAKERS, "finalize_reserve", "profile")
+        return {name: value for name, value in data.items() if value or name not in optional}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -286,6 +375,10 @@ class Budget(BaseModel):
         if isinstance(velocity, Mapping):
             limits = cast("Mapping[str, Any]", velocity)
             fields["velocity"] = _with_dollars(limits, "max_cost_usd_per_minute")
+        reserve = fields.get("finalize_reserve")
+        if isinstance(reserve, Mapping):
+            amounts = cast("Mapping[str, Any]", reserve)
+            fields["finalize_reserve"] = _with_dollars(amounts, "cost_usd")
         return cls(**fields)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

@@ -10,26 +10,34 @@ from collections.abc import Callable
 class CancellationToken:
     """Tells work in flight that its run was aborted. Set once, from any thread, never unset."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_children", "_event", "_lock")
+    __slots__ = ("__weakref__", "_callbacks", "_cancelled", "_children", "_event", "_lock")
 
     def __init__(self, parent: CancellationToken | None = None) -> None:
-        self._event = threading.Event()
+        self._cancelled = False
+        # Made when somebody waits, or when there is a sub-agent: thousands of runs have neither.
+        self._event: threading.Event | None = None
         # Re-entrant, because a signal handler may cancel in the middle of anything here.
         self._lock = threading.RLock()
         self._callbacks: list[Callable[[], object]] = []
         # Weak, so that a long run does not keep the tokens of all the sub-agents it has had.
-        self._children: weakref.WeakSet[CancellationToken] = weakref.WeakSet()
+        self._children: weakref.WeakSet[CancellationToken] | None = None
         if parent is not None:
             parent.adopt(self)
 
     @property
     def cancelled(self) -> bool:
         """Whether the run was aborted."""
-        return self._event.is_set()
+        return self._cancelled
 
     def wait(self, seconds: float | None = None) -> bool:
         """Block until the run is aborted, at most `seconds`; return whether it was."""
-        return self._event.wait(seconds)
+        with self._lock:
+            if self._cancelled:
+                return True
+            if self._event is None:
+                self._event = threading.Event()
+            event = self._event
+        return event.wait(seconds)
 
     def on_cancel(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` once when the run is aborted, at once if it is already.
@@ -40,7 +48,7 @@ class CancellationToken:
             A function that takes the callback back.
         """
         with self._lock:
-            if not self._event.is_set():
+            if not self._cancelled:
                 self._callbacks.append(callback)
                 return lambda: self._forget(callback)
         callback()
@@ -49,9 +57,11 @@ class CancellationToken:
     def cancel(self) -> list[Exception]:
         """Set the token and those of all sub-agents; return what the callbacks raised."""
         with self._lock:
-            self._event.set()
+            self._cancelled = True
+            if self._event is not None:
+                self._event.set()
             callbacks, self._callbacks = self._callbacks, []
-            children = list(self._children)
+            children = list(self._children or ())
         errors: list[Exception] = []
         for callback in callbacks:
             try:
@@ -65,8 +75,10 @@ class CancellationToken:
     def adopt(self, child: CancellationToken) -> None:
         """Have `child` set whenever this token is."""
         with self._lock:
+            if self._children is None:
+                self._children = weakref.WeakSet()
             self._children.add(child)
-            cancelled = self._event.is_set()
+            cancelled = self._cancelled
         if cancelled:
             child.cancel()
 

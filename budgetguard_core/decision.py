@@ -26,6 +26,7 @@ NOT_AVAILABLE = (
     "Not executed: this tool cannot be used any more in this task. Go on without it, "
     "or report what is missing."
 )
+"""The result of a call that a quota refused, for the model."""
 """The result that a tool call gets when its quota is used up; the run goes on."""
 
 _NO_GUESS: tuple[int, int] = (0, 0)
@@ -33,6 +34,8 @@ _ALIKE_KEPT = 64
 _Alike: TypeAlias = tuple[str | None, str, str]
 
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
+"""What a tool call is: a body that starts, a handoff, the framework's structured output, or a tool
+that the provider runs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +67,20 @@ class ModelCall:
     """The call's own time limit; the answer carries the lesser of it and the time left."""
     cost_usd: Decimal | None = None
     """What the call costs at most, where the caller knows better than the price book."""
+
+    def copied(self) -> ModelCall:
+        """Return a call of the same fields, at a third of what `dataclasses.replace` takes."""
+        return ModelCall(
+            model=self.model,
+            provider=self.provider,
+            retry=self.retry,
+            input_tokens=self.input_tokens,
+            max_output_tokens=self.max_output_tokens,
+            output_is_fixed=self.output_is_fixed,
+            min_output_tokens=self.min_output_tokens,
+            seconds=self.seconds,
+            cost_usd=self.cost_usd,
+        )
 
 
 @dataclass(init=False, slots=True, kw_only=True)
@@ -211,21 +228,17 @@ class Admit:
         charges: What is set aside with the ledgers of the run's tenants.
     """
 
-    __slots__ = (
-        "breakers",
-        "call",
-        "call_id",
-        "charged",
-        "charges",
-        "clamped_by",
-        "expected",
-        "guard",
-        "max_output_tokens",
-        "occurrence",
-        "rates",
-        "reserved_cost",
-        "reserved_tokens",
-    )
+    # What most answers have in common is the class's: one is made for each step.
+    max_output_tokens: int | None = None
+    clamped_by: StopReason | None = None
+    rates: Rates | None = None
+    reserved_tokens = 0
+    reserved_cost = 0
+    breakers: CallBreakers | None = None
+    charges: Charges = ()
+    charged = 0
+    occurrence = 0
+    expected = _NO_GUESS
 
     def __init__(
         self,
@@ -241,16 +254,11 @@ class Admit:
         self.guard: Any = guard
         self.call = call
         self.call_id = call_id
-        self.max_output_tokens = max_output_tokens
-        self.clamped_by: StopReason | None = None
-        self.rates = rates
-        self.reserved_tokens = reserved_tokens
-        self.reserved_cost = reserved_cost
-        self.breakers: CallBreakers | None = None
-        self.charges: Charges = ()
-        self.charged = 0
-        self.occurrence = 0
-        self.expected = _NO_GUESS
+        if isinstance(call, ModelCall):
+            self.max_output_tokens = max_output_tokens
+            self.rates = rates
+            self.reserved_tokens = reserved_tokens
+            self.reserved_cost = reserved_cost
 
     def take_over(self, occurrence: int, expected: tuple[int, int]) -> None:
         """Be the ticket of a call that was open in an earlier leg of the run."""
@@ -323,7 +331,9 @@ class Stop:
 
 
 ModelDecision: TypeAlias = Admit | Nudge | Stop
+"""The answer to whether a model call may start."""
 ToolDecision: TypeAlias = Admit | Refuse | Stop
+"""The answer to whether a tool call may start."""
 
 
 def wrong_model(model: object) -> str:

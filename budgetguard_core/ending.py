@@ -27,9 +27,16 @@ def synthetic_text(guard: Guard) -> str:
     )
 
 
-def synthetic_metadata(guard: Guard, trip: Trip) -> dict[str, Any]:
-    """Return the machine-readable marker of the synthetic last message."""
-    return {"synthetic": True, "stop_reason": str(trip.reason), "run_id": guard.run_id}
+def synthetic_metadata(guard: Guard, trip: Trip, *, finalized: bool = False) -> dict[str, Any]:
+    """Return the machine-readable marker of the synthetic last message.
+
+    Args:
+        guard: The run's guard.
+        trip: Why the run was stopped.
+        finalized: The message's text is the model's last answer, from `finalize_reserve`.
+    """
+    marker = {"synthetic": True, "stop_reason": str(trip.reason), "run_id": guard.run_id}
+    return {**marker, "finalized": True} if finalized else marker
 
 
 def end_run(
@@ -44,6 +51,7 @@ def end_run(
     resume: str | None = None,
     paused: bool = False,
     error: BaseException | None = None,
+    finalized: bool = False,
 ) -> Outcome:
     """End a run whose history the adapter has closed: checkpoint, incident record, outcome.
 
@@ -53,7 +61,9 @@ def end_run(
     Args:
         guard: The run's guard.
         trip: What stopped the run, or None when no limit did. A shared guard may have tripped for
-            another run. Where a limit stopped it, the run is `terminated` whatever else is given.
+            another run. Where a limit stopped it, the run is `terminated` whatever else is given:
+            the stop came first, is final, and tells that another try under this budget is of no
+            use. `failed` has no stop reason, and would lose it.
         messages: The closed history, in the framework's own types.
         final: The final answer, or the text of the synthetic last message.
         store: Where the checkpoint goes.
@@ -62,7 +72,9 @@ def end_run(
         resume: How to go on, for the outcome.
         paused: The run waits for a person. Call `Guard.pause` before, so that the checkpoint says
             so too.
-        error: The exception or the cancellation that left the run: it has `failed`.
+        error: The exception or the cancellation that left the run: it has `failed`, or was stopped
+            before. `Outcome.error` tells of it in either case.
+        finalized: `final` is the model's last answer, from `finalize_reserve`.
     """
     if store is not None:
         try:
@@ -78,6 +90,7 @@ def end_run(
             usage=guard.usage,
             next_step=next_step,
             price_book=guard.price_book.version,
+            profile=guard.budget.profile,
             may_have_taken_effect=tuple(
                 f"{ticket.call.name} {ticket.call.id or ''}".strip()
                 for ticket in guard.open_tool_calls()
@@ -107,7 +120,9 @@ def end_run(
         tool_calls=guard.tool_calls,
         messages=tuple(messages),
         final=final,
+        finalized=finalized,
         warnings=guard.warnings,
+        profile=guard.budget.profile,
         observed=() if observed is None else observed.violations,
         resume=resume,
         errors=guard.errors,

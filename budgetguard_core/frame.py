@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 
 class Frame:
@@ -42,13 +42,56 @@ FRAME: ContextVar[Frame | None] = ContextVar("budgetguard_frame", default=None)
 """The innermost frame around the code that runs, ended ones included: ask `current`."""
 
 
+class _Nowhere(Frame):
+    __slots__ = ()
+
+    @property
+    def is_live(self) -> bool:
+        """Nothing is a part of it."""
+        return False
+
+
+NOWHERE: Final = _Nowhere(None)
+"""As the innermost frame: nothing is around this code, not even what bounds the whole process."""
+
+
+class _Process:
+    """What is around all code of this process."""
+
+    __slots__ = ("frame",)
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+
+    def bind(self, frame: Frame | None) -> None:
+        self.frame = frame
+
+
+_PROCESS: Final = _Process()
+
+
+def bound_process(frame: Frame | None) -> None:
+    """Put a frame around all code of this process, threads without a context included.
+
+    For whoever owns the whole process, such as `budgetguard run`; None takes it away.
+    """
+    _PROCESS.bind(frame)
+
+
+def around() -> Frame | None:
+    """Return the innermost frame around this code, an ended one included."""
+    return FRAME.get() or _PROCESS.frame
+
+
 def current() -> Frame | None:
     """Return the innermost frame around this code whose run goes on; None outside of any.
 
     It is found in this thread or task, in tasks that are started here, and in threads that get a
-    copy of the context.
+    copy of the context. The frame of a process that is bounded as a whole is found everywhere.
     """
     frame = FRAME.get()
     while frame is not None and not frame.is_live:
+        if frame is NOWHERE:
+            return None
         frame = frame.above
-    return frame
+    return frame or _PROCESS.frame

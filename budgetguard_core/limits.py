@@ -85,9 +85,8 @@ def reached(reason: StopReason, meter: Meter, now: int) -> Violation:
     """Describe a cap with what was used of it."""
     used = _used(reason, meter, now)
     limit = getattr(meter.caps.budget, reason.value)
-    return Violation(
-        reason=reason, limit=limit, used=used, detail=f"{reason}={limit} reached: {used} used"
-    )
+    detail = f"{reason}={limit} reached: {used} used{_held_back(reason, meter)}"
+    return Violation(reason=reason, limit=limit, used=used, detail=detail)
 
 
 def quota_passed(quota: Quota) -> Violation:
@@ -138,8 +137,15 @@ def _projected(reason: StopReason, meter: Meter, now: int, projected: object) ->
         reason=reason,
         limit=limit,
         used=used,
-        detail=f"{reason}={limit} would be passed: {used} used, {projected} projected",
+        detail=f"{reason}={limit} would be passed: {used} used, {projected} projected"
+        f"{_held_back(reason, meter)}",
     )
+
+
+def _held_back(reason: StopReason, meter: Meter) -> str:
+    reserve = meter.caps.budget.finalize_reserve
+    amount = None if reserve is None else reserve.of_caps().get(reason.value)
+    return "" if amount is None else f", {amount} kept back for a last answer"
 
 
 def _used(reason: StopReason, meter: Meter, now: int) -> float | Decimal:

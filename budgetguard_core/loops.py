@@ -9,10 +9,10 @@ and "change something, check everything again" bring something new and are left 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterable, Sequence
 from fnmatch import translate
-from typing import Annotated, Any, NamedTuple, Self, TypeAlias, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
@@ -22,6 +22,7 @@ from budgetguard_core.stop import StopReason, Violation
 
 _LONGEST_NAME = 64
 _LONGEST_CYCLE = 4
+_RECENT_KEPT = 2 * _LONGEST_CYCLE
 
 _UNSPEAKABLE = re.compile(r"[^\w.:/-]+")
 _UNNAMED = "assistant"
@@ -66,7 +67,7 @@ def _names(value: Any) -> object:
 
 
 _Count: TypeAlias = Annotated[int, BeforeValidator(_count)]
-_Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_names)]
+_Names: TypeAlias = Annotated[Sequence[str], BeforeValidator(_names)]
 
 
 class LoopDetection(BaseModel):
@@ -91,8 +92,8 @@ class LoopDetection(BaseModel):
     """Stale calls in a row after which the model is corrected: at an identical call's third time.
 
     A call is stale when its tool, its arguments and its result were all seen at or after the
-    latest new call. A call that is new or was seen only before that ends the row, and so does the
-    user's next turn.
+    latest new call. A call that is new or was seen only before that ends the row. So does the
+    user's next turn, which counts as new: only the call right before it can be stale at once.
     """
     stop_after: _Count = 3
     """Stale calls in a row after which the run is stopped: at an identical call's fourth time."""
@@ -145,11 +146,13 @@ class LoopDetection(BaseModel):
     was called for.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            raise ConfigurationError(_sentences(error)) from None
+    if not TYPE_CHECKING:  # type checkers make the signature from the fields
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigurationError(_sentences(error)) from None
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -177,6 +180,12 @@ def _sentences(error: ValidationError) -> str:
 
 
 # The detector
+
+
+@lru_cache(maxsize=64)
+def _as_set(names: tuple[str, ...]) -> frozenset[str]:
+    """Return the names as a set, the same one for all runs that have them."""
+    return frozenset(names)
 
 
 class _Row:
@@ -260,8 +269,8 @@ class LoopDetector:
         self._window = window = settings.window
         patterns = "|".join(translate(pattern) for pattern in settings.exempt)
         self._exempt = re.compile(patterns).match if patterns else None
-        self.ignored = frozenset(settings.ignore_arguments)
-        self.ignored_results = frozenset(settings.ignore_results)
+        self.ignored = _as_set(tuple(settings.ignore_arguments))
+        self.ignored_results = _as_set(tuple(settings.ignore_results))
         self._rows = _Rows(
             _Row(settings.nudge_after_same_error, settings.stop_after_same_error, window),
             _Row(settings.nudge_after_errors, settings.stop_after_errors, window),
@@ -272,12 +281,12 @@ class LoopDetector:
         # begins a generation, so what was seen at or after it is of the current one.
         self._seen: dict[_Key, int] = {}
         self._generation = 0
-        self._recent: deque[_Key] = deque(maxlen=2 * _LONGEST_CYCLE)
+        self._recent: list[_Key] = []
         # How often the latest call was made in a row.
         self._alike = 0
         self._error: tuple[str, str] | None = None
         self._said: dict[_Reply, None] = {}
-        self._replies: deque[_Reply] = deque(maxlen=2 * _LONGEST_CYCLE)
+        self._replies: list[_Reply] = []
         # No row has begun: nothing has to be ended by what is new.
         self._quiet = True
         # Keys are fingerprints, because one came from outside or will go there.
@@ -316,6 +325,7 @@ class LoopDetector:
         if self._quiet and not generation and error is None:
             self._alike = 1
             self._recent.append(key)
+            del self._recent[:-_RECENT_KEPT]
             return
         self._count(key, generation, error)
 
@@ -325,6 +335,7 @@ class LoopDetector:
         again = bool(recent) and key == recent[-1]
         self._alike = self._alike + 1 if again else 1
         recent.append(key)
+        del recent[:-_RECENT_KEPT]
         failed_again = again and error is not None and rows.same_error.length > 0
         if failed_again:
             rows.same_error.grow()
@@ -375,14 +386,21 @@ class LoopDetector:
             row.start(0)
         said[reply] = None
         self._replies.append(reply)
+        del self._replies[:-_RECENT_KEPT]
         self._judge()
 
     def user_turn(self) -> None:
         """End the rows: the user spoke. What was seen and said is remembered.
 
+        What the user says is as new as a new call: asked to check again, an agent may make its
+        calls once more, with the same results, before one is stale; but for the latest, which is
+        what a run that is stuck goes on with.
         The same call with the same error is no better for it, so that row goes on.
         """
         rows = self._rows
+        self._generation += 1
+        if self._recent:
+            self._seen[self._recent[-1]] = self._generation
         rows.stale.start(0)
         rows.errors.start(0)
         rows.replies.start(0)
@@ -529,13 +547,12 @@ class LoopDetector:
             name: (_natural(length), _natural(nudged_at))
             for name, (length, nudged_at) in state["rows"].items()
         }
-        most = 2 * _LONGEST_CYCLE
         sound = (
             len(state) == 8
             and len(seen) == len(state["seen"])
             and len(said) == len(state["said"])
-            and len(recent) <= most
-            and len(replies) <= most
+            and len(recent) <= _RECENT_KEPT
+            and len(replies) <= _RECENT_KEPT
             and list(seen)[-1:] == recent[-1:]
             and list(said)[-1:] == replies[-1:]
             and bool(fresh) is bool(alike) is bool(seen)
@@ -575,9 +592,7 @@ class LoopDetector:
             return
         self._digested = True
         self._seen = {_digested(key): last for key, last in self._seen.items()}
-        recent = [_digested(key) for key in self._recent]
-        self._recent.clear()
-        self._recent.extend(recent)
+        self._recent = [_digested(key) for key in self._recent]
 
     def _latest(self) -> str:
         return _speakable(self._recent[-1][0])

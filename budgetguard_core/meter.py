@@ -7,11 +7,15 @@ are asked, then all are moved. Only this module moves a counter.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Mapping
+from copy import copy
+from decimal import Decimal
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
 
-from budgetguard_core.budget import Budget
+from budgetguard_core.budget import DIMENSIONS, Budget
 from budgetguard_core.decision import Admit, ModelCall
 from budgetguard_core.pricing import Rates, from_usd, to_usd
 from budgetguard_core.stop import StopReason
@@ -41,6 +45,7 @@ COUNTERS = (
 """The running totals of a meter, by name; money in the unit of `pricing`."""
 
 _NAMES_KEPT = 1024
+_WILD = re.compile(r"[*?\[]")
 
 
 class Quota:
@@ -90,6 +95,10 @@ class Caps:
             INFINITY if budget.max_seconds is None else int(budget.max_seconds * 1_000_000_000)
         )
         self.cost = INFINITY if budget.max_cost_usd is None else from_usd(budget.max_cost_usd)
+        reserve = budget.finalize_reserve
+        if reserve is not None:
+            self.tokens -= reserve.tokens or 0
+            self.cost -= from_usd(reserve.cost_usd or Decimal(0))
         self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
         self.quotas = tuple(
             Quota(pattern, cap, (used or {}).get(pattern, 0))
@@ -98,15 +107,17 @@ class Caps:
         self._classes = dict(budget.tool_classes)
 
     def quotas_of(self, name: str) -> tuple[Quota, ...]:
-        """Return the quotas that a tool has to pass."""
+        """Return the quotas that a tool has to pass, in the order of the budget."""
         if not self.quotas:
             return ()
-        names = (name, f"{self.class_of(name)}/{name}")
-        return tuple(
-            quota
-            for quota in self.quotas
-            if any(fnmatchcase(candidate, quota.pattern) for candidate in names)
-        )
+        by_beginning, longest = _by_beginning(tuple(quota.pattern for quota in self.quotas))
+        found: set[int] = set()
+        for candidate in (name, f"{self.class_of(name)}/{name}"):
+            for end in range(min(len(candidate), longest) + 1):
+                for place in by_beginning.get(candidate[:end], ()):
+                    if fnmatchcase(candidate, self.quotas[place].pattern):
+                        found.add(place)
+        return tuple(self.quotas[place] for place in sorted(found))
 
     def class_of(self, name: str) -> str:
         """Return the tool's class, or an empty string."""
@@ -114,6 +125,19 @@ class Caps:
             if fnmatchcase(name, pattern):
                 return tool_class
         return ""
+
+
+@lru_cache(maxsize=64)
+def _by_beginning(patterns: tuple[str, ...]) -> tuple[dict[str, list[int]], int]:
+    """Sort patterns by what a name has to begin with, so that it is matched with a few of hundreds.
+
+    Returns:
+        The places of the patterns, and the length of the longest beginning.
+    """
+    found: dict[str, list[int]] = {}
+    for place, pattern in enumerate(patterns):
+        found.setdefault(_WILD.split(pattern, maxsplit=1)[0], []).append(place)
+    return found, max(map(len, found))
 
 
 class Marks:
@@ -153,12 +177,14 @@ class Meter:
         started_ns: When the time began, moved on by every pause; None before the first step.
         stood_ns: Since when the time stands still; None while it runs.
         pauses: How many of the guard's runs wait for a person.
+        housekeeping: How many housekeeping blocks are open in the run.
     """
 
     __slots__ = (
         *COUNTERS,
         "caps",
         "halt",
+        "housekeeping",
         "largest_output",
         "looks_on",
         "mark_at",
@@ -195,6 +221,7 @@ class Meter:
         for name in COUNTERS:
             setattr(self, name, 0)
         self.halt = False
+        self.housekeeping = 0
         self.largest_output = 0
         self.looks_on = False
         self.pauses = 0
@@ -276,6 +303,20 @@ class Meter:
     def end_pause(self) -> None:
         """Note that one run less waits."""
         self.pauses -= 1
+
+    def begin_housekeeping(self) -> None:
+        """Note that housekeeping has begun; every step is looked at closely until it ends."""
+        self.housekeeping += 1
+        self._set_mark_at()
+
+    def end_housekeeping(self) -> None:
+        """Note that it is over."""
+        self.housekeeping = max(self.housekeeping - 1, 0)
+
+    @property
+    def may_stand(self) -> bool:
+        """Whether the time stands still as soon as nothing is in flight that it counts for."""
+        return self.pauses > 0 or self.housekeeping > 0
 
     def stand_still(self, now: int) -> None:
         """Stop the time."""
@@ -374,12 +415,75 @@ class Meter:
         self._set_mark_at()
 
     def _set_mark_at(self) -> None:
-        # Also the first step, which starts the time, and every one during a pause.
+        # Also the first step, which starts the time, and every one during a pause or housekeeping.
         started = self.started_ns
-        if started is None or self.pauses:
+        if started is None or self.may_stand:
             self.mark_at = -INFINITY
         else:
             self.mark_at = started + self.marks.nanoseconds
+
+
+class ExemptMeter:
+    """A run's meter as housekeeping meets it: neither the run's iterations nor its time bind.
+
+    It is asked in the meter's place, and only asked: what was used is charged to the meter.
+    """
+
+    __slots__ = ("_meter",)
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter: Meter
+        object.__setattr__(self, "_meter", meter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._meter, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "iterations":
+            setattr(self._meter, name, value)
+
+    @property
+    def caps(self) -> Caps:
+        """The caps that are left."""
+        caps: Caps = copy(self._meter.caps)
+        caps.iterations = caps.nanoseconds = INFINITY
+        return caps
+
+    @property
+    def marks(self) -> Marks:
+        """The marks that are left."""
+        marks: Marks = copy(self._meter.marks)
+        marks.iterations = marks.nanoseconds = INFINITY
+        return marks
+
+    def fits_model_call(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
+        """Tell whether one more model call is within what is left."""
+        return Meter.fits_model_call(cast("Meter", self), now, retry, tokens, cost)
+
+    def fits_tool_calls(self, now: int) -> bool:
+        """Tell whether a batch of tool calls is within what is left."""
+        return Meter.fits_tool_calls(cast("Meter", self), now)
+
+
+class ReserveMeter(ExemptMeter):
+    """A stopped run's meter as its last answer meets it: tokens and dollars bind, and in whole."""
+
+    @property
+    def halt(self) -> bool:
+        """Nothing else stands against it; that the run was stopped is why it is asked for."""
+        return False
+
+    @property
+    def caps(self) -> Caps:
+        """The caps that are left."""
+        caps = Caps(self._meter.caps.budget.model_copy(update={"finalize_reserve": None}))
+        caps.iterations = caps.model_calls = caps.tool_calls = caps.nanoseconds = INFINITY
+        return caps
+
+    @property
+    def marks(self) -> Marks:
+        """The marks that are left."""
+        return Marks(self.caps, DIMENSIONS)
 
 
 Chain: TypeAlias = tuple[Meter, ...]
@@ -582,21 +686,28 @@ def charge(
 
 def take_place(chain: Chain, name: str) -> bool:
     """Count a tool call if every meter has a place for it."""
+    tools: list[Tool] = []
     for meter in chain:
-        if meter.tool_calls >= meter.caps.tool_calls and not meter.looks_on:
-            return False
-        for quota in (meter.tools.get(name) or meter.tool(name)).quotas:
-            if quota.used >= quota.limit and not meter.looks_on:
+        tool = meter.tools.get(name) or meter.tool(name)
+        if not meter.looks_on:
+            if meter.tool_calls >= meter.caps.tool_calls:
                 return False
-    count_tool_call(chain, name)
+            for quota in tool.quotas:
+                if quota.used >= quota.limit:
+                    return False
+        tools.append(tool)
+    _count_tool_call(chain, tools)
     return True
 
 
 def count_tool_call(chain: Chain, name: str) -> None:
     """Count a tool call that starts."""
-    for meter in chain:
+    _count_tool_call(chain, [meter.tool(name) for meter in chain])
+
+
+def _count_tool_call(chain: Chain, tools: list[Tool]) -> None:
+    for meter, tool in zip(chain, tools):  # noqa: B905 - each step pays for it
         meter.tool_calls += 1
-        tool = meter.tools.get(name) or meter.tool(name)
         tool.started += 1
         for quota in tool.quotas:
             quota.used += 1

@@ -4,6 +4,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from budgetguard_core.budget import ProfileId
 from budgetguard_core.errors import BudgetGuardError, ConfigurationError
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import Usage
@@ -59,8 +60,13 @@ class Outcome(BaseModel):
     """The history, closed: every tool call has a result. In the framework's own types."""
     final: Any = None
     """The final answer, or the text of the synthetic last message."""
+    finalized: bool = False
+    """The run was stopped, and `final` is the answer that the model gave from
+    `finalize_reserve`."""
     warnings: tuple[str, ...] = ()
     """The dimensions that reached their warning share."""
+    profile: ProfileId | None = None
+    """The profile that the run's caps come from, if they do."""
     observed: tuple[Violation, ...] = ()
     """In OBSERVE: every limit that would have stopped the run."""
     resume: str | None = None

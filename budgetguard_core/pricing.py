@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Context, Decimal, Inexact, InvalidOperation
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from budgetguard_core.clock import SystemClock
@@ -389,9 +389,7 @@ class PriceBook:
     @cached_property
     def version(self) -> str:
         """Where the prices are from: "genai-prices 0.2.3", and a digest of the overrides if any."""
-        from importlib.metadata import version  # costs more than all the rest of the import
-
-        source = f"genai-prices {version('genai-prices')}"
+        source = f"genai-prices {_release()}"
         if not self._overrides:
             return source
         written = json.dumps(
@@ -429,6 +427,16 @@ class PriceBook:
             return None
         rows = _rows_of_data(_possible_prices(info, self.as_of), claude="claude" in info.id)
         return Rates(rows, info.context_window) if rows else None
+
+
+def shared_prices() -> PriceBook:
+    """Return the book of today's prices that all runs without one of their own look into."""
+    return _prices_of(_today())
+
+
+@lru_cache(maxsize=1)
+def _prices_of(day: date) -> PriceBook:
+    return PriceBook(as_of=day)
 
 
 def _today() -> date:
@@ -533,3 +541,11 @@ def _rate_at(rate: Decimal | TieredPrices | None, above: int) -> Decimal | None:
         return rate
     reached = [tier.price for tier in rate.tiers if tier.start <= above]
     return reached[-1] if reached else rate.base
+
+
+@cache
+def _release() -> str:
+    # Reads and parses a file: not for each run, and not for the import of this module either.
+    from importlib.metadata import version
+
+    return version("genai-prices")

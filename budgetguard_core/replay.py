@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from budgetguard_core.breakers.progress import ProgressReport
 from budgetguard_core.budget import Budget
@@ -17,6 +18,8 @@ from budgetguard_core.events import (
     Checked,
     Event,
     GuardReset,
+    HousekeepingBegan,
+    HousekeepingEnded,
     IterationsRestarted,
     LimitNearlyReached,
     ModelCallAdmitted,
@@ -30,6 +33,7 @@ from budgetguard_core.events import (
     RunRestored,
     RunResumed,
     RunStarted,
+    Sink,
     StopHeld,
     TimeStarted,
     ToolCallSettled,
@@ -75,6 +79,7 @@ class Replay:
         budget: A candidate budget for the run at the root; the recorded one if left out.
         price_book: Prices, where they are not to come from the default book.
         clock: The clock of the guard when the log is through.
+        sinks: What takes the events that the replay makes itself; none if left out.
 
     Attributes:
         root: The guard of the run at the root, as far as it has been told; None before its start.
@@ -86,8 +91,10 @@ class Replay:
         *,
         price_book: PriceBook | None = None,
         clock: Clock | None = None,
+        sinks: Iterable[Sink | Callable[[Event], object]] = (),
     ) -> None:
         self.root: Guard | None = None
+        self._sinks = tuple(sinks) or None
         self._budget = budget
         self._prices = price_book
         self._clock = _RecordedClock(clock or SystemClock())
@@ -145,6 +152,7 @@ class Replay:
                 self._budget or recorded,
                 mode=event.mode,
                 run_id=event.run_id,
+                sinks=self._sinks,
                 price_book=self._prices,
                 clock=self._clock,
             )
@@ -161,6 +169,7 @@ class Replay:
             budget = Budget.from_json(snapshot.budget or {})
         guard = Guard.restore(
             snapshot.model_copy(update={"budget": budget.to_json(), "stop_conditions": 0}),
+            sinks=None if within else self._sinks,
             price_book=self._prices,
             clock=self._clock,
             within=within,
@@ -245,8 +254,16 @@ class Replay:
             guard.pause(self._open(guard, event))
         elif isinstance(event, RunResumed):
             guard.go_on(self._open(guard, event))
+        elif isinstance(event, HousekeepingBegan):
+            guard.begin_housekeeping(self._waiting(event), answers_for=event.answers_for)
+        elif isinstance(event, HousekeepingEnded):
+            guard.end_housekeeping(self._waiting(event))
         elif isinstance(event, GuardReset):
             guard.reset()
+
+    def _waiting(self, event: HousekeepingBegan | HousekeepingEnded) -> list[Admit]:
+        """Find the calls by number; they are those of the runs above."""
+        return [one for (_, number), one in self._tickets.items() if number in event.waiting]
 
     def _open(self, guard: Guard, event: RunPaused | RunResumed) -> list[Admit]:
         """Find the calls by number. Under another budget they may never have started."""
@@ -258,7 +275,7 @@ class Replay:
 
     def _extend(self, guard: Guard, extended: Budget) -> None:
         caps = guard.budget.caps()
-        raised = {
+        raised: dict[str, Any] = {
             name: cap for name, cap in extended.caps().items() if name in caps and cap > caps[name]
         }
         if raised and guard.trip is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from budgetguard_core.budget import Budget
 from budgetguard_core.decision import Admit, ModelCall, ToolKind
-from budgetguard_core.errors import CheckpointError
+from budgetguard_core.errors import CheckpointError, ConfigurationError
 from budgetguard_core.meter import COUNTERS
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import from_usd, to_usd
@@ -185,6 +187,43 @@ class Snapshot(BaseModel):
             call_id=0,
             price_book="",
             messages=outcome.messages,
+        )
+
+    def check_resumable(
+        self, budget: Budget | None, stop_when: Sequence[Callable[..., Any]]
+    ) -> None:
+        """Check that the caps are known under which the run is to go on.
+
+        Raises:
+            CheckpointError: The run had stop conditions, and neither they nor a budget are given.
+            ConfigurationError: Both `budget` and `stop_when` are given; or neither a budget is,
+                nor are the recorded caps known.
+        """
+        if budget is not None:
+            if stop_when:
+                raise ConfigurationError(
+                    "stop_when must not be given beside a budget, got both. "
+                    "Pass Budget(stop_when=...) in it."
+                )
+            return
+        if self.budget is None:
+            raise ConfigurationError(
+                "a run whose caps are not known needs a budget, got None. Pass a fresh Budget."
+            )
+        if self.stop_conditions and not stop_when:
+            raise CheckpointError(
+                "a run with stop conditions needs them again, got none: conditions are code "
+                "and not in a snapshot. Pass stop_when=, or a fresh budget= that has them."
+            )
+
+    def caps(self, stop_when: Sequence[Callable[..., Any]] = ()) -> Budget:
+        """Return the recorded budget, with its conditions, which are no data."""
+        return Budget.from_json({**(self.budget or {}), "stop_when": tuple(stop_when)})
+
+    def misfit(self, error: Exception) -> CheckpointError:
+        """Return the error that says that the snapshot's parts do not fit together."""
+        return CheckpointError(
+            f"snapshot of run {self.run_id!r} does not fit together: {error}. Start the run anew."
         )
 
     def usage(self) -> Usage:

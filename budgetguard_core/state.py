@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from budgetguard_core import limits
 from budgetguard_core.breakers import BreakerRegistry
@@ -24,7 +24,7 @@ from budgetguard_core.events import (
     Tripped,
 )
 from budgetguard_core.loops import LoopDetector
-from budgetguard_core.meter import COUNTERS, INFINITY, Chain, Meter
+from budgetguard_core.meter import COUNTERS, INFINITY, Chain, ExemptMeter, Meter, ReserveMeter
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates
 from budgetguard_core.run_breakers import BreakerLine, RunBreakers
@@ -35,13 +35,27 @@ from budgetguard_core.tree import Tree
 from budgetguard_core.usage import Usage
 
 if TYPE_CHECKING:
-    from budgetguard_core.ledger import LedgerRun
+    from budgetguard_core.tenancy import TenantPlace
 
 _RECORDS_KEPT = 256
+_NOBODY: frozenset[Any] = frozenset()
 NAME_LENGTH = 200
 """Characters that are kept of a tool's name in the record of a call."""
 
 WarningEvent: TypeAlias = LimitNearlyReached | ContextWindowNearlyFull
+"""What `on_warning` is called with."""
+
+
+@cache
+def _no_caps() -> Budget:
+    """Return the budget of a run without one; the same for all, because it is frozen."""
+    return Budget()
+
+
+@cache
+def _no_usage() -> Usage:
+    """Return what a run has used that has used nothing; the same for all, because it is frozen."""
+    return Usage()
 
 
 class RunState:
@@ -53,6 +67,8 @@ class RunState:
 
     __slots__ = (
         "__weakref__",
+        "_answered",
+        "_asked",
         "_binding",
         "_braked",
         "_breakers",
@@ -60,7 +76,9 @@ class RunState:
         "_conditional",
         "_earlier",
         "_enforced",
+        "_exempt",
         "_expects",
+        "_is_housekeeping",
         "_line",
         "_meter",
         "_needs_price",
@@ -100,7 +118,7 @@ class RunState:
                 f"budget must be a Budget, got {type(budget).__name__}. "
                 "Build one with Budget(max_iterations=25)."
             )
-        budget = budget or Budget()
+        budget = budget or _no_caps()
         self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
         self.mode = as_mode(mode)
         self.run_id = run_id or uuid.uuid4().hex
@@ -127,21 +145,42 @@ class RunState:
             guard for guard in self.lineage if guard.mode is not Mode.OFF
         )
         self._chain: Chain = tuple(guard._meter for guard in self._line)
-        self._tenant: LedgerRun | None = None
-        self._tenants: tuple[Any, ...] = self._payers()
+        self._is_housekeeping = False
+        # The runs whose housekeeping this is, or is a part of.
+        self._exempt: frozenset[Self] = _NOBODY.union(*(one._exempt for one in above)) or _NOBODY
+        self._asked: Chain = self._askable()
+        # The stopped runs whose last answer this is.
+        self._answered: frozenset[Self] = frozenset()
+        self._tenant: TenantPlace | None = None
+        self._tenants = self._payers()
         self._begin()
 
-    def _take_tenant(self, place: LedgerRun) -> None:
+    def _take_tenant(self, place: TenantPlace) -> None:
         self._tenant = place
         self._tenants = self._payers()
 
-    def _payers(self) -> tuple[Self, ...]:
-        """Those of this guard and the ones above whose tenant pays, each tenant once."""
-        payers: dict[object, Self] = {}
+    def _payers(self) -> tuple[TenantPlace, ...]:
+        """Whoever pays for this guard and the ones above it, each tenant once."""
+        payers: dict[object, TenantPlace] = {}
         for guard in reversed(self._line):
             if guard._tenant is not None:
-                payers.setdefault(guard._tenant.payer, guard)
+                payers.setdefault(guard._tenant.payer, guard._tenant)
         return tuple(payers.values())
+
+    def _be_housekeeping(self) -> None:
+        self._is_housekeeping = True
+        # What bounds housekeeping around it goes on to do so.
+        self._exempt = frozenset(one for one in self.lineage[1:] if not one._is_housekeeping)
+        self._asked = self._askable()
+
+    def _askable(self) -> Chain:
+        """Return the chain with which caps the run is bound by; the same but in housekeeping."""
+        if not self._exempt:
+            return self._chain
+        return tuple(
+            cast("Meter", ExemptMeter(guard._meter)) if guard in self._exempt else guard._meter
+            for guard in self._line
+        )
 
     def _begin(self) -> None:
         """Put everything to its beginning."""
@@ -149,8 +188,8 @@ class RunState:
         if self._breakers is not None:
             self._breakers.begin()
         self._standing.begin(self.budget, self.mode)
-        self._earlier = Usage()
-        self._records: deque[tuple[str | None, str, str]] = deque(maxlen=_RECORDS_KEPT)
+        self._earlier = _no_usage()
+        self._records: list[tuple[str | None, str, str]] = []
         self._occurrences = Occurrences()
         self._window_warned = False
         # Asked on every step and never changed by `extend`, so worked out once.
@@ -180,6 +219,22 @@ class RunState:
             meter.caps.tokens != INFINITY or meter.caps.cost != INFINITY for meter in self._chain
         )
 
+    def _be_last_answer(self, of: Self) -> None:
+        """Be bound by the reserve of a stopped run alone, and by what is above that run."""
+        stopped = frozenset(one for one in self.lineage[1:] if of in one.lineage)
+        self._answered = stopped
+        self._asked = tuple(
+            cast("Meter", ReserveMeter(guard._meter)) if guard in stopped else asked
+            for guard, asked in zip(self._line, self._asked, strict=True)
+        )
+        self._binding = tuple(
+            meter
+            for guard, meter in zip(self._line, self._asked, strict=True)
+            if guard.mode is Mode.ENFORCE
+        )
+        self._braked = tuple(one for one in self._braked if one not in stopped)
+        self._watched = tuple(one._breakers for one in self._braked if one._breakers is not None)
+
     def _announce(self) -> None:
         if self._tree.sinks:
             with self._tree.lock:
@@ -191,6 +246,7 @@ class RunState:
                     parent_run_id=None if self.parent is None else self.parent.run_id,
                     price_book=self._tree.price_book.version,
                     stop_conditions=len(self.budget.stop_when),
+                    tenant=() if self._tenant is None else self._tenant.names,
                 )
             self._tree.deliver()
 
@@ -232,7 +288,7 @@ class RunState:
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
         """What became of the last 256 tool calls; those in flight follow as interrupted."""
         with self._tree.lock:
-            records = [*self._records]
+            records = self._records[-_RECORDS_KEPT:]
             records += [
                 (ticket.call.id, ticket.call.name[:NAME_LENGTH], "interrupted")
                 for ticket in self._open_tool_calls()
@@ -246,6 +302,11 @@ class RunState:
     def warnings(self) -> tuple[str, ...]:
         """The dimensions that have reached their warning share, in the order they did."""
         return tuple(self._meter.warned)
+
+    @property
+    def window_nearly_full(self) -> bool:
+        """Whether the last prompt reached the warning share of its model's context window."""
+        return self._window_warned
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -266,6 +327,15 @@ class RunState:
     def has_sinks(self) -> bool:
         """Whether anybody takes this guard's events."""
         return bool(self._tree.sinks)
+
+    @property
+    def is_housekeeping(self) -> bool:
+        """Whether this is the guard of a `housekeeping` block."""
+        return self._is_housekeeping
+
+    def keeps_house_for(self, guard: RunState) -> bool:
+        """Tell whether this is housekeeping of a run, whose deadline does not bind it then."""
+        return guard in self._exempt
 
     @property
     def paused(self) -> bool:
@@ -290,9 +360,8 @@ class RunState:
         """
         with self._tree.lock:
             now, left = self._now(), INFINITY
-            for guard in self._line:
+            for guard, meter in zip(self._line, self._asked, strict=True):
                 if guard.mode is Mode.ENFORCE:
-                    meter = guard._meter
                     left = min(left, meter.caps.nanoseconds - meter.elapsed(now))
         return None if left == INFINITY else max(left, 0) / 1_000_000_000
 
@@ -316,7 +385,7 @@ class RunState:
                 counters=meter.counters(),
                 quotas=meter.quotas_used(),
                 tool_counts=meter.tools_started(),
-                records=tuple(self._records),
+                records=tuple(self._records[-_RECORDS_KEPT:]),
                 elapsed_ns=None if meter.started_ns is None else meter.elapsed(now),
                 pauses=meter.pauses,
                 trip=standing.trip,
@@ -433,18 +502,20 @@ class RunState:
         """Trip every guard of the chain whose limits hold; None when nothing stops this run."""
         if found is None:
             found = [
-                (guard, limits.tool_call_violations(guard._meter, now)) for guard in self._line
+                (guard, limits.tool_call_violations(meter, now))
+                for guard, meter in zip(self._line, self._asked, strict=True)
             ]
         if self.trip is not None:
             return self.trip
+        refused = {guard for guard, caps in found if caps}
         for guard in self._line:
-            if guard.trip is not None:
+            if guard.trip is not None and (guard not in self._answered or refused):
                 self._set_trip(guard.trip, now)
                 return guard.trip
         every: list[Violation] = []
         owner = self
         for guard, caps in found:
-            if guard._meter.looks_on:
+            if guard._meter.looks_on or guard in self._answered:
                 continue
             held = limits.in_order([*caps, *guard._standing.violations(guard is self)])
             if not held:
@@ -472,17 +543,19 @@ class RunState:
             self._record(Tripped, now, trip=trip)
 
     def _keep_time(self, now: int) -> None:
-        """Let time stand still on every meter of a paused run that nothing is in flight on."""
+        """Let time stand still on the meters of runs that wait, where nothing is in flight."""
         for guard in self._line:
             meter = guard._meter
-            if meter.pauses and not guard._is_busy():
+            if meter.may_stand and not guard._is_busy():
                 meter.stand_still(now)
             else:
                 meter.run_on(now)
 
     def _is_busy(self) -> bool:
         return any(
-            self in ticket.guard._line and call_id not in self._tree.waiting
+            self in ticket.guard._line
+            and self not in ticket.guard._exempt
+            and call_id not in self._tree.waiting
             for call_id, ticket in self._tree.open.items()
         )
 
@@ -493,5 +566,11 @@ class RunState:
             if ticket.guard is self and type(ticket.call) is ToolCall
         ]
 
+    def _keep_record(self, call: ToolCall, status: str) -> None:
+        records = self._records
+        records.append((call.id, call.name[:NAME_LENGTH], status))
+        if len(records) > 2 * _RECORDS_KEPT:
+            del records[:-_RECORDS_KEPT]
+
     def _record(self, kind: type[EventBase], now: int, **facts: Any) -> None:
-        self._tree.make(kind, self.run_id, now, **facts)
+        self._tree.make(kind, self.run_id, now, facts)

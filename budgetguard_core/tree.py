@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from budgetguard_core.events import Event, EventBase, Listener, Sink
 from budgetguard_core.pricing import PriceBook
 
 _LOG = logging.getLogger("budgetguard")
+_ERRORS_KEPT = 20
 UNPROJECTED = (
     "a model call without any projection was admitted under a cap on tokens or dollars: calls at "
     "the same time can pass the cap. Give ModelCall input_tokens, and set "
@@ -71,12 +71,13 @@ class Tree:
         self.failed: set[str] = set()
         self.log_arguments = log_arguments
         self.breakers = breakers
-        self.errors: deque[str] = deque(maxlen=20)
-        self.outbox: deque[Event] = deque()
-        self.postponed: deque[Callable[[], object]] = deque()
+        # Lists, because an empty deque takes as much memory as all else in here.
+        self.errors: list[str] = []
+        self.outbox: list[Event] = []
+        self.postponed: list[Callable[[], object]] = []
         self.open: dict[int, Admit] = {}
         # Those of them that wait for a person, or were left by a process that is gone.
-        self.waiting: set[int] = set()
+        self.waiting: frozenset[int] = frozenset()
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
@@ -88,12 +89,29 @@ class Tree:
         self.call_id = call_id
         self.open.update((ticket.call_id, ticket) for ticket in tickets)
         # They are nothing that this process's time counts for.
-        self.waiting.update(ticket.call_id for ticket in tickets)
+        self.waiting = self.waiting.union(ticket.call_id for ticket in tickets)
 
-    def make(self, kind: type[_E], run_id: str, now: int, **facts: Any) -> _E:
+    def send_to(self, sinks: Sequence[Sink]) -> None:
+        """Let events go to these sinks from now on."""
+        self.sinks = tuple(sinks)
+
+    def wait_for(self, call_ids: Sequence[int]) -> None:
+        """Note calls in flight that wait for a person."""
+        self.waiting = self.waiting.union(call_ids) & self.open.keys()
+
+    def go_on_with(self, call_ids: Sequence[int]) -> None:
+        """Note that these wait for nobody any more."""
+        self.waiting = self.waiting.difference(call_ids)
+
+    def number_from(self, seq: int) -> None:
+        """Let the next event have the number after `seq`."""
+        self.seq = seq
+
+    def make(self, kind: type[_E], run_id: str, now: int, facts: dict[str, Any]) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""
         seq = self.seq + bool(self.sinks)
-        event = kind(seq=seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns(), **facts)
+        facts.update(seq=seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns())
+        event = kind.of(facts)
         if self.sinks:
             # Last, and no call: an interrupt leaves no number without its event.
             self.outbox += (event,)  # type: ignore[arg-type]
@@ -106,7 +124,8 @@ class Tree:
         Args:
             wait: Return only when every event that waits has been handed over.
         """
-        self._do_postponed()
+        while self.postponed:
+            self.postponed.pop(0)()
         # Whoever holds it is in the middle of the same: it takes these events with it, so that a
         # slow sink delays the step that wrote and no other. Asked again, because it may have been
         # through just before it let go.
@@ -119,18 +138,19 @@ class Tree:
                 self.delivering = True
                 try:
                     while self.outbox:
-                        self._emit(self.outbox.popleft())
+                        event = self.outbox.pop(0)
+                        for sink in self.sinks:
+                            self._emit(sink, event)
                 finally:
                     self.delivering = False
             finally:
                 self.delivery.release()
 
-    def _emit(self, event: Event) -> None:
-        for sink in self.sinks:
-            try:
-                sink.emit(event)
-            except Exception as error:
-                self.report(f"sink {type(sink).__name__}", error)
+    def _emit(self, sink: Sink, event: Event) -> None:
+        try:
+            sink.emit(event)
+        except Exception as error:
+            self.report(f"sink {type(sink).__name__}", error)
 
     def postpone(self, act: Callable[[], object]) -> bool:
         """Let something wait for the end of the step that this thread is in the middle of.
@@ -142,10 +162,6 @@ class Tree:
             return False
         self.postponed.append(act)
         return True
-
-    def _do_postponed(self) -> None:
-        while self.postponed:
-            self.postponed.popleft()()
 
     def free_locks(self) -> None:
         """Free the locks: the threads that held them are not in this process."""
@@ -159,9 +175,14 @@ class Tree:
             self.failed.add(sentence)
             _LOG.warning(sentence)
 
+    def keep_error(self, sentence: str) -> None:
+        """Keep a failure for the outcome: the last 20 of them."""
+        self.errors.append(sentence)
+        del self.errors[:-_ERRORS_KEPT]
+
     def report(self, what: str, error: Exception) -> None:
         """Keep what failed for the outcome, and log it the first time, without its text."""
-        self.errors.append(f"{what}: {type(error).__name__}: {text_of(error)}")
+        self.keep_error(f"{what}: {type(error).__name__}: {text_of(error)}")
         if what not in self.failed:
             self.failed.add(what)
             _LOG.warning("%s failed: %s", what, type(error).__name__)

@@ -1,0 +1,110 @@
+"""Work about a run that is no part of it: compaction of its history, a summary, a title."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from budgetguard_core.controls import RunControls
+from budgetguard_core.frame import FRAME, Frame, current
+
+_G = TypeVar("_G", bound=RunControls)
+
+
+class _Timer(Protocol):
+    def cancel(self) -> object: ...
+
+
+class Housekeeping(Generic[_G]):
+    """A block of code that the deadline of the run around it does not bind, but one of its own.
+
+    With `async with`, what the block awaits is cancelled when its time is over, and the block ends
+    with `TimeoutError`. With `with`, no further model call starts then: an adapter raises
+    `TimeoutError`, and a call in flight has its own limit in `Admit.seconds`.
+
+    Args:
+        make: Makes the guard that the block's calls are charged to, a child of the run's.
+        seconds: How long the block may take.
+        answers_for: The id of the stopped run whose last answer it is, if it is one.
+    """
+
+    def __init__(
+        self, make: Callable[[], _G], seconds: float, *, answers_for: str | None = None
+    ) -> None:
+        self._make = make
+        self._seconds = seconds
+        self._answers_for = answers_for
+
+    def __enter__(self) -> _G:
+        """Begin; the time starts now."""
+        outer = current()
+        self._waiting = _calls_around(outer)
+        self._guard = self._make()
+        self._guard.start()
+        self._guard.begin_housekeeping(self._waiting, answers_for=self._answers_for)
+        # Its calls are none of the call around it, which is a turn or a tool of the run.
+        run, above = (None, None) if outer is None else (outer.run, outer.above)
+        if outer is not None and run is None:
+            above = outer
+        self._token = FRAME.set(Frame(self._guard, run=run, above=above))
+        return self._guard
+
+    def __exit__(self, *_: object) -> None:
+        """End: the run's time counts again."""
+        FRAME.reset(self._token)
+        self._guard.end_housekeeping(self._waiting)
+
+    async def __aenter__(self) -> _G:
+        """Begin, and watch the time."""
+        # Here: most programs that import this never need it.
+        import asyncio
+
+        self._timer: _Timer | None = None
+        self._cut = False
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("`async with` housekeeping needs a running task")
+        self._task = task
+        self._earlier = task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        guard = self.__enter__()
+        self._watch()
+        return guard
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End; a block that was cut ends with `TimeoutError`."""
+        import asyncio
+
+        if self._timer is not None:
+            self._timer.cancel()
+        self.__exit__()
+        if not self._cut:
+            return
+        others = self._task.uncancel() > self._earlier
+        if not others and kind in (None, asyncio.CancelledError):
+            raise TimeoutError(late(self._seconds))
+
+    def _watch(self) -> None:
+        left = self._guard.time_left()
+        if left is None:
+            return
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._watch)
+        else:
+            self._cut = True
+            self._task.cancel()
+
+
+def late(seconds: float | None) -> str:
+    """Say that housekeeping was cut."""
+    return f"housekeeping must end within {seconds} seconds, and did not. Give it more seconds."
+
+
+def _calls_around(frame: Frame | None) -> list[Any]:
+    """List the admissions of the calls in whose bodies this code runs."""
+    tickets: list[Any] = []
+    while frame is not None:
+        if frame.call is not None:
+            tickets += frame.call.tickets
+        frame = frame.above
+    return tickets

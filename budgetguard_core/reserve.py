@@ -1,0 +1,42 @@
+"""What a run keeps back for a last answer when a limit stops it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from budgetguard_core.breakers.settings import Cap, Dollars, Seconds, Settings
+
+
+class FinalizeReserve(Settings):
+    """What is kept back of a run's caps for one last answer: tokens, dollars or both.
+
+    A run that a limit stops then asks the model once more, without tools, to answer with what it
+    knows. That call is no iteration and bound by nothing but this reserve and the whole of the
+    run's caps on tokens and dollars; it is charged to the run, and to all around it.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    tokens: Cap = None
+    """Tokens, prompt included, taken off `max_total_tokens` until the run is stopped."""
+    cost_usd: Dollars = None
+    """US dollars, taken off `max_cost_usd` until the run is stopped."""
+    seconds: Seconds = Field(default=30.0)
+    """How long the last answer may take; it is not run time."""
+
+    def of_caps(self) -> dict[str, int | Decimal | None]:
+        """Return what is taken off each cap, by the cap's name."""
+        return {"max_total_tokens": self.tokens, "max_cost_usd": self.cost_usd}
+
+    @model_validator(mode="after")
+    def _has_an_amount(self) -> Any:
+        if self.tokens is None and self.cost_usd is None:
+            raise ValueError(
+                "finalize_reserve must have tokens or cost_usd, got neither. Use "
+                "FinalizeReserve(tokens=4000)."
+            )
+        return self

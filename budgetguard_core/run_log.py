@@ -1,0 +1,84 @@
+"""`BUDGETGUARD_LOG=folder`: the trajectory log of every run, without a line of code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from budgetguard_core.events import Event, RunStarted, Sink
+from budgetguard_core.records import line_of
+
+FOLDER = "BUDGETGUARD_LOG"
+"""The environment variable that names the folder."""
+
+_NAME_LENGTH = 100
+
+
+class RunLog:
+    """The log of one run and its sub-agents: a file of its own in a folder, named after the run.
+
+    The file is opened for each event and not kept open: nobody has to close it, however many runs
+    there are and however they end. An event is one write at the end of the file, so a reader sees
+    whole lines, and a killed process loses none.
+
+    Args:
+        folder: The folder; it is made if it is missing.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._path: Path | None = None
+        self._torn = False
+
+    def emit(self, event: Event) -> None:
+        """Append the event's line."""
+        if self._path is None:
+            if not isinstance(event, RunStarted):
+                # It goes on from another process: the number keeps the two apart.
+                name = f"{_file_name(event.run_id)}-{event.wall_ns}.jsonl"
+            else:
+                name = f"{_file_name(event.run_id)}.jsonl"
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path = self._folder / name
+        line = line_of(event).encode() + b"\n"
+        if self._torn:
+            line = b"\n" + line
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            self._torn = True
+            while line:
+                line = line[os.write(descriptor, line) :]
+            self._torn = False
+        finally:
+            os.close(descriptor)
+
+    def flush(self) -> None:
+        """Have the disk write what was appended (fsync)."""
+        if self._path is None:
+            return
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def followed(
+    sinks: Iterable[Sink | Callable[[Event], object]] | None,
+) -> list[Sink | Callable[[Event], object]]:
+    """Return the sinks of one run, with the log that `BUDGETGUARD_LOG` asks for.
+
+    Args:
+        sinks: Those of the user's; None where nobody is to follow the run.
+    """
+    if sinks is None:
+        return []
+    folder = os.environ.get(FOLDER)
+    return [*sinks, RunLog(folder)] if folder else [*sinks]
+
+
+def _file_name(run_id: str) -> str:
+    # A run's name may be anything, also a path.
+    return quote(run_id, safe="")[:_NAME_LENGTH].lstrip(".") or "run"
