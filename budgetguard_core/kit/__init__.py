@@ -5,10 +5,18 @@ framework does. Which budgets apply, what is counted, what a failed call costs, 
 and how the run ends is decided here, once for all adapters.
 """
 
-from budgetguard_core.kit.ambient import Frame, current, current_call, current_guard, entered
+from budgetguard_core.decision import ToolKind
+from budgetguard_core.frame import FRAME, NOWHERE
+from budgetguard_core.kit.ambient import (
+    Frame,
+    current,
+    current_call,
+    current_guard,
+    entered,
+    in_force,
+)
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.checkpoints import load_to_resume
-from budgetguard_core.kit.delay import wait, wait_async
 from budgetguard_core.kit.envelope import (
     Envelope,
     EnvelopeOptions,
@@ -17,8 +25,12 @@ from budgetguard_core.kit.envelope import (
     joined,
 )
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
+from budgetguard_core.kit.finalizing import ANSWER_NOW, Answer, LastAnswer, last_answer
 from budgetguard_core.kit.outcomes import outcome_of, remember
+from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
+from budgetguard_core.kit.pruning import Prune, keep_turns
+from budgetguard_core.kit.records import part
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.run import Run
 from budgetguard_core.kit.stops import is_stop
@@ -31,15 +43,23 @@ from budgetguard_core.kit.usage import (
 from budgetguard_core.kit.watch import Watch, cut_short, supervised
 
 __all__ = [
+    "ANSWER_NOW",
+    "FRAME",
+    "NOWHERE",
+    "PROGRESS_TOOL",
+    "Answer",
     "Batch",
     "Envelope",
     "EnvelopeOptions",
     "Frame",
+    "LastAnswer",
     "OnTrip",
     "OpenModelCall",
     "OpenToolCall",
     "Prompt",
+    "Prune",
     "Run",
+    "ToolKind",
     "Watch",
     "answered_usage",
     "current",
@@ -50,18 +70,21 @@ __all__ = [
     "envelope_of",
     "estimate",
     "failed_usage",
+    "in_force",
     "is_stop",
     "joined",
+    "keep_turns",
+    "last_answer",
     "load_to_resume",
     "merge_usage",
     "outcome_of",
+    "part",
     "project",
     "remember",
+    "report_progress",
     "reported_cost",
     "required",
     "supervised",
     "token_usage",
     "turned_away",
-    "wait",
-    "wait_async",
 ]

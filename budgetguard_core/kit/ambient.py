@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextvars import Token
 
 from budgetguard_core.decision import Admit
 from budgetguard_core.frame import FRAME, Frame, current
@@ -28,14 +27,32 @@ def current_call() -> Admit | None:
     return None if frame is None or frame.call is None else frame.call.ticket
 
 
-@contextmanager
-def entered(frame: Frame) -> Generator[Frame]:
-    """Make a frame the current one in this block."""
-    token = FRAME.set(frame)
-    try:
-        yield frame
-    finally:
-        FRAME.reset(token)
+class entered:
+    """Make a frame the current one in this block. Used once."""
+
+    __slots__ = ("_frame", "_token")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._token: Token[Frame | None]
+
+    def __enter__(self) -> Frame:
+        self._token = FRAME.set(self._frame)
+        return self._frame
+
+    def __exit__(self, *_: object) -> None:
+        FRAME.reset(self._token)
+
+
+def housekeeping_for(guard: Guard) -> Guard:
+    """Return the guard of the housekeeping that this code does for a run, or the run's own."""
+    frame = FRAME.get()
+    while frame is not None:
+        keeper: Guard = frame.guard
+        if keeper.is_housekeeping and keeper.keeps_house_for(guard):
+            return keeper
+        frame = frame.above
+    return guard
 
 
 def in_force(frame: Frame | None) -> list[Guard]:
@@ -47,7 +64,7 @@ def in_force(frame: Frame | None) -> list[Guard]:
     while frame is not None:
         if frame.is_live:
             run = frame.run
-            for guard in (frame.guard,) if run is None else run.guards:
+            for guard in (frame.guard,) if run is None else (frame.guard, *run.guards):
                 if not any(guard in one.lineage for one in guards):
                     guards.append(guard)
             if run is not None:

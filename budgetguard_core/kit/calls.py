@@ -34,11 +34,14 @@ class OpenModelCall:
         max_output_tokens: Completion tokens that the request may ask for; None for no bound.
         is_same: A layer above counts the call; what is reported here it gets to know.
         measured: What a layer below has found out about this call, for the layer that settles it.
+        attempt: What the last attempt that a layer below made at this call has used, and what ended
+            it, if it failed. None before one has ended.
     """
 
     __slots__ = (
         "_open",
         "above",
+        "attempt",
         "call",
         "frame",
         "max_output_tokens",
@@ -64,6 +67,7 @@ class OpenModelCall:
         self.above = above
         self.seen = False
         self.measured: TokenUsage | None = None
+        self.attempt: tuple[TokenUsage | None, BaseException | str | None] | None = None
         self.frame: Frame
         self._open = True
 
@@ -83,6 +87,12 @@ class OpenModelCall:
         """Every admission that stands for this call, those of the layers above included."""
         above = () if self.above is None else self.above.charged
         return (*self.tickets, *above)
+
+    def attempted(self, used: TokenUsage | None, error: BaseException | str | None = None) -> None:
+        """Be told by a layer below how an attempt at this call ended."""
+        # Zeros would be taken for a call that its provider answered for nothing.
+        self.measured = used if used is not None and used.total_tokens else None
+        self.attempt = used, error
 
     @property
     def seconds(self) -> float | None:
@@ -141,6 +151,23 @@ class OpenToolCall:
         self.result: Any = None
         self.seen = False
         self.frame: Frame
+
+    def refuse(
+        self, result: str, reason: StopReason, detail: str = "", *, trip: Trip | None = None
+    ) -> None:
+        """Say that the call may not start.
+
+        Args:
+            result: Its result, for the model.
+            reason: Why.
+            detail: The same for people.
+            trip: The stop that refused it; None where the run goes on.
+        """
+        self.state = "refused"
+        self.refusal = result
+        self.reason = reason
+        self.detail = detail
+        self.trip = trip
 
     @property
     def is_open(self) -> bool:

@@ -9,38 +9,67 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from budgetguard_core.breakers import refusal
 from budgetguard_core.decision import NOT_EXECUTED
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
-from budgetguard_core.kit.run import Run
 from budgetguard_core.stop import StopReason, Trip
 
 
-def wait(run: Run, call: OpenModelCall | OpenToolCall) -> Trip | None:
-    """Wait until a call may start, in this thread.
+class Waiting(Protocol):
+    """What a wait asks of the run that its call is a part of."""
 
-    Args:
-        run: The run that the call is a part of.
-        call: What `Run.model_call` or `Run.batch` returned; ask before its body is started. A tool
-            call that gets no place in time is refused: `Run.start` has its result.
+    @property
+    def aborted(self) -> bool:
+        """Whether the run was aborted."""
+        ...
+
+    def time_left(self) -> float | None:
+        """Seconds until the nearest deadline; None without one."""
+        ...
+
+    def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call back once when the run is aborted; the answer takes that back."""
+        ...
+
+    def check(self) -> Trip | None:
+        """Ask whether the run has to end now."""
+        ...
+
+    def withdrawn(self, call: OpenToolCall) -> None:
+        """Take back a tool call that did not start."""
+        ...
+
+    def unmade(self, call: OpenModelCall) -> None:
+        """Take back a model call that was not made."""
+        ...
+
+
+def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
+    """Wait until a call may start, in this thread.
 
     Returns:
         Why the run ended meanwhile: the call was taken back. None otherwise.
     """
-    woken = threading.Event()
-    forget = run.on_abort(woken.set)
-    try:
-        while (seconds := _to_wait(run, call, woken.set)) > 0:
-            woken.wait(seconds)
-            woken.clear()
-    finally:
-        forget()
+    if _goes_at_once(call):
+        return None
+    if _to_wait(run, call, _nobody) > 0:
+        woken = threading.Event()
+        forget = run.on_abort(woken.set)
+        try:
+            while (seconds := _to_wait(run, call, woken.set)) > 0:
+                woken.wait(seconds)
+                woken.clear()
+        finally:
+            forget()
     return _trip_of(run, call)
 
 
-async def wait_async(run: Run, call: OpenModelCall | OpenToolCall) -> Trip | None:
+async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Wait until a call may start, in this task; as `wait`. Cancelled, it takes the call back."""
+    if _goes_at_once(call):
+        return None
     if _to_wait(run, call, _nobody) <= 0:
         return _trip_of(run, call)
     loop = asyncio.get_running_loop()
@@ -68,11 +97,21 @@ async def wait_async(run: Run, call: OpenModelCall | OpenToolCall) -> Trip | Non
     return _trip_of(run, call)
 
 
+def _goes_at_once(call: OpenModelCall | OpenToolCall) -> bool:
+    """Tell whether a call was admitted just now and is not held back.
+
+    A tool call may start long after the admission of its batch, so it is asked anew whether it may.
+    """
+    if isinstance(call, OpenToolCall):
+        return False
+    return all(ticket.breakers is None for ticket in call.tickets)
+
+
 def _nobody() -> None:
     """Wake nobody."""
 
 
-def _to_wait(run: Run, call: OpenModelCall | OpenToolCall, wake: Callable[[], object]) -> float:
+def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[], object]) -> float:
     """Return for how many seconds to wait before looking again; 0 when there is nothing to do."""
     seconds = 0.0
     for ticket in call.tickets:
@@ -98,7 +137,7 @@ def _to_wait(run: Run, call: OpenModelCall | OpenToolCall, wake: Callable[[], ob
     return seconds if left is None else min(seconds, left)
 
 
-def _trip_of(run: Run, call: OpenModelCall | OpenToolCall) -> Trip | None:
+def _trip_of(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Look whether the run ended while the call waited."""
     if not (run.aborted or run.time_left() == 0):
         return None
@@ -106,20 +145,19 @@ def _trip_of(run: Run, call: OpenModelCall | OpenToolCall) -> Trip | None:
     if trip is not None:
         _take_back(run, call)
         if isinstance(call, OpenToolCall):
-            call.state = "refused"
-            call.refusal, call.reason, call.trip = NOT_EXECUTED, trip.reason, trip
+            call.refuse(NOT_EXECUTED, trip.reason, trip.detail, trip=trip)
     return trip
 
 
-def _refuse(run: Run, call: OpenToolCall) -> None:
+def _refuse(run: Waiting, call: OpenToolCall) -> None:
     """Turn a tool call away that got no place in time; the run goes on."""
     run.withdrawn(call)
-    call.state = "refused"
-    call.refusal = refusal("busy", call.call.name)
-    call.reason = StopReason.VELOCITY
+    call.refuse(
+        refusal("busy", call.call.name), StopReason.VELOCITY, "no place became free in time"
+    )
 
 
-def _take_back(run: Run, call: OpenModelCall | OpenToolCall) -> None:
+def _take_back(run: Waiting, call: OpenModelCall | OpenToolCall) -> None:
     if isinstance(call, OpenToolCall):
         run.withdrawn(call)
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
@@ -17,9 +19,13 @@ from budgetguard_core.frame import Frame, current
 from budgetguard_core.guard import Guard, Mode, WarningHandler
 from budgetguard_core.kit.ambient import in_force
 from budgetguard_core.kit.calls import OpenModelCall
+from budgetguard_core.kit.projection import estimate
+from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.run import Run
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.profiles import PastRun, Profile, Selector, Task, load_profile
+from budgetguard_core.profiles.profile import PROFILE
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import as_mode
 from budgetguard_core.stores import CheckpointStore
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
 
 OnTrip: TypeAlias = Literal["return", "raise"]
+"""What a caller gets of a stopped run: its partial result, or `BudgetExceeded`."""
 
 _OF_THE_GUARD = (
     "mode",
@@ -39,7 +46,9 @@ _OF_THE_GUARD = (
     "breakers",
     "ledger",
     "tenant",
+    "profile",
 )
+_PAST_RUNS = 32
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -56,8 +65,10 @@ class EnvelopeOptions(TypedDict, total=False):
     breakers: BreakerRegistry | None
     store: CheckpointStore | None
     on_trip: OnTrip
+    prune: Prune | None
     ledger: Ledger | str | None
     tenant: Tenant | Callable[[Any], Tenant] | None
+    profile: str | Profile | Selector | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +78,7 @@ class Envelope:
     Args:
         budget: A `Budget`: a fresh guard for each run, which within another run is a part of that.
             A `Guard`: shared by reference, nothing resets; of runs on it at the same time each
-            looks for loops by itself.
+            looks for loops by itself. None: all that the profile says.
         mode: Of fresh guards: ENFORCE, OBSERVE or OFF.
         sinks: Of fresh guards: where events go.
         on_warning: Of fresh guards: called at the warning share of a cap; it may extend or abort.
@@ -77,22 +88,31 @@ class Envelope:
             The runs of one envelope share theirs; give the same registry to several, or the part
             of it that is for a profile or tenant (`registry.scoped(tenant)`).
         on_outcome: Called with the outcome of each run when it has ended or paused: completed,
-            terminated, paused or failed. What it raises is in the guard's `errors`.
+            terminated, paused or failed. What it raises is in the `errors` of the outcome that the
+            caller gets.
         store: Where checkpoints go.
         on_trip: `return` the partial result of a stopped run as the framework's normal result, or
             `raise` `BudgetExceeded` with the same outcome.
+        prune: Shortens what is sent, from the first prompt that reached `warn_at` of its model's
+            context window on: takes the messages of a request in the framework's own form, and
+            returns those to send. The history stays whole. `keep_turns(last=6)` is one. What it
+            raises is in the guard's `errors`, and nothing is cut. Not called in OBSERVE.
         ledger: Of fresh guards: the ledger that their model calls are charged to as well, a
             `Ledger` or its URL. It is shared by all processes.
         tenant: Of fresh guards: whom a run is for, a name, a `Key` or several. Where the framework
             has a configuration of the run, a function of it:
             `lambda config: config["configurable"]["tenant"]`.
+        profile: Of fresh guards: the profile that the caps come from, by name, or chosen for each
+            run by a function of its `Task`. What `budget` sets wins over environment variables,
+            they over the overlay, and that over the profile. Without a budget and a profile, that
+            of `BUDGETGUARD_PROFILE`.
 
     Raises:
         ConfigurationError: The budget is neither, an option is none, or options of fresh guards
-            were given with a `Guard`, which has its own.
+            were given with a `Guard`, which has its own; or there is no such profile.
     """
 
-    budget: Budget | Guard
+    budget: Budget | Guard | None = None
     mode: Mode | str = Mode.ENFORCE
     sinks: Iterable[Sink | Callable[[Event], object]] = ()
     on_warning: WarningHandler | None = None
@@ -102,10 +122,20 @@ class Envelope:
     breakers: BreakerRegistry | None = field(default=None, compare=False)
     store: CheckpointStore | None = None
     on_trip: OnTrip = "return"
+    prune: Prune | None = None
     ledger: Ledger | str | None = None
     tenant: Tenant | Callable[[Any], Tenant] | None = None
+    profile: str | Profile | Selector | None = None
+    _past: deque[PastRun] = field(
+        init=False, repr=False, compare=False, default_factory=lambda: deque(maxlen=_PAST_RUNS)
+    )
 
     def __post_init__(self) -> None:
+        if self.budget is None:
+            if self.profile is None:
+                object.__setattr__(self, "profile", _named_by_environment())
+            if self.profile is not None:
+                object.__setattr__(self, "budget", Budget())
         if not isinstance(self.budget, Budget | Guard):
             raise ConfigurationError(
                 f"budget must be a Budget, a Guard or an Envelope, got "
@@ -118,7 +148,7 @@ class Envelope:
             )
         object.__setattr__(self, "mode", as_mode(self.mode))
         object.__setattr__(self, "sinks", tuple(as_sink(sink) for sink in self.sinks))
-        for name in ("on_warning", "on_outcome"):
+        for name in ("on_warning", "on_outcome", "prune"):
             handler = getattr(self, name)
             if handler is not None and not callable(handler):
                 raise ConfigurationError(
@@ -160,6 +190,18 @@ class Envelope:
             if not callable(self.tenant):
                 # Once: what is iterated over may be empty the second time.
                 object.__setattr__(self, "tenant", as_keys(self.tenant))
+        if isinstance(self.profile, str):
+            # Now, so that a wrong name is said where it is given.
+            object.__setattr__(self, "profile", load_profile(self.profile))
+        elif not (
+            self.profile is None or isinstance(self.profile, Profile) or callable(self.profile)
+        ):
+            raise ConfigurationError(
+                f"profile must be a name, a Profile or a function of a Task, got "
+                f"{type(self.profile).__name__}. Use profile='research'."
+            )
+        if isinstance(self.profile, Profile) and isinstance(self.budget, Budget):
+            self.profile.under(self.budget)
         if isinstance(self.budget, Guard):
             given = [name for name in _OF_THE_GUARD if getattr(self, name) != _DEFAULTS[name]]
             if given:
@@ -167,6 +209,17 @@ class Envelope:
                     f"{', '.join(given)} must be left out with a Guard, which has its own, got "
                     "both. Give them to Guard(...), or give a Budget."
                 )
+
+    @property
+    def may_ask_for_progress(self) -> bool:
+        """Whether runs may be asked for reports, so that the tool for them is to be offered."""
+        given = self.budget
+        budget = given.budget if isinstance(given, Guard) else given
+        if budget is not None and budget.progress is not None:
+            return True
+        if isinstance(self.profile, Profile):
+            return self.profile.budget.progress is not None
+        return callable(self.profile)
 
     def open(
         self,
@@ -177,6 +230,7 @@ class Envelope:
         run_id: str | None = None,
         loose: bool = False,
         config: Any = None,
+        given: Any = None,
     ) -> Run:
         """Begin a run here: the caller's frame decides what it is a part of.
 
@@ -188,10 +242,12 @@ class Envelope:
             fresh: With `resume`: under a fresh budget, what was used before is only reported.
             run_id: The run's name; that of the snapshot, or a random one, if left out.
             loose: For single calls that belong together while nobody tells their end.
-            config: The framework's configuration of the run, for a `tenant` that is a function.
+            config: The framework's configuration of the run, for a `tenant` or a `profile` that is
+                a function.
+            given: What the run is given as its input, for a `profile` that is a function.
 
         Raises:
-            ConfigurationError: The function found no tenant in it.
+            ConfigurationError: The function found no tenant, or no profile.
             CheckpointError: The snapshot does not fit together.
         """
         frame = current()
@@ -199,11 +255,35 @@ class Envelope:
         if isinstance(self.budget, Guard):
             run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
-            guard = self._fresh(self.budget, frame, around, resume, fresh, run_id, config)
+            budget = self._bound(config, given)
+            guard = self._fresh(budget, frame, around, resume, fresh, run_id, config)
             run = Run(self, guard, frame, around, loose=loose)
         if user_spoke and (run.guard.usage.model_calls or run.guard.tool_counts):
             run.guard.user_turn()
         return run
+
+    def note(self, outcome: Outcome) -> None:
+        """Remember how a run ended, for the next choice of a profile."""
+        if callable(self.profile):
+            self._past.append(PastRun.of(outcome))
+
+    def _bound(self, config: Any, given: Any) -> Budget:
+        budget = self.budget if isinstance(self.budget, Budget) else Budget()
+        profile = self.profile
+        if profile is None:
+            return budget
+        if not isinstance(profile, Profile | str):
+            size = None if given is None else estimate(given)
+            task = Task(input_tokens=size, config=config, history=tuple(self._past))
+            try:
+                profile = profile(task)
+            except Exception as error:
+                # A run without its profile could be unbounded.
+                raise ConfigurationError(
+                    f"profile must choose one for the task, got {type(error).__name__}. "
+                    "Return a name for every task."
+                ) from error
+        return (profile if isinstance(profile, Profile) else load_profile(profile)).under(budget)
 
     def _fresh(
         self,
@@ -241,7 +321,7 @@ class Envelope:
         if near:
             return near[0].child(
                 budget,
-                mode=None if self.mode is Mode.ENFORCE else self.mode,
+                mode=self.mode,
                 run_id=run_id,
                 on_warning=self.on_warning,
                 beside=near[1:],
@@ -311,7 +391,11 @@ def joined() -> Run | None:
     return run
 
 
-_DEFAULTS = {one.name: one.default for one in fields(Envelope)}
+_DEFAULTS = {one.name: one.default for one in fields(Envelope) if one.init}
+
+
+def _named_by_environment() -> str | None:
+    return os.environ.get(PROFILE) or None
 
 
 def envelope_of(
@@ -324,7 +408,7 @@ def envelope_of(
 
     Args:
         budget: A budget, a guard, or an envelope, which has its own options.
-        default: The budget of an adapter that is given none.
+        default: The budget of an adapter that is given none, and no profile either.
         options: The adapter's own options, as `Envelope` takes them.
 
     Raises:
@@ -345,4 +429,6 @@ def envelope_of(
             f"{unknown[0]} is no option of an envelope. Use one of: "
             f"{', '.join(name for name in _DEFAULTS if name != 'budget')}."
         )
-    return Envelope(budget=default if budget is None else budget, **options)  # type: ignore[arg-type]
+    if budget is None and options.get("profile") is None and _named_by_environment() is None:
+        budget = default
+    return Envelope(budget=budget, **options)

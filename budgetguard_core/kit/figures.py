@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
 from typing import Any, Final, TypeGuard, cast
 
 from budgetguard_core.kit.records import fields_of, part
@@ -30,7 +29,8 @@ _MOST_TOKENS: Final = 10**12
 _LONGEST_NUMBER: Final = 32
 
 
-class _Figure(IntEnum):
+class _Figure:
+    # Plain numbers: the hash of an enum's member is a call of its own.
     PROMPT = 1
     PROMPT_BESIDE = 2
     NOT_CACHED = 3
@@ -117,6 +117,7 @@ _DETAILS: Final = frozenset(
     }
 )
 _COHERE: Final = frozenset({"billed_units", "tokens"})
+_NESTED: Final = _DETAILS | _COHERE
 _ANTHROPIC_CACHE: Final = frozenset({"cache_creation_input_tokens", "cache_read_input_tokens"})
 _BEDROCK_PROMPT: Final = frozenset({"inputTokenCount", "inputTokens"})
 
@@ -124,26 +125,26 @@ _BEDROCK_PROMPT: Final = frozenset({"inputTokenCount", "inputTokens"})
 class _Tally:
     """The largest of the figures that a record gives under names for the same thing."""
 
+    __slots__ = ("_of_tiers", "largest", "legible")
+
     def __init__(self) -> None:
-        self._largest: dict[_Figure, int] = {}
-        self._of_tiers: dict[_Figure, int] = {}
+        self.largest: dict[int, int] = {}
+        self._of_tiers: dict[int, int] = {}
         self.legible = True
 
-    def __bool__(self) -> bool:
-        return bool(self._largest or self._of_tiers)
+    def figures(self) -> dict[int, int]:
+        """Return the figures, those of a service tier added to the rest."""
+        found = self.largest
+        for figure, count in self._of_tiers.items():
+            found[figure] = found.get(figure, 0) + count
+        return found
 
-    def __contains__(self, figure: _Figure) -> bool:
-        return figure in self._largest
-
-    def __getitem__(self, figure: _Figure) -> int:
-        return self._largest.get(figure, 0) + self._of_tiers.get(figure, 0)
-
-    def take(self, fields: Mapping[Any, Any], names: Mapping[str, _Figure], depth: int = 2) -> None:
+    def take(self, fields: Mapping[Any, Any], names: Mapping[str, int], depth: int = 2) -> None:
         """Note all figures of a record and of the parts that belong to it."""
         for name, value in fields.items():
             if value is None or not isinstance(name, str):
                 continue
-            inner = fields_of(value) if name in _DETAILS or name in _COHERE else None
+            inner = fields_of(value) if name in _NESTED else None
             if inner is not None:
                 if depth:
                     of_cohere = name in _COHERE
@@ -155,12 +156,12 @@ class _Tally:
             elif names is _NAMES_IN_DETAILS:
                 self._note_tier(name, value)
 
-    def _note(self, figure: _Figure, value: object) -> None:
-        count = count_of(value)
+    def _note(self, figure: int, value: object) -> None:
+        count = value if type(value) is int and 0 <= value <= _MOST_TOKENS else count_of(value)
         if count is None:
             self.legible = False
-        else:
-            self._largest[figure] = max(count, self._largest.get(figure, 0))
+        elif count >= self.largest.get(figure, 0):
+            self.largest[figure] = count
 
     def _note_tier(self, name: str, value: object) -> None:
         for ending, figure in _OF_A_TIER.items():
@@ -179,7 +180,7 @@ def count_of(value: object) -> int | None:
         if not (value.isascii() and value.isdecimal() and len(value) <= _LONGEST_NUMBER):
             return None
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     # NaN is in no range.
     return math.ceil(value) if 0 <= value <= _MOST_TOKENS else None
@@ -203,13 +204,14 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     if not fields:
         # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
         fields = {name: part(record, name) for name in _NAMES}
-    if "input_tokens" in fields and count_of(fields.get("total_cost")) == 0:
+    if _is_free(fields):
         return TokenUsage()
     tally = _Tally()
     tally.take(fields, _NAMES)
-    if not tally:
+    figures = tally.figures()
+    if not figures:
         return None
-    usage = _add_up(tally, beside=_is_beside(fields))
+    usage = _add_up(figures, beside=_is_beside(fields), legible=tally.legible)
     listed = fields.get("iterations")
     if steps and isinstance(listed, list):
         used = [read_figures(step, steps=False) for step in cast("list[object]", listed)]
@@ -217,11 +219,35 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     return usage if usage.total_tokens else None
 
 
+def is_free(record: object) -> bool:
+    """Tell whether a record says that the answer used nothing, as LangChain's own cache does."""
+    if isinstance(record, TokenUsage):
+        return fitted(record) == TokenUsage()
+    return _is_free(fields_of(record) or {})
+
+
+def _is_free(fields: Mapping[Any, Any]) -> bool:
+    return (
+        "total_cost" in fields and "input_tokens" in fields and count_of(fields["total_cost"]) == 0
+    )
+
+
 def fitted(usage: TokenUsage) -> TokenUsage:
     """Return figures of which no part is above its whole: the whole is raised.
 
     What is no count is 0, and the usage then marked as estimated.
     """
+    prompt, output, read, write, write_1h, reasoning, estimated = usage
+    if (
+        type(prompt) is type(output) is type(read) is int
+        and type(write) is type(write_1h) is type(reasoning) is int
+        and read >= 0
+        and 0 <= write_1h <= write
+        and read + write <= prompt
+        and 0 <= reasoning <= output
+        and estimated is (estimated is True)
+    ):
+        return usage
     counts = [value if _is_count(value) else count_of(value) for value in usage[:-1]]
     prompt, output, read, write, write_1h, reasoning = (count or 0 for count in counts)
     write = max(write, write_1h)
@@ -259,22 +285,25 @@ def _is_beside(fields: Mapping[Any, Any]) -> bool:
     return not _BEDROCK_PROMPT.isdisjoint(fields)
 
 
-def _add_up(tally: _Tally, *, beside: bool) -> TokenUsage:
-    prompt, output, total = tally[_Figure.PROMPT], tally[_Figure.OUTPUT], tally[_Figure.TOTAL]
-    read, reasoning = tally[_Figure.READ], tally[_Figure.REASONING]
-    write_1h = tally[_Figure.WRITE_1H]
-    write = max(tally[_Figure.WRITE], write_1h + tally[_Figure.WRITE_5M])
+def _add_up(figures: Mapping[int, int], *, beside: bool, legible: bool) -> TokenUsage:
+    told = figures.get
+    prompt, output, total = told(_Figure.PROMPT, 0), told(_Figure.OUTPUT, 0), told(_Figure.TOTAL, 0)
+    read, reasoning = told(_Figure.READ, 0), told(_Figure.REASONING, 0)
+    write_1h = told(_Figure.WRITE_1H, 0)
+    write = max(told(_Figure.WRITE, 0), write_1h + told(_Figure.WRITE_5M, 0))
     cached = read + write
     # Strands fills in the same record for providers that count the cache inside.
     if beside and (total != prompt + output or cached > prompt):
         prompt += cached
-    prompt = max(prompt, cached, read + tally[_Figure.NOT_CACHED]) + tally[_Figure.PROMPT_BESIDE]
+    prompt = max(prompt, cached, read + told(_Figure.NOT_CACHED, 0))
+    prompt += told(_Figure.PROMPT_BESIDE, 0)
     if reasoning > output:
         output += reasoning
-    output += tally[_Figure.OUTPUT_BESIDE]
-    reasoning += tally[_Figure.OUTPUT_BESIDE]
+    beside_it = told(_Figure.OUTPUT_BESIDE, 0)
+    output += beside_it
+    reasoning += beside_it
 
-    has_prompt, has_output = _Figure.PROMPT in tally, _Figure.OUTPUT in tally
+    has_prompt, has_output = _Figure.PROMPT in figures, _Figure.OUTPUT in figures
     if has_output and not has_prompt and total >= prompt + output > 0:
         prompt, has_prompt = total - output, True
     elif has_prompt and not has_output and total >= prompt + output > 0:
@@ -286,5 +315,5 @@ def _add_up(tally: _Tally, *, beside: bool) -> TokenUsage:
         write,
         write_1h,
         reasoning,
-        estimated=not (tally.legible and has_prompt and has_output),
+        estimated=not (legible and has_prompt and has_output),
     )

@@ -57,14 +57,18 @@ _KINDS: Final = {
 _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"})
 """Parts by their name: Gemini."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
+_ANY_MEDIA_TYPE: Final = frozenset(_MEDIA_TYPES)
+_BYTES: Final = (bytes, bytearray, memoryview)
 _DATA_URL: Final = re.compile(r"data:(\w*)[^,\s]{0,200};base64,", re.ASCII)
 
 
 def block_tokens(block: Mapping[Any, Any]) -> int | None:
     """Return the allowance of a block that says what it is; None for one that is text."""
-    source = fields_of(block.get("source"))
-    if source is not None and source.get("type") in {"text", "content"}:
-        return None
+    source = block.get("source")
+    if source is not None:
+        source = fields_of(source)
+        if source is not None and source.get("type") in {"text", "content"}:
+            return None
     kind = block.get("type") or block.get("kind")
     is_text = kind == "text" or block.get("text")
     by_media_type = None if is_text else _of_media_type(block)
@@ -78,13 +82,13 @@ def named_tokens(name: object, value: object) -> int | None:
     """Return the allowance of what a message or a block has under a name; None if it is text."""
     if name == "images" and isinstance(value, list | tuple):  # Ollama
         return IMAGE_TOKENS * len(cast("Sequence[object]", value))
+    if name not in _BLOBS and name not in _KINDS:
+        return None
     fields = fields_of(value)
     if fields is None:
         return None
     if name in _BLOBS:
         return _of_media_type(fields) or FILE_TOKENS
-    if name not in _KINDS:
-        return None
     source = fields_of(fields.get("source"))
     if source is None:
         # The sound of an answer of OpenAI's is sent again by its id.
@@ -95,9 +99,9 @@ def named_tokens(name: object, value: object) -> int | None:
 def data_tokens(data: object) -> int | None:
     """Return the allowance of a data URL, of bytes or of an image; None for what is neither."""
     if isinstance(data, str):
-        url = _DATA_URL.match(data)
+        url = _DATA_URL.match(data) if data.startswith("data:") else None
         return _KINDS.get(url[1], FILE_TOKENS) if url else None
-    if isinstance(data, bytes | bytearray | memoryview):
+    if isinstance(data, _BYTES):
         return FILE_TOKENS
     if type(data).__module__.partition(".")[0] == "PIL":  # Gemini's SDK takes such images
         return IMAGE_TOKENS
@@ -105,6 +109,8 @@ def data_tokens(data: object) -> int | None:
 
 
 def _of_media_type(block: Mapping[Any, Any]) -> int | None:
+    if _ANY_MEDIA_TYPE.isdisjoint(block):
+        return None
     for name in _MEDIA_TYPES:
         media_type = block.get(name)
         if isinstance(media_type, str):

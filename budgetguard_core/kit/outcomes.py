@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from budgetguard_core.outcome import Outcome
 
@@ -18,12 +18,13 @@ def remember(result: Any, outcome: Outcome) -> None:
     """Keep an outcome for as long as a result, or an exception, lives, and no longer.
 
     Args:
-        result: An object that takes attributes or weak references. Where the result is plain data
-            (a dictionary, a list), its last message does.
+        result: An object that takes weak references, or an exception or tuple that takes
+            attributes. Where the result is plain data (a dictionary, a list), its last message
+            does.
         outcome: How its run ended.
     """
-    if isinstance(result, BaseException):
-        setattr(result, _ATTRIBUTE, outcome)
+    if isinstance(result, BaseException | tuple):  # a tuple takes no weak reference
+        setattr(cast("object", result), _ATTRIBUTE, outcome)
         return
     known, mark = _KNOWN, id(result)
 

@@ -65,6 +65,9 @@ _JSON: Final = frozenset(
 )
 """What is written as JSON for the model: all of it counts, whatever the names in it."""
 _ENCRYPTED: Final = frozenset({"encrypted_content", "redactedContent", "redacted_content"})
+# Tuples, because a union is made anew wherever it is written.
+_NUMBERS: Final = (bool, int, float)
+_LISTS: Final = (list, tuple)
 _CALLS: Final = frozenset({"function_call", "tool_call", "tool_use"})
 _INPUT_SCHEMAS: Final = (
     "tool_call_schema",
@@ -89,15 +92,16 @@ def estimate(content: object) -> int:
     total = 0
     parts = [content]
     for one in islice(parts, _MOST_PARTS):  # which grow meanwhile
-        if one is None or isinstance(one, bool | int | float):
+        if one is None or isinstance(one, _NUMBERS):
+            continue
+        if isinstance(one, _LISTS):
+            parts.extend(cast("Sequence[object]", one))
             continue
         allowance = data_tokens(one)
         if allowance is not None:
             total += allowance
         elif isinstance(one, str):
             total += estimate_tokens(one) if one else 0
-        elif isinstance(one, list | tuple):
-            parts.extend(cast("Sequence[object]", one))
         elif (fields := fields_of(one)) is not None:
             total += _estimate_fields(fields, parts)
     return total
@@ -242,14 +246,20 @@ def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
     for name, value in fields.items():
         if name in _NOT_SENT or value is None:
             continue
+        if isinstance(value, str):
+            if _is_encrypted(name, fields):
+                total += len(value) // _ENCRYPTED_BYTES + 1
+            elif value:
+                parts.append(value)
+            continue
         if name == "tool_calls" and _are_in_content(fields.get("content")):
             continue
         allowance = named_tokens(name, value)
         if allowance is not None:
             total += allowance
-        elif _is_encrypted(name, value, fields):
+        elif isinstance(value, bytes) and _is_encrypted(name, fields):
             total += len(value) // _ENCRYPTED_BYTES + 1
-        elif name in _JSON and not isinstance(value, str):
+        elif name in _JSON:
             total += estimate_tokens(_json(value))
         else:
             parts.append(value)
@@ -262,9 +272,7 @@ def _are_in_content(content: object) -> bool:
     return any(part(block, "type") in _CALLS for block in blocks)
 
 
-def _is_encrypted(name: object, value: object, fields: Mapping[Any, Any]) -> bool:
-    if not isinstance(value, str | bytes):
-        return False
+def _is_encrypted(name: object, fields: Mapping[Any, Any]) -> bool:
     return name in _ENCRYPTED or (name == "data" and fields.get("type") == "redacted_thinking")
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, cast
+from functools import lru_cache, partial
+from typing import Any, Final, cast
 
 from pydantic import BaseModel
+
+# A tuple, because a union is made anew at each call.
+_NAMELESS: Final = (str, int, float, bytes, list, type, type(None))
 
 
 def part(record: object, name: str) -> Any:
@@ -42,7 +45,7 @@ def fields_of(record: object) -> Mapping[Any, Any] | None:
     """
     if isinstance(record, dict):
         return cast("dict[Any, Any]", record)
-    if record is None or isinstance(record, str | int | float | bytes | list | type):
+    if isinstance(record, _NAMELESS):
         return None
     if isinstance(record, BaseModel):
         extra = record.__pydantic_extra__
@@ -50,6 +53,11 @@ def fields_of(record: object) -> Mapping[Any, Any] | None:
     if isinstance(record, Mapping):
         return cast("Mapping[Any, Any]", record)
     if dataclasses.is_dataclass(record):
-        return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        return {name: getattr(record, name) for name in _names_in(cast("Any", type(record)))}
     held: dict[str, Any] | None = getattr(record, "__dict__", None)
     return held and {name: value for name, value in held.items() if not name.startswith("_")}
+
+
+@lru_cache(maxsize=256)
+def _names_in(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))

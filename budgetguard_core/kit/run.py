@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.decision import Admit, ModelCall, Nudge, Stop, ToolCall
+from budgetguard_core.decision import Admit, ModelCall, Nudge, Refuse, Stop, ToolCall
 from budgetguard_core.ending import end_run
 from budgetguard_core.errors import ConfigurationError, RunFencedError
 from budgetguard_core.frame import Frame, current
-from budgetguard_core.guard import Guard
-from budgetguard_core.kit.ambient import entered
+from budgetguard_core.guard import Guard, Mode
+from budgetguard_core.housekeeping import late
+from budgetguard_core.kit.ambient import entered, housekeeping_for
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.checkpoints import Checkpoints
+from budgetguard_core.kit.delay import wait, wait_async
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.outcomes import remember
+from budgetguard_core.kit.projection import Prompt
+from budgetguard_core.kit.pruning import Prune
+from budgetguard_core.kit.stops import log_stop
 from budgetguard_core.kit.usage import answered_usage
 from budgetguard_core.limits import cut_answer
 from budgetguard_core.outcome import Outcome, Status
@@ -30,6 +34,10 @@ from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
     from decimal import Decimal
+
+
+Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
+"""What was answered to whoever asked for a call."""
 
 
 class Terms(Protocol):
@@ -46,12 +54,21 @@ class Terms(Protocol):
         ...
 
     @property
+    def prune(self) -> Prune | None:
+        """Shortens what is sent."""
+        ...
+
+    @property
     def on_trip(self) -> str:
         """What the caller gets for a stop."""
         ...
 
     def open(self, *, loose: bool = False) -> Run:
         """Open a run."""
+        ...
+
+    def note(self, outcome: Outcome) -> None:
+        """Remember how a run ended."""
         ...
 
 
@@ -67,6 +84,7 @@ class Run:
         trip: Why the run was stopped; None while it may go on.
         outcome: How the run ended, or where it paused; None before.
         ended: The run is over. Nothing that it left behind is a part of it any more.
+        finalized: The model gave a last answer when the run was stopped.
         is_loose: It is single calls that belong together; nobody tells their end.
     """
 
@@ -86,6 +104,7 @@ class Run:
         self.trip: Trip | None = None
         self.outcome: Outcome | None = None
         self.ended = False
+        self.finalized = False
         self._refused: Trip | None = None
         self._around = {one.run_id for nearest in around for one in nearest.lineage}
         self._saving = threading.RLock()
@@ -94,6 +113,11 @@ class Run:
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
         self._parts: dict[object, Run] = {}
         self.is_loose = loose
+        # Of a conversation that the runs inside this one have with each other.
+        self._said = ""
+        self._is_answer = False
+        self._note: str | None = None
+        self._prunes = False
         # An `activate` block bounds a run and reads no answer of its.
         self._is_inside_a_run = _is_inside_a_run(above)
         # Nobody tells the end of a loose run, so nobody waits for it.
@@ -116,11 +140,9 @@ class Run:
 
     # The code of the run
 
-    @contextmanager
-    def entered(self, call: OpenModelCall | OpenToolCall | None = None) -> Generator[None]:
+    def entered(self, call: OpenModelCall | OpenToolCall | None = None) -> entered:
         """Make the code in this block a part of the run, and of one of its calls."""
-        with entered(self.frame() if call is None else call.frame):
-            yield
+        return entered(self.frame() if call is None else call.frame)
 
     def frame(self, call: OpenModelCall | OpenToolCall | None = None) -> Frame:
         """Return a frame for code of the run, to be set where a block cannot be used."""
@@ -131,13 +153,65 @@ class Run:
         """Whether runs inside this one go on; at a deadline they end first, by themselves."""
         return any(not child.ended for child in list(self._children))
 
+    def told(self, text: str) -> None:
+        """Say what a run was asked, before its first call.
+
+        Where it is what the run before it in the run around has answered, the two talk to each
+        other: their answers are looked at for repetition there, as the replies of one conversation.
+        """
+        around = self._parent
+        if around is None or not text.strip():
+            return
+        self._is_answer = text.strip() == around._said  # noqa: SLF001 - another run's own field
+        if self._is_answer and around.check() is None:
+            self._note = around.nudge()
+
     # Model calls
+
+    def pruned(
+        self, messages: Sequence[Any], model: str | None = None, provider: str | None = None
+    ) -> list[Any] | None:
+        """Return what is to be sent in place of these messages; None where all are.
+
+        Once a prompt has come near to its model's context window, this one by its projection or an
+        earlier one, every later one is pruned: the history stays whole.
+
+        Args:
+            messages: The messages of a request.
+            model: The name of the model that they go to.
+            provider: Who has it, where the name alone does not tell.
+        """
+        prune = self.envelope.prune
+        if prune is None or self.guard.mode is not Mode.ENFORCE:
+            return None
+        self._prunes = self._prunes or self.guard.window_nearly_full
+        if not (self._prunes or self._nearly_fills(messages, model, provider)):
+            return None
+        try:
+            kept = list(prune(list(messages)))
+        except Exception as error:
+            self.guard.report("prune", error)
+            return None
+        # A request without messages is none.
+        return kept if kept and len(kept) != len(messages) else None
+
+    def _nearly_fills(
+        self, messages: Sequence[Any], model: str | None, provider: str | None
+    ) -> bool:
+        rates = None if model is None else self.guard.price_book.rates_for(model, provider)
+        window = None if rates is None else rates.context_window
+        if window is None:
+            return False
+        self._prunes = Prompt().project(messages) >= window * self.guard.budget.warn_at
+        return self._prunes
 
     def model_call(self, call: ModelCall) -> OpenModelCall | Stop:
         """Ask for a model call, of every guard that it is charged to.
 
         A call that a layer above has admitted and that no layer has seen since is the same call:
-        it is counted once. Another one within it is a retry.
+        it is counted once. Another one within it is a retry. Where the attempt before it has ended,
+        that one is charged with the retry, and the call that is admitted here takes its place as
+        the one that the layer above settles.
 
         Returns:
             The call, to be reported with `answered` or `failed`; or `Stop`: the run ends.
@@ -148,36 +222,47 @@ class Run:
         outer = _open_model_call()
         charged = () if outer is None else outer.charged
         same = outer is not None and not outer.seen
+        before = None if outer is None or same else outer.attempt
+        retries: list[Admit] = []
         if outer is not None:
             outer.seen = True
         tickets: list[Admit] = []
-        nudge: str | None = None
-        for guard in self.guards:
-            request = call
+        nudge, self._note = self._note, None
+        for own in self.guards:
+            guard = housekeeping_for(own)
+            request, asked = call, tickets
             if _covers(charged, guard):
                 if same:
                     continue
                 request = replace(call, retry=True)
+                asked = tickets if before is None else retries
             try:
                 decision = guard.admit_model_call(request)
             except BaseException:
-                self._give_back(tickets)
+                self._give_back([*tickets, *retries])
                 raise
             if isinstance(decision, Stop):
-                self._give_back(tickets)
+                self._give_back([*tickets, *retries])
+                self._is_late(decision, guard)
                 return self._stopped(decision)
             if isinstance(decision, Nudge):
                 nudge = nudge or decision.message
-            tickets.append(decision)
-        bounds = [one.max_output_tokens for one in tickets]
-        if same and outer is not None:
+            asked.append(decision)
+        bounds = [one.max_output_tokens for one in (*tickets, *retries)]
+        is_the_outer = outer is not None and (same or before is not None)
+        if outer is not None and is_the_outer:
             bounds.append(outer.max_output_tokens)
+            if before is not None:
+                used, error = before
+                outer.attempt = outer.measured = None
+                for ticket in retries:
+                    self._settle(ticket, used, error=error or "tried again")
         opened = OpenModelCall(
             call,
             tickets,
             nudge=nudge,
             max_output_tokens=min((one for one in bounds if one is not None), default=None),
-            above=outer if same else None,
+            above=outer if is_the_outer else None,
         )
         opened.frame = self.frame(opened)
         return opened
@@ -215,10 +300,11 @@ class Run:
             written=text,
         )
         if call.above is not None:
-            call.above.measured = used
+            call.above.attempted(used)
         for ticket in call.tickets:
             self._settle(ticket, used, model=model, cost_usd=cost_usd)
-        if final:
+        # What housekeeping writes is no reply of the run.
+        if final and not any(one.guard.is_housekeeping for one in call.charged):
             self.guard.report_reply(text, speaker=speaker)
 
     def cut_short(self, call: OpenModelCall) -> Trip | None:
@@ -266,7 +352,7 @@ class Run:
                 reported=call.measured,
             )
         if call.above is not None:
-            call.above.measured = used
+            call.above.attempted(used, error)
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
 
@@ -283,6 +369,54 @@ class Run:
             if call.above is not None:
                 call.above.seen = False
 
+    # The wait between an admission and a start
+
+    @overload
+    def wait(self, call: OpenModelCall | Stop) -> OpenModelCall | Stop: ...
+
+    @overload
+    def wait(self, call: OpenToolCall) -> OpenToolCall: ...
+
+    @overload
+    def wait(self, call: Asked) -> Asked: ...
+
+    def wait(self, call: Asked) -> Asked:
+        """Wait until a call may start, where the run's breakers hold it back.
+
+        For the pace, a rate limit or a place: within the deadline, and no longer once the run is
+        aborted. Blocking: on an event loop use `wait_async`.
+
+        Args:
+            call: What `model_call` answered, or a call of a batch, before `start`.
+
+        Returns:
+            The call. A model call becomes `Stop` where the run ended meanwhile, and was not made;
+            a tool call is then refused, as it is where it got no place in time: `start` has its
+            result.
+        """
+        if isinstance(call, Stop):
+            return call
+        return self._waited(call, wait(self, call))
+
+    @overload
+    async def wait_async(self, call: OpenModelCall | Stop) -> OpenModelCall | Stop: ...
+
+    @overload
+    async def wait_async(self, call: OpenToolCall) -> OpenToolCall: ...
+
+    @overload
+    async def wait_async(self, call: Asked) -> Asked: ...
+
+    async def wait_async(self, call: Asked) -> Asked:
+        """Wait as `wait` does, in this task. Cancelled meanwhile, the call is taken back."""
+        if isinstance(call, Stop):
+            return call
+        return self._waited(call, await wait_async(self, call))
+
+    @staticmethod
+    def _waited(call: OpenModelCall | OpenToolCall, trip: Trip | None) -> Asked:
+        return call if trip is None or isinstance(call, OpenToolCall) else Stop(trip)
+
     # Tool calls
 
     def batch(self, calls: Iterable[ToolCall]) -> Batch:
@@ -295,7 +429,8 @@ class Run:
         opened: list[OpenToolCall | None] = [None] * len(asked)
         places = list(range(len(asked)))
         tickets: dict[int, list[Admit]] = {place: [] for place in places}
-        for guard in self.guards:
+        for own in self.guards:
+            guard = housekeeping_for(own)
             decisions = guard.admit_tool_calls([asked[place] for place in places])
             left: list[int] = []
             for place, decision in zip(places, decisions, strict=True):
@@ -306,15 +441,12 @@ class Run:
                 for ticket in tickets[place]:
                     ticket.guard.withdraw_tool_call(ticket)
                 if isinstance(decision, Stop):
+                    self._is_late(decision, guard)
                     self._stopped(decision)
                 refused = opened[place] = OpenToolCall(asked[place], ())
-                refused.state = "refused"
-                refused.refusal = decision.message
-                if isinstance(decision, Stop):
-                    refused.trip = decision.trip
-                    refused.reason, refused.detail = decision.trip.reason, decision.trip.detail
-                else:
-                    refused.reason, refused.detail = decision.reason, decision.detail
+                trip = decision.trip if isinstance(decision, Stop) else None
+                why = decision if isinstance(decision, Refuse) else decision.trip
+                refused.refuse(decision.message, why.reason, why.detail, trip=trip)
             places = left
         for place in places:
             opened[place] = OpenToolCall(asked[place], tickets[place])
@@ -399,10 +531,12 @@ class Run:
 
     def time_left(self) -> float | None:
         """Seconds until the nearest deadline around this run; None without one."""
-        return min(
-            (left for guard in self.guards if (left := guard.time_left()) is not None),
-            default=None,
-        )
+        nearest: float | None = None
+        for guard in self.guards:
+            left = housekeeping_for(guard).time_left()
+            if left is not None and (nearest is None or left < nearest):
+                nearest = left
+        return nearest
 
     @property
     def aborted(self) -> bool:
@@ -433,7 +567,11 @@ class Run:
         Such a stop goes through: the adapter closes its history and raises, so that nobody takes
         its partial result for an answer. Only a run's own envelope gives its parent one.
         """
-        return self._is_inside_a_run and trip.run_id in self._around
+        return self.is_inside(trip.run_id)
+
+    def is_inside(self, run_id: str) -> bool:
+        """Tell whether this is a part of a run that somebody else ends."""
+        return self._is_inside_a_run and run_id in self._around
 
     # Checkpoints, pauses and the end
 
@@ -513,6 +651,11 @@ class Run:
             resume: How to go on, for the outcome of a stopped run.
         """
         self.trip = trip or self.stopped_by
+        around = self._parent
+        if around is not None and self.trip is None and isinstance(final, str):
+            around._said = final.strip()  # noqa: SLF001 - another run's own field
+            if self._is_answer:
+                around.guard.report_reply(final)
         return self._concluded(
             "completed" if self.trip is None else "terminated",
             messages,
@@ -530,7 +673,11 @@ class Run:
         saved_messages: Sequence[Any] | None = None,
         resume: str | None = None,
     ) -> Outcome:
-        """End a run that an exception or a cancellation left; the outcome is on the exception."""
+        """End a run that an exception or a cancellation left; the outcome is on the exception.
+
+        A run that was stopped before is a terminated one all the same, as with `end`.
+        """
+        self.trip = self.stopped_by
         outcome = self._concluded(
             "failed", messages, None, saved_messages, error=error, resume=resume
         )
@@ -548,8 +695,10 @@ class Run:
 
         This leg of it is over. Keep `run.guard.snapshot()` with the framework's own state, and go
         on with `Envelope.open(resume=snapshot)` when the answer comes: in the same object, in a
-        new one or in another process. The calls that are open wait with the run.
+        new one or in another process. The calls that are open wait with the run. Where something
+        of the same batch was refused, the stop comes with the next call, after the answer.
         """
+        self.trip = None
         self.guard.pause(self.guard.open_calls())
         return self._concluded("paused", messages, None, saved_messages, resume=resume)
 
@@ -583,6 +732,8 @@ class Run:
         if self.outcome is not None:
             return self.outcome
         self.ended = True
+        if not (self.trip is None or self.is_loose or self.is_of_the_run_around(self.trip)):
+            log_stop(self.trip, self.guard.run_id)
         for guard in self.guards[1:]:
             end_run(guard, trip=self.trip, paused=status == "paused", error=error)
         self.outcome = end_run(
@@ -596,12 +747,17 @@ class Run:
             resume=resume,
             paused=status == "paused",
             error=error,
+            finalized=self.finalized and status == "terminated",
         )
+        self.envelope.note(self.outcome)
         if self.envelope.on_outcome is not None:
             try:
                 self.envelope.on_outcome(self.outcome)
             except Exception as raised:
                 self.guard.report("on_outcome", raised)
+                # It was told of the outcome, so what it raised could not be a part of that.
+                self.outcome = self.outcome.model_copy(update={"errors": self.guard.errors})
+                self.guard.outcome = self.outcome
         return self.outcome
 
     # What others tell
@@ -612,6 +768,9 @@ class Run:
         return None if frame is None else frame.run
 
     def _stopped(self, stop: Stop) -> Stop:
+        if self.trip is None and self.is_loose and not self.is_of_the_run_around(stop.trip):
+            # Nobody tells its end.
+            log_stop(stop.trip, self.guard.run_id)
         self.trip = self.trip or stop.trip
         run = self._parent
         while run is not None:
@@ -619,6 +778,12 @@ class Run:
                 run._refused = run._refused or stop.trip  # noqa: SLF001
             run = run._parent  # noqa: SLF001
         return stop
+
+    def _is_late(self, stop: Stop, guard: Guard) -> None:
+        """Raise where the deadline of housekeeping has passed: it ends that, and not the run."""
+        own = guard.is_housekeeping and stop.trip.run_id == guard.run_id
+        if own and stop.trip.reason is StopReason.MAX_SECONDS:
+            raise TimeoutError(late(guard.budget.max_seconds))
 
     def _give_back(self, tickets: Iterable[Admit]) -> None:
         for ticket in tickets:
@@ -658,8 +823,20 @@ def _is_inside_a_run(frame: Frame | None) -> bool:
 
 
 def _open_model_call() -> OpenModelCall | None:
-    frame = current()
-    call = None if frame is None else frame.call
+    """Return the call of a layer above that this code makes; None where it makes one of its own.
+
+    Where a framework has several of a run open before it sends the first (the prompts of one
+    `generate`), it is one that no layer below has seen yet.
+    """
+    frame = innermost = current()
+    while frame is not None and innermost is not None and frame.run is innermost.run:
+        call = frame.call
+        if not (isinstance(call, OpenModelCall) and call.is_open):
+            break
+        if not call.seen:
+            return call
+        frame = frame.above
+    call = None if innermost is None else innermost.call
     return call if isinstance(call, OpenModelCall) and call.is_open else None
 
 

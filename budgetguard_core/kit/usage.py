@@ -11,7 +11,7 @@ from decimal import Context, Decimal
 from itertools import islice
 from typing import Final, cast
 
-from budgetguard_core.kit.figures import fitted, larger, read_figures
+from budgetguard_core.kit.figures import fitted, is_free, larger, read_figures
 from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
@@ -46,6 +46,9 @@ _MAGNITUDES: Final = range(-30, 7)
 # Whatever the caller's context is; sums of such amounts have fewer digits.
 _EXACT: Final = Context(prec=100)
 _XAI_DECIMALS: Final = 10
+# Tuples, because a union is made anew wherever it is written.
+_NUMBERS: Final = (int, float, str, Decimal)
+_TEXTS: Final = (str, bytes)
 
 
 def token_usage(record: object) -> TokenUsage | None:
@@ -152,7 +155,7 @@ def _kept_in(record: object, depth: int) -> Iterator[object]:
     if not depth:
         return
     for one in (_first(held("generations")), *map(held, _WRAPPERS)):
-        if one is not None and not isinstance(one, str | bytes):
+        if one is not None and not isinstance(one, _TEXTS):
             yield from _kept_in(one, depth - 1)
 
 
@@ -165,23 +168,26 @@ def _first(answers: object) -> object:
 
 
 def _cost_of(usage: object) -> Decimal | None:
-    ticks = _amount(part(usage, "cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
+    told = parts_of(usage)
+    ticks = _amount(told("cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
     if ticks is not None:
         return ticks
-    if read_figures(usage) == TokenUsage():
+    if is_free(usage):
         return Decimal(0)
-    cost = part(usage, "cost")
+    cost = told("cost")
+    if cost is None:
+        return None
     total = _amount(cost)
     if total is None:
         return _amount(part(cost, "total_cost"))
-    if part(usage, "is_byok") is True:
-        behind = _amount(part(part(usage, "cost_details"), "upstream_inference_cost"))
+    if told("is_byok") is True:
+        behind = _amount(part(told("cost_details"), "upstream_inference_cost"))
         return _EXACT.add(total, behind or Decimal(0))
     return total
 
 
 def _amount(value: object, *, decimals: int = 0) -> Decimal | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         return None
     text = str(value)
     try:

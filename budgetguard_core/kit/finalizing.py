@@ -1,0 +1,254 @@
+"""One last answer of a stopped run, paid from what its budget has kept back for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from budgetguard_core.budget import Budget
+from budgetguard_core.decision import ModelCall, Stop
+from budgetguard_core.guard import Guard, Mode
+from budgetguard_core.housekeeping import Housekeeping, late
+from budgetguard_core.kit.ambient import Frame, entered
+from budgetguard_core.kit.calls import OpenModelCall
+from budgetguard_core.kit.run import Run
+from budgetguard_core.reserve import FinalizeReserve
+from budgetguard_core.stop import StopReason, Trip
+
+ANSWER_NOW = (
+    "Answer now with what you know so far, and say what is still open. Tools can no longer be used."
+)
+"""What the model is asked; for this call alone, so that no history holds it."""
+_LONGEST = 4096  # tokens that every current model may write
+_SHORTEST = 64  # tokens below which an answer says nothing
+_LEAST_WAIT = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model said.
+
+    Attributes:
+        text: Its words; what it asked tools for is not looked at.
+        usage: The provider's record, as `Run.answered` takes it.
+        model: The model that was really called, if the provider says so.
+        cost_usd: What the provider says it cost.
+    """
+
+    text: str
+    usage: Any = None
+    model: str | None = None
+    cost_usd: Decimal | None = None
+
+
+class LastAnswer:
+    """The last answer that a stopped run may have; made by `last_answer`.
+
+    Args:
+        run: The stopped run; not ended yet, its history closed.
+        payer: The guard whose budget has the reserve: the run's own, or one that it shares.
+        reserve: The reserve.
+    """
+
+    def __init__(self, run: Run, payer: Guard, reserve: FinalizeReserve) -> None:
+        caps = Budget(
+            max_total_tokens=reserve.tokens,
+            max_cost_usd=reserve.cost_usd,
+            max_seconds=reserve.seconds,
+            max_output_tokens_per_call=min(reserve.tokens or _LONGEST, _LONGEST),
+            on_unpriced=payer.budget.on_unpriced,
+            loop_detection=None,
+        )
+        self._run = run
+        self._seconds = reserve.seconds
+        self._block = Housekeeping(
+            lambda: run.guard.child(caps), reserve.seconds, answers_for=payer.run_id
+        )
+
+    def ask(
+        self,
+        call: ModelCall,
+        model: Callable[[OpenModelCall], Answer],
+    ) -> str | None:
+        """Make the call in a thread of its own, which is left behind when its time is over.
+
+        So it is where the run is aborted meanwhile.
+
+        Args:
+            call: The model's name and the size of the prompt.
+            model: Makes the call, without tools, within its `max_output_tokens` and `seconds`.
+
+        Returns:
+            The answer; None where there is none, for whatever reason: the run ends as without it.
+        """
+        try:
+            with entered(self._run.frame()), self._block as keeper:
+                opened = self._opened(call, keeper)
+                if opened is None:
+                    return None
+                try:
+                    with entered(opened.frame):
+                        answer = self._in_thread(lambda: model(opened), keeper)
+                except BaseException as error:
+                    self._run.failed(opened, error)
+                    raise
+                return self._taken(opened, answer)
+        except _Aborted:
+            return None
+        except Exception as error:
+            self._run.guard.report("last answer", error)
+            return None
+
+    async def ask_async(
+        self,
+        call: ModelCall,
+        model: Callable[[OpenModelCall], Awaitable[Answer]],
+    ) -> str | None:
+        """Make the call as `ask` does, in this task; it is cancelled where `ask` leaves it behind.
+
+        A caller that cancels the run ends the call, and then what the run does after its end.
+        """
+        try:
+            with entered(self._run.frame()):
+                async with self._block as keeper:
+                    opened = self._opened(call, keeper)
+                    if opened is None:
+                        return None
+                    try:
+                        with entered(opened.frame), _until_aborted(self._run):
+                            answer = await model(opened)
+                    except BaseException as error:
+                        self._run.failed(opened, error)
+                        raise
+                    return self._taken(opened, answer)
+        except asyncio.CancelledError:
+            # The run is to be ended first: the cancellation comes up again at the next `await`.
+            task = asyncio.current_task()
+            if task is not None:  # pragma: no branch - only a task can be cancelled
+                task.uncancel()
+                task.cancel()
+            return None
+        except _Aborted:
+            return None
+        except Exception as error:
+            self._run.guard.report("last answer", error)
+            return None
+
+    def _opened(self, call: ModelCall, keeper: Guard) -> OpenModelCall | None:
+        call.min_output_tokens = max(call.min_output_tokens, _SHORTEST)
+        opened = self._run.model_call(call)
+        if isinstance(opened, Stop):
+            self._run.guard.report(
+                f"last answer: a prompt of {call.input_tokens} tokens does not fit into what is "
+                "left of finalize_reserve, or of what others pay"
+            )
+            return None
+        opened.frame = Frame(keeper, run=self._run, call=opened, above=self._run.above)
+        return opened
+
+    def _taken(self, opened: OpenModelCall, answer: Answer) -> str | None:
+        text = answer.text.strip()
+        self._run.answered(
+            opened, answer.usage, text=text, model=answer.model, cost_usd=answer.cost_usd
+        )
+        self._run.finalized = bool(text)
+        return text or None
+
+    def _in_thread(self, work: Callable[[], Answer], keeper: Guard) -> Answer:
+        """Wait for some work, but no longer than its guard allows and the run goes on."""
+        woken = threading.Event()
+        answers: list[Answer] = []
+        errors: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                answers.append(work())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                woken.set()
+
+        threading.Thread(target=copy_context().run, args=(body,), daemon=True).start()
+        forget = self._run.on_abort(woken.set)
+        try:
+            # Asked again after each wait, because the clock may not be the system's.
+            while not woken.wait(max(keeper.time_left() or 0, _LEAST_WAIT)):
+                if not keeper.time_left():
+                    raise TimeoutError(late(self._seconds))
+        finally:
+            forget()
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise _Aborted
+        return answers[0]
+
+
+class _Aborted(Exception):
+    """The run was aborted while its last answer was written."""
+
+
+@contextmanager
+def _until_aborted(run: Run) -> Generator[None]:
+    """Cancel what the current task awaits here when the run is aborted, and raise `_Aborted`."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is None:  # pragma: no cover - housekeeping needs one
+        raise RuntimeError("a last answer needs a running task")
+    earlier, state = task.cancelling(), {"open": True, "cut": False}
+
+    def cut() -> None:
+        if state["open"]:
+            state["cut"] = True
+            task.cancel()
+
+    def aborted() -> None:
+        # From any thread, also when the loop has ended since.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(cut)
+
+    forget = run.on_abort(aborted)
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if not state["cut"] or task.uncancel() > earlier:
+            raise
+        raise _Aborted from error
+    else:
+        if state["cut"]:
+            task.uncancel()
+    finally:
+        state["open"] = False
+        forget()
+
+
+def last_answer(run: Run, trip: Trip | None = None) -> LastAnswer | None:
+    """Return the last answer that a run may have; None where it has none.
+
+    It has one where a budget with a `finalize_reserve` is enforced and a limit stops the run, this
+    run's or one of those that it shares its budget with. It has none where it was aborted, or where
+    the stop goes through to the run around it, which may have its own.
+
+    Args:
+        run: The stopped run.
+        trip: Why it was stopped; what stands against it if left out.
+    """
+    trip = trip or run.stopped_by
+    if trip is None or run.aborted or run.guard.mode is not Mode.ENFORCE:
+        return None
+    if any(violation.reason is StopReason.ABORTED for violation in trip.violations):
+        return None
+    for guard in run.guard.lineage:
+        if run.is_inside(guard.run_id):
+            return None
+        reserve = guard.budget.finalize_reserve
+        if reserve is not None and guard.mode is Mode.ENFORCE:
+            if any(one.run_id == trip.run_id for one in guard.lineage[1:]):
+                return None
+            return LastAnswer(run, guard, reserve)
+    return None
