@@ -1,5 +1,6 @@
 """What users and adapters test with: a manual clock, scripted replies, the conformance suite."""
 
+from budgetguard_core.testing.bounded import assert_bounded
 from budgetguard_core.testing.clauses import CLAUSES
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import Clause, check_history, check_request
@@ -57,6 +58,7 @@ __all__ = [
     "Script",
     "Tool",
     "arguments_value",
+    "assert_bounded",
     "calls",
     "capability_table",
     "check",

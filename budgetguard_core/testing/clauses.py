@@ -22,6 +22,17 @@ from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stop import StopReason, tool_called
 from budgetguard_core.stores import MemoryStore
+from budgetguard_core.testing.breakers import (
+    bulkhead,
+    circuit_breaker,
+    observed,
+    progress,
+    rate_limit,
+    reports_of,
+    tool_mix,
+    velocity,
+    waits,
+)
 from budgetguard_core.testing.checks import (
     DEADLINE,
     GRACE,
@@ -44,6 +55,7 @@ from budgetguard_core.testing.conformance import Clause, check_history
 from budgetguard_core.testing.driver import Driver, Feature
 from budgetguard_core.testing.endings import cut_short, failed, nothing_kept, same_history
 from budgetguard_core.testing.failures import expect
+from budgetguard_core.testing.last_answers import last_answer
 from budgetguard_core.testing.nesting import activated, nested, not_an_answer
 from budgetguard_core.testing.pauses import paused
 from budgetguard_core.testing.replies import dialogue, equal_ids, every_usage
@@ -63,7 +75,9 @@ from budgetguard_core.usage import TokenUsage
 
 _DIME = PriceBook({MODEL: Price(input=1000, output=0)})
 _UNSPEAKABLE = re.compile(
-    r"budget|quota|\bcaps?\b|max_|iteration|tokens? left|remaining|stop_reason|deadline|\$\d",
+    # A report's `estimated_remaining_steps` are those of the work.
+    r"budget|quota|\bcaps?\b|max_|iteration|tokens? left|remaining(?!_steps)|stop_reason|deadline"
+    r"|\$\d",
     re.IGNORECASE,
 )
 
@@ -701,7 +715,10 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
         **facts,
     )
     expect(script.calls >= 6, f"only {script.calls} prompts to look at")
-    for number, sent in enumerate(script.sent):
+    sent_at_all = list(script.sent)
+    if driver.has("reports"):
+        sent_at_all += reports_of(driver, mode)
+    for number, sent in enumerate(sent_at_all):
         found = _UNSPEAKABLE.search(sent)
         expect(
             found is None,
@@ -768,5 +785,14 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(34, "nothing is kept of runs that are over", nothing_kept),
     Clause(35, "usage is read in full, and estimated where there is none", every_usage),
     Clause(36, "the stored history is the returned one, and goes on", same_history),
+    Clause(37, "the pace: the run ends at its ceiling", velocity),
+    Clause(38, "reports without progress: nudge, then stop", progress, needs=("reports",)),
+    Clause(39, "a rate limit refuses and says when to try again", rate_limit),
+    Clause(40, "a full bulkhead refuses, and the run goes on", bulkhead),
+    Clause(41, "an open circuit breaker answers in the tool's place", circuit_breaker),
+    Clause(42, "an unusual mix of tools is told once and stops nothing", tool_mix),
+    Clause(43, "in OBSERVE breakers delay, refuse and ask nothing", observed),
+    Clause(44, "a call waits for the pace, a token, a place", waits, needs=("waits",)),
+    Clause(45, "a stopped run has a last answer from its reserve", last_answer, needs=("at_last",)),
 )
 """The clauses of the contract, in its order."""

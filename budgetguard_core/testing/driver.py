@@ -14,20 +14,25 @@ from budgetguard_core.usage import TokenUsage
 
 Feature: TypeAlias = Literal[
     "approval",
+    "at_last",
     "bounded_output",
     "dialogue",
     "equal_ids",
     "judge",
     "new_process",
+    "reports",
     "structured",
     "swallowing",
+    "waits",
 ]
 """What some frameworks do not have, by the part of a scenario or reply that needs it:
 
-`approval`: `Tool.approval`, a run waits for a person. `new_process`: what it waits with can be
+`approval`: `Tool.approval`, a run waits for a person. `at_last`: what ends a run can call its
+model. `new_process`: what it waits with can be
 written down and opened elsewhere. `bounded_output`: a request says how long its answer may be
-(`Script.next`, `Reply.cut`). `equal_ids`: the framework runs two calls of one id. `dialogue`,
-`judge`, `structured`, `swallowing`: `Scenario`'s.
+(`Script.next`, `Reply.cut`). `reports`: `Tool.reports`. `equal_ids`: the framework runs two calls
+of one id. `waits`: a hook before a call can wait. `dialogue`, `judge`, `structured`, `swallowing`:
+`Scenario`'s.
 """
 
 _SETTLING = 1.0

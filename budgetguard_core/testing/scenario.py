@@ -15,9 +15,13 @@ from budgetguard_core.testing.recording import Recorded, part, parts_read, unrea
 from budgetguard_core.testing.script import USAGE, Agent, Reply, Script, Tool, hang
 
 Mode: TypeAlias = Literal["sync", "async", "streamed"]
+"""How a run is called."""
 MODES: tuple[Mode, ...] = ("sync", "async", "streamed")
+"""Every way in which a run is called."""
 Place: TypeAlias = Literal["same object", "new object", "new process"]
+"""Where a paused run goes on."""
 PLACES: tuple[Place, ...] = ("same object", "new object", "new process")
+"""Every place where a paused run goes on."""
 
 
 class Scratch(dict[str, Any]):
@@ -162,7 +166,7 @@ def ignored_parts(scenario: Scenario) -> list[str]:
     agents = list(_agents(scenario))
     tools = [tool for one in (scenario, *agents) for tool in part(one, "tools")]
     found += [f"Tool.{name}" for name in ("description",) if unread(tools, name, "A tool.")]
-    found += [f"Tool.{name}" for name in ("approval",) if unread(tools, name, False)]
+    found += [f"Tool.{name}" for name in ("approval", "reports") if unread(tools, name, False)]
     started = [tool for tool in tools if part(tool, "name") in part(scenario, "started")]
     found += [f"Tool.{name}" for name in ("agent", "runs") if unread(started, name, None)]
     found += [f"Tool.{name}" for name in ("hang",) if unread(started, name, False)]

@@ -33,14 +33,16 @@ class Call:
 
     name: str
     value: str = ""
-    """The call's only argument, `value`."""
+    """The call's only argument, `value`; the JSON text of `fields` where those are given."""
     id: str | None = None
     """Unique within the script when it is left out."""
+    fields: Mapping[str, Any] | None = None
+    """The arguments of a tool that takes others: `report_progress`."""
 
     @property
-    def arguments(self) -> dict[str, str]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments as the model writes them."""
-        return {"value": self.value}
+        return {"value": self.value} if self.fields is None else dict(self.fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,7 @@ class Tool(Recorded):
         runs: Its body does this run, of any adapter's, and returns its final text.
         approval: A person has to approve each call of it, in the framework's own way.
         description: What the model is told about it.
+        reports: It is the adapter's own `report_progress`, which the driver takes in its place.
 
     A tool's body in a driver is `Scenario.call` or `await Scenario.acall`; where the tool has an
     `agent`, the driver then runs it.
@@ -198,6 +201,7 @@ class Tool(Recorded):
         runs: RunInside | None = None,
         approval: bool = False,
         description: str = "A tool.",
+        reports: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
@@ -208,6 +212,7 @@ class Tool(Recorded):
         self.runs = runs
         self.approval = approval
         self.description = description
+        self.reports = reports
         self._lock = threading.Lock()
         self._started = 0
 

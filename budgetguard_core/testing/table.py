@@ -1,4 +1,4 @@
-"""The capability table of the README, made from what the drivers declare."""
+"""The capability table, made from what the drivers declare."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ END = "<!-- end of capability table -->"
 
 
 def capability_table(drivers: Sequence[Driver]) -> str:
-    """Write the table as Markdown: a row for each clause, a column for each way in.
+    """Write the table as Markdown: a row for each clause that some way in lacks, a column for each.
 
-    `yes` means that the clause is tested in every mode of the way in; `-` that the framework has
-    no such thing; any other cell names the modes for which it holds, or `no`, with the reason below
-    the table. Below that stands what the drivers declare beyond the clauses.
+    Above it stands how many clauses hold everywhere. `yes` means that the clause is tested in every
+    mode of the way in; `-` that the framework has no such thing; any other cell names the modes for
+    which it holds, or `no`, with the reason below the table. Below that stands what the drivers
+    declare beyond the clauses.
     """
     reasons: list[str] = []
     lines = [
@@ -27,6 +28,7 @@ def capability_table(drivers: Sequence[Driver]) -> str:
         "|---|" + "---|" * len(drivers),
         "| ways in | " + " | ".join(", ".join(driver.modes) for driver in drivers) + " |",
     ]
+    differing = 0
     for clause in CLAUSES:
         cells: list[str] = []
         for driver in drivers:
@@ -47,7 +49,15 @@ def capability_table(drivers: Sequence[Driver]) -> str:
                 none = "no" if lacking is None else "-"
                 cell = f"{', '.join(held) or none} {' '.join(notes)}"
             cells.append(cell)
-        lines.append(f"| {clause.number}. {clause.title} | " + " | ".join(cells) + " |")
+        if set(cells) != {"yes"}:
+            lines.append(f"| {clause.number}. {clause.title} | " + " | ".join(cells) + " |")
+            differing += 1
+    everywhere = len(CLAUSES) - differing
+    lines = [
+        f"{everywhere} of {len(CLAUSES)} clauses hold in every way in; these differ:",
+        "",
+        *lines,
+    ]
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     if notes:
         lines += ["", *"  \n".join(notes).split("\n")]
