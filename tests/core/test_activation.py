@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 
-from budgetguard_core import Guard
+import pytest
+
+from budgetguard_core import Budget, Guard, ModelCall
+from budgetguard_core.kit import current_guard
 
 
 class Notes:
@@ -14,21 +18,21 @@ class Notes:
 
 
 def test_the_innermost_block_counts_and_leaving_it_restores_the_outer():
-    assert Guard.active() is None
+    assert current_guard() is None
     outer, inner = Guard(), Guard()
     with outer.activate() as active:
         assert active is outer
         with inner.activate():
-            assert Guard.active() is inner
-        assert Guard.active() is outer
-    assert Guard.active() is None
+            assert current_guard() is inner
+        assert current_guard() is outer
+    assert current_guard() is None
 
 
 def test_tasks_and_copied_contexts_see_it_and_bare_threads_do_not():
     seen = {}
 
     async def task():
-        return Guard.active()
+        return current_guard()
 
     async def main():
         return await asyncio.create_task(task())
@@ -38,8 +42,8 @@ def test_tasks_and_copied_contexts_see_it_and_bare_threads_do_not():
         seen["task"] = asyncio.run(main())
         copied = contextvars.copy_context()
         for name, run in (
-            ("thread", lambda: seen.update(thread=Guard.active())),
-            ("copied", lambda: seen.update(copied=copied.run(Guard.active))),
+            ("thread", lambda: seen.update(thread=current_guard())),
+            ("copied", lambda: seen.update(copied=copied.run(current_guard))),
         ):
             thread = threading.Thread(target=run, name=name)
             thread.start()
@@ -53,3 +57,27 @@ def test_an_attachment_is_one_for_a_whole_tree_and_kind():
     assert isinstance(notes, Notes)
     assert guard.child().attachment(Notes) is notes
     assert Guard().attachment(Notes) is not notes
+
+
+def test_a_block_in_which_nothing_was_admitted_says_so(caplog):
+    guard = Guard(Budget(max_iterations=1))
+    with guard.activate():
+        pass
+    (said,) = caplog.records
+    assert (said.name, said.levelno) == ("budgetguard", logging.WARNING)
+    assert "no call was admitted" in said.getMessage()
+
+
+def test_a_block_that_bounds_something_or_fails_says_nothing(caplog):
+    guard = Guard(Budget(max_iterations=1))
+    with guard.activate():
+        guard.child().admit_model_call(ModelCall())
+    with pytest.raises(KeyError), Guard().activate():
+        raise KeyError
+    with guard.activate():
+        guard.admit_model_call(ModelCall())
+    with guard.activate():  # it was stopped: that nothing is admitted is what it is for
+        guard.admit_model_call(ModelCall())
+    with Guard(mode="off").activate():
+        pass
+    assert caplog.records == []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import pydoc
+import sys
 import tomllib
 from decimal import Decimal
 
@@ -336,3 +339,22 @@ def test_a_table_of_toml_is_a_budget():
     assert budget.velocity.max_cost_usd_per_minute == Decimal("0.05")
     assert budget.tool_quotas == {"search": 3}
     assert budget.max_seconds == 90
+
+
+def test_help_is_a_page_that_names_every_field():
+    text = pydoc.plain(pydoc.render_doc(Budget))
+    # From Python 3.13 on the signature, which is there twice, has a line for each field.
+    signatures = 2 * (len(Budget.model_fields) + 2) if sys.version_info >= (3, 13) else 0
+    assert len(text.splitlines()) <= 70 + signatures
+    assert [name for name in Budget.model_fields if f"{name}: " not in text] == []
+    assert "model_dump" not in text
+
+
+def test_the_signature_has_every_field_and_its_default():
+    signature = inspect.signature(Budget)
+    shown = {name: one.default for name, one in signature.parameters.items() if name != "unknown"}
+    fields = {name: getattr(Budget(), name) for name in Budget.model_fields}
+    assert {name: value for name, value in shown.items() if value is not ...} == {
+        name: value for name, value in fields.items() if shown[name] is not ...
+    }
+    assert list(shown) == list(fields)

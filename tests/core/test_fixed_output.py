@@ -31,3 +31,13 @@ def test_a_fixed_bound_that_fits_is_reserved_and_replayed():
     replayed = replay(events)
     assert replayed.usage.total_tokens == guard.usage.total_tokens == 100
     assert replayed.trip == guard.trip
+
+
+def test_a_bound_that_cannot_be_lowered_is_what_may_be_written_whatever_the_budget_says():
+    guard = Guard(Budget(max_total_tokens=100, max_output_tokens_per_call=10))
+    fixed = ModelCall(input_tokens=60, max_output_tokens=50, output_is_fixed=True)
+    assert isinstance(guard.admit_model_call(fixed), Stop)
+    guard = Guard(Budget(max_total_tokens=200, max_output_tokens_per_call=10))
+    admitted = guard.admit_model_call(fixed)
+    assert admitted.max_output_tokens == 50
+    assert guard.usage.reserved_tokens == 110

@@ -15,6 +15,7 @@ from budgetguard_core import (
     replay,
 )
 from budgetguard_core.frame import current
+from budgetguard_core.kit import current_guard
 
 USAGE = TokenUsage(10, 5)
 
@@ -194,9 +195,9 @@ class TestTakingOver:
 
 def test_activate_blocks_are_found_and_left():
     outer, inner = Guard(), Guard()
-    assert Guard.active() is None
+    assert current_guard() is None
     with outer.activate(), inner.activate():
-        assert Guard.active() is inner
+        assert current_guard() is inner
         assert current().above.guard is outer
     assert current() is None
 

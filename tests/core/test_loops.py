@@ -238,6 +238,18 @@ def test_what_was_seen_before_a_user_turn_is_remembered():
     assert detector.tripped
 
 
+@pytest.mark.parametrize("reload", [False, True])
+def test_an_agent_that_the_user_asks_to_check_again_is_left_alone(reload):
+    detector = make()
+    for _ in range(10):
+        for tool in ("status", "test", "lint"):
+            detector.observe(tool, "", "as before")
+            assert not detector.due
+        detector.user_turn()
+        if reload:
+            detector = LoopDetector.from_state(LoopDetection(), detector.state())
+
+
 def test_one_call_for_each_of_the_users_turns_is_left_alone():
     detector = make()
     for _ in range(100):
@@ -664,7 +676,10 @@ class Naive:
 
     def is_stale(self, place):
         calls = [i for i in range(place) if self.events[i][0] == "call"]
-        latest_new = max((i for i in calls if self.is_new(i)), default=place)
+        users = [i for i in range(place) if self.events[i][0] == "user"]
+        # The user's turn begins anew, with the call right before it.
+        begun = [max((i for i in calls if i < user), default=0) for user in users]
+        latest_new = max([*begun, *(i for i in calls if self.is_new(i))], default=place)
         since = [self.events[i][:4] for i in calls if i >= latest_new]
         return not self.is_new(place) and self.events[place][:4] in since
 

@@ -512,6 +512,17 @@ def test_observed_nobody_is_asked():
     assert bench.guard.observed_trip is None
 
 
+def test_it_is_the_planner_who_reports():
+    bench = Bench(progress=PROGRESS)
+    child = bench.guard.child(Budget(loop_detection=None))
+    for _ in range(20):
+        decision = child.admit_model_call(ModelCall())
+        assert type(decision) is Admit  # not asked: it may lack the tool
+        child.settle_model_call(decision, TokenUsage(1, 1))
+    assert type(bench.model()) is Admit  # and its turns are none of the planner's
+    assert isinstance(bench.model(), Nudge)
+
+
 # Snapshots
 
 EVERYTHING = {

@@ -14,6 +14,7 @@ from budgetguard_core import (
     ConfigurationError,
     Guard,
     ModelCall,
+    Stop,
     StopReason,
     ToolCall,
 )
@@ -24,7 +25,8 @@ from budgetguard_core.breakers import (
     VelocityLimits,
 )
 from budgetguard_core.clock import SystemClock
-from budgetguard_core.kit import Envelope, OpenModelCall, wait, wait_async
+from budgetguard_core.kit import Envelope, OpenModelCall
+from budgetguard_core.kit.delay import wait, wait_async
 
 NOW = SystemClock().monotonic_ns
 SHORT = 0.05
@@ -235,3 +237,22 @@ def test_a_registry_that_is_none_is_refused(make):
 def test_a_guard_has_its_own_registry():
     with pytest.raises(ConfigurationError, match="breakers must be left out with a Guard"):
         Envelope(budget=Guard(), breakers=BreakerRegistry())
+
+
+@ways
+def test_a_run_gives_back_what_waited_or_says_that_it_ended(way):
+    def waited(run, call):
+        return run.wait(call) if way == "sync" else asyncio.run(run.wait_async(call))
+
+    run = limited(SHORT)
+    call = slow(run)
+    assert waited(run, call) is call
+    assert run.start(call) is None
+    pace = VelocityLimits(max_tokens_per_minute=10, throttle_at=0.5)
+    run = opened(velocity=pace, max_seconds=SHORT)
+    first = run.model_call(ModelCall(input_tokens=6))
+    assert waited(run, first) is first
+    stop = waited(run, run.model_call(ModelCall(input_tokens=1)))
+    assert isinstance(stop, Stop)
+    assert stop.trip.reason is StopReason.MAX_SECONDS
+    assert waited(run, stop) is stop

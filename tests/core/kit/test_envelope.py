@@ -8,7 +8,9 @@ from budgetguard_core import (
     Guard,
     MemoryStore,
     Mode,
+    ModelCall,
     PriceBook,
+    Stop,
 )
 from budgetguard_core.kit import Envelope, envelope_of
 from budgetguard_core.testing import ManualClock
@@ -89,12 +91,11 @@ def test_a_fresh_guard_has_the_options():
     assert told
 
 
-def test_a_run_within_another_has_its_mode_and_log():
+def test_a_run_within_another_has_its_log():
     told = []
-    outer = Envelope(budget=Budget(), mode=Mode.OBSERVE, sinks=[told.append]).open()
+    outer = Envelope(budget=Budget(), sinks=[told.append]).open()
     with outer.entered():
         inner = Envelope(budget=Budget()).open()
-    assert inner.guard.mode is Mode.OBSERVE
     assert inner.guard.parent is outer.guard
     assert told[-1].run_id == inner.guard.run_id
 
@@ -104,3 +105,13 @@ def test_an_advisory_envelope_within_another():
     with outer.entered():
         inner = Envelope(budget=Budget(), mode="observe").open()
     assert inner.guard.mode is Mode.OBSERVE
+
+
+def test_a_budget_within_an_observing_run_is_enforced():
+    watching = Guard(Budget(max_iterations=1), mode="observe")
+    with watching.activate():
+        run = Envelope(budget=Budget(max_iterations=2)).open(user_spoke=True)
+        calls = [run.model_call(ModelCall(model="gpt-4o")) for _ in range(3)]
+    assert [isinstance(call, Stop) for call in calls] == [False, False, True]
+    assert watching.trip is None
+    assert watching.usage.model_calls == 2

@@ -251,6 +251,52 @@ class TestOneCallTwoLayers:
         usage = outer.guard.usage
         assert (made, usage.model_calls, usage.iterations) == (3, 3, 1)
 
+    @pytest.mark.parametrize("same_guard", [True, False])
+    def test_a_retry_of_a_client_is_charged_and_its_last_attempt_is_the_call_above(
+        self, same_guard
+    ):
+        """Below an admitted call: each failed attempt costs, and is no iteration."""
+        outer = opened(Budget(max_model_calls=9))
+        call = outer.model_call(ModelCall(input_tokens=100))
+        with outer.entered(call):
+            inner = opened(outer.guard if same_guard else Budget(max_model_calls=9))
+            for _ in range(2):
+                below = inner.model_call(ModelCall(input_tokens=100))
+                inner.failed(below, TimeoutError("timed out"))
+            below = inner.model_call(ModelCall(input_tokens=100))
+            inner.answered(below, USAGE)
+        outer.answered(call, None, text="x")
+        used = outer.guard.usage
+        assert (used.model_calls, used.iterations, used.failed_calls) == (3, 1, 2)
+        # What the two that timed out had sent, and what the last one has measured.
+        assert used.total_tokens == 2 * 100 + USAGE.input_tokens + USAGE.output_tokens
+        assert used.reserved_tokens == 0
+        if not same_guard:
+            assert inner.guard.usage.model_calls == 3
+
+    def test_a_retry_of_a_client_over_the_cap_is_not_made(self):
+        outer = opened(Budget(max_model_calls=2))
+        call = outer.model_call(CALL)
+        with outer.entered(call):
+            inner = opened(outer.guard)
+            for _ in range(2):
+                below = inner.model_call(CALL)
+                inner.failed(below, TimeoutError("timed out"))
+            assert isinstance(inner.model_call(CALL), Stop)
+        outer.failed(call, TimeoutError("timed out"))
+        assert outer.guard.usage.model_calls == outer.guard.usage.failed_calls == 2
+
+    def test_a_run_of_its_own_inside_an_open_call_is_never_taken_for_that_call(self):
+        """Whether it makes that call or one beside it is not known: rather one too many."""
+        outer = opened(Budget(max_model_calls=9))
+        call = outer.model_call(CALL)
+        with outer.entered(call):
+            inner = opened(Budget())
+            with inner.entered():
+                inner.answered(inner.model_call(CALL), USAGE)
+        outer.answered(call, USAGE)
+        assert outer.guard.usage.model_calls == 2
+
     def test_a_layer_that_never_made_the_call_leaves_it_to_the_next(self):
         run = opened(Budget())
         call = run.model_call(CALL)
@@ -590,7 +636,8 @@ class TestTheEnd:
 
         run = opened(Budget(), on_outcome=on_outcome)
         assert run.end().status == "completed"
-        assert "on_outcome" in run.guard.errors[0]
+        assert run.outcome.errors == ("on_outcome: ValueError: listener",)
+        assert run.guard.outcome is run.end() is run.outcome
 
     def test_a_store_that_fails_changes_nothing(self):
         class Full(MemoryStore):

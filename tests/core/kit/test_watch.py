@@ -227,3 +227,14 @@ def test_an_abort_after_the_loop_is_gone_is_harmless():
     asyncio.run(main())
     run.guard.abort()
     assert run.check() is not None
+
+
+def test_a_watch_that_is_closed_looks_no_more():
+    cuts = []
+    run = Envelope(budget=Budget(max_seconds=100)).open()
+    watch = Watch(run, lambda: cuts.append(1))
+    watch.close()
+    timer = watch._timer
+    watch._look()  # it was on its way when the watch was closed
+    assert watch._timer is timer
+    assert cuts == []
