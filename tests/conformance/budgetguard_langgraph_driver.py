@@ -31,7 +31,14 @@ from budgetguard_core.testing import (
     Ran,
     hang,
 )
-from budgetguard_langgraph import BudgetCallback, aresume, bounded, outcome, resume
+from budgetguard_langgraph import (
+    BudgetCallback,
+    aresume,
+    bounded,
+    outcome,
+    report_progress,
+    resume,
+)
 from conformance.outcomes import ended_with
 
 FAILED = "The model failed."
@@ -234,6 +241,9 @@ class LangGraphDriver(Driver):
         return [self.tool(scenario, tool) for tool in tools]
 
     def tool(self, scenario, tool):
+        if tool.reports:
+            return report_progress
+
         def run(value: str = "") -> str:
             result = scenario.call(tool, value)
             if tool.agent is None:
@@ -527,9 +537,9 @@ class CallbackDriver(LangGraphDriver):
 
     name = "BudgetCallback"
     checkpointed = False
-    # Where it cannot end a hung call, it is not to take long.
-    patience = 3.0
     lacks: ClassVar = {
+        "at_last": "a callback cannot write to the graph's state: an answer would reach nobody; "
+        "`bounded` does",
         "structured": "a graph of one's own has no structured output",
     }
     deviations: ClassVar = {

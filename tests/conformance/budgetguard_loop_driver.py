@@ -18,7 +18,6 @@ from budgetguard_core.testing import (
     Message,
     Ran,
     Scenario,
-    arguments_value,
     hang,
 )
 from budgetguard_loop import (
@@ -27,6 +26,7 @@ from budgetguard_loop import (
     bounded,
     current_guard,
     guarded,
+    report_progress,
     run_bounded,
     run_bounded_async,
     run_bounded_stream,
@@ -173,25 +173,26 @@ class Model:
             for t in tools
         ]
 
-    def _next(self, messages, bound):
-        sent = json.dumps([messages, self.tools], ensure_ascii=False)
+    def _next(self, messages, bound, without_tools=False):
+        tools = [] if without_tools else self.tools
+        sent = json.dumps([messages, tools], ensure_ascii=False)
         reply = self._script.next(sent, request=normal(messages), bound=bound)
         if reply.error is not None:
             reply.error.response = AtOnce
             raise reply.error
         return reply
 
-    def complete(self, messages, *, max_output_tokens=None):
-        return completion(self._next(messages, max_output_tokens))
+    def complete(self, messages, *, max_output_tokens=None, without_tools=False):
+        return completion(self._next(messages, max_output_tokens, without_tools))
 
-    async def complete_async(self, messages, *, max_output_tokens=None):
-        reply = self._next(messages, max_output_tokens)
+    async def complete_async(self, messages, *, max_output_tokens=None, without_tools=False):
+        reply = self._next(messages, max_output_tokens, without_tools)
         if reply.hang:
             await hang()
         return completion(reply)
 
-    async def stream(self, messages, *, max_output_tokens=None):
-        reply = self._next(messages, max_output_tokens)
+    async def stream(self, messages, *, max_output_tokens=None, without_tools=False):
+        reply = self._next(messages, max_output_tokens, without_tools)
         if reply.hang:
             await hang()
         for chunk in chunks_of(reply):
@@ -226,7 +227,11 @@ def functions(scenario, tools, run_agent):
         call.__doc__ = call_async.__doc__ = tool.description
         return call if scenario.mode == "sync" else call_async
 
-    return {tool.name: function(tool) for tool in tools}
+    async def report_async(**report):
+        return report_progress(**report)
+
+    report = report_progress if scenario.mode == "sync" else report_async
+    return {tool.name: report if tool.reports else function(tool) for tool in tools}
 
 
 def answer_of(ended):
@@ -478,6 +483,8 @@ class Handwritten(LoopDriver):
         return bounded(
             scenario.guard,
             messages=[] if text is None else [{"role": "user", "content": text}],
+            step=Model(scenario.script, scenario.tools).step(scenario.mode),
+            model=MODEL,
             on_trip=scenario.on_trip,
             store=scenario.store,
             resume=None if scenario.after is None else scenario.after.session,
@@ -589,7 +596,7 @@ class Explicit(Handwritten):
             text = call.refusal
             if text is None:
                 try:
-                    with call:
+                    async with call:
                         text = await tools[call.name](**call.arguments)
                         call.settle(text)
                 except Exception as error:
@@ -622,7 +629,7 @@ class Explicit(Handwritten):
             step = guarded(run.guard, kind="model")(step)
         for attempt in range(scenario.retries + 1):
             try:
-                with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
+                async with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
                     bound = {"max_output_tokens": call.max_output_tokens}
                     if scenario.mode == "async":
                         response = await step(call.messages, **bound)
@@ -685,9 +692,7 @@ class Guarded(Handwritten):
             for call in message["tool_calls"]:
                 function = call["function"]
                 try:
-                    text = tools[function["name"]](
-                        arguments_value(json.loads(function["arguments"]))
-                    )
+                    text = tools[function["name"]](**json.loads(function["arguments"]))
                 except ToolRefused as refused:
                     text = str(refused)
                 except ValueError as error:
@@ -714,9 +719,7 @@ class Guarded(Handwritten):
         async def run_tool(call):
             function = call["function"]
             try:
-                text = await tools[function["name"]](
-                    arguments_value(json.loads(function["arguments"]))
-                )
+                text = await tools[function["name"]](**json.loads(function["arguments"]))
             except ToolRefused as refused:
                 text = str(refused)
             except ValueError as error:

@@ -28,6 +28,7 @@ from strands.session import FileSessionManager
 from strands.types.content import Message as StrandsMessage
 from strands.types.exceptions import ModelThrottledException
 
+import budgetguard_strands
 from budgetguard_core import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
@@ -98,7 +99,7 @@ def chunks_of(reply: Reply, ask_as: dict[str, str]):
         yield {"contentBlockDelta": {"delta": {"text": reply.text}}}
         yield {"contentBlockStop": {}}
     uses = [
-        (call.id, call.name, {ask_as.get(call.name, "value"): call.value})
+        (call.id, call.name, call.fields or {ask_as.get(call.name, "value"): call.value})
         for call in reply.tool_calls
     ]
     if reply.handoff is not None:
@@ -223,13 +224,16 @@ class StrandsDriver(Driver):
             if spec.agent is None
             else self.agent_tool(scenario, spec, spec.agent)
             for spec in specs
+            if not spec.reports  # the provider offers that one
         }
         return list(made.values()), {
-            spec.name: next(iter(made[spec.name].tool_spec["inputSchema"]["json"]["properties"]))
-            for spec in specs
+            name: next(iter(one.tool_spec["inputSchema"]["json"]["properties"]))
+            for name, one in made.items()
         }
 
     def scripted_tool(self, scenario: Scenario, spec: ScriptedTool) -> Any:
+        if spec.reports:
+            return budgetguard_strands.report_progress
         if scenario.mode == "async" or spec.hang or (spec.runs and scenario.mode != "sync"):
 
             async def run(value: str = "") -> str:
@@ -467,7 +471,8 @@ class Attached(StrandsDriver):
 def history_of(messages: Any) -> list[Message]:
     found: list[Message] = []
     for message in messages:
-        metadata = message.get("metadata") or {}
+        # A session keeps the mark of an earlier stop; only the last message is this run's.
+        metadata = (message.get("metadata") or {}) if message is messages[-1] else {}
         text = "".join(block["text"] for block in message["content"] if "text" in block)
         results = [block["toolResult"] for block in message["content"] if "toolResult" in block]
         found += [

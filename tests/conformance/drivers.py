@@ -7,13 +7,20 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import layout
-from budgetguard_core.testing import Driver
+from budgetguard_core.testing import Driver, Feature
 
 # What has to be installed for an adapter's drivers to run; the loop needs no framework.
 FRAMEWORKS = {
+    "budgetguard_http": "openai",
     "budgetguard_langgraph": "langgraph",
     "budgetguard_openai_agents": "agents",
     "budgetguard_strands": "strands",
+}
+# What an adapter does not do yet; whoever adds it takes the line out.
+NOT_YET: dict[str, tuple[Feature, ...]] = {}
+REASONS: dict[Feature, str] = {
+    "waits": "this adapter does not wait yet: what is held back starts at once",
+    "reports": "this adapter does not offer `report_progress` yet: add a tool of your own",
 }
 
 
@@ -30,4 +37,7 @@ def has_drivers(adapter: str) -> bool:
 def drivers_of(adapter: str) -> tuple[Driver, ...]:
     """Import the adapter's `DRIVERS`; an adapter without any is an error."""
     found: tuple[Driver, ...] = import_module(f"conformance.{adapter}_driver").DRIVERS
+    for driver in found:
+        lacking = {feature: REASONS[feature] for feature in NOT_YET.get(adapter, ())}
+        type(driver).lacks = {**lacking, **driver.lacks}
     return found

@@ -24,5 +24,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("driver", "mode", "clause"), list(cases()))
-def test_clause(driver, mode, clause):
+def test_clause(driver, mode, clause, monkeypatch):
+    if driver.deviation(clause.number, mode):
+        # What it cannot end hangs until then.
+        monkeypatch.setattr(driver, "patience", 3.0, raising=False)
     clause.judge(driver, mode)

@@ -45,5 +45,5 @@ def test_every_missing_feature_is_one_that_a_clause_asks_for_and_has_a_reason(ad
         assert all(len(reason) > 20 for reason in driver.lacks.values())
 
 
-def test_the_contract_has_36_clauses():
-    assert [clause.number for clause in CLAUSES] == list(range(1, 37))
+def test_the_clauses_are_numbered_without_a_gap():
+    assert [clause.number for clause in CLAUSES] == list(range(1, 46))

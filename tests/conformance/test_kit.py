@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from budgetguard_core import Budget, Guard, Mode, TokenUsage
+from budgetguard_core.kit import Run
 from budgetguard_core.testing import (
     CLAUSES,
     MODES,
@@ -28,6 +29,7 @@ from budgetguard_core.testing import (
     Scratch,
     Script,
     Tool,
+    breakers,
     calls,
     check,
     check_history,
@@ -141,6 +143,8 @@ class Unguarded(Driver):
         for tool in scenario.tools:
             if tool.agent is not None:
                 end(tool.agent.script)
+                # Its own budget would hold without the guard around it.
+                tool.agent = replace(tool.agent, budget=None)
         for agent in (*scenario.handoffs, scenario.graph, scenario.judge):
             if agent is not None:
                 end(agent.script)
@@ -205,6 +209,15 @@ REASONS = {
     33: "the request's bound is None",
     35: "input_tokens of .*: 0, expected 100",
     36: "stop reason: 'completed', expected 'max_iterations'",
+    37: "ended completed .* expected velocity",
+    38: "ended completed .* expected stalled",
+    39: "tool bodies: .*'search', 'search'",
+    40: "tool bodies: .*'search', 'read', 'search'",
+    41: "ended completed .* expected circuit_open",
+    42: r"when it was told: \[\], expected \[20\]",
+    43: r"observed: \[\], expected",
+    44: "ended completed .* expected max_seconds",
+    45: MAX_ITERATIONS,
 }
 # They ask that a guard leaves something alone, which one that does nothing does.
 TRIVIAL = {
@@ -236,6 +249,23 @@ def test_every_clause_fails_without_a_guard(clause, mode):
         return
     with pytest.raises(NonConformance, match=REASONS[clause.number]):
         clause.check(driver, mode)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (breakers._wait_too_long, "ended terminated .velocity.* expected max_seconds"),
+        (breakers._wait_for_a_token, "the third call started after"),
+        (breakers._wait_for_a_place, r"when each began: \[0, 0, 0\]"),
+    ],
+)
+def test_an_adapter_that_does_not_wait_fails(monkeypatch, part, reason):
+    async def at_once(_, call):
+        return call
+
+    monkeypatch.setattr(Run, "wait_async", at_once)
+    with pytest.raises(NonConformance, match=reason):
+        part(drivers_of("budgetguard_loop")[0], "async")
 
 
 # What the suite says of drivers

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import budgetguard_core as core
-from budgetguard_core.kit import Prompt, cut_short, envelope_of, remember
-from conformance.toy_framework import Agent, Middleware
+from budgetguard_core.kit import PROGRESS_TOOL, Prompt, cut_short, envelope_of, remember
+from conformance.toy_framework import Agent, Middleware, Tool
+
+report_progress = Tool(PROGRESS_TOOL.name, PROGRESS_TOOL.report, PROGRESS_TOOL.description)
 
 
 class Stopped(BaseException):
@@ -15,13 +17,12 @@ class Counting(Middleware):
     """Tells a run what the framework does."""
 
     def __init__(self, run):
-        self.run, self.guard = run, run.guard
-        self.prompt, self.calls = Prompt(), run.batch(())
+        self.run, self.guard, self.prompt, self.calls = run, run.guard, Prompt(), run.batch(())
 
     async def model(self, request, proceed):
         size = self.prompt.project(request.messages, tools=request.tools)
         asked = core.ModelCall(model=request.model, retry=request.attempt > 0, input_tokens=size)
-        if isinstance(call := self.run.model_call(asked), core.Stop):
+        if isinstance(call := await self.run.wait_async(self.run.model_call(asked)), core.Stop):
             raise Stopped
         if call.nudge is not None:
             request.messages.append({"role": "user", "text": call.nudge})
@@ -32,9 +33,8 @@ class Counting(Middleware):
         except BaseException as error:
             self.run.failed(call, error)
             raise
-        wanted = reply.message.get("calls", ())
-        text = reply.message["text"] + "".join(map(str, wanted))
-        self.run.answered(call, reply.usage, text=text, final=not wanted)
+        text, wanted = reply.message["text"], reply.message.get("calls", "")
+        self.run.answered(call, reply.usage, text=text + str(wanted), final=not wanted)
         if reply.finish_reason == "length":
             self.run.cut_short(call)
         self.calls = self.run.batch(())
@@ -48,7 +48,7 @@ class Counting(Middleware):
 
     async def tool(self, call, proceed):
         opened = self.calls.take(call["id"], call["name"])
-        if (refusal := self.run.start(opened)) is not None:
+        if (refusal := self.run.start(await self.run.wait_async(opened))) is not None:
             return refusal
         try:
             with self.run.entered(opened):

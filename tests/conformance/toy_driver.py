@@ -10,7 +10,7 @@ from budgetguard_core import Budget, TokenUsage
 from budgetguard_core.kit import outcome_of
 from budgetguard_core.testing import Driver, Message, Ran, Scenario, hang
 from conformance.outcomes import ended_with
-from conformance.toy_adapter import Bounded
+from conformance.toy_adapter import Bounded, report_progress
 from conformance.toy_framework import Agent, Conversation, Middleware, Reply, Tool
 
 
@@ -40,6 +40,7 @@ class Toy(Driver):
     adapter = "toy_adapter"
     name = "Bounded"
     lacks: ClassVar = {
+        "at_last": "the toy ends a run without its model",
         "dialogue": "a run ends with the first reply without a call",
         "structured": "the toy has no structured output",
     }
@@ -112,6 +113,9 @@ class Toy(Driver):
         )
 
     def tool(self, scenario, tool):
+        if tool.reports:
+            return report_progress
+
         def run(value):
             return scenario.call(tool, value)
 
