@@ -4,13 +4,13 @@
 a loop of your own around any SDK; `guarded` is for single functions.
 """
 
-from budgetguard_core.kit import current_call, current_guard, token_usage
+from budgetguard_core.kit import current_call, current_guard, report_progress, token_usage
 from budgetguard_core.kit import outcome_of as outcome
-from budgetguard_loop._calls import AdmittedModelCall, AdmittedToolCall, ToolCalls
+from budgetguard_loop._calls import AdmittedModelCall, AdmittedToolCall, ToolCalls, ToolRefused
 from budgetguard_loop._history import SyntheticMessage
 from budgetguard_loop._reply import ModelReply
 from budgetguard_loop._stream import BoundedStream
-from budgetguard_loop.decorator import ToolRefused, guarded
+from budgetguard_loop.decorator import guarded
 from budgetguard_loop.explicit import bounded
 from budgetguard_loop.run import (
     run_bounded,
@@ -31,6 +31,7 @@ __all__ = [
     "current_guard",
     "guarded",
     "outcome",
+    "report_progress",
     "run_bounded",
     "run_bounded_async",
     "run_bounded_stream",

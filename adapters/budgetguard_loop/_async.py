@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from budgetguard_core import Outcome, Trip
+from budgetguard_core import Outcome, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run, Watch, cut_short
-from budgetguard_loop._plan import Plan, Todo, advance, ended, is_async
+from budgetguard_loop._last import AskStep
+from budgetguard_loop._plan import Plan, Todo, advance, ended
 from budgetguard_loop._reply import ModelReply, read_reply
 from budgetguard_loop._run import (
+    AskAtLast,
     CallModel,
     Command,
     Cut,
@@ -25,6 +27,7 @@ from budgetguard_loop._run import (
     ToolJob,
     Wait,
 )
+from budgetguard_loop._settings import is_async
 
 GRACE = 1.0
 """Seconds that cancelled work in flight has to end."""
@@ -69,17 +72,15 @@ class Shell:
                 return None if trip is None else Cut(trip)
             case StartTools():
                 self._flight = Flight(self.run)
-                self._jobs = {
-                    self._flight.start(
-                        called(self.run, job.call, job.function, **job.arguments)
-                    ): job
-                    for job in command.jobs
-                }
+                self._jobs = {self._flight.start(self._run_tool(job)): job for job in command.jobs}
             case NextTool():
                 return await self._next_tool()
             case Save():
                 if self.run.is_saved:
                     await asyncio.to_thread(self._loop.save)
+            case AskAtLast():
+                step = AskStep(self.run, self._plan.step, self._plan.settings)
+                return await step.ask_async(command.last, command.call, command.messages)
             case Finish():
                 return await self.run.in_thread(command.end)
         return None
@@ -89,7 +90,15 @@ class Shell:
         settings = self._plan.settings.for_call(self.run, command.call)
         return called(self.run, command.call, self._plan.step, command.messages, **settings)
 
+    async def held_back(self, command: CallModel) -> Cut | None:
+        """Wait until a model call may start; a `Cut` where the run ended meanwhile."""
+        call = await self.run.wait_async(command.call)
+        return Cut(call.trip) if isinstance(call, Stop) else None
+
     async def _call_model(self, command: CallModel) -> ModelReply | Cut:
+        cut = await self.held_back(command)
+        if cut is not None:
+            return cut
         async with Flight(self.run) as flight:
             flight.start(self.call_step(command))
             task = await flight.next()
@@ -101,6 +110,12 @@ class Shell:
                         raise
             return Cut(flight.stopped())
 
+    async def _run_tool(self, job: ToolJob) -> ToolEnd:
+        call = await self.run.wait_async(job.call)
+        if self.run.start(call) is not None:
+            return ToolEnd(job)
+        return ToolEnd(job, await called(self.run, call, job.function, **job.arguments))
+
     async def _next_tool(self) -> ToolEnd | Cut:
         flight = cast("Flight", self._flight)
         end = None
@@ -110,11 +125,11 @@ class Shell:
             await flight.close()
         return Cut(flight.stopped()) if end is None else end
 
-    def _end_of(self, flight: Flight, task: asyncio.Task[Any]) -> ToolEnd | None:
+    def _end_of(self, flight: Flight, task: asyncio.Task[ToolEnd]) -> ToolEnd | None:
         """Say how a tool call ended; None for one that was cut."""
         job = self._jobs.pop(task)
         try:
-            return ToolEnd(job, task.result())
+            return task.result()
         except asyncio.CancelledError as error:
             if flight.trip is None:
                 # A tool that was cancelled from its own side has failed; its run goes on.

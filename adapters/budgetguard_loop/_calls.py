@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from decimal import Decimal
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +15,8 @@ from budgetguard_core import (
     ModelCall,
     Stop,
     ToolCall,
+    Trip,
+    Violation,
 )
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run, reported_cost, token_usage
 from budgetguard_loop import _history as history
@@ -40,8 +41,40 @@ if TYPE_CHECKING:
             ...
 
 
+class ToolRefused(BudgetExceeded):
+    """This call of a tool may not start, and the run goes on.
+
+    A quota is used up, or a breaker holds it. Its text is the result for the model, and says
+    nothing of the budget; `trip` does.
+    """
+
+    def __init__(self, trip: Trip, message: str) -> None:
+        super().__init__(trip)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.trip, self.message)
+
+
+def refusal_of(run: Run, call: OpenToolCall) -> BudgetExceeded | None:
+    """Start a tool call that has waited; return what to raise where it may not start."""
+    refusal = run.start(call)
+    if call.trip is not None:
+        return BudgetExceeded(call.trip)
+    if refusal is None or call.reason is None:
+        return None
+    violation = Violation(reason=call.reason, detail=call.detail)
+    trip = Trip(reason=call.reason, violations=(violation,), run_id=run.guard.run_id)
+    return ToolRefused(trip, refusal)
+
+
 class AdmittedModelCall:
     """One model call in a `with` block; admitted when the block is entered.
+
+    Where the budget's breakers hold it back, entering waits: `async with` on an event loop.
 
     Attributes:
         nudge: What the model should be told before this call, or None.
@@ -54,7 +87,6 @@ class AdmittedModelCall:
     def __init__(self, block: Block, call: ModelCall) -> None:
         self._block = block
         self._call = call
-        self._stack = ExitStack()
         self._open: OpenModelCall | None = None
         self.nudge: str | None = None
         self.max_output_tokens: int | None = None
@@ -113,13 +145,28 @@ class AdmittedModelCall:
 
     def __enter__(self) -> Self:
         run = self._block.run
-        answer = run.model_call(self._call)
+        return self._begin(run.wait(run.model_call(self._call)))
+
+    async def __aenter__(self) -> Self:
+        run = self._block.run
+        return self._begin(await run.wait_async(run.model_call(self._call)))
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def _begin(self, answer: OpenModelCall | Stop) -> Self:
         if isinstance(answer, Stop):
             raise BudgetExceeded(answer.trip)
         self._open = answer
         self.nudge = answer.nudge
         self.max_output_tokens = answer.max_output_tokens
-        self._stack.enter_context(run.entered(answer))
+        self._inside = self._block.run.entered(answer)
+        self._inside.__enter__()
         return self
 
     def __exit__(
@@ -128,7 +175,7 @@ class AdmittedModelCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        self._inside.__exit__()
         if error is None:
             self._block.run.unreported(self._opened())
         else:
@@ -139,22 +186,26 @@ class AdmittedToolCall:
     """One tool call of a batch, admitted or refused.
 
     Call `run` with the tool's function; or use it as a `with` block around the tool, so that what
-    is guarded inside belongs to the call, and give the block its result with `settle`.
+    is guarded inside belongs to the call, and give the block its result with `settle`. Both wait
+    where the budget's breakers hold the call back: on an event loop, with an async function and
+    with `async with`.
 
     Attributes:
         id: The call's id in the history; empty where the provider gave none.
         name: The tool's name.
-        refusal: The call's result when it must not start, else None.
     """
 
     def __init__(self, run: Run, wanted: RequestedCall, call: OpenToolCall) -> None:
         self._run = run
         self._wanted = wanted
         self._call = call
-        self._stack = ExitStack()
         self.id = wanted.id
         self.name = wanted.name
-        self.refusal = call.refusal
+
+    @property
+    def refusal(self) -> str | None:
+        """The call's result when it must not start, else None."""
+        return self._call.refusal
 
     @property
     def ticket(self) -> Admit | None:
@@ -195,7 +246,7 @@ class AdmittedToolCall:
 
     async def _await(self, function: Callable[..., Any]) -> str:
         try:
-            with self:
+            async with self:
                 text = history.result_text(await function(**self.arguments))
                 self.settle(text)
         except Exception as error:
@@ -203,6 +254,8 @@ class AdmittedToolCall:
         return text
 
     def _failed(self, error: Exception) -> str:
+        if isinstance(error, ToolRefused) and self.refusal is not None:
+            return self.refusal
         if self._run.stopped_by is not None and isinstance(error, BudgetExceeded):
             raise error
         return history.error_text(error)
@@ -212,12 +265,33 @@ class AdmittedToolCall:
         self._run.finished(self._call, result, error=error)
 
     def __enter__(self) -> Self:
+        self._check()
+        return self._begin(self._run.wait(self._call))
+
+    async def __aenter__(self) -> Self:
+        self._check()
+        return self._begin(await self._run.wait_async(self._call))
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def _check(self) -> None:
         if self.refusal is not None:
             raise AdapterError(
                 f"a refused call must not start, got {self.name}. Give the model its refusal."
             )
-        self._run.start(self._call)
-        self._stack.enter_context(self._run.entered(self._call))
+
+    def _begin(self, call: OpenToolCall) -> Self:
+        refused = refusal_of(self._run, call)
+        if refused is not None:
+            raise refused
+        self._inside = self._run.entered(self._call)
+        self._inside.__enter__()
         return self
 
     def __exit__(
@@ -226,7 +300,7 @@ class AdmittedToolCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        self._inside.__exit__()
         # What ends a tool from outside leaves its outcome unknown: the call stays open.
         if error is None:
             self.settle()
@@ -242,15 +316,13 @@ class ToolCalls(list[AdmittedToolCall]):
     """
 
     def __init__(self, run: Run, calls: Iterable[Any]) -> None:
-        wanted = [_wanted(call) for call in calls if _is_call(call)]
+        wanted = [found for call in calls if (found := _wanted(call)) is not None]
         self._run = run
         self._batch = run.batch([asked for _, asked in wanted])
         super().__init__(
             AdmittedToolCall(run, one, call)
             for (one, _), call in zip(wanted, self._batch, strict=True)
         )
-        for call in self._batch:
-            run.start(call)
 
     def __enter__(self) -> Self:
         return self
@@ -266,17 +338,13 @@ class ToolCalls(list[AdmittedToolCall]):
                 self._run.finished(call)
 
 
-def _is_call(block: Any) -> bool:
-    """Tell a tool call from the other blocks of a reply's content."""
-    if isinstance(block, ToolCall):
-        return True
-    return bool(history.read_call(block).name)
-
-
-def _wanted(call: Any) -> tuple[RequestedCall, ToolCall]:
+def _wanted(call: Any) -> tuple[RequestedCall, ToolCall] | None:
+    """Read a tool call; None for the other blocks of a reply's content."""
     if isinstance(call, ToolCall):
         return RequestedCall(call.id or "", call.name, call.arguments), call
     wanted = history.read_call(call)
+    if not wanted.name:
+        return None
     asked = ToolCall(name=wanted.name, arguments=wanted.arguments, id=wanted.id or None)
     return wanted, asked
 

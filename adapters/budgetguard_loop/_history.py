@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -18,9 +18,13 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
+from budgetguard_core.kit import ANSWER_NOW
 
 Message: TypeAlias = dict[str, Any]
 """A message as the provider takes it."""
+
+# `type`, for values that nothing is known of: the type checkers follow it no further.
+_kind_of: Callable[[Any], Any] = type
 
 UNFINISHED = "This sub-task was stopped before it finished."
 _SYNTHETIC = "budgetguard"
@@ -69,6 +73,9 @@ class RequestedCall:
 
 def part(record: Any, name: str) -> Any:
     """Read a field of a mapping or an attribute of an object; None where there is none."""
+    if _kind_of(record) is dict:
+        # Nearly every record; to ask whether it is a mapping takes longer than to read it.
+        return record.get(name)
     if isinstance(record, Mapping):
         return cast("Mapping[str, Any]", record).get(name)
     return getattr(record, name, None)
@@ -109,14 +116,9 @@ def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
 def read_call(call: Any) -> RequestedCall:
     """Read one tool call of OpenAI's (chat completions, Responses) or Anthropic's."""
     function = part(call, "function") or part(call, "custom") or call
-    arguments = next(
-        (
-            part(function, name)
-            for name in ("arguments", "input")
-            if part(function, name) is not None
-        ),
-        None,
-    )
+    arguments = part(function, "arguments")
+    if arguments is None:
+        arguments = part(function, "input")
     id_ = part(call, "call_id") or part(call, "id") or ""
     return RequestedCall(str(id_), str(part(function, "name") or ""), arguments)
 
@@ -162,12 +164,34 @@ def take_answer(history: list[Message]) -> str:
     return message_text(history.pop())
 
 
-def end_message(guard: Guard, trip: Trip, partial: str = "") -> SyntheticMessage:
-    """Make the synthetic last message; what a cut stream had said so far comes first."""
-    text = synthetic_text(guard)
+def end_message(
+    guard: Guard, trip: Trip, partial: str = "", answer: str | None = None
+) -> SyntheticMessage:
+    """Make the synthetic last message; what a cut stream had said so far comes first.
+
+    Args:
+        guard: The run's guard.
+        trip: Why the run was stopped.
+        partial: What the model had said so far.
+        answer: The model's last answer, if it gave one.
+    """
+    text = answer or synthetic_text(guard)
     return SyntheticMessage(
-        f"{partial}\n\n{text}" if partial else text, synthetic_metadata(guard, trip)
+        f"{partial}\n\n{text}" if partial else text,
+        synthetic_metadata(guard, trip, finalized=answer is not None),
     )
+
+
+def asked_at_last(history: Sequence[Message]) -> list[Message]:
+    """Copy a closed history and ask for an answer; nobody speaks twice in a row."""
+    last = history[-1] if history else {}
+    if last.get("role") == "user":
+        said = last.get("content")
+        if isinstance(said, str):
+            return [*history[:-1], {**last, "content": f"{said}\n\n{ANSWER_NOW}"}]
+        parts = [*(said or ()), {"type": "text", "text": ANSWER_NOW}]
+        return [*history[:-1], {**last, "content": parts}]
+    return [*history, {"role": "user", "content": ANSWER_NOW}]
 
 
 def result_text(result: Any) -> str:

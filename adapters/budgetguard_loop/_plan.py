@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -14,10 +13,10 @@ from budgetguard_core import (
     Guard,
     Outcome,
 )
-from budgetguard_core.kit import Envelope, EnvelopeOptions
+from budgetguard_core.kit import PROGRESS_TOOL, Envelope, EnvelopeOptions, report_progress
 from budgetguard_loop._resume import Resume, begin
 from budgetguard_loop._run import Command, Loop, Steps
-from budgetguard_loop._settings import Settings
+from budgetguard_loop._settings import Settings, is_async
 
 Step: TypeAlias = Callable[..., Any]
 Tools: TypeAlias = Mapping[str, Callable[..., Any]]
@@ -77,23 +76,19 @@ class Plan:
     def begin(self) -> Loop:
         """Open the run; blocking when it loads a checkpoint."""
         beginning = begin(self._budget, self._options, messages=self._messages, resume=self._resume)
+        tools = self._tools
+        if beginning.run.guard.budget.progress is not None:
+            tools = {PROGRESS_TOOL.name: report_progress, **tools}
         return Loop(
             run=beginning.run,
             messages=beginning.messages,
-            tools=self._tools,
+            tools=tools,
             model=self._model,
             provider=self._provider,
             retries=self._retries,
             interrupted=beginning.interrupted,
             retry=beginning.retry,
         )
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Tell whether calling a function gives something to await."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - asks how it is called, not whether
-    )
 
 
 class Todo:

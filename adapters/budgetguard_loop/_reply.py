@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NamedTuple, cast
 
@@ -35,34 +35,39 @@ def read_reply(answer: Any) -> ModelReply:
     Raises:
         AdapterError: It is nothing that a step may return.
     """
+    message, is_cut = _message_in(answer)
     if isinstance(answer, ModelReply):
-        return ModelReply(
-            message=_assistant(answer.message),
-            usage=answer.usage,
-            model=answer.model,
-            cost_usd=answer.cost_usd,
-            is_cut=answer.is_cut,
-        )
+        return replace(answer, message=message)
+    if part(answer, "choices") is None:
+        return ModelReply(message=message)
+    model = part(answer, "model")
+    return ModelReply(
+        message=message,
+        usage=token_usage(answer),
+        model=model if isinstance(model, str) else None,
+        cost_usd=reported_cost(answer),
+        is_cut=is_cut,
+    )
+
+
+def _message_in(answer: Any) -> tuple[Message, bool]:
+    """Find the message in what a step returned, and whether it ended at its completion bound."""
+    if isinstance(answer, ModelReply):
+        return _assistant(answer.message), answer.is_cut
     if isinstance(answer, str):
-        return ModelReply(message={"role": "assistant", "content": answer})
+        return {"role": "assistant", "content": answer}, False
     choices = part(answer, "choices")
-    if isinstance(choices, list | tuple) and not choices:
-        # A provider's filter has taken the answer; the call was made all the same.
-        return ModelReply(message=_assistant({"content": ""}), usage=token_usage(answer))
     if choices:
-        model = part(answer, "model")
-        return ModelReply(
-            message=_assistant(part(choices[0], "message")),
-            usage=token_usage(answer),
-            model=model if isinstance(model, str) else None,
-            cost_usd=reported_cost(answer),
-            is_cut=part(choices[0], "finish_reason") == "length",
-        )
-    if part(answer, "content") is not None or part(answer, "tool_calls"):
-        if part(answer, "type") == "message":
-            raise _unreadable(answer)
-        return ModelReply(message=_assistant(answer))
-    raise _unreadable(answer)
+        first = choices[0]
+        return _assistant(part(first, "message")), part(first, "finish_reason") == "length"
+    if isinstance(choices, list | tuple):
+        # A provider's filter has taken the answer; the call was made all the same.
+        return _assistant({"content": ""}), False
+    if part(answer, "content") is None and not part(answer, "tool_calls"):
+        raise _unreadable(answer)
+    if part(answer, "type") == "message":
+        raise _unreadable(answer)
+    return _assistant(answer), False
 
 
 class Said(NamedTuple):
@@ -86,16 +91,16 @@ def said_by(response: Any) -> Said:
     if response is None:
         return Said("", asks=False, is_cut=False)
     try:
-        reply = read_reply(response)
+        message, is_cut = _message_in(response)
     except AdapterError:
         content = part(response, "content")
         blocks: list[Any] = [*content] if isinstance(content, list | tuple) else []
         asks = any(part(block, "type") == "tool_use" for block in blocks)
         cut = part(response, "stop_reason") == "max_tokens" and not asks
         return Said(result_text(response), asks=asks, is_cut=cut)
-    calls = reply.message.get("tool_calls")
-    text = message_text(reply.message) + str(calls or "")
-    return Said(text, asks=bool(calls), is_cut=reply.is_cut and not calls)
+    calls = message.get("tool_calls")
+    text = message_text(message) + str(calls or "")
+    return Said(text, asks=bool(calls), is_cut=is_cut and not calls)
 
 
 def said_by_chunk(chunk: Any) -> Said:

@@ -20,7 +20,7 @@ from budgetguard_core import (
 from budgetguard_core.kit import Envelope, Run, current, envelope_of, load_to_resume
 from budgetguard_loop import _history as history
 
-Resume: TypeAlias = "str | Snapshot | Outcome"
+Resume: TypeAlias = str | Snapshot | Outcome
 """The id of a run in the store, its snapshot, or its outcome."""
 
 
@@ -60,7 +60,7 @@ def begin(
     if resume is None:
         spoke = bool(given) and given[-1].get("role") == "user"
         envelope = envelope_of(budget, default=Budget(), **options)
-        return Beginning(envelope.open(user_spoke=spoke), given)
+        return Beginning(envelope.open(user_spoke=spoke, given=given), given)
     store = budget.store if isinstance(budget, Envelope) else options.get("store")
     earlier, leg = _earlier(resume, store)
     run = _opened(earlier, budget, options, resume)
@@ -110,7 +110,7 @@ def _earlier(resume: Resume, store: CheckpointStore | None) -> tuple[Snapshot, i
 def _opened(
     earlier: Snapshot, budget: Budget | Guard | Envelope | None, options: Any, resume: Resume
 ) -> Run:
-    if budget is not None:
+    if budget is not None or options.get("profile") is not None:
         return envelope_of(budget, **options).open(resume=earlier, fresh=True)
     if isinstance(resume, Outcome) or earlier.budget is None:
         raise ConfigurationError(

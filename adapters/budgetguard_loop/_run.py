@@ -20,7 +20,15 @@ from budgetguard_core import (
     ToolCall,
     Trip,
 )
-from budgetguard_core.kit import OpenModelCall, OpenToolCall, Prompt, Run, is_stop
+from budgetguard_core.kit import (
+    LastAnswer,
+    OpenModelCall,
+    OpenToolCall,
+    Prompt,
+    Run,
+    is_stop,
+    last_answer,
+)
 from budgetguard_loop import _history as history
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._history import Message, RequestedCall
@@ -28,6 +36,8 @@ from budgetguard_loop._reply import ModelReply
 from budgetguard_loop._settings import parameters_of
 
 ToolFunction: TypeAlias = Callable[..., Any]
+_Call: TypeAlias = OpenToolCall | str
+"""A tool call, or the result of one that nobody has to be asked for."""
 
 
 @dataclass(slots=True)
@@ -51,9 +61,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class ToolJob:
-    """A tool call that was admitted."""
+    """A tool call that was admitted; to be started when it has waited for its turn."""
 
-    place: int
     call: OpenToolCall
     function: ToolFunction
     arguments: dict[str, Any]
@@ -66,8 +75,6 @@ class ToolEnd:
     job: ToolJob
     result: Any = None
     error: Exception | None = None
-    started: bool = True
-    """False when the run ended before this body could start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,16 @@ class Cut:
     trip: Trip
 
 
-Command: TypeAlias = CallModel | Wait | StartTools | NextTool | Save | Finish
+@dataclass(frozen=True, slots=True)
+class AskAtLast:
+    """Ask the model for a last answer; answer with its text, or None."""
+
+    last: LastAnswer
+    call: ModelCall
+    messages: list[Message]
+
+
+Command: TypeAlias = CallModel | Wait | StartTools | NextTool | Save | Finish | AskAtLast
 Steps: TypeAlias = Generator[Command, Any, Outcome]
 
 
@@ -124,7 +140,8 @@ class Loop:
     """Ids of the tool calls that were in flight when the process of an earlier leg ended."""
     retry: bool = False
     """The first model call is another attempt at a turn that was counted already."""
-    _results: dict[int, Message] = field(default_factory=dict[int, Message])
+    _calls: list[tuple[str, _Call]] = field(default_factory=list[tuple[str, "_Call"]])
+    """The calls that wait for a result, with their ids."""
     _prompt: Prompt = field(default_factory=Prompt)
     _schemas: tuple[object, ...] = ()
 
@@ -138,6 +155,8 @@ class Loop:
     def steps(self) -> Steps:
         """Run the loop to its end."""
         outcome: Outcome
+        if self.messages and self.messages[-1].get("role") == "user":
+            self.run.told(history.message_text(self.messages[-1]))
         try:
             while True:
                 _, waiting = history.open_batch(self.messages)
@@ -148,16 +167,16 @@ class Loop:
                     return outcome
                 yield from self._call_model()
         except _Tripped as stop:
-            self._settle_history(NOT_EXECUTED)
-            end = history.end_message(self.run.guard, stop.trip, stop.partial)
+            self._settle_history()
+            answer = yield from self._last_answer(stop.trip)
+            end = history.end_message(self.run.guard, stop.trip, stop.partial, answer)
             self.messages.append(end)
             outcome = yield self._finish(end["content"], stop.trip, stop.next_step)
             return outcome
         except BaseException as error:
             # Taken as it is, because the clause unbinds the name.
             failure = error
-            started = bool(self.run.guard.open_tool_calls())
-            self._settle_history(OUTCOME_UNKNOWN if started else NOT_EXECUTED)
+            self._settle_history()
             yield Finish(
                 lambda: self.run.fail(
                     failure,
@@ -175,9 +194,23 @@ class Loop:
         outcome: Outcome = yield self._finish(history.message_text(self.messages[-1]))
         return outcome
 
+    def _last_answer(self, trip: Trip) -> Generator[Command, Any, str | None]:
+        last = last_answer(self.run, trip)
+        if last is None:
+            return None
+        messages = history.asked_at_last(self.messages)
+        tokens = Prompt().project(messages)
+        call = ModelCall(model=self.model, provider=self.provider, input_tokens=tokens)
+        answer: str | None = yield AskAtLast(last, call, messages)
+        return answer
+
     def save(self) -> None:
         """Save a checkpoint of this run and of those that it is a part of; blocking."""
-        results = [message for _, message in sorted(self._results.items())]
+        results = [
+            history.tool_message(id_, _answer(call))
+            for id_, call in self._calls
+            if isinstance(call, str) or call.state in ("refused", "completed", "failed")
+        ]
         self.run.save(self.messages, results, to_plain=history.to_plain)
 
     @property
@@ -245,17 +278,19 @@ class Loop:
                 return
 
     def _admit_model_call(self, *, retry: bool) -> CallModel:
+        kept = self.run.pruned(self.messages, self.model, self.provider)
+        prompt = self._prompt if kept is None else Prompt()
+        messages = list(self.messages) if kept is None else kept
         call = self.run.model_call(
             ModelCall(
                 model=self.model,
                 provider=self.provider,
                 retry=retry,
-                input_tokens=self._prompt.project(self.messages, tools=self._schemas),
+                input_tokens=prompt.project(messages, tools=self._schemas),
             )
         )
         if isinstance(call, Stop):
             raise _Tripped(call.trip, "call the model")
-        messages = list(self.messages)
         if call.nudge is not None:
             # For this call alone: a later turn has nothing to learn from it.
             messages.append({"role": "user", "content": call.nudge})
@@ -284,86 +319,75 @@ class Loop:
     # The tools
 
     def _run_tools(self, waiting: Sequence[RequestedCall]) -> Generator[Command, Any, None]:
-        self._results = {}
-        jobs: list[ToolJob] = []
-        trip: Trip | None = None
-        fresh: list[tuple[int, RequestedCall, ToolCall, dict[str, Any]]] = []
-        for place, call in enumerate(waiting):
-            if call.id in self.interrupted:
-                self._results[place] = history.tool_message(call.id, OUTCOME_UNKNOWN)
-            else:
-                fresh.append((place, call, *self._request(call)))
+        self._calls = [(call.id, OUTCOME_UNKNOWN) for call in waiting]
+        fresh = [
+            (place, call, *self._request(call))
+            for place, call in enumerate(waiting)
+            if call.id not in self.interrupted
+        ]
         self.interrupted = frozenset()
         batch = self.run.batch([request for _, _, request, _ in fresh])
-        for (place, call, request, arguments), admitted in zip(fresh, batch, strict=True):
-            refusal = self.run.start(admitted)
-            if refusal is not None:
-                self._results[place] = history.tool_message(call.id, refusal)
-                trip = admitted.trip or trip
-            elif request.kind == "output":
-                self.run.finished(admitted, error=str(arguments["error"]))
-                self._results[place] = history.tool_message(call.id, arguments["error"])
-            else:
+        jobs: list[ToolJob] = []
+        for (place, call, _, arguments), admitted in zip(fresh, batch, strict=True):
+            self._calls[place] = call.id, admitted
+            if isinstance(arguments, str):
+                self.run.finished(admitted, arguments, error=arguments)
+            elif admitted.refusal is None:
                 admitted.function = self.tools[call.name]
-                jobs.append(ToolJob(place, admitted, self.tools[call.name], arguments))
+                jobs.append(ToolJob(admitted, self.tools[call.name], arguments))
         yield Save()
-        if jobs:
-            trip = (yield from self._watch_tools(waiting, jobs)) or trip
-        self._settle_history(OUTCOME_UNKNOWN)
+        trip = (yield from self._watch_tools(jobs)) if jobs else None
+        self._settle_history()
+        trip = trip or next((call.trip for call in batch if call.trip is not None), None)
         if trip is not None:
             raise _Tripped(trip, f"call the tools {', '.join(call.name for call in waiting)}")
 
-    def _watch_tools(
-        self, waiting: Sequence[RequestedCall], jobs: list[ToolJob]
-    ) -> Generator[Command, Any, Trip | None]:
+    def _watch_tools(self, jobs: list[ToolJob]) -> Generator[Command, Any, Trip | None]:
         yield StartTools(jobs)
         for _ in jobs:
             end: ToolEnd | Cut = yield NextTool()
             if isinstance(end, Cut):
                 return end.trip
             call = end.job.call
-            if not end.started:
-                text = NOT_EXECUTED
-                self.run.finished(call, error=text)
-            elif end.error is None:
-                text = history.result_text(end.result)
-                self.run.finished(call, text)
-            else:
-                text = history.error_text(end.error)
-                self.run.finished(call, text, error=end.error)
-            self._results[end.job.place] = history.tool_message(waiting[end.job.place].id, text)
+            if end.error is not None:
+                self.run.finished(call, history.error_text(end.error), error=end.error)
+            elif call.is_open:
+                self.run.finished(call, history.result_text(end.result))
             yield Save()
         return None
 
-    def _request(self, call: RequestedCall) -> tuple[ToolCall, dict[str, Any]]:
-        """Describe a call; one that has no body to start is only fingerprinted."""
-        problem = None
-        arguments: dict[str, Any] = {}
+    def _request(self, call: RequestedCall) -> tuple[ToolCall, dict[str, Any] | str]:
+        """Describe a call; one that has no body to start is only fingerprinted, and says why."""
+        arguments: dict[str, Any] | str
         if call.name not in self.tools:
             known = ", ".join(self.tools) or "none"
             # The model wrote the name, and would be sent it back: no more of it than it needs.
-            problem = f"Error: there is no tool {call.name[:80]!r}. The tools are: {known}."
+            arguments = f"Error: there is no tool {call.name[:80]!r}. The tools are: {known}."
         else:
             try:
                 arguments = call.parsed()
             except (ValueError, RecursionError) as error:
-                problem = f"Error: {error}. Write the arguments as a JSON object."
+                arguments = f"Error: {error}. Write the arguments as a JSON object."
         request = ToolCall(
             name=call.name,
             arguments=call.arguments,
             id=call.id,
-            kind="function" if problem is None else "output",
+            kind="output" if isinstance(arguments, str) else "function",
         )
-        return request, arguments if problem is None else {"error": problem}
+        return request, arguments
 
     # The history
 
-    def _settle_history(self, text: str) -> None:
-        """Put the results that are there into the history, in order; the others get `text`."""
-        _, waiting = history.open_batch(self.messages)
-        added = [
-            self._results.get(place, history.tool_message(call.id, text))
-            for place, call in enumerate(waiting)
-        ]
-        self._results = {}
-        self.messages.extend(added)
+    def _settle_history(self) -> None:
+        """Put what there is to say of each call that waits into the history."""
+        calls, self._calls = self._calls, []
+        if not calls:
+            calls = [(call.id, NOT_EXECUTED) for call in history.open_batch(self.messages)[1]]
+        for id_, call in calls:
+            self.messages.append(history.tool_message(id_, _answer(call)))
+            if isinstance(call, OpenToolCall):
+                self.run.withdrawn(call)
+
+
+def _answer(call: _Call) -> str:
+    return call if isinstance(call, str) else str(call.answer)

@@ -16,6 +16,9 @@ class Settings:
 
     What the caller gives stays as it is. A default is a bound of the user's: a setting only ever
     lowers it, and takes its place where it is None.
+
+    Attributes:
+        knows_of_tools: The function takes `without_tools`, for a last answer.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -24,6 +27,7 @@ class Settings:
         except (TypeError, ValueError):
             self._signature = None
         parameters = () if self._signature is None else self._signature.parameters.values()
+        self.knows_of_tools = any(one.name == "without_tools" for one in parameters)
         self._own: dict[str, Any] = {
             parameter.name: parameter.default
             for parameter in parameters
@@ -82,6 +86,13 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Tell whether calling a function gives something to await."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - asks how it is called, not whether
+    )
 
 
 def _values(run: Run, call: OpenModelCall | OpenToolCall, *, nudges: bool) -> dict[str, Any]:

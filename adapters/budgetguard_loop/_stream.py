@@ -51,16 +51,18 @@ class BoundedStream:
         try:
             while isinstance(moved, Todo):
                 try:
-                    if isinstance(moved.command, CallModel):
-                        reader = _Reader(shell, moved.command)
+                    command = moved.command
+                    answer: Any
+                    if not isinstance(command, CallModel):
+                        answer = await shell.act(command)
+                    elif (answer := await shell.held_back(command)) is None:
+                        reader = _Reader(shell, command)
                         try:
                             async for chunk in reader.chunks():
                                 yield chunk
-                            answer: Any = reader.answer()
+                            answer = reader.answer()
                         finally:
                             await reader.close()
-                    else:
-                        answer = await shell.act(moved.command)
                 except BaseException as error:
                     await shell.close()
                     moved = advance(steps, error=error)

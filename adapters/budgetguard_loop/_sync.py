@@ -6,11 +6,13 @@ import threading
 from collections import deque
 from typing import Any
 
-from budgetguard_core import Outcome
+from budgetguard_core import Outcome, Stop
 from budgetguard_core.kit import Watch
+from budgetguard_loop._last import AskStep
 from budgetguard_loop._plan import Plan, Todo, advance, ended
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._run import (
+    AskAtLast,
     CallModel,
     Command,
     Cut,
@@ -51,8 +53,11 @@ class _Shell:
     def act(self, command: Command) -> Any:
         match command:
             case CallModel():
-                settings = self._plan.settings.for_call(self._run, command.call)
-                with self._run.entered(command.call):
+                call = self._run.wait(command.call)
+                if isinstance(call, Stop):
+                    return Cut(call.trip)
+                settings = self._plan.settings.for_call(self._run, call)
+                with self._run.entered(call):
                     return read_reply(self._plan.step(command.messages, **settings))
             case Wait():
                 return self._wait(command.seconds)
@@ -62,6 +67,9 @@ class _Shell:
                 return self._run_tool(self._jobs.popleft())
             case Save():
                 self._loop.save()
+            case AskAtLast():
+                step = AskStep(self._run, self._plan.step, self._plan.settings)
+                return step.ask(command.last, command.call, command.messages)
             case Finish():
                 return command.end()
         return None
@@ -74,9 +82,8 @@ class _Shell:
         return None if watch.trip is None else Cut(watch.trip)
 
     def _run_tool(self, job: ToolJob) -> ToolEnd:
-        over = self._run.aborted or self._run.time_left() == 0
-        if over and self._run.check() is not None:
-            return ToolEnd(job, started=False)
+        if self._run.start(self._run.wait(job.call)) is not None:
+            return ToolEnd(job)
         with self._run.entered(job.call):
             try:
                 return ToolEnd(job, job.function(**job.arguments))

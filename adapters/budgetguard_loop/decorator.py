@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, Unpack, cast
+from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from budgetguard_core import (
     AdapterError,
@@ -17,7 +17,6 @@ from budgetguard_core import (
     Stop,
     ToolCall,
     Trip,
-    Violation,
 )
 from budgetguard_core.kit import (
     Envelope,
@@ -32,29 +31,14 @@ from budgetguard_core.kit import (
     project,
     token_usage,
 )
+from budgetguard_loop._calls import refusal_of
 from budgetguard_loop._history import result_text
 from budgetguard_loop._reply import Said, said_by, said_by_chunk
 from budgetguard_loop._settings import Settings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING = object()
-
-
-class ToolRefused(BudgetExceeded):
-    """This call of a tool may not start, and the run goes on: a quota is used up.
-
-    Its text is the result for the model, and says nothing of the quota; `trip` does.
-    """
-
-    def __init__(self, trip: Trip, message: str) -> None:
-        super().__init__(trip)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.trip, self.message)
+_Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 
 
 def guarded(
@@ -92,7 +76,8 @@ def guarded(
 
     Raises:
         BudgetExceeded: From the call, when a limit holds. In a `bounded` block, let it pass.
-        ToolRefused: From the call, when a quota is used up; give the model its text as the result.
+        ToolRefused: From the call, when a quota or a breaker refuses it; give the model its text
+            as the result.
         AdapterError: From the call, without a budget outside of any run.
     """
     envelope = None if budget is None and not options else envelope_of(budget, **options)
@@ -173,7 +158,8 @@ class _Gate:
 
     def plain(self) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._admitted(args, kwargs) as admitted:
+            run, asked = self._ask(args, kwargs)
+            with self._admitted(run, run.wait(asked), args, kwargs) as admitted:
                 with admitted.run.entered(admitted.open):
                     result = self._function(*args, **kwargs, **admitted.settings)
                 self._took(admitted, result)
@@ -184,7 +170,9 @@ class _Gate:
     def coroutine(self) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = _NOTHING
-            with self._admitted(args, kwargs) as admitted:
+            run, asked = self._ask(args, kwargs)
+            waited = await run.wait_async(asked)
+            with self._admitted(run, waited, args, kwargs) as admitted:
                 with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
                 if result is _NOTHING:
@@ -196,7 +184,8 @@ class _Gate:
 
     def generator(self) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with self._admitted(args, kwargs) as admitted:
+            run, asked = self._ask(args, kwargs)
+            with self._admitted(run, run.wait(asked), args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
                 try:
                     while True:
@@ -213,7 +202,9 @@ class _Gate:
 
     def async_generator(self) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            with self._admitted(args, kwargs) as admitted:
+            run, asked = self._ask(args, kwargs)
+            waited = await run.wait_async(asked)
+            with self._admitted(run, waited, args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
                 try:
                     while True:
@@ -234,8 +225,10 @@ class _Gate:
     # What they share
 
     @contextmanager
-    def _admitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Generator[_Call]:
-        call = self._admit(args, kwargs)
+    def _admitted(
+        self, run: Run, asked: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Generator[_Call]:
+        call = self._admit(run, asked, args, kwargs)
         try:
             yield call
         except _CutShort as cut:
@@ -247,32 +240,30 @@ class _Gate:
         else:
             self._settle(call)
 
-    def _admit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+    def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Run, _Asked]:
+        """Ask for a call; what `_admit` takes when it has waited for its turn."""
         run = self._run()
-        opened: OpenModelCall | OpenToolCall
         if self._kind == "model":
             call = ModelCall(
                 model=self._model,
                 provider=self._provider,
                 input_tokens=project([*args, *kwargs.values()], tools=self._tools),
             )
-            answer = run.model_call(call)
-            if isinstance(answer, Stop):
-                raise BudgetExceeded(answer.trip)
-            opened = answer
-        else:
-            arguments = self._settings.arguments(args, kwargs)
-            arguments.pop("self", None)
-            opened = run.tool_call(
-                ToolCall(name=self._name, arguments=arguments), function=self.wrapper
-            )
-            refusal = run.start(opened)
-            if opened.trip is not None:
-                raise BudgetExceeded(opened.trip)
-            if refusal is not None and opened.reason is not None:
-                violation = Violation(reason=opened.reason, detail=opened.detail)
-                trip = Trip(reason=opened.reason, violations=(violation,), run_id=run.guard.run_id)
-                raise ToolRefused(trip, refusal)
+            return run, run.model_call(call)
+        arguments = self._settings.arguments(args, kwargs)
+        arguments.pop("self", None)
+        asked = ToolCall(name=self._name, arguments=arguments)
+        return run, run.tool_call(asked, function=self.wrapper)
+
+    def _admit(
+        self, run: Run, opened: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Call:
+        if isinstance(opened, Stop):
+            raise BudgetExceeded(opened.trip)
+        if isinstance(opened, OpenToolCall):
+            refused = refusal_of(run, opened)
+            if refused is not None:
+                raise refused
             # The body may call the tool again: that is another call, and not this one seen twice.
             opened.seen = not hasattr(self._function, "__wrapped__")
         same = isinstance(opened, OpenModelCall) and not opened.tickets

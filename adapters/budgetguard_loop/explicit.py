@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -22,17 +22,21 @@ from budgetguard_core import (
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
+    LastAnswer,
     Prompt,
     Run,
     Watch,
     cut_short,
     envelope_of,
     is_stop,
+    last_answer,
 )
 from budgetguard_loop import _history as history
 from budgetguard_loop._calls import AdmittedModelCall, ToolCalls
 from budgetguard_loop._history import Message
+from budgetguard_loop._last import AskStep
 from budgetguard_loop._resume import Resume, begin
+from budgetguard_loop._settings import Settings
 
 _RESUME = "bounded(..., resume=outcome), and a fresh Budget"
 
@@ -58,6 +62,10 @@ class bounded:
             any other format, and close it yourself.
         resume: An earlier run to go on with, as for `run_bounded`; its history is put before what
             `messages` holds.
+        step: Gives a last answer where the budget has a `finalize_reserve` and a limit stops the
+            run: as the step of `run_bounded`, given `messages`. On an event loop it may be async.
+        model: The name of the step's model, for its price.
+        provider: The provider's id where several have a model of this name.
         **options: The options of `Envelope`: `mode`, `sinks`, `on_warning`, `on_outcome`,
             `price_book`, `clock`, `store` (where the checkpoint goes when the block ends, and when
             `save` is called), `on_trip` (leave the block, or raise `BudgetExceeded`).
@@ -75,6 +83,9 @@ class bounded:
         *,
         messages: list[Message] | None = None,
         resume: Resume | None = None,
+        step: Callable[..., Any] | None = None,
+        model: str | None = None,
+        provider: str | None = None,
         **options: Unpack[EnvelopeOptions],
     ) -> None:
         # Wrong options are said where they are given, and not when the block begins.
@@ -83,12 +94,14 @@ class bounded:
         self._options = options
         self._given = messages
         self._resume = resume
+        self._step = step
+        self._model = model, provider
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._tidied = 0
         self._prompt = Prompt()
         self._run: Run | None = None
-        self.guard: Guard = Guard()
+        self.guard: Guard = Guard(sinks=None)
         self.messages: list[Message] = []
         self.final: Any = None
 
@@ -138,7 +151,7 @@ class bounded:
             tools: The tool schemas that the request carries, for the estimate of the prompt.
         """
         if input_tokens is None:
-            input_tokens = self._projected(tools)
+            input_tokens = self._projected(tools, model, provider)
         call = ModelCall(
             model=model,
             provider=provider,
@@ -177,6 +190,11 @@ class bounded:
         else:
             self.run.save(self.messages, to_plain=history.to_plain)
 
+    def to_send(self) -> list[Message]:
+        """Return the messages for the next request: `messages`, or what `prune` keeps of them."""
+        self._tidy()
+        return self.run.pruned(self.messages) or list(self.messages)
+
     def measured(self, usage: Any) -> None:
         """Take what the provider counted as the projection of the next prompt."""
         self._prompt.measured(usage)
@@ -192,7 +210,10 @@ class bounded:
         trace: TracebackType | None,
     ) -> bool:
         trip, ended = self._detach(kind, error, trace)
-        self._end(trip) if ended else self._fail(error)
+        if ended:
+            self._end(trip, self._asked(trip))
+        else:
+            self._fail(error)
         return self._swallowed(ended, error)
 
     async def __aenter__(self) -> Self:
@@ -207,7 +228,8 @@ class bounded:
     ) -> bool:
         trip, ended = self._detach(kind, error, trace)
         if ended:
-            await self.run.in_thread(lambda: self._end(trip))
+            answer = await self._asked_async(trip)
+            await self.run.in_thread(lambda: self._end(trip, answer))
         else:
             await self.run.in_thread(lambda: self._fail(error))
         return self._swallowed(ended, error)
@@ -274,14 +296,37 @@ class bounded:
             text = NOT_EXECUTED if known is None else OUTCOME_UNKNOWN
             self.messages.append(history.tool_message(call.id, text))
 
-    def _end(self, trip: Trip | None) -> Outcome:
+    def _asked(self, trip: Trip | None) -> str | None:
+        found = self._may_ask(trip)
+        return None if found is None else found[0].ask(*found[1:])
+
+    async def _asked_async(self, trip: Trip | None) -> str | None:
+        found = self._may_ask(trip)
+        return None if found is None else await found[0].ask_async(*found[1:])
+
+    def _may_ask(
+        self, trip: Trip | None
+    ) -> tuple[AskStep, LastAnswer, ModelCall, list[Message]] | None:
+        """Return what a stopped run may be asked at last; it has to know its messages."""
+        self._close_known()
+        last = None if self._step is None else last_answer(self.run, trip)
+        if trip is None or last is None or self._step is None or not self.messages:
+            return None
+        sent = history.asked_at_last(self.messages)
+        model, provider = self._model
+        call = ModelCall(model=model, provider=provider, input_tokens=Prompt().project(sent))
+        return AskStep(self.run, self._step, Settings(self._step)), last, call, sent
+
+    def _close_known(self) -> None:
         if self._given is not None or self._resume is not None:
             self._close()
+
+    def _end(self, trip: Trip | None, answer: str | None) -> Outcome:
         final = self.final
         if trip is not None:
             # Not two of the assistant's in a row: an answer that is there goes into the last one.
             said = history.take_answer(self.messages)
-            end = history.end_message(self.guard, trip, said)
+            end = history.end_message(self.guard, trip, said, answer)
             self.messages.append(end)
             final = end["content"]
         elif final is None and self.messages:
@@ -303,6 +348,9 @@ class bounded:
             resume=_RESUME,
         )
 
-    def _projected(self, tools: Iterable[Any]) -> int:
+    def _projected(self, tools: Iterable[Any], model: str | None, provider: str | None) -> int:
         self._tidy()
+        kept = self.run.pruned(self.messages, model, provider)
+        if kept is not None:
+            return Prompt().project(kept, tools=tuple(tools))
         return self._prompt.project(self.messages, tools=tuple(tools))

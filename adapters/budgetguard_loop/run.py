@@ -26,7 +26,9 @@ def run_bounded(
         step: Makes one model call: takes the messages, returns a chat completion, an assistant
             message, a text or a `ModelReply`. It is also given `max_output_tokens` and `seconds`,
             the bounds of this call, where it has keywords of these names. Turn off the retries of
-            your client: they cannot be counted. Use `retries`.
+            your client: they cannot be counted. Use `retries`. For a last answer
+            (`Budget.finalize_reserve`) it is given `without_tools=True`, where it has a keyword of
+            this name: send no tools then. What it asks tools for is not looked at.
         budget: A `Budget`, for a fresh guard, a `Guard`, shared by reference, or an `Envelope`. A
             run that begins while another is on the same guard is a child of it: the same caps,
             exact together, with a run id, a checkpoint and a loop memory of its own.
@@ -35,7 +37,9 @@ def run_bounded(
         messages: The conversation to begin with, or the user's text. With `resume`: what the user
             says now; leave it out to go on where the run stopped.
         tools: The functions that the model may call, by name. They get the arguments as keywords;
-            what they raise goes to the model as the call's result.
+            what they raise goes to the model as the call's result. Where the budget has
+            `progress`, `report_progress` is one of them: send its form
+            (`budgetguard_core.kit.PROGRESS_TOOL`) with the others.
         model: The model's name, for its price. Needed with `max_cost_usd`.
         provider: The provider's id where several have a model of this name.
         retries: How often a model call that raised is tried again, after half a second that

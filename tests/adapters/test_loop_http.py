@@ -15,6 +15,7 @@ from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.testing import check_history
 from budgetguard_loop import bounded, run_bounded, run_bounded_async, run_bounded_stream
 from conformance.budgetguard_loop_driver import normal
+from ledger_servers import wait_until
 
 openai = pytest.importorskip("openai", reason="the official client comes with an extra")
 
@@ -202,6 +203,7 @@ async def test_a_provider_that_hangs_is_cut_and_its_connection_closed(httpserver
             messages="Go",
         )
     release.set()
+    wait_until(lambda: httpserver.log)  # or the next test would find it there
     assert outcome.stop_reason is StopReason.MAX_SECONDS
     assert outcome.usage.seconds < 5
     check_history(normal(outcome.messages))
