@@ -13,6 +13,7 @@ from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode
+from langgraph.types import Send
 from pydantic import BaseModel
 
 from budgetguard_core.testing import Script, calls, says
@@ -259,3 +260,25 @@ def functional(script, answer, *, checkpointer=None):
         return answer([work(item).result() for item in items])
 
     return flow
+
+
+def map_reduce(script, count, **options):
+    """A fan-out: one model call for each of so many items, all at the same time."""
+    model = StrictChat(script=script)
+
+    class State(TypedDict):
+        messages: Annotated[list[Any], operator.add]
+        done: Annotated[list[str], operator.add]
+
+    def worker(state):
+        model.invoke([HumanMessage(state["item"])])
+        return {"done": [state["item"]]}
+
+    graph = StateGraph(State)
+    graph.add_node("worker", worker)
+    graph.add_conditional_edges(
+        START,
+        lambda _: [Send("worker", {"item": str(n)}) for n in range(count)],
+        ["worker"],
+    )
+    return graph.compile(**options)

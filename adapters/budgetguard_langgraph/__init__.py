@@ -12,7 +12,8 @@ with required("LangGraph", module="langgraph", extra="langgraph"):
     from budgetguard_langgraph.bounded import bounded
     from budgetguard_langgraph.callback import BudgetCallback
     from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
-    from budgetguard_langgraph.resume import aresume, resume
+    from budgetguard_langgraph.progress import report_progress
+    from budgetguard_langgraph.resume import aresume, aresume_stream, resume, resume_stream
 
 if TYPE_CHECKING:
     from budgetguard_langgraph.executor import bounded_executor
@@ -24,10 +25,13 @@ __all__ = [
     "BudgetMiddleware",
     "BudgetStop",
     "aresume",
+    "aresume_stream",
     "bounded",
     "bounded_executor",
     "outcome",
+    "report_progress",
     "resume",
+    "resume_stream",
 ]
 
 # What needs more than LangGraph, and what has to be installed for it.

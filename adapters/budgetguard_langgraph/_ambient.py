@@ -11,8 +11,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 
 from budgetguard_core import Guard
-from budgetguard_core.frame import FRAME
-from budgetguard_core.kit import Frame, Run, current
+from budgetguard_core.kit import FRAME, Frame, Run, current
 from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import graph_of_manager
 from budgetguard_langgraph.callback import BudgetCallback
@@ -27,7 +26,18 @@ class _Callbacks:
         self.known: OrderedDict[str, BudgetCallback] = OrderedDict()
 
 
-class _FrameCallback(BudgetCallback):
+class FoundCallback(BudgetCallback):
+    """A callback that nobody passes on: LangChain finds it by where the code is."""
+
+    def _stands_back(self, owner: GraphRun | None) -> bool:
+        """Leave to others what was opened inside: it is a part of the guard already."""
+        guard = self.envelope.budget
+        if owner is None or not isinstance(guard, Guard):
+            return False
+        return any(guard in one.lineage for one in owner.run.guards)
+
+
+class _FrameCallback(FoundCallback):
     """The callback of whatever is around the code: an `activate` block, another adapter's run."""
 
     def _open(self, **facts: Any) -> Run:
@@ -40,13 +50,6 @@ class _FrameCallback(BudgetCallback):
             return super()._open(**facts)
         finally:
             FRAME.reset(token)
-
-    def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Leave to others what was opened inside: it is a part of the guard already."""
-        guard = self.envelope.budget
-        if owner is None or not isinstance(guard, Guard):
-            return False
-        return any(guard in one.lineage for one in owner.run.guards)
 
 
 def _callback_in(frame: Frame) -> BudgetCallback:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any, Final, NamedTuple, cast
+
+from budgetguard_langgraph._seams import parameters_of
 
 _LOG: Final = logging.getLogger("budgetguard_langgraph")
 
@@ -44,7 +45,7 @@ def bind(model: Any, settings: dict[str, Any], tokens: int | None, seconds: floa
     words = _words(model)
     if words is None:
         if tokens is not None:
-            _tell(type(model).__name__)
+            tell(model)
         return False
     if tokens is not None:
         given: Any = settings.get(words.tokens)
@@ -61,14 +62,15 @@ def _words(model: Any) -> _Words | None:
     if kind not in _KNOWN:
         packages = [one.__module__.partition(".")[0] for one in kind.__mro__]
         words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)
-        if words is None and "max_tokens" in signature(kind._generate).parameters:  # noqa: SLF001
+        if words is None and "max_tokens" in parameters_of(kind):
             words = _Words("max_tokens")
         _KNOWN[kind] = words
     return _KNOWN[kind]
 
 
-def _tell(kind: str) -> None:
+def tell(model: Any) -> None:
     """Say once for each class that a bound cannot be given to it."""
+    kind = type(model).__name__
     if kind not in _TOLD:
         _TOLD.add(kind)
         _LOG.warning(

@@ -20,12 +20,13 @@ RESUME: Final = "resume(graph, config, budget), with a checkpointer"
 
 
 def closing_of(
-    graph_run: GraphRun, trip: Trip, messages: Sequence[BaseMessage]
+    graph_run: GraphRun, trip: Trip, messages: Sequence[BaseMessage], answer: str | None = None
 ) -> list[BaseMessage]:
-    """Return the conversation of a stopped run, closed."""
+    """Return the conversation of a stopped run, closed; with the model's last answer, if any."""
     guard = graph_run.run.guard
-    results = results_for(messages, graph_run.started(), graph_run.results)
-    return closed(messages, results, synthetic_text(guard), synthetic_metadata(guard, trip))
+    results = results_for(messages, graph_run.started(), graph_run.asked.results)
+    metadata = synthetic_metadata(guard, trip, finalized=answer is not None)
+    return closed(messages, results, answer or synthetic_text(guard), metadata)
 
 
 def conclude(
@@ -47,7 +48,7 @@ def conclude(
 
 def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessage]) -> Outcome:
     """End a run that an exception or a cancellation left; open calls get their results."""
-    whole = placed(messages, results_for(messages, graph_run.started(), graph_run.results))
+    whole = placed(messages, results_for(messages, graph_run.started(), graph_run.asked.results))
     outcome = graph_run.run.fail(
         error, whole, saved_messages=_saved(graph_run, whole), resume=RESUME
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from uuid import UUID
 
-from langchain_core.messages import BaseMessage, HumanMessage
+from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import Mode, ModelCall, Stop, Trip
-from budgetguard_core.kit import current, entered, project, reported_cost, token_usage
-from budgetguard_langgraph._bounds import bind, can_be_bound
+from budgetguard_core import ModelCall, Stop, Trip
+from budgetguard_core.kit import OpenModelCall, current, entered, reported_cost, token_usage
+from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
@@ -26,6 +27,7 @@ from budgetguard_langgraph._usage import (
     calls_of,
     is_mapping,
     model_of,
+    own_bound,
     request_of,
     schema_of,
     was_cut,
@@ -43,20 +45,52 @@ def graph_of(namespace: str) -> str:
     return namespace.rpartition("|")[0]
 
 
-def start(
-    graph_run: GraphRun,
-    run_id: UUID,
-    parent_run_id: UUID | None,
-    metadata: Mapping[str, Any] | None,
-    facts: Mapping[str, Any],
-    prompt: Sequence[Any],
-) -> Trip | None:
-    """Admit a model call; return why the run has to end instead."""
+@dataclass(slots=True)
+class AskedModelCall:
+    """A model call that a run was asked for: admitted or not, and not yet made.
+
+    Attributes:
+        opened: The answer; `begin` takes it after the wait that it may ask for.
+    """
+
+    run_id: UUID
+    name: str | None
+    facts: Mapping[str, Any]
+    prompt: Sequence[Any]
+    namespace: str
+    place: Any
+    speaker: str | None
+    bound: int | None
+    model: Any
+    settings: dict[str, Any] | None
+    sent: list[Any] | None
+    opened: OpenModelCall | Stop
+
+
+def ask(
+    graph_run: GraphRun, run_id: UUID, prompts: Any, facts: Mapping[str, Any]
+) -> AskedModelCall | None:
+    """Ask for a model call; None where it was told of before.
+
+    Args:
+        graph_run: The run.
+        run_id: The id of the call.
+        prompts: What the start hook is given: of a chat model conversations, of a text model texts.
+        facts: What else the hook is told.
+    """
     if run_id in graph_run.models:
         return None
-    run = graph_run.run
-    parameters = facts.get("invocation_params")
-    parameters = parameters if is_mapping(parameters) else None
+    prompt = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
+    parent_run_id: UUID | None = facts.get("parent_run_id")
+    parameters = _parameters(facts)
+    metadata: Mapping[str, Any] | None = facts.get("metadata")
+    if graph_run.run.envelope.prune is not None:
+        _, _, whole = request_around()
+        name, owner, _ = request_of(metadata, parameters)
+        kept = None if whole is None else graph_run.run.pruned(whole, name, owner)
+        if whole is not None and kept is not None:
+            # In the request alone: the graph's state stays what it is.
+            whole[:] = prompt = kept
     model, provider, bound = request_of(metadata, parameters)
     node = namespace_of(metadata)
     namespace, place = graph_of(node), node or parent_run_id or run_id
@@ -67,29 +101,59 @@ def start(
         max_output_tokens=bound,
     )
     if graph_run.is_capped:
-        call.input_tokens = graph_run.prompt_of(namespace).project(
-            list(prompt), tools=(parameters or {}).get("tools"), output_schema=schema_of(parameters)
-        )
-    nudge = None if run.guard.mode is not Mode.ENFORCE else run.nudge()
+        call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
     requested, settings, sent = None, None, None
-    if nudge is not None or _is_bounded(graph_run):
+    if _is_bounded(graph_run):
         requested, settings, sent = request_around()
-    if settings is not None and bound is not None and not can_be_bound(requested):
+    if graph_run.may_answer_last:
+        asked_model, _, _ = request_around()
+        # The graph's own agents, and not those that its tools run.
+        if not namespace or graph_run.asked_model[0] is None:
+            told = [one for one in prompt if isinstance(one, SystemMessage)]
+            graph_run.asked_model, graph_run.model_name = (asked_model, told), model
+    fixed = settings is not None and not can_be_bound(requested)
+    if fixed and bound is None:
+        bound = call.max_output_tokens = own_bound(requested)
+    if fixed and bound is not None:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
+        bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
+        if min(bounds) < bound:
+            tell(requested)
     opened = _asked(graph_run, call, parent_run_id, run_id)
+    if sent is None and not isinstance(opened, Stop) and opened.nudge is not None:
+        _, _, sent = request_around()
+    return AskedModelCall(
+        run_id=run_id,
+        name=model,
+        facts=facts,
+        prompt=prompt,
+        namespace=namespace,
+        place=place,
+        speaker=(metadata or {}).get("langgraph_node"),
+        bound=bound,
+        model=requested,
+        settings=settings,
+        sent=sent,
+        opened=opened,
+    )
+
+
+def begin(graph_run: GraphRun, asked: AskedModelCall, opened: OpenModelCall | Stop) -> Trip | None:
+    """Let a model call go out; return why the run has to end instead."""
+    run_id = asked.run_id
     if isinstance(opened, Stop):
-        graph_run.next_step = f"call the model {model or ''}".strip()
-        _unmade_siblings(graph_run, facts)
+        graph_run.next_step = f"call the model {asked.name or ''}".strip()
+        _unmade_siblings(graph_run, asked.facts)
         close_pending_hooks()
         return opened.trip
-    if nudge is not None and sent is not None:
+    if opened.nudge is not None and asked.sent is not None:
         # Into the request alone: the history stays what it is.
-        sent.append(HumanMessage(nudge))
-    bounded = settings is not None and bind(
-        requested,
-        settings,
-        None if opened.max_output_tokens == bound else opened.max_output_tokens,
+        asked.sent.append(HumanMessage(opened.nudge))
+    bounded = asked.settings is not None and bind(
+        asked.model,
+        asked.settings,
+        None if opened.max_output_tokens == asked.bound else opened.max_output_tokens,
         opened.seconds,
     )
     step = Step(graph_run, opened, run_id)
@@ -97,11 +161,11 @@ def start(
     flying = ModelCallInFlight(
         opened,
         step,
-        prompt,
-        parameters,
-        namespace,
-        place,
-        (metadata or {}).get("langgraph_node"),
+        asked.prompt,
+        _parameters(asked.facts),
+        asked.namespace,
+        asked.place,
+        asked.speaker,
         bounded,
     )
     flying.forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
@@ -109,12 +173,29 @@ def start(
     graph_run.ids.add(run_id)
     OWNERS[run_id] = graph_run
     step.enter()
-    if run.is_saved:
-        run.save()
+    graph_run.save()
     return None
 
 
-def _asked(graph_run: GraphRun, call: ModelCall, parent: UUID | None, run_id: UUID) -> Any:
+def _parameters(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    parameters = facts.get("invocation_params")
+    return parameters if is_mapping(parameters) else None
+
+
+def _projected(
+    graph_run: GraphRun,
+    namespace: str,
+    prompt: Sequence[Any],
+    parameters: Mapping[str, Any] | None,
+) -> int:
+    return graph_run.prompt_of(namespace).project(
+        prompt, tools=(parameters or {}).get("tools"), output_schema=schema_of(parameters)
+    )
+
+
+def _asked(
+    graph_run: GraphRun, call: ModelCall, parent: UUID | None, run_id: UUID
+) -> OpenModelCall | Stop:
     frame = current()
     if (
         isinstance(frame, Step)
@@ -128,11 +209,10 @@ def _asked(graph_run: GraphRun, call: ModelCall, parent: UUID | None, run_id: UU
 
 
 def _is_bounded(graph_run: GraphRun) -> bool:
-    return graph_run.is_capped or any(
-        one.budget.max_output_tokens_per_call is not None or one.budget.max_seconds is not None
-        for guard in graph_run.run.guards
-        for one in guard.lineage
-    )
+    for one in graph_run.budgets:
+        if one.max_output_tokens_per_call is not None or one.max_seconds is not None:
+            return True
+    return graph_run.is_capped
 
 
 def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
@@ -183,7 +263,7 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
     record: Any = response if answer is None else answer
     used = token_usage(record)
     if used is None or used.estimated or not used.input_tokens:
-        _project(flying)
+        _project(graph_run, flying)
     text = written(response)
     run.answered(
         flying.call,
@@ -201,11 +281,9 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
             run.start(call)
             run.finished(call, "reported")
     if asked:
-        graph_run.ask(flying.namespace, asked)
-    messages = [one for one in flying.prompt if isinstance(one, BaseMessage)]
-    graph_run.conversation = [*messages, answer] if answer is not None else messages
-    if run.is_saved:
-        run.save()
+        graph_run.asked.put(flying.namespace, asked)
+    graph_run.talked(flying.prompt, answer)
+    graph_run.save()
 
 
 def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
@@ -214,19 +292,15 @@ def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
     if flying is None:
         return
     graph_run.has_failed(flying.place)
-    _project(flying)
+    _project(graph_run, flying)
     graph_run.run.failed(flying.call, error, written="".join(flying.streamed))
-    if graph_run.run.is_saved:
-        graph_run.run.save()
+    graph_run.save()
 
 
-def _project(flying: ModelCallInFlight) -> None:
+def _project(graph_run: GraphRun, flying: ModelCallInFlight) -> None:
     """Estimate a prompt after all, where no cap asked for it before."""
     call = flying.call.call
     if not call.input_tokens:
-        parameters = flying.parameters or {}
-        call.input_tokens = project(
-            list(flying.prompt),
-            tools=parameters.get("tools"),
-            output_schema=schema_of(parameters),
+        call.input_tokens = _projected(
+            graph_run, flying.namespace, flying.prompt, flying.parameters
         )

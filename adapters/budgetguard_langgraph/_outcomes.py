@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
-from budgetguard_core import AdapterError, Outcome
+from budgetguard_core import AdapterError, Outcome, StopReason
 from budgetguard_core.kit import outcome_of
 from budgetguard_core.kit import remember as _remember
 from budgetguard_langgraph._history import (
@@ -14,6 +15,7 @@ from budgetguard_langgraph._history import (
     messages_of,
     results_for,
 )
+from budgetguard_langgraph._seams import INTERRUPT, TASK, configuration
 
 
 def remember(result: Any, messages_key: str, outcome: Outcome) -> None:
@@ -23,20 +25,67 @@ def remember(result: Any, messages_key: str, outcome: Outcome) -> None:
         _remember(messages[-1], outcome)
 
 
+class Told:
+    """Where the outcome of one streamed run goes: to the stream that its caller holds."""
+
+    def __init__(self) -> None:
+        self._stream: weakref.ref[Any] | None = None
+
+    def by(self, stream: Any) -> Any:
+        """Take the stream, and return it."""
+        self._stream = weakref.ref(stream)
+        return stream
+
+    def take(self, outcome: Outcome) -> None:
+        """Take the outcome, for as long as somebody holds the stream."""
+        stream = None if self._stream is None else self._stream()
+        if stream is not None:
+            _remember(stream, outcome)
+
+
+def with_reason(graph: Any, result: Any, options: dict[str, Any]) -> Any:
+    """Give the result of a run that completed the key that a stopped one has.
+
+    Not inside another graph, which would take the key for a part of its own state; nor where
+    the caller asked for certain keys, or where the state is no table.
+    """
+    keys, inside = graph.stream_channels_asis, configuration().get(TASK) is not None
+    if options.get("output_keys") is not None or isinstance(keys, str) or inside:
+        return result
+    values = getattr(result, "value", result)
+    if not isinstance(values, dict) or options.get("stream_mode", "values") != "values":
+        return result
+    known = cast("dict[str, Any]", values)
+    interrupts: Any = getattr(result, "interrupts", None)
+    if INTERRUPT in known or interrupts:
+        return result
+    messages = messages_of(known, "messages")
+    told = outcome_of(messages[-1]) if messages else None
+    if told is not None and told.status == "paused":
+        return result
+    if known.get("stop_reason") is None:
+        known["stop_reason"] = str(StopReason.COMPLETED)
+    return result
+
+
 def outcome(result: Any, *, messages_key: str = "messages") -> Outcome:
     """Return the outcome of the run that gave this result.
 
     A result without messages has nothing that an outcome could hang on: use `on_outcome`.
 
     Args:
-        result: What `invoke` or `ainvoke` returned, the last value of a stream, or the exception
-            that they raised.
+        result: What `invoke` or `ainvoke` returned; a stream that is through, of any mode, whose
+            outcome is without messages; the last value of a stream; the state of a thread that a
+            bounded graph's `get_state` returned; or the exception that left.
         messages_key: The key of the conversation in the graph's state.
 
     Raises:
         AdapterError: The result is not that of a run with a budget, or holds no messages.
     """
     found = outcome_of(result)
+    values = getattr(result, "values", None)
+    if found is not None and isinstance(values, dict):
+        found = _with_messages(found, messages_of(values, messages_key)) or found
     if found is None:
         found = getattr(result, "outcome", None) if isinstance(result, BaseException) else None
     messages = messages_of(getattr(result, "value", result), messages_key)

@@ -7,22 +7,24 @@ are around a call, the innermost one counts it: it is a part of the others.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 from uuid import UUID
 
-from budgetguard_core.kit import current
+from budgetguard_core.kit import Frame, OpenToolCall, current
 from budgetguard_langgraph._run import OWNERS, GraphRun, Step
 from budgetguard_langgraph._seams import surrounding_run_id
 
 
-def owner_of(run_id: UUID | None, parent_run_id: UUID | None) -> GraphRun | None:
-    """Return the innermost run that a call belongs to, as far as it is known."""
+def owner_of(
+    run_id: UUID | None, parent_run_id: UUID | None, frame: Frame | None
+) -> GraphRun | None:
+    """Return the innermost run that a call in a frame belongs to, as far as it is known."""
     known = None if run_id is None else OWNERS.get(run_id)
     if known is None and parent_run_id is not None:
         known = OWNERS.get(parent_run_id)
     if known is None and OWNERS:
-        known = OWNERS.get(cast("UUID", surrounding_run_id()))
-    around = run_around()
+        known = OWNERS.get(surrounding_run_id())
+    around = _run_of(frame)
     if known is None or (around is not None and around.is_below(known)):
         return around
     return known
@@ -30,7 +32,10 @@ def owner_of(run_id: UUID | None, parent_run_id: UUID | None) -> GraphRun | None
 
 def run_around() -> GraphRun | None:
     """Return the run of this adapter that the code is a part of, by its frame."""
-    frame = current()
+    return _run_of(current())
+
+
+def _run_of(frame: Frame | None) -> GraphRun | None:
     while frame is not None:
         if isinstance(frame, Step):
             return frame.graph_run
@@ -38,9 +43,8 @@ def run_around() -> GraphRun | None:
     return None
 
 
-def is_counted_below(graph_run: GraphRun) -> bool:
-    """Tell whether a run of another adapter, inside this one, counts the calls of this code."""
-    frame = current()
+def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
+    """Tell whether a run of another adapter, inside this one, counts the calls in a frame."""
     if frame is None or isinstance(frame, Step) or frame.run is None:
         return False
     above = frame.run.above
@@ -49,3 +53,10 @@ def is_counted_below(graph_run: GraphRun) -> bool:
             return True
         above = above.above
     return False
+
+
+def call_around(frame: Frame | None) -> Any:
+    """Return the tool call that a chain is a part of: it keeps the frame of its body alive."""
+    if frame is None or (isinstance(frame, Step) and not isinstance(frame.call, OpenToolCall)):
+        return None
+    return frame.call

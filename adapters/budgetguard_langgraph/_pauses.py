@@ -1,7 +1,7 @@
-"""What a run that waits for a person leaves on its thread: its counters, beside the question.
+"""What a run leaves on its thread: how it ended; and its counters, where it waits for a person.
 
 A checkpoint takes writes of tasks; those of a task that no graph has are kept and never applied. So
-the counters lie in the framework's own checkpoint, whatever saver it has, and nothing of them is in
+both lie in the framework's own checkpoint, whatever saver it has, and nothing of them is in
 the state. Caps are not read from there.
 """
 
@@ -13,11 +13,14 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.types import StateSnapshot
 
-from budgetguard_core import BudgetGuardError, Guard, Snapshot
+from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
+from budgetguard_core.kit import remember
 from budgetguard_langgraph._seams import CHECKPOINTER
 
 _CHANNEL: Final = "budgetguard"
+_ENDED: Final = "budgetguard:ended"
 _KEPT: Final = 1024
 # Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
 _HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
@@ -92,6 +95,38 @@ class Thread:
         except Exception as error:
             guard.report("checkpoint", error)
 
+    def leave(self, guard: Guard, outcome: Outcome, slot: int) -> None:
+        """Leave how a run ended, and its counters where it waits."""
+        if outcome.status == "paused":
+            self.keep(guard, slot)
+        if slot == 0:
+            self.tell(guard, outcome)
+
+    async def aleave(self, guard: Guard, outcome: Outcome, slot: int) -> None:
+        """Leave how a run ended, and its counters where it waits."""
+        if outcome.status == "paused":
+            await self.akeep(guard, slot)
+        if slot == 0:
+            await self.atell(guard, outcome)
+
+    def tell(self, guard: Guard, outcome: Outcome) -> None:
+        """Leave how a run ended at its last checkpoint, without its messages."""
+        try:
+            saved = self.saver.get_tuple(self.config)
+            if saved is not None:
+                self.saver.put_writes(saved.config, _told(outcome), str(uuid.uuid4()))
+        except Exception as error:
+            guard.report("checkpoint", error)
+
+    async def atell(self, guard: Guard, outcome: Outcome) -> None:
+        """Leave how a run ended at its last checkpoint, without its messages."""
+        try:
+            saved = await self.saver.aget_tuple(self.config)
+            if saved is not None:
+                await self.saver.aput_writes(saved.config, _told(outcome), str(uuid.uuid4()))
+        except Exception as error:
+            guard.report("checkpoint", error)
+
     def _newest(self, saved: Any, slot: int) -> Snapshot | None:
         here = _HERE.pop((*self.key, slot), None)
         writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
@@ -104,6 +139,29 @@ class Thread:
             except (BudgetGuardError, TypeError, ValueError):
                 continue
         return max(found, key=lambda one: (one.seq, one.call_id), default=None)
+
+
+class EndedState(StateSnapshot):
+    """A state that knows how the run ended that left it; a plain tuple takes no attributes."""
+
+
+def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
+    """Return a state, with the outcome that lies at its checkpoint, if one does."""
+    writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
+    texts = [value for _, channel, value in writes if channel == _ENDED]
+    if not texts:
+        return state
+    try:
+        outcome = Outcome.model_validate_json(texts[-1])
+    except ValueError:  # written by another release
+        return state
+    told = EndedState(*state)
+    remember(told, outcome)
+    return told
+
+
+def _told(outcome: Outcome) -> list[tuple[str, Any]]:
+    return [(_ENDED, outcome.model_dump_json(exclude={"messages", "final"}))]
 
 
 def _writes(guard: Guard, slot: int) -> list[tuple[str, Any]]:

@@ -10,23 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 from uuid import UUID
 
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import BaseMessage
+from langgraph.errors import GraphBubbleUp
 
-from budgetguard_core import Admit, ToolCall, Trip
-from budgetguard_core.frame import FRAME
-from budgetguard_core.kit import (
-    Batch,
-    Frame,
-    OpenModelCall,
-    OpenToolCall,
-    Prompt,
-    Run,
-)
+from budgetguard_core import Budget, RunFencedError, Trip
+from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt, Run
+from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._seams import GraphCall
 
-_KEPT: Final = 64
-"""Graphs inside a run whose last prompt and last batch are known at the same time."""
 _REPLIES: Final = 16
 
 
@@ -60,7 +52,9 @@ class Step(Frame):
     @property
     def is_live(self) -> bool:
         """Whether code in here still belongs to the run."""
-        return not self.closed and super().is_live
+        if self.closed:
+            return False
+        return not self.run.ended or (self.call is not None and self.call.is_open)
 
 
 def _open_frame() -> Frame | None:
@@ -95,12 +89,8 @@ class ToolCallInFlight:
     forget: Callable[[], None] = lambda: None
 
 
-@dataclass(slots=True)
-class Asked:
-    """The tool calls of one answer of a model, until their node runs them."""
-
-    calls: list[ToolCall]
-    batch: Batch | None = None
+class Fenced(RunFencedError, GraphBubbleUp):
+    """A run that was resumed elsewhere ends here, of a type that no layer retries or swallows."""
 
 
 class GraphRun:
@@ -111,11 +101,12 @@ class GraphRun:
         opener: The callback that opened it.
         outer: The run around it, where that is one of this adapter too.
         root: The id of the chain that it began with; None for calls outside of any chain.
-        conversation: The last conversation that a model was sent, with its answer.
         waits: A person was asked, or the graph stopped at a breakpoint.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
         next_step: What was refused last.
+        asked_model: The model of the last request, with its system messages; kept where the run
+            may have a last answer. `model_name` is its name for the price.
         stopped_inside: The stop of a run inside this one that is the same call of the graph.
     """
 
@@ -134,6 +125,7 @@ class GraphRun:
         self.outer = outer
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)
+        self.asked = AskedCalls(run, self.lock, answered=answered)
         self.models: dict[UUID, ModelCallInFlight] = {}
         self.tools: dict[UUID, ToolCallInFlight] = {}
         self.ids: set[UUID] = set()
@@ -143,18 +135,17 @@ class GraphRun:
         self.slot = 0
         self.inner: dict[int, GraphRun] = {}
         self.failed: OrderedDict[Any, None] = OrderedDict()
-        self.results: dict[str, list[ToolMessage]] = {}
         self.handoffs: set[str] = set()
-        self.conversation: Sequence[BaseMessage] = ()
+        self._sent: Sequence[Any] = ()
+        self._said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
         self.waits = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
-        self._asked: OrderedDict[str, list[Asked]] = OrderedDict()
+        self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
+        self.model_name: str | None = None
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._replies: deque[str] = deque(maxlen=_REPLIES)
-        # Of a run that a person has answered: a call of a process that died is made once more.
-        self._waiting: deque[Admit] = deque(run.guard.open_tool_calls() if answered else ())
 
     def opened_by(self, callback: object) -> GraphRun | None:
         """Return this run, or the one around it, that a callback opened."""
@@ -194,27 +185,45 @@ class GraphRun:
     # Prompts
 
     @property
+    def budgets(self) -> list[Budget]:
+        """Every budget that a call of this run is charged to."""
+        return [one.budget for guard in self.run.guards for one in guard.lineage]
+
+    @property
+    def conversation(self) -> list[BaseMessage]:
+        """The last conversation that a model was sent, with its answer."""
+        return [one for one in (*self._sent, self._said) if isinstance(one, BaseMessage)]
+
+    def talked(self, sent: Sequence[Any], said: BaseMessage | None = None) -> None:
+        """Keep what a model was sent and has answered; it is looked at when the run ends."""
+        self._sent, self._said = sent, said
+
+    @property
     def is_capped(self) -> bool:
         """Whether the size of a prompt matters before it is sent."""
-        return any(
-            one.budget.max_total_tokens is not None or one.budget.max_cost_usd is not None
-            for guard in self.run.guards
-            for one in guard.lineage
-        )
+        for one in self.budgets:
+            if one.max_total_tokens is not None or one.max_cost_usd is not None:
+                return True
+        return False
+
+    @property
+    def may_answer_last(self) -> bool:
+        """Whether a budget keeps something back for a last answer."""
+        return any(one.finalize_reserve is not None for one in self.budgets)
 
     def prompt_of(self, namespace: str) -> Prompt:
         """Return the projection of the prompts of one graph in this run."""
         found = self._prompts.get(namespace)
         if found is None:
             found = self._prompts[namespace] = Prompt()
-            _shorten(self._prompts)
+            shorten(self._prompts)
         return found
 
     def has_failed(self, place: Any) -> None:
         """Note that a call failed here: the next one at this place is another attempt."""
         with self.lock:
             self.failed[place] = None
-            _shorten(self.failed)
+            shorten(self.failed)
 
     def is_said_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
         """Tell whether an answer belongs to what was said before in this run.
@@ -227,64 +236,7 @@ class GraphRun:
             self._replies.append(text)
         return not before or any(getattr(one, "content", one) in before for one in _texts(prompt))
 
-    # Tool calls
-
-    def ask(self, namespace: str, calls: list[ToolCall]) -> None:
-        """Keep the tool calls of an answer until their node runs them."""
-        with self.lock:
-            # The graph has gone on, so what it asked for before is answered.
-            waiting: list[Asked] = []
-            for asked in self._asked.pop(namespace, ()):
-                if asked.batch is None:
-                    waiting.append(asked)
-                else:
-                    self.give_up(asked.batch)
-            if not waiting:
-                self.results.clear()
-            self._asked[namespace] = [*waiting[-_KEPT:], Asked(calls)]
-            _shorten(self._asked)
-
-    def give_up(self, batch: Batch) -> None:
-        """Take back what was admitted and never started."""
-        for call in batch.unstarted:
-            self.run.withdrawn(call)
-
-    def take(
-        self, namespace: str, call: ToolCall, known: Callable[[], Mapping[str, Any] | None]
-    ) -> OpenToolCall:
-        """Return the answer to a tool call that is about to start.
-
-        The calls of one answer are admitted together, when the first of them starts.
-
-        Args:
-            namespace: Where the graph is.
-            call: The call.
-            known: The tools that the node knows; a name that it does not know starts nothing.
-        """
-        with self.lock:
-            waiting = self._resumed(call)
-            if waiting is not None:
-                return waiting
-            for asked in self._asked.get(namespace, ()):
-                if not any(one.id == call.id and one.name == call.name for one in asked.calls):
-                    continue
-                if asked.batch is None:
-                    tools = known()
-                    asked.batch = self.run.batch(
-                        [one for one in asked.calls if tools is None or one.name in tools]
-                    )
-                found = asked.batch.take(call.id, call.name)
-                if found is not None:
-                    return found
-        return self.run.tool_call(call)
-
-    def _resumed(self, call: ToolCall) -> OpenToolCall | None:
-        """Find the call that waited for a person: its body runs again, and is the same call."""
-        for ticket in self._waiting:
-            if ticket.call.id == call.id and ticket.call.name == call.name:
-                self._waiting.remove(ticket)
-                return OpenToolCall(ticket.call, (ticket,))
-        return None
+    # Tools in flight
 
     def runs_tools(self) -> bool:
         """Tell whether tools are in flight."""
@@ -327,10 +279,7 @@ class GraphRun:
         with self.lock:
             models = list(self.models.values())
             self.models.clear()
-            for asked in [one for many in self._asked.values() for one in many]:
-                if asked.batch is not None:
-                    self.give_up(asked.batch)
-            self._asked.clear()
+            self.asked.leave()
             self._prompts.clear()
             for run_id in self.ids:
                 OWNERS.pop(run_id, None)
@@ -348,6 +297,18 @@ class GraphRun:
         for inner in self.inner.values():
             inner.leave(error)
         self.inner.clear()
+
+    def save(self) -> None:
+        """Save a checkpoint of the run, where it has a store.
+
+        Raises:
+            Fenced: The run was resumed elsewhere.
+        """
+        if self.run.is_saved:
+            try:
+                self.run.save()
+            except RunFencedError as error:
+                raise Fenced(str(error)) from error
 
     def settle_interrupted(self) -> None:
         """Report the tools whose task was cancelled: nothing of them runs any more."""
@@ -384,8 +345,3 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
 def _texts(prompt: Sequence[Any]) -> list[Any]:
     recent = prompt[-_REPLIES:]
     return [one for one in recent if isinstance(getattr(one, "content", one), str)]
-
-
-def _shorten(store: OrderedDict[Any, Any]) -> None:
-    while len(store) > _KEPT:
-        store.popitem(last=False)

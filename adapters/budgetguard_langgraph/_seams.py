@@ -7,31 +7,88 @@ refused, never bounded in part.
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import cache
-from types import FrameType
-from typing import Any, Final, cast
+from importlib import import_module
+from inspect import signature, unwrap
+from types import FrameType, MethodType
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import langgraph.errors
 from langchain_core.callbacks import BaseCallbackManager
-from langchain_core.language_models import BaseChatModel
-from langchain_core.runnables.config import var_child_runnable_config
+from langgraph.constants import START as START
 from langgraph.errors import GraphRecursionError
+from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError
 
-TASK: Final = "__pregel_task_id"
-PUSH: Final = "__pregel_push"
-INTERRUPT: Final = "__interrupt__"
-START: Final = "__start__"
+
+def _found(module: str, path: str) -> Any:
+    """Return what a module knows by this name, or raise what `probe` raises."""
+    try:
+        found: Any = import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (AttributeError, ImportError):
+        raise _unsupported(f"{module}.{path}") from None
+    return found
+
+
+def _unsupported(missing: str) -> AdapterError:
+    return AdapterError(
+        "this adapter needs langgraph 1.1.5 and later with langchain-core 1.2.10 and later, below "
+        f"2, got releases without {missing}. Install a supported release."
+    )
+
+
+_CONSTANTS: Final = "langgraph._internal._constants"
+TASK: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_TASK_ID")
+PUSH: Final[str] = _found(_CONSTANTS, "PUSH")
+INTERRUPT: Final[str] = _found(_CONSTANTS, "INTERRUPT")
+CHECKPOINTER: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_CHECKPOINTER")
+_CALL: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_CALL")
+_CONFIG: Final[Any] = _found("langchain_core.runnables.config", "var_child_runnable_config")
+_DEFAULT_LIMIT: Final = int(_found("langgraph._internal._config", "DEFAULT_RECURSION_LIMIT"))
+_DEFAULT_HANDLER: Final = _found("langgraph.prebuilt.tool_node", "_default_handle_tool_errors")
+if TYPE_CHECKING:
+    from langgraph.prebuilt.tool_node import ToolInvocationError
+else:
+    ToolInvocationError = _found("langgraph.prebuilt.tool_node", "ToolInvocationError")
 ROOT: Final = "__root__"
-CHECKPOINTER: Final = "__pregel_checkpointer"
+"""The channel of a graph whose state is one value; LangGraph has no name for it."""
 HANDOFF: Final = "__handoff_destination"
 """In the metadata of the handoff tools of langgraph-supervisor and langgraph-swarm."""
+
+# What is read off frames and objects: local variables, attributes that are set, annotations.
+_READ: Final[tuple[tuple[str, str, frozenset[str]], ...]] = tuple(
+    (module, path, frozenset(names.split()))
+    for module, path, names in (
+        ("langgraph.pregel", "Pregel.stream", "self config loop"),
+        ("langgraph.pregel", "Pregel.astream", "self config loop"),
+        ("langgraph.pregel._loop", "PregelLoop", "status checkpoint_pending_writes"),
+        ("langgraph.pregel._read", "PregelNode", "bound"),
+        ("langgraph.types", "PregelExecutableTask", "proc"),
+        ("langgraph._internal._runnable", "RunnableSeq.__init__", "steps"),
+        ("langgraph._internal._runnable", "RunnableCallable.__init__", "func afunc"),
+        ("langgraph.prebuilt", "ToolNode.__init__", "_handle_tool_errors"),
+        ("langgraph.prebuilt", "ToolNode._run_one", "self"),
+        ("langgraph.prebuilt", "ToolNode._arun_one", "self"),
+        ("langchain_core.callbacks", "AsyncCallbackManager.on_chat_model_start", "inline_tasks"),
+        ("langchain_core.callbacks", "AsyncCallbackManager.on_llm_start", "inline_tasks"),
+        # The handler's hook is looked up in this very function.
+        ("langchain_core.callbacks.manager", "_ahandle_event_for_handler", "getattr"),
+        ("langchain_core.language_models", "BaseChatModel.generate", "self kwargs messages"),
+        ("langchain_core.language_models", "BaseChatModel.agenerate", "self kwargs messages"),
+        ("langchain_core.language_models", "BaseChatModel.stream", "self kwargs messages"),
+        ("langchain_core.language_models", "BaseChatModel.astream", "self kwargs messages"),
+        ("langchain_core.language_models", "BaseChatModel._generate", "messages"),
+    )
+)
 
 # The framework's own caps; the later ones only since LangGraph 1.2.
 FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
@@ -43,21 +100,15 @@ FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
     ),
 )
 
-_SUPPORTED: Final = "langgraph 1.1.5 and later with langchain-core 1.2.10 and later, below 2"
 _DEEPEST: Final = 150
 _NEAREST: Final = 12
 _MANAGER: Final = 7
 _STREAMS: Final = frozenset({"stream", "astream"})
 _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 _CALLS: Final = frozenset({"generate", "agenerate", "stream", "astream"})
-_RUNNING: Final = frozenset(
-    {"_execute_tool_sync", "_execute_tool_async", "_run_one", "_arun_one", "run_one", "arun_one"}
-)
-_NODES: Final = frozenset({"ToolNode", "_ToolNode"})
-_TOOL_RUN: Final = frozenset({"run", "arun"})
+_RUNNING: Final = frozenset({"_run_one", "_arun_one"})
 # `create_agent` binds it to every agent; it is nobody's choice.
 _BOUND_LIMIT: Final = 9_999
-_DEFAULT_LIMIT: Final = 10_007
 
 
 @cache
@@ -67,45 +118,30 @@ def probe() -> None:
     Raises:
         AdapterError: A name is missing in the releases that are installed.
     """
-    missing = [
-        f"the local {local!r} of {owner.__name__}.{method}"
-        for owner, methods, locals_ in (
-            (Pregel, ("stream", "astream"), ("self", "config", "loop")),
-            (BaseChatModel, ("generate", "agenerate"), ("self", "kwargs")),
-        )
-        for method in methods
-        for local in locals_
-        if not _has_local(owner, method, local)
-    ]
-    if missing:
-        raise AdapterError(
-            f"this adapter needs {_SUPPORTED}, got releases without {missing[0]}. "
-            "Install a supported release."
-        )
+    for module, path, names in _READ:
+        missing = names - _names_in(_found(module, path))
+        if missing:
+            raise _unsupported(f"{min(missing)!r} in {module}.{path}")
 
 
-def _has_local(owner: type, method: str, local: str) -> bool:
-    code: Any = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None)
-    return code is not None and local in (*code.co_varnames, *code.co_cellvars)
+def _names_in(owner: Any) -> set[str]:
+    if isinstance(owner, type):
+        return {name for kind in owner.__mro__ for name in vars(kind).get("__annotations__", ())}
+    code: Any = getattr(unwrap(owner), "__code__", None)
+    return set() if code is None else {*code.co_varnames, *code.co_cellvars, *code.co_names}
 
 
 # The call stack
 
 
-def _frames(depth: int) -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no public way
-    for _ in range(depth):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
-
-
 def _frame_of(names: frozenset[str], local: str, depth: int = _DEEPEST) -> FrameType | None:
-    for frame in _frames(depth):
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no public way
+    while frame is not None and depth:
         code = frame.f_code
         if code.co_name in names and (local in code.co_varnames or local in code.co_cellvars):
             return frame
+        frame = frame.f_back
+        depth -= 1
     return None
 
 
@@ -137,19 +173,17 @@ class GraphCall:
 
 def graph_call() -> GraphCall | None:
     """Return the call of a graph whose hook is running."""
-    for frame in _frames(_NEAREST):
-        if frame.f_code.co_name in _STREAMS and isinstance(frame.f_locals.get("self"), Pregel):
-            return GraphCall(frame)
-    return None
+    frame = _frame_of(_STREAMS, "loop", _NEAREST)
+    if frame is None or not isinstance(frame.f_locals.get("self"), Pregel):
+        return None
+    return GraphCall(frame)
 
 
 def graph_of_manager() -> Any:
     """Return the graph that makes its callbacks in this hook: a call of it begins."""
-    for frame in _frames(_MANAGER):
-        if frame.f_code.co_name in _STREAMS:
-            found = frame.f_locals.get("self")
-            return cast("Any", found) if isinstance(found, Pregel) else None
-    return None
+    frame = _frame_of(_STREAMS, "loop", _MANAGER)
+    found = None if frame is None else frame.f_locals.get("self")
+    return cast("Any", found) if isinstance(found, Pregel) else None
 
 
 def request_around() -> tuple[Any, dict[str, Any] | None, list[Any] | None]:
@@ -173,6 +207,16 @@ def request_around() -> tuple[Any, dict[str, Any] | None, list[Any] | None]:
     )
 
 
+@contextmanager
+def closing_pending_hooks() -> Generator[None]:
+    """Close the coroutines of other callbacks' hooks when the wait in here is cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        close_pending_hooks()
+        raise
+
+
 def close_pending_hooks() -> None:
     """Close the coroutines of other callbacks' hooks, which a raising one leaves behind.
 
@@ -189,24 +233,55 @@ def close_pending_hooks() -> None:
                 task.close()
 
 
+# Hooks
+
+_AWAITS: Final[str] = _found(
+    "langchain_core.callbacks.manager", "_ahandle_event_for_handler"
+).__name__
+
+
+class WaitingHook:
+    """A start hook that waits as its caller does: in the task of asynchronous code, or blocking.
+
+    langchain-core awaits the hooks of a handler only in asynchronous code, and swallows what an
+    awaited one raises in synchronous code. So what it gets to see depends on who asks.
+
+    Args:
+        blocking: The method for synchronous code.
+        awaited: The same for asynchronous code.
+    """
+
+    def __init__(self, blocking: Callable[..., None], awaited: Callable[..., Any]) -> None:
+        self._blocking = blocking
+        self._awaited = awaited
+
+    def __get__(self, handler: object, owner: type) -> Any:
+        asks = sys._getframe(1).f_code.co_name  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no public way
+        return MethodType(self._awaited if asks == _AWAITS else self._blocking, handler)
+
+
 # Configurations
+
+
+def _around() -> Mapping[str, Any]:
+    """Return the configuration that code inherits."""
+    return cast("Mapping[str, Any]", _CONFIG.get() or {})
 
 
 def configuration(config: Any = None) -> Mapping[str, Any]:
     """Return the configurable part of a configuration, of the code's own if none is given."""
-    found: Any = var_child_runnable_config.get() if config is None else config
-    return {} if found is None else found.get("configurable") or {}
+    found: Any = _around() if config is None else config
+    return found.get("configurable") or {}
 
 
 def surrounding_run_id() -> Any:
     """Return the id of the chain that the code is a part of."""
-    manager: Any = (var_child_runnable_config.get() or {}).get("callbacks")
-    return getattr(manager, "parent_run_id", None)
+    return getattr(_around().get("callbacks"), "parent_run_id", None)
 
 
 def surrounding_callbacks() -> Any:
     """Return the callbacks that code inherits which is given none."""
-    return (var_child_runnable_config.get() or {}).get("callbacks") or []
+    return _around().get("callbacks") or []
 
 
 def with_callback(callbacks: Any, added: Any) -> Any:
@@ -227,92 +302,60 @@ def recursion_limit(graph: Any, config: Any, needed: int | None) -> int | None:
     own: Any = None if graph.config is None else graph.config.get("recursion_limit")
     if needed is None or given is not None:
         return None
-    module = sys.modules.get("langgraph._internal._config")
-    default = int(getattr(module, "DEFAULT_RECURSION_LIMIT", _DEFAULT_LIMIT))
-    if own is not None and own not in (_BOUND_LIMIT, default):
+    if own is not None and own not in (_BOUND_LIMIT, _DEFAULT_LIMIT):
         return None
-    return needed if needed > (own or default) else None
+    return needed if needed > (own or _DEFAULT_LIMIT) else None
 
 
-# Tools
+# Models and tools
 
 
-class ToolCallRefused:
-    """The name under which a refused call shows up in a `ToolNode`; see `refusal`."""
-
-    message: str
-
-
-_REFUSALS: dict[type[Exception], type[Exception]] = {}
+def parameters_of(model_kind: Any) -> Mapping[str, Any]:
+    """Return what a class of models takes with a call."""
+    return signature(model_kind._generate).parameters  # noqa: SLF001 - no public way
 
 
-def enclosing_tool_node() -> Any:
+class ToolCallRefused(ToolInvocationError):
+    """What a `ToolNode` turns into an error result; see `refusal`."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+        self.message = message
+        self.tool_name, self.tool_kwargs = "", {}
+        self.source = cast("Any", None)
+        self.filtered_errors = None
+
+
+def enclosing_tool_node() -> ToolNode | None:
     """Return the `ToolNode` that runs the tool whose start hook is running, or None.
 
     It is on the stack, unless a sync tool of an async graph runs in a thread: then it is in the
     task that LangGraph's configuration leads to.
     """
     frame = _frame_of(_RUNNING, "self")
-    node = None if frame is None else frame.f_locals.get("self")
-    if _is_tool_node(node):
+    node: Any = None if frame is None else frame.f_locals.get("self")
+    if isinstance(node, ToolNode):
         return node
-    call = configuration().get("__pregel_call")
-    for reference in getattr(call, "args", ()):
+    for reference in getattr(configuration().get(_CALL), "args", ()):
         process = getattr(reference() if callable(reference) else None, "proc", None)
         for step in (process, *getattr(process, "steps", ())):
-            if _is_tool_node(step):
+            if isinstance(step, ToolNode):
                 return step
     return None
 
 
-def tool_call_id_of_stack() -> str | None:
-    """Return the id of the tool call that starts, where a hook is not told."""
-    frame = _frame_of(_TOOL_RUN, "tool_call_id")
-    found = None if frame is None else frame.f_locals.get("tool_call_id")
-    return found if isinstance(found, str) else None
-
-
-def refusal(node: Any, message: str) -> Exception | None:
+def refusal(node: ToolNode | None, message: str) -> Exception | None:
     """Make the exception that this `ToolNode` turns into an error result, if it would.
 
     Anything else that it would not handle fails the whole node, and its siblings with it.
     """
-    if node is None:
-        return None
-    base = getattr(sys.modules.get(_home(node)), "ToolInvocationError", Exception)
-    refused = _REFUSALS.get(base)
-    if refused is None:
-        # Each module has its own error, and its node handles no other.
-        kind = type("ToolCallRefused", (ToolCallRefused, base), {})
-        refused = _REFUSALS[base] = cast("type[Exception]", kind)
-    flag = getattr(node, "_handle_tool_errors", None)
-    if flag is None:
-        flag = getattr(node, "handle_tool_errors", None)
-    if not _handles(flag, refused):
-        return None
-    error: Any = refused.__new__(refused)
-    error.args = (message,)
-    error.message = message
-    error.tool_name, error.tool_kwargs, error.source, error.filtered_errors = "", {}, None, []
-    return cast("Exception", error)
-
-
-def _handles(flag: Any, refused: type[Exception]) -> bool:
-    if isinstance(flag, (bool, str)):
-        return bool(flag)
+    flag: Any = getattr(node, "_handle_tool_errors", None)
     if isinstance(flag, (type, tuple)):
-        return issubclass(refused, flag)
-    # A handler of the user's own would answer with words of its own.
-    return getattr(flag, "__name__", "") == "_default_handle_tool_errors"
-
-
-def _is_tool_node(value: object) -> bool:
-    return any(kind.__name__ in _NODES for kind in type(value).__mro__)
-
-
-def _home(node: Any) -> str:
-    (kind,) = [kind for kind in type(node).__mro__ if kind.__name__ in _NODES][:1]
-    return kind.__module__
+        handles = issubclass(ToolCallRefused, cast("Any", flag))
+    else:
+        # A handler of the user's own would answer with words of its own.
+        handles = flag is _DEFAULT_HANDLER or (isinstance(flag, (bool, str)) and bool(flag))
+    return ToolCallRefused(message) if handles else None
 
 
 # Agents

@@ -23,7 +23,7 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.kit import Envelope
+from budgetguard_core.kit import Envelope, load_to_resume
 from budgetguard_langgraph import _endings
 from budgetguard_langgraph._closing import (
     FOLD,
@@ -33,7 +33,8 @@ from budgetguard_langgraph._closing import (
     write,
 )
 from budgetguard_langgraph._history import closed, placed, results_for, unanswered
-from budgetguard_langgraph._outcomes import remember
+from budgetguard_langgraph._last import LastCall, last_call
+from budgetguard_langgraph._outcomes import Told, remember
 from budgetguard_langgraph._owners import run_around
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import GraphRun, Step
@@ -106,14 +107,23 @@ class Session:
     """One call of an entry point."""
 
     def __init__(
-        self, graph: Any, terms: Terms, given: Any, config: Any, options: dict[str, Any]
+        self,
+        graph: Any,
+        terms: Terms,
+        given: Any,
+        config: Any,
+        options: dict[str, Any],
+        told: Told | None = None,
     ) -> None:
         self.graph = graph
+        self._told = told
         self.terms = terms
         self.given: Any = given
         self.config: Any = dict(config or {})
         self.options = options
         around = _around(graph.config, config)
+        # As LangGraph puts it together, for a tenant that is looked up in it.
+        self._asked: Any = {**(graph.config or {}), **self.config, "configurable": around}
         self.nested = TASK in around
         own = isinstance(graph.checkpointer, BaseCheckpointSaver)
         lasting = graph.checkpointer is True and CHECKPOINTER in around
@@ -158,10 +168,21 @@ class Session:
         stops, questions = stops_of(state)
         if getattr(self.given, "resume", None) is not None and stops and not questions:
             raise AdapterError(ANSWERED)
-        fresh, answered = False, kept is not None
+        fresh, leg, answered = False, None, kept is not None
         if kept is None and self.goes_on and state is not None and state.next:
-            kept, fresh = self._killed(state, stopped=bool(stops))
-        run = self.terms.envelope.open(user_spoke=not self.goes_on, resume=kept, fresh=fresh)
+            kept, leg = self._killed(state)
+            fresh = kept is not None and (
+                bool(stops) or kept.trip is not None or kept.parent_run_id is not None
+            )
+        run = self.terms.envelope.open(
+            user_spoke=not self.goes_on,
+            resume=kept,
+            fresh=fresh,
+            config=self._asked,
+            given=self.given,
+        )
+        if leg is not None and kept is not None:
+            run.go_on_as(leg, kept.run_id)
         self.graph_run = GraphRun(run, self.callback, None, self.outer, answered=answered)
         self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
         self.callback.take(self.graph_run)
@@ -182,15 +203,17 @@ class Session:
             return None
         return write(self.graph, self.key, placed(messages, results))
 
-    def _killed(self, state: StateSnapshot, *, stopped: bool) -> tuple[Snapshot | None, bool]:
-        """Take up the counters of a process that ended without a word, with all that it used."""
-        store, run_id = self.terms.envelope.store, dict(state.metadata or {}).get(RUN_ID)
-        if store is None or not isinstance(run_id, str):
-            return None, False
-        snapshot = store.load(run_id)
-        if snapshot is None or not isinstance(self.terms.envelope.budget, Budget):
-            return None, False
-        return snapshot, stopped or snapshot.trip is not None or snapshot.parent_run_id is not None
+    def _killed(self, state: StateSnapshot) -> tuple[Snapshot | None, int | None]:
+        """Take up the counters of a process that ended without a word, with all that it used.
+
+        From here on that process, and any other that took them up before, cannot go on.
+        """
+        envelope, run_id = self.terms.envelope, dict(state.metadata or {}).get(RUN_ID)
+        if envelope.store is None or not isinstance(run_id, str):
+            return None, None
+        if not isinstance(envelope.budget, Budget):
+            return None, None
+        return load_to_resume(envelope.store, run_id)
 
     def _attach(self) -> None:
         config = self.config
@@ -245,24 +268,41 @@ class Session:
         """Let tools that are in flight finish."""
         self.graph_run.wait_for_tools(self.terms.grace)
 
-    def close(self, trip: Trip, state: StateSnapshot | None) -> list[list[StateUpdate]] | None:
+    def last_call(self, trip: Trip, state: StateSnapshot | None) -> LastCall | None:
+        """Return the last answer that the run may have; None where it has none."""
+        messages = conversation_in(self._values(state), self.key)
+        if not messages and self.key is None:
+            messages = list(self.graph_run.conversation)
+        run = self.graph_run
+        results = results_for(messages, run.started(), run.asked.results)
+        return last_call(run, trip, placed(messages, results))
+
+    def _values(self, state: StateSnapshot | None) -> Any:
+        view = self.view
+        found: Any = view.state() if isinstance(view.latest, dict) else view.latest
+        return found if state is None or not state.values else state.values
+
+    def close(
+        self, trip: Trip, state: StateSnapshot | None, answer: str | None
+    ) -> list[list[StateUpdate]] | None:
         """Close the conversation, and return what has to be written to the thread, if anything.
 
         Args:
             trip: Why the run was stopped.
             state: The thread, with what finished siblings wrote in it.
+            answer: The model's last answer, if it gave one.
         """
         view, key, guard = self.view, self.key, self.graph_run.run.guard
-        found: Any = view.state() if isinstance(view.latest, dict) else view.latest
-        values: Any = found if state is None or not state.values else state.values
+        values = self._values(state)
         messages = conversation_in(values, key)
-        results = results_for(messages, self.graph_run.started(), self.graph_run.results)
-        whole = closed(messages, results, synthetic_text(guard), synthetic_metadata(guard, trip))
+        results = results_for(messages, self.graph_run.started(), self.graph_run.asked.results)
+        metadata = synthetic_metadata(guard, trip, finalized=answer is not None)
+        whole = closed(messages, results, answer or synthetic_text(guard), metadata)
         self._end.messages = whole
         self._end.closing = [*results, whole[-1]]
         if not messages and key is None:
-            seen = list(self.graph_run.conversation)
-            self._end.messages = _endings.closing_of(self.graph_run, trip, seen)
+            seen = self.graph_run.conversation
+            self._end.messages = _endings.closing_of(self.graph_run, trip, seen, answer)
         if state is not None:
             values = view.of_state(values)
         elif isinstance(values, dict):
@@ -306,7 +346,7 @@ class Session:
         """End the run: checkpoint, record, outcome."""
         if trip is None:
             messages = conversation_in(self.view.state() or self.view.latest, self.key)
-            self._end.messages = messages or list(self.graph_run.conversation)
+            self._end.messages = messages or self.graph_run.conversation
             self._end.values = self.view.latest
         if trip is not None:
             self.graph_run.tell(trip)
@@ -315,13 +355,25 @@ class Session:
         else:
             outcome = _endings.conclude(self.graph_run, self._end.messages, trip)
         remember(self._end.values, self.key or self.terms.messages_key, outcome)
+        if self._told is not None:
+            self._told.take(outcome)
         return outcome
+
+    def leave(self, outcome: Outcome) -> None:
+        """Leave on the thread how the run ended, or its counters where it waits."""
+        if self.checkpointed:
+            self.thread.leave(self.graph_run.run.guard, outcome, self.slot)
+
+    async def aleave(self, outcome: Outcome) -> None:
+        """Leave on the thread how the run ended, or its counters where it waits."""
+        if self.checkpointed:
+            await self.thread.aleave(self.graph_run.run.guard, outcome, self.slot)
 
     def fail(self, error: BaseException) -> Outcome:
         """End a run that an exception or a cancellation left."""
         self.graph_run.leave(error)
         messages = conversation_in(self.view.state() or self.view.latest, self.key)
-        return _endings.fail(self.graph_run, error, messages or list(self.graph_run.conversation))
+        return _endings.fail(self.graph_run, error, messages or self.graph_run.conversation)
 
     def last_chunks(self, trip: Trip, outcome: Outcome) -> Iterator[Any]:
         """Yield the end of a stopped stream, in each mode that was asked for.

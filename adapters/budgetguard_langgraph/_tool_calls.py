@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 from uuid import UUID
 
@@ -18,28 +19,43 @@ from budgetguard_langgraph._seams import (
     HANDOFF,
     enclosing_tool_node,
     refusal,
-    tool_call_id_of_stack,
 )
 
 
-def start(
+@dataclass(slots=True)
+class AskedToolCall:
+    """A tool call that a run was asked for: admitted or not, and not yet started.
+
+    Attributes:
+        opened: The answer; `begin` takes it after the wait that it may ask for.
+    """
+
+    run_id: UUID
+    opened: OpenToolCall
+    node: Any
+
+
+def ask(
     graph_run: GraphRun,
     run_id: UUID,
-    name: str,
-    arguments: Any,
-    id_: str | None,
-    metadata: Mapping[str, Any] | None,
-) -> Exception | Trip | None:
-    """Admit a tool call together with the others of its batch.
+    serialized: Mapping[str, Any] | None,
+    given: str,
+    facts: Mapping[str, Any],
+) -> AskedToolCall | None:
+    """Ask for a tool call, together with the others of its batch; None for one told of before.
 
-    Returns:
-        None where its body may run; what its node turns into an error result; or, where nothing
-        answers a refused call, why the run has to end.
+    Args:
+        graph_run: The run.
+        run_id: The id of the call.
+        serialized: The tool, as the start hook is given it.
+        given: Its input as text.
+        facts: What else the hook is told.
     """
     if run_id in graph_run.tools:
         return None
-    run = graph_run.run
-    id_ = id_ or tool_call_id_of_stack()
+    name, inputs = str((serialized or {}).get("name", "")), facts.get("inputs")
+    arguments = given if inputs is None else inputs
+    id_, metadata = facts.get("tool_call_id"), facts.get("metadata")
     handoff = HANDOFF in (metadata or {}) or name in graph_run.handoffs
     call = ToolCall(
         name=name,
@@ -47,6 +63,8 @@ def start(
         id=id_,
         kind="handoff" if handoff else "function",
     )
+    if handoff:
+        return AskedToolCall(run_id, graph_run.run.tool_call(call), None)
     node: Any = None
 
     def known() -> Mapping[str, Any] | None:
@@ -54,11 +72,23 @@ def start(
         node = enclosing_tool_node()
         return cast("Mapping[str, Any] | None", getattr(node, "tools_by_name", None))
 
-    opened = run.tool_call(call) if handoff else graph_run.take(_graph(metadata), call, known)
-    refused = run.start(opened)
+    opened = graph_run.asked.take(_graph(metadata), call, known)
+    return AskedToolCall(run_id, opened, node)
+
+
+def begin(graph_run: GraphRun, asked: AskedToolCall) -> Exception | Trip | None:
+    """Let a tool's body run.
+
+    Returns:
+        None where it may; what its node turns into an error result; or, where nothing answers a
+        refused call, why the run has to end.
+    """
+    run_id, opened = asked.run_id, asked.opened
+    refused = graph_run.run.start(opened)
     if refused is not None:
-        graph_run.next_step = f"run the tool {name}"
-        return refusal(node or enclosing_tool_node(), refused) or _trip_of(graph_run, opened)
+        graph_run.next_step = f"run the tool {opened.call.name}"
+        node = asked.node or enclosing_tool_node()
+        return refusal(node, refused) or _trip_of(graph_run, opened)
     step = Step(graph_run, opened, run_id)
     opened.frame = step
     flying = ToolCallInFlight(opened, step)
@@ -67,8 +97,7 @@ def start(
     graph_run.ids.add(run_id)
     OWNERS[run_id] = graph_run
     step.enter()
-    if run.is_saved:
-        run.save()
+    graph_run.save()
     return None
 
 
@@ -132,9 +161,8 @@ def end(graph_run: GraphRun, run_id: UUID, output: Any) -> None:
         run.finished(call, message.content)
     if message is not None:
         with graph_run.lock:
-            graph_run.results.setdefault(message.tool_call_id, []).append(message)
-    if run.is_saved:
-        run.save()
+            graph_run.asked.results.setdefault(message.tool_call_id, []).append(message)
+    graph_run.save()
 
 
 def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> Trip | None:
@@ -162,8 +190,7 @@ def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> Trip | None
         run.finished(call, error=error)
     else:
         graph_run.interrupted.append(call)
-    if run.is_saved:
-        run.save()
+    graph_run.save()
     return None
 
 

@@ -17,6 +17,7 @@ _BOUNDS: Final = (
     "max_tokens_to_sample",
     "num_predict",
 )
+_ANY_BOUND: Final = frozenset(_BOUNDS)
 # Elsewhere langchain-core makes the provider's name up from the name of the model's class.
 _PROVIDERS: Final = frozenset(
     [
@@ -105,17 +106,29 @@ def request_of(
     model = metadata.get("ls_model_name") or parameters.get("model") or parameters.get("model_name")
     provider = metadata.get("ls_provider")
     options = parameters.get("options")
-    bounds = [
-        metadata.get("ls_max_tokens"),
-        *(parameters.get(name) for name in _BOUNDS),
-        *((options.get(name) for name in _BOUNDS) if is_mapping(options) else ()),
-    ]
-    bound = next((bound for bound in bounds if type(bound) is int and bound > 0), None)
+    bound = _count(metadata.get("ls_max_tokens")) or _bound_in(parameters)
+    if bound is None and is_mapping(options):
+        bound = _bound_in(options)
     return (
         model if isinstance(model, str) else None,
         provider if provider in _PROVIDERS else None,
         bound,
     )
+
+
+def _bound_in(parameters: Mapping[str, Any]) -> int | None:
+    if _ANY_BOUND.isdisjoint(parameters):
+        return None
+    return next((found for name in _BOUNDS if (found := _count(parameters.get(name)))), None)
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def own_bound(model: object) -> int | None:
+    """Return the completion bound of a model that tells it nowhere but on itself, as ChatOllama."""
+    return next((found for name in _BOUNDS if (found := _count(getattr(model, name, None)))), None)
 
 
 def schema_of(parameters: Mapping[str, Any] | None) -> Any:
@@ -127,7 +140,7 @@ def schema_of(parameters: Mapping[str, Any] | None) -> Any:
 def was_cut(message: BaseMessage | None) -> bool:
     """Tell whether an answer ended because it may not be longer."""
     metadata: dict[str, Any] = getattr(message, "response_metadata", None) or {}
-    return any(str(metadata.get(name, "")).lower() in _CUT for name in _FINISHES)
+    return any(name in metadata and str(metadata[name]).lower() in _CUT for name in _FINISHES)
 
 
 def calls_of(message: BaseMessage | None) -> tuple[list[ToolCall], list[ToolCall]]:

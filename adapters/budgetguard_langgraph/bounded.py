@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
+from langgraph.types import StateSnapshot
 
 from budgetguard_core import AdapterError, Budget, Guard, Trip
 from budgetguard_core.kit import Envelope, EnvelopeOptions, cut_short, entered, envelope_of
 from budgetguard_langgraph._closing import FOLD
-from budgetguard_langgraph._seams import probe
+from budgetguard_langgraph._outcomes import Told, with_reason
+from budgetguard_langgraph._pauses import Thread, with_outcome
+from budgetguard_langgraph._seams import configuration, probe
 from budgetguard_langgraph._session import STOPS, Session, Terms
 
 _G = TypeVar("_G", bound=Pregel[Any, Any, Any, Any])
@@ -25,18 +28,27 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
     _budgetguard: tuple[Terms, ...]
 
     def stream(self, input: Any, config: Any = None, **options: Any) -> Any:
-        """Stream as the graph does; a stopped run ends with the closed state."""
-        return self._stream(self._budgetguard, input, config, options)
+        """Stream as the graph does; a stopped run ends with the closed state.
+
+        When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
+        """
+        told = Told()
+        return told.by(self._stream(self._budgetguard, input, config, options, told))
 
     def _stream(
-        self, budgets: Sequence[Terms], given: Any, config: Any, options: dict[str, Any]
+        self,
+        budgets: Sequence[Terms],
+        given: Any,
+        config: Any,
+        options: dict[str, Any],
+        told: Told | None = None,
     ) -> Any:
         if not budgets:
             yield from cast("Any", super()).stream(given, config, **options)
             return
         *inner, terms = budgets
-        call = Session(self, terms, given, config, options)
-        state = self.get_state(call.address) if call.checkpointed else None
+        call = Session(self, terms, given, config, options, told)
+        state = self._plain.get_state(call.address) if call.checkpointed else None
         kept = call.thread.kept(call.slot) if call.checkpointed and call.goes_on else None
         opened = call.begin(state, kept)
         error: Exception | None = None
@@ -44,7 +56,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         try:
             if opened is not None:
                 self.bulk_update_state(call.address, opened)
-                rest = call.opened(self.get_state(call.address))
+                rest = call.opened(self._plain.get_state(call.address))
                 if rest is not None:
                     self.bulk_update_state(call.address, rest)
             parts = self._stream(inner, given, call.config, call.options)
@@ -66,30 +78,37 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             raise
         trip = call.trip(error)
         if trip is None:
-            call.conclude(None)
-            if call.checkpointed and call.graph_run.waits:
-                call.thread.keep(call.graph_run.run.guard, call.slot)
+            call.leave(call.conclude(None))
             return
         if call.has_to_wait(trip):
             call.wait()
         call.graph_run.leave(error)
-        state = self.get_state(call.address) if call.checkpointed else None
+        state = self._plain.get_state(call.address) if call.checkpointed else None
         if state is not None and not call.stays_open(state):
             if state.next:
                 self.bulk_update_state(call.address, [FOLD])
-                state = self.get_state(call.address)
-            plan = call.close(trip, state)
+                state = self._plain.get_state(call.address)
+            last = call.last_call(trip, state)
+            plan = call.close(trip, state, None if last is None else last.ask())
             if plan is not None:
                 self.bulk_update_state(call.address, plan)
         else:
-            call.close(trip, None)
-        yield from call.last_chunks(trip, call.conclude(trip))
+            last = call.last_call(trip, None)
+            call.close(trip, None, None if last is None else last.ask())
+        outcome = call.conclude(trip)
+        call.leave(outcome)
+        yield from call.last_chunks(trip, outcome)
 
-    async def astream(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: Any, config: Any = None, **options: Any
-    ) -> Any:
-        """Stream as the graph does; deadline and abort also end what hangs."""
-        parts: Any = self._astream(self._budgetguard, input, config, options)
+    def astream(self, input: Any, config: Any = None, **options: Any) -> Any:
+        """Stream as the graph does; deadline and abort also end what hangs.
+
+        When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
+        """
+        told = Told()
+        return told.by(self._bounded(input, config, options, told))
+
+    async def _bounded(self, given: Any, config: Any, options: dict[str, Any], told: Told) -> Any:
+        parts: Any = self._astream(self._budgetguard, given, config, options, told)
         try:
             async for part in parts:
                 yield part
@@ -97,7 +116,12 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             await parts.aclose()
 
     async def _astream(
-        self, budgets: Sequence[Terms], given: Any, config: Any, options: dict[str, Any]
+        self,
+        budgets: Sequence[Terms],
+        given: Any,
+        config: Any,
+        options: dict[str, Any],
+        told: Told | None = None,
     ) -> Any:
         if not budgets:
             plain: Any = cast("Any", super()).astream(given, config, **options)
@@ -108,8 +132,8 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
                 await plain.aclose()
             return
         *inner, terms = budgets
-        call = Session(self, terms, given, config, options)
-        state = await self.aget_state(call.address) if call.checkpointed else None
+        call = Session(self, terms, given, config, options, told)
+        state = await self._plain.aget_state(call.address) if call.checkpointed else None
         kept = await call.thread.akept(call.slot) if call.checkpointed and call.goes_on else None
         opened = call.begin(state, kept)
         run = call.graph_run.run
@@ -119,7 +143,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         try:
             if opened is not None:
                 await self.abulk_update_state(call.address, opened)
-                rest = call.opened(await self.aget_state(call.address))
+                rest = call.opened(await self._plain.aget_state(call.address))
                 if rest is not None:
                     await self.abulk_update_state(call.address, rest)
             while True:
@@ -146,26 +170,51 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             await parts.aclose()
         trip = call.trip(error, cut)
         if trip is None:
-            await run.in_thread(lambda: call.conclude(None))
-            if call.checkpointed and call.graph_run.waits:
-                await call.thread.akeep(run.guard, call.slot)
+            await call.aleave(await run.in_thread(lambda: call.conclude(None)))
             return
         if call.has_to_wait(trip):
             await asyncio.to_thread(call.wait)
         call.graph_run.leave(error)
-        state = await self.aget_state(call.address) if call.checkpointed else None
+        state = await self._plain.aget_state(call.address) if call.checkpointed else None
         if state is not None and not call.stays_open(state):
             if state.next:
                 await self.abulk_update_state(call.address, [FOLD])
-                state = await self.aget_state(call.address)
-            plan = call.close(trip, state)
+                state = await self._plain.aget_state(call.address)
+            last = call.last_call(trip, state)
+            plan = call.close(trip, state, None if last is None else await last.ask_async())
             if plan is not None:
                 await self.abulk_update_state(call.address, plan)
         else:
-            call.close(trip, None)
+            last = call.last_call(trip, None)
+            call.close(trip, None, None if last is None else await last.ask_async())
         outcome = await run.in_thread(lambda: call.conclude(trip))
+        await call.aleave(outcome)
         for one in call.last_chunks(trip, outcome):
             yield one
+
+    def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
+        """Return what the graph does, with a key `stop_reason`, also of a run that completed."""
+        return with_reason(self, self._plain.invoke(input, config, **options), options)
+
+    async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> Any:
+        """Return what the graph does, with a key `stop_reason`, also of a run that completed."""
+        return with_reason(self, await self._plain.ainvoke(input, config, **options), options)
+
+    def get_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
+        """Return the state of a thread; `outcome` takes it, where a run ended at it."""
+        state = self._plain.get_state(config, subgraphs=subgraphs)
+        saver = Thread(self, configuration(config)).saver
+        return state if saver is None else with_outcome(state, saver.get_tuple(state.config))
+
+    async def aget_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
+        """Return the state of a thread; `outcome` takes it, where a run ended at it."""
+        state = await self._plain.aget_state(config, subgraphs=subgraphs)
+        saver = Thread(self, configuration(config)).saver
+        return state if saver is None else with_outcome(state, await saver.aget_tuple(state.config))
+
+    @property
+    def _plain(self) -> Any:
+        return super()
 
     def copy(self, update: dict[str, Any] | None = None) -> Any:
         """Copy the graph; the copy is bounded in the same way."""
@@ -177,7 +226,7 @@ _NOTHING = object()
 
 def bounded(
     graph: _G,
-    budget: Budget | Guard | Envelope,
+    budget: Budget | Guard | Envelope | None = None,
     *,
     messages_key: str = "messages",
     grace: float = 2.0,
@@ -187,7 +236,8 @@ def bounded(
 
     Every entry point (`invoke`, `stream`, `batch`, `astream_events`, ...) returns what it normally
     does. A stopped run returns its state so far: all tool calls answered, a synthetic last message
-    with `response_metadata["stop_reason"]`, and a key `stop_reason`. With a checkpointer the
+    with `response_metadata["stop_reason"]`. The results of `invoke` and `ainvoke` have a key
+    `stop_reason`, `"completed"` where no limit stopped the run. With a checkpointer the
     thread is closed in the same way and each step is on the disk before the next begins. A graph
     that is bounded already is then bounded by both budgets.
 

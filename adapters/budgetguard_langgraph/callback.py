@@ -24,7 +24,6 @@ from budgetguard_core import (
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
-    OpenToolCall,
     Run,
     current,
     entered,
@@ -32,11 +31,19 @@ from budgetguard_core.kit import (
 )
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._history import messages_of
+from budgetguard_langgraph._model_calls import AskedModelCall
 from budgetguard_langgraph._outcomes import remember
-from budgetguard_langgraph._owners import is_counted_below, owner_of
+from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import OWNERS, GraphRun, Step
-from budgetguard_langgraph._seams import configuration, graph_call, probe
+from budgetguard_langgraph._seams import (
+    WaitingHook,
+    closing_pending_hooks,
+    configuration,
+    graph_call,
+    probe,
+)
+from budgetguard_langgraph._tool_calls import AskedToolCall
 from budgetguard_langgraph.interrupts import (
     BudgetInterrupt,
     BudgetStop,
@@ -77,7 +84,7 @@ class BudgetCallback(BaseCallbackHandler):
 
     def __init__(
         self,
-        budget: Budget | Guard | Envelope,
+        budget: Budget | Guard | Envelope | None = None,
         *,
         messages_key: str = "messages",
         **options: Unpack[EnvelopeOptions],
@@ -111,22 +118,24 @@ class BudgetCallback(BaseCallbackHandler):
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
         """Note whose run a chain belongs to."""
-        owner = owner_of(run_id, parent_run_id)
+        frame = current()
+        owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
-            owner = mine = self._begin(run_id, inputs, owner)
+            owner = mine = self._begin(run_id, inputs, owner, metadata)
         if owner is None:
             return
         owner.ids.add(run_id)
         OWNERS[run_id] = owner
         if mine is None or mine is not owner:
             return
-        if run_id != mine.root and not is_counted_below(mine):
+        if run_id != mine.root and not is_counted_below(mine, frame):
             # Only below the root: what reads a stream from outside is no part of the run.
-            step = Step(mine, _call_around(), run_id)
+            step = Step(mine, call_around(frame), run_id)
             step.enter()
             mine.steps[run_id] = step
 
@@ -159,41 +168,33 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Models
 
-    def on_chat_model_start(
-        self,
-        serialized: dict[str, Any] | None,
-        messages: list[list[BaseMessage]],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: dict[str, Any] | None = None,
-        **facts: Any,
-    ) -> None:
-        """Admit a call of a chat model, or stop the run."""
-        self._start_model_call(run_id, parent_run_id, metadata, facts, messages[0])
-
-    def on_llm_start(
-        self,
-        serialized: dict[str, Any] | None,
-        prompts: list[str],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: dict[str, Any] | None = None,
-        **facts: Any,
-    ) -> None:
-        """Admit a call of a text model, or stop the run."""
-        self._start_model_call(run_id, parent_run_id, metadata, facts, prompts)
-
     def _start_model_call(
-        self, run_id: UUID, parent_run_id: UUID | None, metadata: Any, facts: Any, prompt: Any
+        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
     ) -> None:
-        mine = self._counting(run_id, parent_run_id)
-        if mine is None:
-            return
-        trip = _model_calls.start(mine, run_id, parent_run_id, metadata, facts, prompt)
+        """Admit a model call, or stop the run."""
+        mine = self._counting(run_id, facts.get("parent_run_id"))
+        asked = None if mine is None else _model_calls.ask(mine, run_id, prompts, facts)
+        if mine is not None and asked is not None:
+            self._let_model_go(mine, asked, mine.run.wait(asked.opened))
+
+    async def _astart_model_call(
+        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
+    ) -> None:
+        """Admit a model call, or stop the run."""
+        mine = self._counting(run_id, facts.get("parent_run_id"))
+        asked = None if mine is None else _model_calls.ask(mine, run_id, prompts, facts)
+        if mine is not None and asked is not None:
+            with closing_pending_hooks():
+                opened = await mine.run.wait_async(asked.opened)
+            self._let_model_go(mine, asked, opened)
+
+    def _let_model_go(self, mine: GraphRun, asked: AskedModelCall, opened: Any) -> None:
+        trip = _model_calls.begin(mine, asked, opened)
         if trip is not None:
-            raise self._stopped(mine, trip, prompt)
+            raise self._stopped(mine, trip, asked.prompt)
+
+    on_chat_model_start: Any = WaitingHook(_start_model_call, _astart_model_call)
+    on_llm_start: Any = on_chat_model_start
 
     def on_llm_new_token(
         self, token: str | list[str | dict[str, Any]], *, run_id: UUID, **_: Any
@@ -201,7 +202,7 @@ class BudgetCallback(BaseCallbackHandler):
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
         mine = self._flying(run_id)
         if mine is not None:
-            text = token if isinstance(token, str) else str(cast("object", token))
+            text = token if isinstance(token, str) else str(token)
             trip = _model_calls.token(mine, run_id, text)
             if trip is not None:
                 raise self._stopped(mine, trip, ())
@@ -220,29 +221,32 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Tools
 
-    def on_tool_start(
-        self,
-        serialized: dict[str, Any] | None,
-        input_str: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: dict[str, Any] | None = None,
-        inputs: dict[str, Any] | None = None,
-        tool_call_id: str | None = None,
-        **_: Any,
+    def _start_tool_call(self, serialized: Any, given: str, *, run_id: UUID, **facts: Any) -> None:
+        """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
+        mine = self._counting(run_id, facts.get("parent_run_id"))
+        asked = None if mine is None else _tool_calls.ask(mine, run_id, serialized, given, facts)
+        if mine is not None and asked is not None:
+            mine.run.wait(asked.opened)
+            self._let_tool_go(mine, asked)
+
+    async def _astart_tool_call(
+        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
     ) -> None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, parent_run_id)
-        if mine is None:
-            return
-        name = str((serialized or {}).get("name", ""))
-        arguments = input_str if inputs is None else inputs
-        refused = _tool_calls.start(mine, run_id, name, arguments, tool_call_id, metadata)
+        mine = self._counting(run_id, facts.get("parent_run_id"))
+        asked = None if mine is None else _tool_calls.ask(mine, run_id, serialized, given, facts)
+        if mine is not None and asked is not None:
+            await mine.run.wait_async(asked.opened)
+            self._let_tool_go(mine, asked)
+
+    def _let_tool_go(self, mine: GraphRun, asked: AskedToolCall) -> None:
+        refused = _tool_calls.begin(mine, asked)
         if isinstance(refused, Exception):
             raise refused
         if refused is not None:
             raise self._stopped(mine, refused, ())
+
+    on_tool_start: Any = WaitingHook(_start_tool_call, _astart_tool_call)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
@@ -259,7 +263,9 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Whose run it is
 
-    def _begin(self, run_id: UUID, given: Any, owner: GraphRun | None) -> GraphRun:
+    def _begin(
+        self, run_id: UUID, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
+    ) -> GraphRun:
         call = graph_call()
         goes_on = given is None or isinstance(given, Command)
         thread, kept, slot = None, None, 0
@@ -273,7 +279,13 @@ class BudgetCallback(BaseCallbackHandler):
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
-            run = self._open(user_spoke=not goes_on, resume=kept)
+            run = self._open(
+                user_spoke=not goes_on,
+                resume=kept,
+                # A chain's hooks are told the metadata of its configuration, and no more of it.
+                config={"metadata": metadata or {}} if call is None else call.config,
+                given=given,
+            )
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call
         self._last = mine
@@ -295,7 +307,8 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _counting(self, run_id: UUID, parent_run_id: UUID | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
-        owner = owner_of(run_id, parent_run_id)
+        frame = current()
+        owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None:
             if self._stands_back(owner):
@@ -303,7 +316,7 @@ class BudgetCallback(BaseCallbackHandler):
             mine = self._run_in(owner)
         elif mine is not owner:
             return None
-        return None if is_counted_below(mine) else mine
+        return None if is_counted_below(mine, frame) else mine
 
     def _run_in(self, owner: GraphRun | None) -> GraphRun:
         """Return the run of a call that was given this callback by itself."""
@@ -332,7 +345,7 @@ class BudgetCallback(BaseCallbackHandler):
     ) -> BudgetInterrupt | BudgetStop:
         messages = [message for message in prompt if isinstance(message, BaseMessage)]
         if messages:
-            mine.conversation = messages
+            mine.talked(messages)
         mine.tell(trip)
         outcome = None
         if mine.root is None and mine.outer is None:
@@ -351,7 +364,7 @@ class BudgetCallback(BaseCallbackHandler):
             mine.waits = asked or (at_breakpoint and not found)
         if self._is_ended_elsewhere(mine):
             return None
-        messages = messages_of(outputs, self._messages_key) or list(mine.conversation)
+        messages = messages_of(outputs, self._messages_key) or mine.conversation
         if error is not None and not isinstance(error, BudgetExceeded):
             _endings.fail(mine, error, messages)
             return None
@@ -386,11 +399,3 @@ class BudgetCallback(BaseCallbackHandler):
     def __deepcopy__(self, memo: Any) -> BudgetCallback:
         # Configurations are copied; the callback is known by its identity.
         return self
-
-
-def _call_around() -> Any:
-    """Keep the tool call that a chain is a part of, so that its body's frame stays alive."""
-    frame = current()
-    if frame is None or (isinstance(frame, Step) and not isinstance(frame.call, OpenToolCall)):
-        return None
-    return cast("Any", frame.call)

@@ -50,7 +50,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Run the agent; a stopped run returns the steps that it took."""
-        mine, attached = self._begin(config)
+        mine, attached = self._begin(config, input)
         steps: list[Any] = []
         result: dict[str, Any] = {}
         stopped: BudgetExceeded | None = None
@@ -74,7 +74,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Run the agent; deadline and abort also end what hangs."""
-        mine, attached = self._begin(config)
+        mine, attached = self._begin(config, input)
         steps: list[Any] = []
         result: dict[str, Any] = {}
         trip: Trip | None = None
@@ -98,9 +98,16 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
                 await parts.aclose()
         return self._end(mine, trip, input, result, steps)
 
-    def _begin(self, config: RunnableConfig | None) -> tuple[GraphRun, RunnableConfig]:
+    def _begin(
+        self, config: RunnableConfig | None, given: dict[str, Any]
+    ) -> tuple[GraphRun, RunnableConfig]:
         callback = Attached(self._envelope)
-        mine = GraphRun(self._envelope.open(user_spoke=True), callback, None, run_around())
+        mine = GraphRun(
+            self._envelope.open(user_spoke=True, config=config, given=given),
+            callback,
+            None,
+            run_around(),
+        )
         callback.take(mine)
         attached = cast("dict[str, Any]", dict(config or {}))
         callbacks: Any = attached.get("callbacks") or surrounding_callbacks()
@@ -149,7 +156,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
 
 def bounded_executor(
     executor: AgentExecutor,
-    budget: Budget | Guard | Envelope,
+    budget: Budget | Guard | Envelope | None = None,
     **options: Unpack[EnvelopeOptions],
 ) -> BoundedExecutor:
     """Return the executor, ending within a budget: `{output, intermediate_steps, stop_reason}`.

@@ -13,7 +13,7 @@ from langchain.agents.middleware.types import (
     ModelResponse,
     OmitFromInput,
 )
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import BaseMessage, SystemMessage, ToolMessage
 from langgraph.types import Command
 
 from budgetguard_core import (
@@ -26,13 +26,15 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_core.kit import Envelope, EnvelopeOptions, current, cut_short, envelope_of
-from budgetguard_langgraph._ambient import agents
+from budgetguard_langgraph._ambient import FoundCallback, agents
 from budgetguard_langgraph._history import is_synthetic, results_for, synthetic_message
+from budgetguard_langgraph._last import LastCall, last_call
 from budgetguard_langgraph._owners import owner_of
 from budgetguard_langgraph._run import GraphRun
 from budgetguard_langgraph._seams import configuration, middleware_of
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
+from budgetguard_langgraph.progress import report_progress
 
 
 class BudgetState(AgentState[Any]):
@@ -70,15 +72,17 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         **options: Unpack[EnvelopeOptions],
     ) -> None:
         super().__init__()
-        self.tools: Sequence[Any] = ()
         self._around = budget is None
-        self.callback = _Callback(envelope_of(budget, default=Budget(), **options))
+        envelope = envelope_of(budget, default=Budget(), **options)
+        self.callback = FoundCallback(envelope)
+        self.tools: Sequence[Any] = [report_progress] if envelope.may_ask_for_progress else []
 
     # The run
 
     def before_agent(self, state: BudgetState, runtime: Any) -> dict[str, Any] | None:
         """Begin a run: it was not stopped yet."""
-        if self._around and current() is None and owner_of(None, None) is None:
+        frame = current()
+        if self._around and frame is None and owner_of(None, None, frame) is None:
             raise AdapterError(
                 "BudgetMiddleware needs a guard, got none. Pass a budget, or run the agent "
                 "in `with guard.activate():`."
@@ -96,7 +100,8 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         try:
             return handler(request)
         except BudgetExceeded as stop:
-            return self._ending(request, stop)
+            last = self._last_call(request, stop)
+            return self._ending(request, stop, None if last is None else last.ask())
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         """Answer in the model's place when the run is stopped; deadline and abort cancel it."""
@@ -104,7 +109,8 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             with self._watched():
                 return await handler(request)
         except BudgetExceeded as stop:
-            return self._ending(request, stop)
+            last = self._last_call(request, stop)
+            return self._ending(request, stop, None if last is None else await last.ask_async())
 
     def wrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
         """Keep a stop inside a tool from ending the whole graph."""
@@ -125,7 +131,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
 
     def _mine(self) -> GraphRun | None:
         """Return the run whose ending this middleware writes."""
-        owner = owner_of(None, None)
+        owner = owner_of(None, None, current())
         if owner is None:
             return None
         if self._around:
@@ -144,17 +150,31 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             mine.release(str(configuration().get("checkpoint_ns", "")))
             raise BudgetInterrupt(watch.trip)
 
-    def _ending(self, request: Any, stop: BudgetExceeded) -> Any:
+    def _last_call(self, request: Any, stop: BudgetExceeded) -> LastCall | None:
+        messages: list[BaseMessage] = list(request.messages)
+        mine = self._ends(stop)
+        if mine is None or is_synthetic(messages[-1] if messages else None):
+            return None
+        results = results_for(messages, mine.started(), mine.asked.results)
+        told: Any = getattr(request, "system_message", None)
+        if told is None and getattr(request, "system_prompt", None):
+            # langchain before 1.1
+            told = SystemMessage(request.system_prompt)
+        system = () if told is None else (told,)
+        sent = [*messages, *results]
+        return last_call(mine, stop.trip, sent, model=request.model, system=system)
+
+    def _ending(self, request: Any, stop: BudgetExceeded, answer: str | None) -> Any:
         messages: list[BaseMessage] = list(request.messages)
         mine = self._ends(stop)
         if mine is None or is_synthetic(messages[-1] if messages else None):
             # The second: something goes on after the end; the graph is stopped where it is.
             raise stop
         guard = mine.run.guard
-        results = results_for(messages, mine.started(), mine.results)
-        last = synthetic_message(
-            [*messages, *results], synthetic_text(guard), synthetic_metadata(guard, stop.trip)
-        )
+        results = results_for(messages, mine.started(), mine.asked.results)
+        metadata = synthetic_metadata(guard, stop.trip, finalized=answer is not None)
+        text = answer or synthetic_text(guard)
+        last = synthetic_message([*messages, *results], text, metadata)
         response = ModelResponse(result=[*results, last])
         update: dict[str, Any] = {"jump_to": "end", "stop_reason": str(stop.trip.reason)}
         return ExtendedModelResponse(model_response=response, command=Command(update=update))
@@ -171,17 +191,6 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         """Return this agent's run, unless the stop is that of a run around it and goes through."""
         mine = self._mine()
         return None if mine is None or mine.goes_through(stop.trip) else mine
-
-
-class _Callback(BudgetCallback):
-    """The callback of the agents that a middleware is part of; it is found by their graphs."""
-
-    def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Leave to others what is a part of the middleware's own guard already."""
-        guard = self.envelope.budget
-        if owner is None or not isinstance(guard, Guard):
-            return False
-        return any(guard in one.lineage for one in owner.run.guards)
 
 
 def _callback_of(graph: Any) -> BudgetCallback | None:

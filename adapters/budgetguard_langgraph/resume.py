@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from langchain_core.messages import BaseMessage
@@ -30,6 +30,38 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
     Raises:
         AdapterError: The thread was not stopped by a budget, or was changed since.
     """
+    again, given = _prepared(graph, config, budget)
+    return again.invoke(given, config, **options)
+
+
+def resume_stream(
+    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
+) -> Iterator[Any]:
+    """Go on with a stopped thread as `resume` does, and return what `stream` returns."""
+    again, given = _prepared(graph, config, budget)
+    found: Iterator[Any] = again.stream(given, config, **options)
+    return found
+
+
+async def aresume(
+    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
+) -> Any:
+    """Go on with a stopped thread where it stopped, as `resume` does."""
+    again, given = await _aprepared(graph, config, budget)
+    return await again.ainvoke(given, config, **options)
+
+
+async def aresume_stream(
+    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
+) -> AsyncIterator[Any]:
+    """Go on with a stopped thread as `resume` does, and return what `astream` returns."""
+    again, given = await _aprepared(graph, config, budget)
+    found: AsyncIterator[Any] = again.astream(given, config, **options)
+    return found
+
+
+def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> tuple[Any, Any]:
+    """Return the graph to go on with, and its input; the thread is ready for it."""
     again = _again(graph, budget)
     state = graph.get_state(config)
     past: Sequence[StateSnapshot] = ()
@@ -38,13 +70,10 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
     update, given = _plan(graph, state, past)
     if update is not None:
         graph.bulk_update_state(config, update)
-    return again.invoke(given, config, **options)
+    return again, given
 
 
-async def aresume(
-    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
-) -> Any:
-    """Go on with a stopped thread where it stopped, as `resume` does."""
+async def _aprepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> tuple[Any, Any]:
     again = _again(graph, budget)
     state = await graph.aget_state(config)
     past: Sequence[StateSnapshot] = ()
@@ -53,7 +82,7 @@ async def aresume(
     update, given = _plan(graph, state, past)
     if update is not None:
         await graph.abulk_update_state(config, update)
-    return await again.ainvoke(given, config, **options)
+    return again, given
 
 
 def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:

@@ -7,7 +7,15 @@ from langchain_classic.agents import AgentExecutor, create_tool_calling_agent
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import StructuredTool, tool
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, MemoryStore, StopReason
+from budgetguard_core import (
+    AdapterError,
+    Budget,
+    BudgetExceeded,
+    FinalizeReserve,
+    Guard,
+    MemoryStore,
+    StopReason,
+)
 from budgetguard_core.testing import Script, calls, check_history, hang, says
 from budgetguard_langgraph import BudgetCallback, bounded_executor
 from conformance.budgetguard_langgraph_driver import ScriptedChat, message
@@ -61,6 +69,22 @@ async def test_a_stopped_run_returns_its_steps(mode):
     assert "stopped before it finished" in result["output"]
     assert guard.outcome.stop_reason is StopReason.MAX_ITERATIONS
     check_history([message(one) for one in guard.outcome.messages])
+
+
+@pytest.mark.anyio
+@MODES
+async def test_a_selector_of_a_profile_sees_input_and_configuration(mode):
+    seen = []
+
+    def chosen(task):
+        seen.append((task.input_tokens > 0, task.config["configurable"]["kind"]))
+        return "quick_qa"
+
+    bounded = bounded_executor(executor(Script([says("Done.")])), profile=chosen)
+    asked = bounded.with_config(configurable={"kind": "short"})
+    await run(asked, mode)
+    assert seen == [(True, "short")]
+    assert bounded.outcome.profile.name == "quick_qa"
 
 
 @pytest.mark.anyio
@@ -130,3 +154,17 @@ def test_a_failing_tool_is_raised_as_it_is():
 def test_only_an_executor_is_taken():
     with pytest.raises(AdapterError, match="takes an AgentExecutor, got str"):
         bounded_executor("agent", Budget())
+
+
+@pytest.mark.anyio
+@MODES
+async def test_a_stopped_executor_asks_for_no_last_answer(mode):
+    reserve = FinalizeReserve(tokens=9000)
+    script, guard = (
+        Script([calls("search")]),
+        Guard(Budget(max_iterations=2, finalize_reserve=reserve)),
+    )
+    result = await run(bounded_executor(executor(script), guard), mode)
+    assert script.calls == 2
+    assert "stopped before it finished" in result["output"]
+    assert guard.outcome.finalized is False

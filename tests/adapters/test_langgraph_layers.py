@@ -14,7 +14,7 @@ from langchain_core.tools import InjectedToolCallId, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.types import Command, Send, interrupt
+from langgraph.types import Command, interrupt
 
 import langgraph_graphs as graphs
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard
@@ -348,13 +348,39 @@ def test_hosted_tools_are_counted_when_they_are_reported(provider):
     assert result["stop_reason"] == "max_tool_calls"
 
 
-def test_a_quota_on_a_hosted_tool_stops_the_next_model_call():
-    script = Script(lambda n: calls(Call("search", str(n))))
-    guard = Guard(Budget(tool_quotas={"web_search": 2}))
-    graph = create_agent(Hosted(script=script, blocks=BLOCKS["anthropic"]), [search])
-    result = bounded(graph, guard).invoke(user())
-    assert script.calls <= 3
-    assert result["stop_reason"] == "tool_quota"
+@pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
+@pytest.mark.parametrize("provider", BLOCKS)
+@pytest.mark.parametrize(
+    ("quotas", "models", "hosted", "own"),
+    [
+        ({"web_search": 1}, 2, 2, 1),
+        ({"web_search": 2}, 3, 3, 2),
+        # One quota for both: the fourth of all calls is a search of the provider's.
+        ({"*": 3}, 3, 3, 1),
+        ({"other": 1}, 6, 6, 5),
+    ],
+)
+def test_a_quota_that_a_hosted_tool_has_passed_stops_the_next_model_call(
+    way, provider, quotas, models, hosted, own
+):
+    """The call that passes a quota has run when it is reported: no model is called after it."""
+    script = Script(lambda n: calls(Call("search", str(n))) if n < 5 else says("Done."))
+    guard = Guard(Budget(tool_quotas=quotas))
+    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
+    model = Hosted(script=script, blocks=BLOCKS[provider])
+    graph = create_agent(model, [search], middleware=middleware)
+    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
+    (bounded(graph, guard) if way == "bounded" else graph).invoke(user(), config)
+    assert script.calls == models
+    assert guard.tool_counts["web_search"] == hosted
+    assert guard.tool_counts["search"] == len(graphs.BODIES) == own
+    if "other" in quotas:
+        assert guard.outcome.status == "completed"
+        return
+    (violation,) = guard.outcome.violations
+    ((name, limit),) = quotas.items()
+    assert (violation.reason, violation.limit, violation.used) == ("tool_quota", limit, limit + 1)
+    assert repr(name) in violation.detail
 
 
 @pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
@@ -417,33 +443,48 @@ def test_a_subgraph_with_a_history_of_its_own(below):
     assert inner.calls == (6 if below == "bounded" else 9)
 
 
-def map_reduce(script, count, **options):
-    model = StrictChat(script=script)
-
-    class State(TypedDict):
-        messages: Annotated[list[Any], operator.add]
-        done: Annotated[list[str], operator.add]
-
-    def worker(state):
-        model.invoke([HumanMessage(state["item"])])
-        return {"done": [state["item"]]}
-
-    graph = StateGraph(State)
-    graph.add_node("worker", worker)
-    graph.add_conditional_edges(
-        START,
-        lambda _: [Send("worker", {"item": str(n)}) for n in range(count)],
-        ["worker"],
-    )
-    return graph.compile(**options)
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("trip", ["model", "tool"])
+@pytest.mark.parametrize("owner", ["child", "parent"])
+async def test_a_subgraph_with_a_history_of_its_own_is_closed_and_goes_on(mode, trip, owner):
+    """Stopped inside, by its own budget or by that around it: closed, valid, resumable."""
+    inner = sticky("search", "search")
+    budget = Budget(max_iterations=2) if trip == "model" else Budget(max_tool_calls=3)
+    child = agent(inner, checkpointer=True)
+    if owner == "child":
+        child = bounded(child, budget)
+    graph = StateGraph(MessagesState)
+    graph.add_node("child", child)
+    graph.add_edge(START, "child")
+    parent = graph.compile(checkpointer=InMemorySaver())
+    config = thread()
+    # The model of the child checks each request: what it kept from before is in it.
+    for turn in range(3):
+        graphs.BODIES.clear()
+        made = bounded(parent, budget if owner == "parent" else Budget(max_iterations=9))
+        given = user(f"Turn {turn}.")
+        if mode == "sync":
+            result = made.invoke(given, config)
+        else:
+            result = await made.ainvoke(given, config)
+        check_request(result["messages"])
+        check_request(parent.get_state(config).values["messages"])
+        assert inner.calls == 2 * (turn + 1)
+        assert len(graphs.BODIES) == (4 if trip == "model" else 3)
+    if owner == "parent":
+        ended = resume(parent, config, Budget(max_iterations=1))
+        assert inner.calls == 7
+        check_request(ended["messages"])
 
 
 def test_a_new_turn_on_a_stopped_map_keeps_what_was_paid():
     script = Script([says("x")])
-    graph = map_reduce(script, 20, checkpointer=InMemorySaver())
+    graph = graphs.map_reduce(script, 20, checkpointer=InMemorySaver())
     config = thread()
     made = bounded(graph, Budget(max_iterations=5))
     first = made.invoke({"messages": [], "done": []}, config)
+    assert script.calls == 5
     assert len(first["done"]) == 5
     second = made.invoke({"messages": [HumanMessage("Again.")], "done": []}, config)
     assert script.calls == 10

@@ -217,7 +217,7 @@ def test_runs_that_wait_at_the_same_time_keep_apart(way):
 
 @EACH_WAY
 @ANEW
-def test_a_trip_and_a_question_in_one_batch_lose_neither(way, anew):
+def test_a_trip_and_a_question_in_one_batch_lose_neither(way, anew, caplog):
     """The call over the cap is refused; the question is still asked, and its answer arrives."""
     script = Script([calls(Call("ask", "transfer?"), Call("search", "a"), Call("search", "b"))])
     made = WAYS[way](script, InMemorySaver(), anew=anew)
@@ -230,7 +230,12 @@ def test_a_trip_and_a_question_in_one_batch_lose_neither(way, anew):
     assert ASKED == ["transfer?"]
     assert graphs.BODIES == ["a"]
     assert made.outcomes[-1].stop_reason == "max_tool_calls"
-    assert made.outcomes[-1].status == "terminated"
+    # Told once: the leg that asked is paused, whatever did not fit in it.
+    assert [one.status for one in made.outcomes] == ["paused", "terminated"]
+    assert made.log.kinds().count("RunEnded") == 1
+    assert [one.message for one in caplog.records if one.name.startswith("budgetguard")] == [
+        one.message for one in caplog.records if one.message.startswith("run stopped")
+    ][:1]
     answers = [m.content for m in made.outcomes[-1].messages if isinstance(m, ToolMessage)]
     assert answers[0] == "the person said yes"
     assert answers[1].startswith("result")

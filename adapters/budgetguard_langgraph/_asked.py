@@ -1,0 +1,117 @@
+"""The tool calls that models have asked for, until their nodes run them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from langchain_core.messages import ToolMessage
+
+from budgetguard_core import Admit, ToolCall
+from budgetguard_core.kit import Batch, OpenToolCall, Run
+
+_KEPT: Final = 64
+"""Graphs inside a run whose last prompt and last batch are known at the same time."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The tool calls of one answer of a model."""
+
+    calls: list[ToolCall]
+    batch: Batch | None = None
+
+
+class AskedCalls:
+    """The tool calls that were asked for in one run, by the graph that runs them.
+
+    Args:
+        run: The run.
+        lock: The lock of the run.
+        answered: A person has answered the run.
+
+    Attributes:
+        results: What calls returned since the last answer, by id: a node may lose them with their
+            siblings.
+    """
+
+    def __init__(self, run: Run, lock: threading.RLock, *, answered: bool) -> None:
+        self._run = run
+        self._lock = lock
+        self.results: dict[str, list[ToolMessage]] = {}
+        self._asked: OrderedDict[str, list[_Asked]] = OrderedDict()
+        # A call of a process that died while it waited is made once more.
+        self._waiting: deque[Admit] = deque(run.guard.open_tool_calls() if answered else ())
+
+    def put(self, namespace: str, calls: list[ToolCall]) -> None:
+        """Keep the tool calls of an answer until their node runs them."""
+        with self._lock:
+            # The graph has gone on, so what it asked for before is answered.
+            waiting: list[_Asked] = []
+            for asked in self._asked.pop(namespace, ()):
+                if asked.batch is None:
+                    waiting.append(asked)
+                else:
+                    self._give_up(asked.batch)
+            if not waiting:
+                self.results.clear()
+            self._asked[namespace] = [*waiting[-_KEPT:], _Asked(calls)]
+            shorten(self._asked)
+
+    def _give_up(self, batch: Batch) -> None:
+        """Take back what was admitted and never started."""
+        for call in batch.unstarted:
+            self._run.withdrawn(call)
+
+    def take(
+        self, namespace: str, call: ToolCall, known: Callable[[], Mapping[str, Any] | None]
+    ) -> OpenToolCall:
+        """Return the answer to a tool call that is about to start.
+
+        The calls of one answer are admitted together, when the first of them starts.
+
+        Args:
+            namespace: Where the graph is.
+            call: The call.
+            known: The tools that the node knows; a name that it does not know starts nothing.
+        """
+        with self._lock:
+            waiting = self._resumed(call)
+            if waiting is not None:
+                return waiting
+            for asked in self._asked.get(namespace, ()):
+                if not any(one.id == call.id and one.name == call.name for one in asked.calls):
+                    continue
+                if asked.batch is None:
+                    tools = known()
+                    asked.batch = self._run.batch(
+                        [one for one in asked.calls if tools is None or one.name in tools]
+                    )
+                found = asked.batch.take(call.id, call.name)
+                if found is not None:
+                    return found
+        return self._run.tool_call(call)
+
+    def _resumed(self, call: ToolCall) -> OpenToolCall | None:
+        """Find the call that waited for a person: its body runs again, and is the same call."""
+        for ticket in self._waiting:
+            if ticket.call.id == call.id and ticket.call.name == call.name:
+                self._waiting.remove(ticket)
+                return OpenToolCall(ticket.call, (ticket,))
+        return None
+
+    def leave(self) -> None:
+        """Take back what was admitted and never started."""
+        for asked in [one for many in self._asked.values() for one in many]:
+            if asked.batch is not None:
+                self._give_up(asked.batch)
+        self._asked.clear()
+
+
+def shorten(store: OrderedDict[Any, Any]) -> None:
+    """Forget what came first, of more than a run has at the same time."""
+    while len(store) > _KEPT:
+        store.popitem(last=False)

@@ -1,0 +1,57 @@
+"""What a turn costs does not grow with the conversation: each message is looked at once."""
+
+from __future__ import annotations
+
+import pytest
+from langchain.agents import create_agent
+
+from budgetguard_core import Budget
+from budgetguard_core.kit import projection
+from budgetguard_core.testing import Call, Reply, Script, says
+from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
+from langgraph_graphs import StrictChat, search, user
+
+TURNS = 40
+BUDGETS = {
+    "capped": Budget(max_total_tokens=10**9, max_iterations=10**6),
+    "uncapped": Budget(max_iterations=10**6),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "streamed"])
+@pytest.mark.parametrize("usage", ["reported", "missing"])
+@pytest.mark.parametrize("caps", BUDGETS)
+@pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
+async def test_each_message_is_estimated_once(monkeypatch, way, caps, usage, mode):
+    looked = []
+    estimate = projection._estimate_messages
+
+    def counted(messages):
+        looked.extend(messages)
+        return estimate(messages)
+
+    monkeypatch.setattr(projection, "_estimate_messages", counted)
+    given = {} if usage == "reported" else {"usage": None}
+
+    def reply(n):
+        if n == TURNS - 1:
+            return says("Done.")
+        return Reply(tool_calls=(Call("search", str(n)),), **given)
+
+    script, budget = Script(reply), BUDGETS[caps]
+    middleware = [BudgetMiddleware(budget)] if way == "middleware" else []
+    graph = create_agent(StrictChat(script=script), [search], middleware=middleware)
+    config = {"callbacks": [BudgetCallback(budget)]} if way == "callback" else {}
+    graph = bounded(graph, budget) if way == "bounded" else graph
+    if mode == "sync":
+        graph.invoke(user(), config)
+    else:
+        async for _ in graph.astream(user(), config, stream_mode="messages"):
+            pass
+    assert script.calls == TURNS
+    sent = 1 + 2 * (TURNS - 1)
+    if caps == "uncapped":
+        # Only where the provider tells nothing: not of the last call, here.
+        sent = sent - 2 if usage == "missing" else 0
+    assert len(looked) == sent

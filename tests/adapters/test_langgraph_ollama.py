@@ -1,0 +1,107 @@
+"""A local model behind Ollama's own client, which takes no bound with a call, over HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.messages import HumanMessage
+from langchain_ollama import ChatOllama
+from werkzeug import Response
+
+from budgetguard_core import Budget, Guard
+from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, _bounds, bounded
+from langgraph_graphs import check_request, search, user
+
+WAYS = ["bounded", "callback", "middleware"]
+
+
+class Server:
+    """A model that asks for a search for ever."""
+
+    def __init__(self, httpserver):
+        self.bodies = []
+        self.url = httpserver.url_for("").rstrip("/")
+        httpserver.expect_request("/api/chat").respond_with_handler(self._chat)
+
+    def _chat(self, request):
+        self.bodies.append(request.get_json())
+        call = {"function": {"name": "search", "arguments": {"value": f"q{len(self.bodies)}"}}}
+        message = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+        head = {"model": "qwen3", "created_at": "2026-01-01T00:00:00Z"}
+        lines = [
+            {**head, "message": message, "done": False},
+            {
+                **head,
+                "message": {"role": "assistant", "content": ""},
+                "done": True,
+                "done_reason": "stop",
+                "prompt_eval_count": 200,
+                "eval_count": 30,
+            },
+        ]
+        written = "".join(f"{json.dumps(line)}\n" for line in lines)
+        return Response(written, mimetype="application/x-ndjson")
+
+
+@pytest.fixture
+def server(httpserver, monkeypatch):
+    monkeypatch.setattr(_bounds, "_TOLD", set())
+    return Server(httpserver)
+
+
+def attached(server, way, guard, **options):
+    model = ChatOllama(model="qwen3", base_url=server.url, **options)
+    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
+    graph = create_agent(model, [search], middleware=middleware)
+    if way == "bounded":
+        return bounded(graph, guard), {}
+    return graph, {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async", "streamed"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_bound_does_not_break_the_call_and_is_said_once(server, caplog, way, mode):
+    guard = Guard(Budget(max_iterations=3, max_output_tokens_per_call=77, max_seconds=60))
+    graph, config = attached(server, way, guard)
+    if mode == "sync":
+        graph.invoke(user(), config)
+    elif mode == "async":
+        await graph.ainvoke(user(), config)
+    else:
+        async for _ in graph.astream(user(), config, stream_mode="messages"):
+            pass
+    assert len(server.bodies) == guard.usage.model_calls == 3
+    assert guard.usage.total_tokens == 3 * 230
+    assert guard.usage.estimated_calls == 0
+    assert not [key for body in server.bodies for key in body if "max" in key or "timeout" in key]
+    assert guard.outcome.stop_reason == "max_iterations"
+    check_request(guard.outcome.messages)
+    told = [one.getMessage() for one in caplog.records if one.name == "budgetguard_langgraph"]
+    assert len(told) == 1
+    assert "ChatOllama" in told[0]
+    assert "Set the bound on the model itself" in told[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_model_may_write_by_its_own_bound_is_reserved(server, caplog, way):
+    """Where a bound cannot be given, the model's own one decides whether a call fits."""
+    guard = Guard(Budget(max_total_tokens=1_000, max_output_tokens_per_call=77))
+    graph, config = attached(server, way, guard, num_predict=600)
+    graph.invoke(user(), config)
+    # 230 tokens of the first, and then no room for a prompt and 600 more besides.
+    assert len(server.bodies) == 2
+    assert guard.usage.total_tokens == 460
+    assert guard.outcome.stop_reason == "max_total_tokens"
+    assert server.bodies[0]["options"]["num_predict"] == 600
+    told = [one.getMessage() for one in caplog.records if one.name == "budgetguard_langgraph"]
+    assert len(told) == 1
+
+
+def test_a_bare_model_too(server):
+    guard = Guard(Budget(max_model_calls=2, max_output_tokens_per_call=77))
+    model = ChatOllama(model="qwen3", base_url=server.url)
+    model.invoke([HumanMessage("Go.")], {"callbacks": [BudgetCallback(guard)]})
+    assert guard.usage.total_tokens == 230
