@@ -4,7 +4,7 @@ from budgetguard_core.kit import required
 
 with required("The OpenAI Agents SDK", module="agents", extra="openai-agents"):
     from budgetguard_openai_agents._calls import RunStopped
-    from budgetguard_openai_agents._runner import uninstall
+    from budgetguard_openai_agents._runner import install, uninstall
     from budgetguard_openai_agents.hooks import BudgetHooks
     from budgetguard_openai_agents.runner import (
         bounded_run,
@@ -20,6 +20,7 @@ __all__ = [
     "bounded_run",
     "bounded_run_streamed",
     "bounded_run_sync",
+    "install",
     "outcome",
     "uninstall",
     "unsent_input",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from agents import (
     Agent,
@@ -27,11 +27,10 @@ from budgetguard_core import (
     Trip,
     Violation,
 )
-from budgetguard_core.frame import FRAME, Frame
-from budgetguard_core.kit import OpenToolCall, Run
+from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Frame, OpenToolCall, Run
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls, part
-from budgetguard_openai_agents._tools import Gates, is_gated
+from budgetguard_openai_agents._tools import Gates
 
 _NO_RESULT = "no result"
 # What the calls of tools look like that are called without a name, the likeliest first.
@@ -48,6 +47,14 @@ class RunStopped(BudgetExceeded, AgentsException):
 
     It leaves a run only with `on_trip="raise"`, or through a run inside a run whose limit it was.
     """
+
+
+class _Copied(NamedTuple):
+    """A tool, what it held when its copy was made, and the copy."""
+
+    tool: Tool
+    held: dict[str, Any]
+    copy: Tool
 
 
 class RunFrame(Frame):
@@ -88,27 +95,40 @@ class ToolCalls:
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
         self._batch: list[Asked] = []
+        self._copies: dict[int, _Copied] = {}
+
+    def _copy_of(self, tool: Tool, known: dict[int, _Copied]) -> Tool:
+        """Return a tool's copy, that of the turn before where the tool is what it was."""
+        if not isinstance(tool, FunctionTool):
+            return GATES.tool(tool)
+        before, held = known.get(id(tool)), dict(vars(tool))
+        # The list may be changed in place.
+        held["tool_input_guardrails"] = list(tool.tool_input_guardrails or ())
+        if before is None or before.tool is not tool or before.held != held:
+            before = _Copied(tool, held, GATES.tool(tool))
+        self._copies[id(tool)] = before
+        return before.copy
 
     def begin_turn(self, tools: list[Tool]) -> list[Tool]:
         """Give an agent copies of its tools that ask this run, and make this task the turn's."""
         self.turn_frame = RunFrame(self)
         FRAME.set(self.turn_frame)
-        self.tools = [GATES.tool(tool) for tool in tools]
+        known, self._copies = self._copies, {}
+        self.tools = [self._copy_of(tool, known) for tool in tools]
+        asks = self.run.guard.budget.progress is not None
+        if asks and not any(tool.name == PROGRESS_TOOL.name for tool in tools):
+            self.tools.append(GATES.tool(_progress_tool()))
         return self.tools
 
     def ask(self, batch: list[Asked]) -> None:
         """Ask for the calls of a reply, all together, or stop the run."""
         self._batch = batch
         self._opened(batch)
-        refused = [one for one in batch if one.is_local and one.opened and one.opened.refusal]
         trip = self.run.trip
         if trip is not None and not any(
             one.is_local and one.opened and one.opened.state == "waiting" for one in batch
         ):
             self.stop(trip)
-        if any(not self._can_refuse(one) for one in refused):
-            # The SDK runs this kind of tool whatever a hook says, so nothing of the batch starts.
-            self.stop(trip or self.refused_batch(refused))
 
     def _opened(self, batch: list[Asked]) -> None:
         for asked, opened in zip(batch, self.run.batch(one.call for one in batch), strict=True):
@@ -118,22 +138,6 @@ class ToolCalls:
         asked.opened = opened
         opened.frame = RunFrame(self, opened)
         return opened
-
-    def _can_refuse(self, asked: Asked) -> bool:
-        """Tell whether the SDK asks before it starts this call, or starts nothing at all."""
-        if asked.type == "computer_call":
-            return False
-        return all(is_gated(tool) for tool in self.tools if tool.name == part(asked.raw, "name"))
-
-    def refused_batch(self, refused: list[Asked]) -> Trip:
-        """Make the stop of a batch in which a call is refused that cannot be answered."""
-        reason = next((one.opened.reason for one in refused if one.opened), None)
-        names = ", ".join(sorted({one.call.name for one in refused}))
-        violation = Violation(
-            reason=reason or StopReason.TOOL_QUOTA,
-            detail=f"{names} cannot be refused by itself, so the whole batch was not executed",
-        )
-        return self.trip_of(violation)
 
     def trip_of(self, violation: Violation) -> Trip:
         """Make the stop of a limit that is not the budget's own."""
@@ -160,25 +164,48 @@ class ToolCalls:
             # The SDK made another object of the call, as it does on a resume.
             return next((one for one in here if one.call.id == call_id), None)
         # Shells, computers and patches come without an id, one after the other.
-        kinds = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
-        for type_ in kinds:
-            if any(one.type == type_ for one in self._batch):
-                return next((one for one in here if one.type == type_), None)
+        for type_ in next((types for kind, types in _TYPES if isinstance(tool, kind)), ()):
+            same = [one for one in self._batch if one.type == type_]
+            if same:
+                at_work = next((one for one in reversed(same) if one.is_begun), None)
+                return at_work if at_work in here else None
         return next((one for one in here if one.call.name == getattr(tool, "name", None)), None)
 
-    def start(self, context: Any, tool: Tool) -> bool:
+    async def wait_for_place(self, context: Any, tool: Tool) -> None:
+        """Wait where a call is held back; it may be refused after that."""
+        asked = self._find(context, tool, "waiting")
+        if asked is not None and asked.opened is not None:
+            await self.run.wait_async(asked.opened)
+
+    async def start(self, context: Any, tool: Tool) -> bool:
         """Say that a call's body starts now; False where something else is its result.
 
         Raises:
             RunStopped: The call may not start, and nothing else can be its result.
         """
+        self._begin(tool)
+        await self.wait_for_place(context, tool)
         asked = self._find(context, tool, "waiting", "refused") or self._asked_late(context, tool)
         opened = asked.opened
         if opened is None or self.run.start(opened) is None:
             return True
-        if isinstance(tool, FunctionTool) or not is_gated(tool):
-            self.stop(opened.trip or self.refused_batch([asked]))
+        if isinstance(tool, FunctionTool):
+            # The SDK asks no more before it starts the body.
+            reason = opened.reason or StopReason.TOOL_QUOTA
+            detail = f"{asked.call.name} could not be refused any more"
+            self.stop(opened.trip or self.trip_of(Violation(reason=reason, detail=detail)))
         return False
+
+    def _begin(self, tool: Tool) -> None:
+        """Come to the next call of a tool whose calls have no id in its hooks."""
+        for type_ in next((types for kind, types in _TYPES if isinstance(tool, kind)), ()):
+            same = [one for one in self._batch if one.type == type_]
+            for one in same:
+                if not one.is_begun:
+                    one.is_begun = True
+                    return
+            if same:
+                return
 
     def _asked_late(self, context: Any, tool: Tool) -> Asked:
         # Its response was not of this run.
@@ -238,8 +265,7 @@ class ToolCalls:
     def go_on(self, state: Any, agent: Agent[Any]) -> None:
         """Take over what an earlier leg left open, and ask for what was approved, all together."""
         self.earlier = _seams.items_of(state)
-        for function in _seams.pending_functions(state):
-            function.function_tool = GATES.tool(function.function_tool)
+        _seams.replace_pending_tools(state, GATES.tool)
         tickets = list(self.run.guard.open_tool_calls())
         decided = [
             (item, _seams.approval_of(state, item))
@@ -317,6 +343,19 @@ def around() -> ToolCalls | None:
 
 GATES = Gates(around)
 """The copies of tools that the runs of this adapter work with."""
+
+
+def _progress_tool() -> FunctionTool:
+    async def report(_: Any, arguments: str) -> str:
+        return PROGRESS_TOOL.report(arguments)
+
+    return FunctionTool(
+        name=PROGRESS_TOOL.name,
+        description=PROGRESS_TOOL.description,
+        params_json_schema=dict(PROGRESS_TOOL.parameters),
+        on_invoke_tool=report,
+        strict_json_schema=False,
+    )
 
 
 def _take(tickets: list[Any], call_id: Any) -> Any:

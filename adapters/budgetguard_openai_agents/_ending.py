@@ -44,6 +44,7 @@ def partial_result(
     data: RunErrorDetails | RunResult | None,
     given: Any,
     options: dict[str, Any],
+    answer: str | None = None,
 ) -> RunResult:
     """Build the result of a stopped run.
 
@@ -53,11 +54,14 @@ def partial_result(
         data: What the SDK knows of it, None when its work was cancelled.
         given: The input of the run.
         options: Its options.
+        answer: The model's last answer, if it gave one.
     """
     if data is None:
         data = _data_from(recorder, given, options)
-    items, responses = _closed(recorder, data.new_items, data.raw_responses)
-    items += _last(recorder, trip, data.last_agent, items)
+    recorder.withhold()
+    kept, closing, responses = _closed(recorder, data.new_items, data.raw_responses)
+    items = [*kept, *closing]
+    items += _last(recorder, trip, data.last_agent, items, answer)
     result = RunResult(
         input=data.input,
         new_items=items,
@@ -76,13 +80,15 @@ def partial_result(
     return result
 
 
-def close_streamed(recorder: Recorder, trip: Trip, result: RunResultStreaming) -> list[RunItem]:
+def close_streamed(
+    recorder: Recorder, trip: Trip, result: RunResultStreaming, answer: str | None = None
+) -> list[RunItem]:
     """Give a streamed result its end; return the items that were added."""
-    kept = len([one for one in result.new_items if one.type != "tool_approval_item"])
-    items, result.raw_responses = _closed(recorder, result.new_items, result.raw_responses)
-    closing = [*items[kept:], *_last(recorder, trip, result.last_agent, items)]
-    result.new_items = items[:kept]
-    _seams.extend_streamed(result, closing)
+    recorder.withhold()
+    kept, closing, responses = _closed(recorder, result.new_items, result.raw_responses)
+    closing += _last(recorder, trip, result.last_agent, [*kept, *closing], answer)
+    result.raw_responses = responses
+    _seams.extend_streamed(result, kept, closing)
     result.final_output = _text_of(closing[-1])
     result.is_complete = True
     return closing
@@ -91,28 +97,29 @@ def close_streamed(recorder: Recorder, trip: Trip, result: RunResultStreaming) -
 def history_of(recorder: Recorder, given: Any, data: RunErrorDetails | None) -> list[Any]:
     """Return the closed history of a run that an exception left."""
     data = data or _data_from(recorder, given, {})
-    items, _ = _closed(recorder, data.new_items, data.raw_responses)
+    kept, closing, _ = _closed(recorder, data.new_items, data.raw_responses)
     return [
         *ItemHelpers.input_to_new_input_list(data.input),
-        *(item.to_input_item() for item in items),
+        *(item.to_input_item() for item in (*kept, *closing)),
     ]
 
 
 def _last(
-    recorder: Recorder, trip: Trip, agent: Any, items: Sequence[RunItem]
+    recorder: Recorder, trip: Trip, agent: Any, items: Sequence[RunItem], answer: str | None
 ) -> list[SyntheticMessage]:
     """Make the synthetic message; a run above also gets what its sub-agent had said so far.
 
     There is none behind an answer that was cut short: its text is the last message.
     """
-    if recorder.cut:
+    if recorder.cut and isinstance(items[-1] if items else None, MessageOutputItem):
         return []
     run = recorder.run
-    text = synthetic_text(run.guard)
-    if run.above is not None and run.above.run is not None:
+    text = answer or synthetic_text(run.guard)
+    if answer is None and run.above is not None and run.above.run is not None:
         said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
-    return [synthetic_message(agent, text, synthetic_metadata(run.guard, trip))]
+    metadata = synthetic_metadata(run.guard, trip, finalized=answer is not None)
+    return [synthetic_message(agent, text, metadata)]
 
 
 def is_answered(recorder: Recorder, result: Any) -> bool:
@@ -133,20 +140,41 @@ def is_answered(recorder: Recorder, result: Any) -> bool:
 
 
 async def store_in_session(
-    recorder: Recorder, session: Any, given: Any, result: RunResult | RunResultStreaming
+    recorder: Recorder,
+    session: Any,
+    given: Any,
+    result: RunResult | RunResultStreaming,
+    *,
+    rebuilt: bool = False,
 ) -> None:
-    """Add to the user's session what the run was stopped before adding."""
+    """Add to the user's session what the run was stopped before adding.
+
+    Args:
+        recorder: The hooks of the run.
+        session: The user's session.
+        given: The input of the run.
+        result: Its result.
+        rebuilt: It was made of the model's answers: what the filter of a handoff took away is in
+            it, and is taken out where the session lacks it.
+    """
     if session is None:
         return
     new = [item.to_input_item() for item in result.new_items]
     try:
         stored = await _session.read(session)
+        for item in recorder.withheld():
+            # The SDK may have stored it before it asked its judges.
+            if _session.ends_with(stored, item):
+                await _session.drop_last(session)
+                stored.pop()
         if isinstance(given, RunState):
             compared = _session.compare(stored, result.to_input_list())
         else:
             own = ItemHelpers.input_to_new_input_list(given)
             compared = _session.compare(stored, [*own, *new])
             result.input = [*compared.before, *own]
+            if rebuilt:
+                _seams.drop_items(result, {n - len(own) for n in compared.left_out})
         await _session.add(session, compared.missing)
     except Exception as error:
         recorder.run.guard.report("session", error)
@@ -164,8 +192,6 @@ async def conclude(
     waits = bool(result.interruptions)
     if waits:
         recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
-        # A stop in the same batch holds against the next call, after the answer.
-        run.trip = None
     else:
         recorder.calls.close()
     results = own_results(result.tool_input_guardrail_results)
@@ -218,17 +244,21 @@ async def fail(recorder: Recorder, error: BaseException, given: Any) -> None:
 
 def _closed(
     recorder: Recorder, new_items: Sequence[RunItem], raw_responses: Sequence[Any]
-) -> tuple[list[RunItem], list[Any]]:
-    """Return the items of a run with all that is missing, and its responses likewise."""
+) -> tuple[list[RunItem], list[RunItem], list[Any]]:
+    """Return the items of a run, those that are missing, and all its responses."""
     calls = recorder.calls
-    items: list[RunItem] = [one for one in new_items if one.type != "tool_approval_item"]
+    items: list[RunItem] = [
+        one
+        for one in new_items
+        if one.type != "tool_approval_item" and not recorder.is_withheld(one)
+    ]
     earlier: list[RunItem] = [one for one in calls.earlier if one.type != "tool_approval_item"]
-    items += closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
+    closing = closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
         if not any(turn.response is response for response in responses):
             responses.append(turn.response)
-    return items, responses
+    return items, closing, responses
 
 
 def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunErrorDetails:

@@ -28,9 +28,8 @@ from openai.types.responses import (
     ResponseOutputText,
 )
 
-from budgetguard_core import NOT_EXECUTED, ToolCall
-from budgetguard_core.decision import ToolKind
-from budgetguard_core.kit import OpenToolCall
+from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, ToolCall
+from budgetguard_core.kit import OpenToolCall, ToolKind
 from budgetguard_openai_agents import _seams
 
 # How the SDK names the tools that are called without a name.
@@ -49,6 +48,18 @@ _HOSTED = {
     "mcp_call": "",
     "web_search_call": "web_search",
 }
+_PNG = "data:image/png;base64,"
+# The words "Not executed." and "Outcome unknown.", black on white.
+_NOT_EXECUTED = (
+    "iVBORw0KGgoAAAANSUhEUgAAAFYAAAAQAQAAAACkLLUrAAAAZ0lEQVR42mP8zwADf5kYEAAPewEDAwPDCwYFBqbPDlDR"
+    "BgaGj8nsP470KTn2yf9h+Og5/1OiyqR0lfl/mBgZGP4JPUhgeMDAwMLA8IU57+SCvxYMDEyMUias6V7LznplMTCS7gY4"
+    "AAC9xB2JC8/j4gAAAABJRU5ErkJggg=="
+)
+_OUTCOME_UNKNOWN = (
+    "iVBORw0KGgoAAAANSUhEUgAAAGgAAAAQAQAAAADSFgegAAAAb0lEQVR42mP8z4AEmBhI4C1gYGBg+O/AwMDAwPQTIsoI"
+    "IT+J/zXy5gk25BOP2b2BhcEh+Nv6Z8lmhwsP3mBgYmBgSBB5wMAgwPCGgYGJgeHLAgYLBoYPDAoMDAw/HhyzuNr+w1Nl"
+    "xmu1ekbyXYYEAOgQHWOk+U/zAAAAAElFTkSuQmCC"
+)
 
 
 @dataclass
@@ -77,6 +88,8 @@ class Asked:
     """What the tool raised, whatever the SDK made of that."""
     partial: str | None = None
     """What a run inside the tool had brought when it was stopped."""
+    is_begun: bool = False
+    """The SDK has come to it."""
 
     @property
     def type(self) -> str:
@@ -100,6 +113,12 @@ class Turn:
     agent: Agent[Any]
     response: ModelResponse
     asked: list[Asked] = field(default_factory=list[Asked])
+    is_withheld: bool = False
+    """It is an answer that nobody has judged who had to: no part of it is shown."""
+
+    def has(self, item: RunItem) -> bool:
+        """Tell whether an item of the SDK's is from this response."""
+        return any(item.raw_item is one for one in self.response.output)
 
 
 def part(item: object, name: str) -> Any:
@@ -112,7 +131,10 @@ def part(item: object, name: str) -> Any:
 def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
-    for item in items:
+    listed = list(items)
+    # A shell may be the provider's own.
+    answered = {part(item, "call_id") for item in listed if is_output(item)}
+    for item in listed:
         kind: ToolKind = "function"
         type_ = part(item, "type")
         if type_ in _HOSTED:
@@ -121,6 +143,8 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
         elif type_ in LOCAL:
             name = LOCAL[type_] or part(item, "name")
             call_id = part(item, "call_id")
+            if call_id in answered:
+                kind = "hosted"
             if type_ == "function_call":
                 if name in handoff_names(agent):
                     kind = "handoff"
@@ -132,12 +156,27 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     return found
 
 
+def is_output(item: object) -> bool:
+    """Tell whether an item is the result of a tool call."""
+    return str(part(item, "type")).endswith("_output")
+
+
 def handoff_names(agent: Agent[Any]) -> set[str]:
     """Return the names under which an agent's handoffs look like tools to the model."""
     return {
         one.tool_name if isinstance(one, Handoff) else Handoff.default_tool_name(one)
         for one in agent.handoffs
     }
+
+
+def picture_of(text: str) -> str:
+    """Return the screenshot that answers a computer call: the one it made, or the words of a text.
+
+    A picture is the only result that a provider takes for such a call.
+    """
+    if " " not in text:
+        return text
+    return _OUTCOME_UNKNOWN if text == OUTCOME_UNKNOWN else _NOT_EXECUTED
 
 
 def synthetic_message(agent: Agent[Any], text: str, metadata: dict[str, Any]) -> SyntheticMessage:
@@ -189,45 +228,63 @@ def closing_items(
             one = known.get(id(item.raw_item)) or by_id.get(call_id)
             shown = NOT_EXECUTED if one is None else one.shown()
             missing += result_items(item.agent, item.raw_item, shown)
+    shown = {id(item.raw_item) for item in items}
     for turn in turns:
         kept = any(response is turn.response for response in responses)
-        missing += _turn_items(turn, calls, results, kept=kept)
+        if kept and turn is not turns[-1]:
+            # Whole, but for what a filter of the user's took away.
+            there = [one.call.id for one in turn.asked if id(one.raw) in shown]
+            calls.subtract(there)
+            results.subtract(there)
+        elif not turn.is_withheld:
+            missing += _turn_items(turn, calls, results, kept=kept)
     return missing
 
 
 def turn_items(turn: Turn) -> list[RunItem]:
-    """List everything of a turn, with a result for each call."""
-    return _turn_items(turn, Counter(), Counter(), kept=False)
+    """List everything of a turn whose calls are about to start, with a result for each of them.
+
+    Who reads it later finds a process that was killed: what might have started may have been done.
+    """
+    return _turn_items(turn, Counter(), Counter(), kept=False, may_run=True)
 
 
 def _turn_items(
-    turn: Turn, calls: Counter[Any], results: Counter[Any], *, kept: bool
+    turn: Turn,
+    calls: Counter[Any],
+    results: Counter[Any],
+    *,
+    kept: bool,
+    may_run: bool = False,
 ) -> list[RunItem]:
     by_raw = {id(one.raw): one for one in turn.asked}
     asked: list[RunItem] = []
     answered: list[RunItem] = []
-    with_reasoning = all(_can_answer(one.raw) for one in turn.asked)
     for item in turn.response.output:
         one = by_raw.get(id(item))
         type_ = part(item, "type")
         if one is not None and one.call.kind != "hosted":
             if calls[one.call.id] > 0:
                 calls[one.call.id] -= 1
-            elif _can_answer(item):
+            else:
                 asked.append(_call_item(turn.agent, one))
             if results[one.call.id] > 0:
                 results[one.call.id] -= 1
             else:
-                answered += _results(turn.agent, one)
+                waits = one.opened is not None and one.opened.state == "waiting"
+                shown = OUTCOME_UNKNOWN if may_run and waits else one.shown()
+                answered += _results(turn.agent, one, shown)
         elif kept:
             continue
         elif one is not None:
             asked.append(ToolCallItem(agent=turn.agent, raw_item=cast("Any", item)))
         elif type_ == "message":
             asked.append(MessageOutputItem(agent=turn.agent, raw_item=cast("Any", item)))
-        elif type_ == "reasoning" and with_reasoning:
-            # A provider rejects reasoning without the call that followed it.
+        elif type_ == "reasoning":
             asked.append(ReasoningItem(agent=turn.agent, raw_item=cast("Any", item)))
+        elif is_output(item):
+            raw, output = cast("Any", item), part(item, "output")
+            asked.append(ToolCallOutputItem(agent=turn.agent, raw_item=raw, output=output))
     return [*asked, *answered]
 
 
@@ -237,21 +294,21 @@ def _call_item(agent: Agent[Any], one: Asked) -> RunItem:
     return ToolCallItem(agent=agent, raw_item=one.raw)
 
 
-def _results(agent: Agent[Any], one: Asked) -> list[RunItem]:
+def _results(agent: Agent[Any], one: Asked, shown: object) -> list[RunItem]:
     if one.target is not None:
         return [
             HandoffOutputItem(
                 agent=agent,
-                raw_item=_function_output(one.raw, one.shown()),
+                raw_item=_function_output(one.raw, shown),
                 source_agent=agent,
                 target_agent=one.target,
             )
         ]
-    return result_items(agent, one.raw, one.shown())
+    return result_items(agent, one.raw, shown)
 
 
 def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:
-    """Make the result of a tool call; none where only the tool itself can make one."""
+    """Make the result of a tool call; none for a kind that this release does not know."""
     type_, call_id = part(raw, "type"), part(raw, "call_id")
     text = result if isinstance(result, str) else str(result)
     output: Any
@@ -259,6 +316,9 @@ def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:
         output = _function_output(raw, result)
     elif type_ == "custom_tool_call":
         output = {"type": "custom_tool_call_output", "call_id": call_id, "output": text}
+    elif type_ == "computer_call":
+        screen = {"type": "computer_screenshot", "image_url": f"{_PNG}{picture_of(text)}"}
+        output = {"type": "computer_call_output", "call_id": call_id, "output": screen}
     elif type_ == "local_shell_call":
         output = {"type": "local_shell_call_output", "call_id": call_id, "output": text}
     elif type_ == "apply_patch_call":
@@ -284,10 +344,6 @@ def _function_output(raw: Any, result: object) -> Any:
         "call_id": part(raw, "call_id"),
         "output": str(result),
     }
-
-
-def _can_answer(raw: Any) -> bool:
-    return bool(part(raw, "type") != "computer_call")
 
 
 def _is_call(item: RunItem) -> bool:

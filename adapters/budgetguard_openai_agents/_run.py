@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agents import Agent, ModelResponse, RunConfig, RunHooks, Tool, Usage
+from agents import (
+    Agent,
+    InputGuardrailTripwireTriggered,
+    ModelResponse,
+    OutputGuardrailTripwireTriggered,
+    RunConfig,
+    RunHooks,
+    RunItem,
+    Tool,
+    Usage,
+)
 from agents.run import ModelInputData
 
 from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, Trip
@@ -15,12 +25,19 @@ from budgetguard_core.kit import OpenModelCall, Prompt, Run, supervised, token_u
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
 from budgetguard_openai_agents._history import Turn, asked_calls, part, transfer_text, turn_items
 from budgetguard_openai_agents._tools import original
-from budgetguard_openai_agents._usage import ended_at_its_bound, model_of, usage_of, written
+from budgetguard_openai_agents._usage import (
+    ended_at_its_bound,
+    model_of,
+    schemas_of,
+    usage_of,
+    written,
+)
 
 # The least completion bound that the Responses API takes.
 _LEAST_OUTPUT = 16
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
+_TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
 
 
 class Recorder(RunHooks[Any]):
@@ -39,6 +56,8 @@ class Recorder(RunHooks[Any]):
         turns: Every response of this run, with what became of its tool calls.
         cut: The model's last answer was cut at the budget's own bound.
         streamed: What a stream has brought of the answer that is being written.
+        run_config: The user's own.
+        is_server_side: The provider keeps the conversation.
     """
 
     def __init__(
@@ -59,7 +78,8 @@ class Recorder(RunHooks[Any]):
         self.cut = False
         self.streamed: list[str] = []
         self._incomplete: Any = None
-        self._run_config = run_config
+        self.run_config = run_config
+        self.is_server_side = server_side
         self._prompt = Prompt(server_side=server_side)
         self._call: OpenModelCall | None = None
         self._no_retry: BaseException | None = None
@@ -68,25 +88,36 @@ class Recorder(RunHooks[Any]):
 
     # A turn, in the order of its steps
 
-    def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
-        """Ask for a model call that is about to be made, or stop the run."""
+    def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
+        """Return what is to be sent, or what is kept of it where the window is nearly full."""
+        # A server that keeps the conversation is sent what is new alone.
+        named = model_of(agent, self.run_config)
+        kept = None if self.is_server_side else self.run.pruned(sent.input, *named)
+        if kept is None:
+            return sent
+        self._prompt = Prompt()
+        return ModelInputData(input=kept, instructions=sent.instructions)
+
+    async def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
+        """Ask for a model call that is about to be made, and wait for its turn; or stop the run."""
         self.agent = agent
         self.calls.close()
-        model, provider = model_of(agent, self._run_config)
-        opened = self.run.model_call(
+        model, provider = model_of(agent, self.run_config)
+        asked = self.run.model_call(
             ModelCall(
                 model=model,
                 provider=provider,
                 input_tokens=self._prompt.project(
                     sent.input,
                     system=sent.instructions,
-                    tools=[*self.calls.tools, *agent.handoffs],
+                    tools=schemas_of(agent, self.calls.tools),
                     output_schema=agent.output_type,
                 ),
                 max_output_tokens=own,
                 min_output_tokens=_LEAST_OUTPUT,
             )
         )
+        opened = await self.run.wait_async(asked)
         if isinstance(opened, Stop):
             raise RunStopped(opened.trip)
         self._retries, self._no_retry = 0, None
@@ -104,13 +135,14 @@ class Recorder(RunHooks[Any]):
         self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
     ) -> None:
         """Tell the model what it should be told first, and save where the run is."""
-        self.context, call, self._sent = context, self._call, input_items
+        self.context, call = context, self._call
         try:
+            if self.run.is_saved:
+                self._sent = _in_known_objects(self._sent, input_items)
+                await asyncio.to_thread(self.run.save, self._sent)
             if call is not None and call.nudge is not None:
                 # In place: the model gets it, the history and the session do not.
                 input_items.append({"role": "user", "content": call.nudge})
-            if self.run.is_saved:
-                await asyncio.to_thread(self.run.save, list(input_items))
             await self.hooks.on_llm_start(context, agent, system_prompt, input_items)
         except BaseException:
             if call is not None:
@@ -129,12 +161,13 @@ class Recorder(RunHooks[Any]):
             self.calls.ask(turn.asked)
             if self.run.is_saved:
                 there = [item.to_input_item() for item in turn_items(turn)]
-                await asyncio.to_thread(self.run.save, [*self._sent, *there])
+                self._sent = [*self._sent, *there]
+                await asyncio.to_thread(self.run.save, self._sent)
 
     async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
         """Note that a tool's body starts."""
         self.context = self.context or context
-        if self.calls.start(context, tool):
+        if await self.calls.start(context, tool):
             await self.hooks.on_tool_start(context, agent, original(tool))
 
     async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
@@ -161,7 +194,7 @@ class Recorder(RunHooks[Any]):
         """Return the completion tokens that the next call may ask for."""
         return own if self._call is None else self._call.max_output_tokens
 
-    def admit_retry(self, error: BaseException | None) -> bool:
+    async def admit_retry(self, error: BaseException | None) -> bool:
         """Charge a failed attempt and ask whether the call may be tried again."""
         call = self._call
         if call is None:
@@ -169,7 +202,7 @@ class Recorder(RunHooks[Any]):
         self._fail(error or "failed")
         bound = call.max_output_tokens
         asked = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
-        opened = self.run.model_call(asked)
+        opened = await self.run.wait_async(self.run.model_call(asked))
         if isinstance(opened, Stop):
             # The SDK raises the failure; it is the budget that made it the last one.
             self._no_retry = error
@@ -191,12 +224,12 @@ class Recorder(RunHooks[Any]):
         self.streamed.clear()
         if call is None:
             return
-        usage = usage_of(response)
-        text = written(response.output) if usage is None or final else ""
+        usage = token_usage(usage_of(response))
+        text = written(response.output) if usage is None or usage.estimated or final else ""
         self.run.answered(call, usage, text=text, speaker=turn.agent.name, final=final)
-        self._prompt.measured(token_usage(usage))
+        self._prompt.measured(usage)
         if final and ended_at_its_bound(
-            response, call.max_output_tokens, turn.agent, self._run_config
+            response, call.max_output_tokens, turn.agent, self.run_config
         ):
             self.cut = self.run.cut_short(call) is not None
         # Attempts that the SDK made by itself; their tokens are not reported.
@@ -243,7 +276,31 @@ class Recorder(RunHooks[Any]):
             if isinstance(chain, BudgetExceeded) or chain is self._no_retry:
                 return stopped
             chain = chain.__cause__ or chain.__context__
+        if isinstance(error, _TRIPWIRES) and not by_a_judge:
+            return None
         return stopped if isinstance(error, Exception) and (by_a_judge or self.cut) else None
+
+    def withhold(self) -> None:
+        """Keep an answer back that the user's guardrails have not passed.
+
+        The stop came between the answer and the end of the run: they could not run, or were cut.
+        """
+        turn = self.turns[-1] if self.turns else None
+        if turn is None or any(one.call.kind != "hosted" for one in turn.asked):
+            return
+        judges = [*turn.agent.output_guardrails, *(self.run_config.output_guardrails or ())]
+        if len(self.turns) == 1 and not self.calls.earlier:
+            judges += [*turn.agent.input_guardrails, *(self.run_config.input_guardrails or ())]
+        turn.is_withheld = bool(judges)
+
+    def withheld(self) -> list[Any]:
+        """List what is kept back, as a history has it, the last item first."""
+        outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
+        return [item for items in outputs for item in reversed(items)]
+
+    def is_withheld(self, item: RunItem) -> bool:
+        """Tell whether an item is a part of an answer that is kept back."""
+        return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
@@ -267,6 +324,15 @@ class Recorder(RunHooks[Any]):
     def is_off(self) -> bool:
         """Whether no guard of the run enforces or looks on."""
         return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
+
+
+def _in_known_objects(known: Sequence[Any], items: Sequence[Any]) -> list[Any]:
+    """Put what is known in place of equal items: a store is given what is new, by identity.
+
+    The SDK writes the items of a history anew for each turn.
+    """
+    same = [before if before == item else item for before, item in zip(known, items, strict=False)]
+    return [*same, *items[len(same) :]]
 
 
 def _is_bounded(response: Any) -> bool:

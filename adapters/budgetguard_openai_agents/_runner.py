@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from agents import (
     Agent,
+    ItemHelpers,
     ModelSettings,
     RunErrorDetails,
     RunHooks,
@@ -25,8 +26,8 @@ from agents.run import (
     set_default_agent_runner,
 )
 
-from budgetguard_core import Guard, Mode, Snapshot, Trip
-from budgetguard_core.kit import Envelope, Run, current_guard, entered
+from budgetguard_core import CheckpointError, ConfigurationError, Guard, Mode, Snapshot, Trip
+from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import (
@@ -37,6 +38,7 @@ from budgetguard_openai_agents._ending import (
     store_in_session,
 )
 from budgetguard_openai_agents._history import part
+from budgetguard_openai_agents._last import answer_of
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import asking, bounded_config, config_of
 from budgetguard_openai_agents._stream import StreamEnding
@@ -56,7 +58,7 @@ class BoundedHooks(RunHooks[Any]):
     """
 
     envelope: Envelope
-    resume: Snapshot | None = None
+    resume: Snapshot | str | None = None
     keeps_max_turns: bool = False
 
 
@@ -68,7 +70,7 @@ class BudgetRunner(AgentRunner):
 
     async def run(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
         """Run, and turn a stop into a result."""
-        recorder = _bind(starting_agent, input, options)
+        recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
         run = recorder.run
@@ -93,8 +95,10 @@ class BudgetRunner(AgentRunner):
         if trip is not None and not (
             result is not None and (result.interruptions or is_answered(recorder, result))
         ):
-            result = partial_result(recorder, trip, known, input, options)
-            await store_in_session(recorder, options.get("session"), input, result)
+            session = options.get("session")
+            answer = await answer_of(recorder, trip, input, known, session)
+            result = partial_result(recorder, trip, known, input, options, answer)
+            await store_in_session(recorder, session, input, result, rebuilt=known is None)
         await conclude(recorder, trip, cast("RunResult", result))
         return cast("RunResult", result)
 
@@ -111,7 +115,7 @@ class BudgetRunner(AgentRunner):
         **options: Any,
     ) -> RunResultStreaming:
         """Run in the background, and turn a stop into the end of the stream."""
-        recorder = _bind(starting_agent, input, options)
+        recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
         with entered(recorder.calls.frame):
@@ -137,8 +141,9 @@ def install() -> None:
             set_default_agent_runner(BudgetRunner(current))
         for owner, name, wrap in _ASKING:
             method = getattr(owner, name)
-            if not hasattr(method, "__wrapped__"):
-                setattr(owner, name, wrap(method))
+            if not _is_asking(method):
+                _MADE[name] = wrap(method)
+                setattr(owner, name, _MADE[name])
 
 
 def uninstall() -> None:
@@ -149,7 +154,9 @@ def uninstall() -> None:
             set_default_agent_runner(current.previous)
         for owner, name, _ in _ASKING:
             method = getattr(owner, name)
-            setattr(owner, name, getattr(method, "__wrapped__", method))
+            # What somebody else has put around ours stays; without a run ours only passes on.
+            if method is _MADE.get(name, _asking):
+                setattr(owner, name, method.__wrapped__)
 
 
 def is_installed() -> bool:
@@ -168,6 +175,15 @@ def _asking(listed: Any) -> Any:
 
 
 _ASKING = ((AgentBase, "get_all_tools", _asking), (ModelSettings, "resolve", asking))
+_MADE: dict[str, Any] = {}
+
+
+def _is_asking(method: Any) -> bool:
+    while method is not None:
+        if method in _MADE.values():
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
 
 
 def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:
@@ -176,17 +192,22 @@ def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:
     return recorder.left_by(error)
 
 
-def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Recorder | None:
-    """Open the run, and put its hooks into its options; None when nothing bounds it."""
+def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recorder | None, Any]:
+    """Open the run, and put its hooks into its options; None when nothing bounds it.
+
+    Returns:
+        The hooks, and what the run is given: with `resume`, all that came before as well.
+    """
     hooks = options.get("hooks")
     guard = current_guard()
     if isinstance(hooks, BoundedHooks):
-        run = _opened(hooks, given)
+        run, given = _opened(hooks, given, options)
     elif guard is not None:
         run = Envelope(budget=guard).open()
     else:
-        return None
-    if isinstance(given, RunState):
+        return None, given
+    goes_on = isinstance(given, RunState)
+    if goes_on:
         agent = _seams.agent_of(given, agent)
     recorder = Recorder(
         run,
@@ -198,7 +219,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Recorder | 
     if not recorder.is_off:
         options["run_config"] = bounded_config(options.get("run_config"), recorder)
     options["hooks"] = recorder
-    if isinstance(given, RunState):
+    if goes_on:
         recorder.calls.go_on(given, agent)
     elif (
         options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
@@ -208,16 +229,46 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> Recorder | 
         # The SDK's default is no decision of the user's.
         options["max_turns"] = None
     run.guard.start()
-    return recorder
+    return recorder, given
 
 
-def _opened(hooks: BoundedHooks, given: Any) -> Run:
-    resume = hooks.resume
-    if isinstance(given, RunState):
+def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[Run, Any]:
+    envelope, resume = hooks.envelope, hooks.resume
+    goes_on = isinstance(given, RunState)
+    if goes_on:
         kept = noted(_seams.guardrail_results_of(given))
-        resume = resume if kept is None else Snapshot.model_validate(kept["snapshot"])
-        return hooks.envelope.open(resume=resume)
-    return hooks.envelope.open(user_spoke=_is_user_turn(given), resume=resume)
+        if kept is not None:
+            resume = Snapshot.model_validate(kept["snapshot"])
+        context = _seams.context_of(given) if options.get("context") is None else options["context"]
+    else:
+        context = options.get("context")
+    leg: int | None = None
+    # A run that was stopped goes on under a fresh budget, one that was left where it is.
+    fresh = resume is hooks.resume
+    if isinstance(resume, str):
+        resume, leg = _loaded(envelope, resume)
+        if not goes_on and not any(options.get(name) for name in ("session", *_SERVER_SIDE)):
+            # Who keeps the conversation elsewhere has it already.
+            given = [*resume.messages, *ItemHelpers.input_to_new_input_list(given)]
+    spoke = not goes_on and _is_user_turn(given)
+    fresh = fresh and resume is not None and resume.trip is not None
+    asked = None if isinstance(given, RunState) else given
+    run = envelope.open(user_spoke=spoke, resume=resume, fresh=fresh, config=context, given=asked)
+    if resume is not None:
+        run.go_on_as(leg, resume.run_id)
+    return run, cast("Any", given)
+
+
+def _loaded(envelope: Envelope, run_id: str) -> tuple[Snapshot, int | None]:
+    if envelope.store is None:
+        raise ConfigurationError(
+            f"resume={run_id!r} names a run in a store, got store=None. Pass the store, or a "
+            "Snapshot."
+        )
+    snapshot, leg = load_to_resume(envelope.store, run_id)
+    if snapshot is None:
+        raise CheckpointError(f"the store has no run {run_id!r}. Check the id, or start anew.")
+    return snapshot, leg
 
 
 def _has_cap(run: Run) -> bool:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import agents.run
-from agents import Agent, FunctionTool, RunItem, RunResult, RunResultStreaming, RunState
+from agents import (
+    Agent,
+    ApplyPatchTool,
+    ComputerTool,
+    CustomTool,
+    FunctionTool,
+    LocalShellTool,
+    ModelSettings,
+    RunContextWrapper,
+    RunItem,
+    RunResult,
+    RunResultStreaming,
+    RunState,
+    ShellTool,
+    Tool,
+)
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.version import __version__
@@ -22,19 +35,33 @@ _SUPPORTED = "openai-agents>=0.22.3,<1"
 # configuration; it still knows one of a mapping as its own.
 TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
 
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    FunctionTool: ("_is_agent_tool", "_tool_namespace", "tool_input_guardrails"),
-    RunResult: ("_last_agent", "_model_input_items", "_current_turn", "_original_input"),
+NEEDED: dict[Any, tuple[str, ...]] = {
+    agents.run: ("DEFAULT_MAX_TURNS", "get_default_agent_runner", "set_default_agent_runner"),
+    AgentBase: ("get_all_tools",),
+    FunctionTool: ("_is_agent_tool", "tool_input_guardrails"),
+    ModelSettings: ("resolve",),
+    RunContextWrapper: ("get_approval_status",),
+    RunResult: (
+        "_auto_previous_response_id",
+        "_conversation_id",
+        "_current_step_for_state",
+        "_current_turn",
+        "_last_agent",
+        "_model_input_items",
+        "_original_input",
+        "_previous_response_id",
+    ),
     RunResultStreaming: (
+        "_cancel_mode",
         "_event_queue",
         "_input_guardrails_task",
         "_max_turns_handled",
         "_model_input_items",
         "_state",
-        "_stream_input_persisted",
         "run_loop_task",
     ),
     RunState: (
+        "_context",
         "_current_agent",
         "_current_step",
         "_generated_items",
@@ -44,7 +71,15 @@ _FIELDS: dict[type[Any], tuple[str, ...]] = {
         "_tool_input_guardrail_results",
     ),
 }
-_IN_A_RUN = ("DEFAULT_MAX_TURNS", "get_default_agent_runner", "set_default_agent_runner")
+"""What a release has to have, by its owner."""
+_LOCAL_TOOLS = (
+    ApplyPatchTool,
+    ComputerTool,
+    CustomTool,
+    FunctionTool,
+    LocalShellTool,
+    ShellTool,
+)
 _INVOKER = "_invoke_tool_impl"
 
 
@@ -54,16 +89,14 @@ def probe() -> None:
     Raises:
         AdapterError: This release lacks something; the error says what, and what is supported.
     """
-    missing = [f"agents.run.{name}" for name in _IN_A_RUN if not hasattr(agents.run, name)]
-    if not inspect.iscoroutinefunction(getattr(AgentBase, "get_all_tools", None)):
-        missing.append("AgentBase.get_all_tools")
+    missing: list[str] = []
+    for owner, names in NEEDED.items():
+        known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
+        missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
     try:
         _again()
     except ImportError:
         missing.append("run_steps.NextStepRunAgain")
-    for owner, names in _FIELDS.items():
-        known = {field.name for field in dataclasses.fields(owner)} | set(dir(owner))
-        missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
     if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
@@ -118,10 +151,15 @@ def with_invoker(
     return copied
 
 
-def pending_functions(state: Any) -> list[Any]:
-    """List the calls of function tools that a state goes on with; each has its tool."""
+def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
+    """Replace the tools of the calls that a state goes on with."""
     processed = state._last_processed_response
-    return [] if processed is None else list(processed.functions)
+    held: dict[str, Any] = {} if processed is None else dict(processed.__dict__)
+    for calls in held.values():
+        for call in cast("list[Any]", calls if isinstance(calls, list) else []):
+            for name, value in list(getattr(call, "__dict__", {}).items()):
+                if isinstance(value, _LOCAL_TOOLS):
+                    setattr(call, name, replaced(cast("Tool", value)))
 
 
 # Streamed results
@@ -143,7 +181,7 @@ def ran_out_of_turns(streamed: Any) -> bool:
 
 def is_cancelled(streamed: Any) -> bool:
     """Tell whether the consumer cancelled a streamed run."""
-    return getattr(streamed, "_cancel_mode", "none") != "none"
+    return bool(streamed._cancel_mode != "none")
 
 
 def take_failed_guardrail(streamed: Any) -> BaseException | None:
@@ -168,10 +206,12 @@ def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
     queue.put_nowait = seen
 
 
-def extend_streamed(streamed: Any, items: Sequence[RunItem]) -> None:
-    """Add items to a streamed result as the SDK does after a turn, so that `to_state` works."""
-    streamed.new_items = [*streamed.new_items, *items]
-    streamed._model_input_items = [*streamed._model_input_items, *items]
+def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:
+    """Set the items of a streamed result as the SDK does after a turn, so that `to_state` works."""
+    dropped = {id(item) for item in streamed.new_items} - {id(item) for item in kept}
+    before = (item for item in streamed._model_input_items if id(item) not in dropped)
+    streamed.new_items = [*kept, *new]
+    streamed._model_input_items = [*before, *new]
     if streamed._state is not None:
         streamed._state._current_step = _again()
 
@@ -189,6 +229,13 @@ def complete_result(result: Any, options: dict[str, Any]) -> None:
     if options.get("previous_response_id") or options.get("auto_previous_response_id"):
         result._previous_response_id = result.last_response_id
         result._auto_previous_response_id = bool(options.get("auto_previous_response_id"))
+
+
+def drop_items(result: Any, places: set[int]) -> None:
+    """Take the new items at these places out of a result."""
+    dropped = {id(item) for n, item in enumerate(result.new_items) if n in places}
+    result.new_items = [one for one in result.new_items if id(one) not in dropped]
+    result._model_input_items = [one for one in result._model_input_items if id(one) not in dropped]
 
 
 def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
@@ -209,6 +256,11 @@ def approval_of(state: Any, item: Any) -> bool | None:
         "bool | None",
         state._context.get_approval_status(item.tool_name, call_id, existing_pending=item),
     )
+
+
+def context_of(state: Any) -> Any:
+    """Return the user's context of a run that goes on."""
+    return None if state._context is None else state._context.context
 
 
 def input_of(state: Any) -> list[Any]:

@@ -23,6 +23,8 @@ class Compared(NamedTuple):
     """What the session held before the run."""
     missing: list[TResponseInputItem]
     """What it does not hold of the run."""
+    left_out: frozenset[int]
+    """The places in the run's history of what a filter took away: it lacks that on purpose."""
 
 
 async def read(session: Any) -> list[TResponseInputItem]:
@@ -35,6 +37,17 @@ async def add(session: Any, items: list[TResponseInputItem]) -> None:
     """Add items to a session."""
     async with asyncio.timeout(_PATIENCE):
         await session.add_items(items)
+
+
+async def drop_last(session: Any) -> None:
+    """Take the last item out of a session."""
+    async with asyncio.timeout(_PATIENCE):
+        await session.pop_item()
+
+
+def ends_with(stored: Sequence[TResponseInputItem], item: TResponseInputItem) -> bool:
+    """Tell whether a session ends with an item."""
+    return bool(stored) and _key(stored[-1]) == _key(item)
 
 
 def compare(
@@ -61,17 +74,13 @@ def compare(
         held.append(there[key] > 0)
         there[key] -= 1
     last = max((n for n, is_there in enumerate(held) if is_there), default=-1)
-    missing = [
-        item
-        for n, item in enumerate(history)
-        # What is missing in between and is no call was left out on purpose.
-        if not held[n] and (n > last or _belongs_to_a_call(history, n))
-    ]
-    return Compared(list(stored[:place]), missing)
-
-
-def _belongs_to_a_call(history: Sequence[TResponseInputItem], place: int) -> bool:
-    return part(history[place], "call_id") is not None
+    ids = [part(item, "call_id") for item in history]
+    asked = {one for n, one in enumerate(ids) if one is not None and (held[n] or n > last)}
+    # What is missing in between, and is no half of a call, was left out on purpose.
+    lacks = {n for n, is_there in enumerate(held) if not is_there}
+    left_out = frozenset(n for n in lacks if n < last and ids[n] not in asked)
+    missing = [history[n] for n in sorted(lacks - left_out)]
+    return Compared(list(stored[:place]), missing, left_out)
 
 
 def _key(item: object) -> _Key:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
@@ -27,7 +26,11 @@ class Bounds(Protocol):
         """The agent at work."""
         ...
 
-    def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
+    def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
+        """Return what is to be sent, or what is kept of it."""
+        ...
+
+    async def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
         """Ask for a model call that is about to be made, or stop the run."""
         ...
 
@@ -35,7 +38,7 @@ class Bounds(Protocol):
         """Return the completion tokens that the next call may ask for."""
         ...
 
-    def admit_retry(self, error: BaseException | None) -> bool:
+    async def admit_retry(self, error: BaseException | None) -> bool:
         """Tell whether a failed call may be tried again, and count the attempt if so."""
         ...
 
@@ -54,6 +57,7 @@ class BoundedSettings(ModelSettings):
             if field.name not in _OWN:
                 object.__setattr__(self, field.name, getattr(base, field.name))
         object.__setattr__(self, "base", base)
+        object.__setattr__(self, "_says_nothing", _says_nothing(base))
         object.__setattr__(self, "_bounds", bounds)
 
     @property
@@ -65,6 +69,20 @@ class BoundedSettings(ModelSettings):
         """Return what the run, or else the agent, says."""
         own = getattr(self.base, name)
         return getattr((agent or self._run.agent).model_settings, name) if own is None else own
+
+    def of_a_call(self, settings: ModelSettings) -> dict[str, Any] | None:
+        """Return an agent's settings with the bounds of a call; None where more is to be merged.
+
+        The SDK's way makes and checks every setting anew, twice a turn.
+        """
+        retry = self.retry
+        if not self.__dict__["_says_nothing"] or settings.extra_args or retry or settings.retry:
+            return None
+        found = {**vars(settings), "include_usage": self.include_usage}
+        bound = self.max_tokens
+        if bound is not None:
+            found["max_tokens"] = bound
+        return found
 
     @property
     def max_tokens(self) -> int | None:  # type: ignore[override]
@@ -102,14 +120,20 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
 
     @wraps(resolve)
     def resolved(self: ModelSettings, override: Any) -> ModelSettings:
-        settings = resolve(self, override)
-        if isinstance(override, BoundedSettings):
-            settings = copy.copy(settings)
-            settings.__class__ = _CallSettings
-            settings.__post_init__()  # type: ignore[attr-defined]
-        return settings
+        if not isinstance(override, BoundedSettings):
+            return resolve(self, override)
+        own = override.of_a_call(self)
+        settings: Any = object.__new__(_CallSettings)
+        settings.__dict__.update(vars(resolve(self, override)) if own is None else own)
+        settings.__post_init__()
+        return cast("ModelSettings", settings)
 
     return resolved
+
+
+def _says_nothing(settings: ModelSettings) -> bool:
+    names = (field.name for field in fields(ModelSettings) if field.name not in _OWN)
+    return all(getattr(settings, name) is None for name in names)
 
 
 class _Filter:
@@ -128,7 +152,9 @@ class _Filter:
         if isinstance(sent, ModelInputData):
             settings: BoundedSettings = self._settings
             own = settings.own("max_tokens", data.agent)
-            settings.__dict__["_bounds"].admit(data.agent, sent, own)
+            bounds: Bounds = settings.__dict__["_bounds"]
+            sent = bounds.pruned(data.agent, sent)
+            await bounds.admit(data.agent, sent, own)
         # The SDK refuses what is none.
         return cast("ModelInputData", sent)
 
@@ -171,7 +197,7 @@ def _admitted(policy: Callable[[Any], Any], bounds: Bounds) -> Callable[[Any], A
         if inspect.isawaitable(decision):
             decision = await decision
         wanted = decision if isinstance(decision, bool) else decision.retry
-        if not wanted or bounds.admit_retry(getattr(context, "error", None)):
+        if not wanted or await bounds.admit_retry(getattr(context, "error", None)):
             return decision
         return False
 

@@ -18,6 +18,7 @@ from budgetguard_openai_agents._ending import (
     is_answered,
     store_in_session,
 )
+from budgetguard_openai_agents._last import answer_of
 from budgetguard_openai_agents._run import Recorder
 
 
@@ -76,7 +77,8 @@ class StreamEnding:
             return
         trip = trip or recorder.calls.stopping or run.stopped_by
         if trip is not None and not result.interruptions and not is_answered(recorder, result):
-            self._closing = close_streamed(recorder, trip, result)
+            answer = await answer_of(recorder, trip, self._given, result, self._session)
+            self._closing = close_streamed(recorder, trip, result, answer)
             await store_in_session(recorder, self._session, self._given, result)
         await conclude(recorder, trip, result)
 

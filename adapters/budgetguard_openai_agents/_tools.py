@@ -9,10 +9,14 @@ import copy
 import inspect
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, Protocol, cast
 
 from agents import (
     ApplyPatchTool,
+    AsyncComputer,
+    Computer,
+    ComputerTool,
     CustomTool,
     FunctionTool,
     LocalShellTool,
@@ -22,12 +26,13 @@ from agents import (
     ToolInputGuardrail,
     ToolInputGuardrailData,
     ToolInputGuardrailResult,
+    resolve_computer,
 )
-from agents.editor import ApplyPatchOperation, ApplyPatchResult
+from agents.editor import ApplyPatchResult
 
 from budgetguard_core import BudgetExceeded
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._history import Asked
+from budgetguard_openai_agents._history import Asked, picture_of
 
 _NAME = "budgetguard"
 _ORIGINAL = "_budgetguard_original"
@@ -35,6 +40,10 @@ _ORIGINAL = "_budgetguard_original"
 
 class Calls(Protocol):
     """What the copies ask the run that they are called in."""
+
+    async def wait_for_place(self, context: Any, tool: Tool) -> None:
+        """Wait where a call is held back; it may be refused after that."""
+        ...
 
     def refusal(self, context: Any, tool: Tool) -> str | None:
         """Return what is given in place of a call's result; None where it may start."""
@@ -81,28 +90,44 @@ class Gates:
             gated = self._function(tool)
         elif isinstance(tool, CustomTool):
             gated = copy.copy(tool)
-            gated.on_invoke_tool = self._executor(gated, tool.on_invoke_tool)
+            gated.on_invoke_tool = self.asking(gated, tool.on_invoke_tool)
         elif isinstance(tool, ShellTool | LocalShellTool):
             if tool.executor is None:
                 return tool
             gated = copy.copy(tool)
-            gated.executor = self._executor(gated, tool.executor)
+            gated.executor = self.asking(gated, tool.executor)
         elif isinstance(tool, ApplyPatchTool):
             gated = copy.copy(tool)
             gated.editor = _Editor(self, gated, tool.editor)
+        elif isinstance(tool, ComputerTool):
+            gated = self._computer(tool)
         else:
             return tool
         setattr(gated, _ORIGINAL, tool)
         return cast("Tool", gated)
+
+    def _computer(self, tool: ComputerTool[Any]) -> ComputerTool[Any]:
+        gated = copy.copy(tool)
+        if isinstance(tool.computer, Computer | AsyncComputer):
+            gated.computer = _Screen(self, tool, tool.computer)
+            return gated
+
+        async def make(*, run_context: Any) -> _Screen:
+            # The user's tool makes one for each run, and disposes of it.
+            return _Screen(self, tool, await resolve_computer(tool=tool, run_context=run_context))
+
+        gated.computer = make
+        return gated
 
     def _function(self, tool: FunctionTool) -> FunctionTool:
         gated = _seams.with_invoker(tool, lambda body: self._body(tool, body))
         gated.tool_input_guardrails = [self._gate, *(tool.tool_input_guardrails or ())]
         return gated
 
-    def _answer(self, data: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
+    async def _answer(self, data: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
         calls = self._find()
         if calls is not None:
+            await calls.wait_for_place(data.context, _NO_TOOL)
             refusal = calls.refusal(data.context, _NO_TOOL)
             if refusal is not None:
                 return ToolGuardrailFunctionOutput.reject_content(refusal)
@@ -140,46 +165,55 @@ class Gates:
         noted.__dict__.update(getattr(body, "__dict__", {}))
         return noted
 
-    def _executor(self, tool: Any, execute: Callable[..., Any]) -> Callable[..., Any]:
-        def asking(*given: Any) -> Any:
+    def asking(
+        self,
+        tool: Any,
+        execute: Callable[..., Any],
+        refused: Callable[[str], Any] = str,
+    ) -> Callable[..., Any]:
+        """Have the body of a copy ask before it starts; `refused` makes a result of a refusal."""
+
+        @wraps(execute)
+        def asking(*given: Any, **named: Any) -> Any:
             calls = self._find()
             context = given[0] if isinstance(tool, CustomTool) else None
             asked = None if calls is None else calls.running(context, tool)
             if calls is None or asked is None:
-                return execute(*given)
+                return execute(*given, **named)
             refusal = calls.refusal(context, tool)
             if refusal is not None:
-                return refusal
+                return refused(refusal)
             with _noted(calls, asked):
-                result = execute(*given)
+                result = execute(*given, **named)
             return _awaited(calls, asked, result) if inspect.isawaitable(result) else result
 
         return asking
-
-    def edit(self, tool: Any, execute: Callable[..., Any], operation: ApplyPatchOperation) -> Any:
-        """Have an editor apply one operation, or refuse to."""
-        result = self._executor(tool, execute)(operation)
-        calls = self._find()
-        refusal = None if calls is None else calls.refusal(None, tool)
-        return ApplyPatchResult(status="failed", output=refusal) if refusal else result
 
 
 class _Editor:
     """The editor of a copy."""
 
     def __init__(self, gates: Gates, tool: Any, editor: Any) -> None:
-        self._gates = gates
-        self._tool = tool
-        self._editor = editor
+        def refused(text: str) -> ApplyPatchResult:
+            return ApplyPatchResult(status="failed", output=text)
 
-    def create_file(self, operation: ApplyPatchOperation) -> Any:
-        return self._gates.edit(self._tool, self._editor.create_file, operation)
+        self.create_file = gates.asking(tool, editor.create_file, refused)
+        self.update_file = gates.asking(tool, editor.update_file, refused)
+        self.delete_file = gates.asking(tool, editor.delete_file, refused)
 
-    def update_file(self, operation: ApplyPatchOperation) -> Any:
-        return self._gates.edit(self._tool, self._editor.update_file, operation)
 
-    def delete_file(self, operation: ApplyPatchOperation) -> Any:
-        return self._gates.edit(self._tool, self._editor.delete_file, operation)
+@AsyncComputer.register
+class _Screen:
+    """The computer of a copy; its methods may be those of a sync one."""
+
+    def __init__(self, gates: Gates, tool: Any, computer: Any) -> None:
+        self._asking = partial(gates.asking, tool, refused=picture_of)
+        self._own = computer
+        self.tool = tool
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._own, name)
+        return self._asking(own) if inspect.ismethod(own) else own
 
 
 _NO_TOOL: Any = None
@@ -203,12 +237,9 @@ async def _awaited(calls: Calls, asked: Asked, result: Awaitable[Any]) -> Any:
 def original(tool: Tool) -> Tool:
     """Return the user's own tool."""
     own: Tool = getattr(tool, _ORIGINAL, tool)
-    return own
-
-
-def is_gated(tool: Tool) -> bool:
-    """Tell whether a tool is one of the copies."""
-    return hasattr(tool, _ORIGINAL)
+    # The SDK makes another copy for a computer of the run's own.
+    computer = getattr(own, "computer", None)
+    return computer.tool if isinstance(computer, _Screen) else own
 
 
 def text_of(stop: BudgetExceeded) -> str:

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from agents import Agent, ModelResponse, OpenAIChatCompletionsModel, RunConfig
+from agents import (
+    Agent,
+    FunctionTool,
+    Handoff,
+    ModelResponse,
+    OpenAIChatCompletionsModel,
+    RunConfig,
+    Tool,
+)
 from agents.models import get_default_model
 
 from budgetguard_core.kit import estimate
 from budgetguard_openai_agents._history import part
+from budgetguard_openai_agents._tools import original
 
 _ROUTERS = frozenset({"any-llm", "litellm"})
 _WRITTEN = ("text", "arguments", "input", "refusal")
@@ -25,6 +34,25 @@ def model_of(agent: Agent[Any], run_config: RunConfig) -> tuple[str | None, str 
     if len(parts) > 1 and parts[0] in _ROUTERS:
         del parts[0]
     return parts[-1], parts[0] if len(parts) > 1 else None
+
+
+def schemas_of(agent: Agent[Any], tools: Iterable[Tool]) -> list[object]:
+    """List what the model is told of an agent's tools and handoffs: equal from turn to turn."""
+    schemas: list[object] = []
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            # A server of tools makes each of them anew for every turn.
+            schemas.append((tool.name, tool.description, tool.params_json_schema))
+        else:
+            schemas.append(original(tool))
+    for to in agent.handoffs:
+        if isinstance(to, Handoff):
+            schemas.append((to.tool_name, to.tool_description, to.input_json_schema))
+        else:
+            # The rest of an agent is not sent.
+            about = Handoff.default_tool_description(to)
+            schemas.append((Handoff.default_tool_name(to), about))
+    return schemas
 
 
 def usage_of(response: ModelResponse) -> object:

@@ -32,10 +32,14 @@ class BudgetHooks(BoundedHooks):
             of runs at the same time each looks for loops by itself. An `Envelope`: either, with
             the options below.
         inner: Your own run hooks. They are called after the guard has admitted the step.
-        resume: Where an earlier run stopped, from its store: its counters go on, under this
-            budget's caps. Give the run `list(resume.messages)` as its input.
-        options: `mode`, `sinks`, `on_warning`, `on_outcome`, `price_book`, `clock`, `store` and
-            `on_trip`, as `Envelope` has them.
+        resume: An earlier run to go on with: its id in `store`, or its `Snapshot`. Of a run that
+            was left, by a crash for example, the counters go on under this budget's caps; one that
+            was stopped has a fresh budget. With an id the run gets the history in front of its
+            input, unless a session or the server keeps it, and whatever else is at work on the
+            same run ends at its next call; with a snapshot, give `list(resume.messages)` yourself.
+        options: As `Envelope` has them: `mode`, `sinks`, `on_warning`, `on_outcome`, `price_book`,
+            `clock`, `breakers`, `store`, `on_trip`, `ledger` and `tenant`. A `tenant` that is a
+            function is given the run's context: `tenant=lambda context: context.tenant`.
 
     Raises:
         ConfigurationError: The budget is none of these, an option does not fit, or inner hooks
@@ -45,10 +49,10 @@ class BudgetHooks(BoundedHooks):
 
     def __init__(
         self,
-        budget: Budget | Guard | Envelope,
+        budget: Budget | Guard | Envelope | None = None,
         inner: RunHooks[Any] | None = None,
         *,
-        resume: Snapshot | None = None,
+        resume: Snapshot | str | None = None,
         **options: Unpack[EnvelopeOptions],
     ) -> None:
         self.envelope = envelope_of(budget, **options)

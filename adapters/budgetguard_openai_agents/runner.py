@@ -26,7 +26,7 @@ async def bounded_run(
     agent: Agent[Any],
     input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
     *,
-    budget: Budget | Guard | Envelope,
+    budget: Budget | Guard | Envelope | None = None,
     hooks: RunHooks[Any] | None = None,
     **options: Any,
 ) -> RunResult:
@@ -52,7 +52,7 @@ def bounded_run_sync(
     agent: Agent[Any],
     input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
     *,
-    budget: Budget | Guard | Envelope,
+    budget: Budget | Guard | Envelope | None = None,
     hooks: RunHooks[Any] | None = None,
     **options: Any,
 ) -> RunResult:
@@ -65,7 +65,7 @@ def bounded_run_streamed(
     agent: Agent[Any],
     input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
     *,
-    budget: Budget | Guard | Envelope,
+    budget: Budget | Guard | Envelope | None = None,
     hooks: RunHooks[Any] | None = None,
     **options: Any,
 ) -> RunResultStreaming:
@@ -120,7 +120,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
 
 
 def _hooks(
-    budget: Budget | Guard | Envelope, hooks: RunHooks[Any] | None, options: dict[str, Any]
+    budget: Budget | Guard | Envelope | None, hooks: RunHooks[Any] | None, options: dict[str, Any]
 ) -> tuple[BudgetHooks, dict[str, Any]]:
     own: dict[str, Any] = {n: v for n, v in options.items() if n in _OF_THE_BUDGET}
     rest = {n: v for n, v in options.items() if n not in _OF_THE_BUDGET}

@@ -13,10 +13,11 @@ import pytest
 from agents import Agent, OpenAIChatCompletionsModel, RunState
 from openai import AsyncOpenAI
 
-from budgetguard_core import Budget, Guard, MemoryStore, StopReason
+from budgetguard_core import Budget, Guard, MemoryStore, Outcome, StopReason
 from budgetguard_core.testing import Call, ManualClock
 from budgetguard_openai_agents import BudgetHooks, bounded_run, outcome
 from conformance.budgetguard_openai_agents_driver import MemorySession
+from openai_agents_raw import RawModel, call_of, text_item, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool, unpaired
 from strict_openai_server import NAME, StrictServer
 
@@ -102,12 +103,14 @@ async def test_a_trip_and_a_pause_in_one_batch_lose_neither(mode, batch, through
     bodies: list[str] = []
     agent = asking(bodies, calls(*batch), says("Never said."))
     agent.tools.append(tool("read", bodies))
-    hooks = BudgetHooks(Budget(max_tool_calls=1))
+    outcomes: list[Outcome] = []
+    hooks = BudgetHooks(Budget(max_tool_calls=1), on_outcome=outcomes.append)
     result = await go(mode, agent, hooks=hooks)
     if outcome(result).status == "paused":
         state = await answered(agent, result, through_json=through_json)
         result = await go(mode, agent, state, hooks=hooks)
     assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+    assert [one.status for one in outcomes if one.status != "paused"] == ["terminated"]
     assert bodies == [batch[0]]
     assert script_of(agent).calls == 1
     assert len([i for i in result.to_input_list() if "output" in i]) == 3
@@ -248,3 +251,28 @@ async def test_a_second_process_answers_and_the_counters_go_on(httpserver):
     assert bodies == []
     assert len(httpserver.log) == 3
     assert server.refusals == []
+
+
+@pytest.mark.parametrize("kind", ["shell", "apply_patch", "custom"])
+@places
+@modes
+async def test_approved_calls_of_every_kind_are_asked_for_one_by_one(mode, kind, through_json):
+    bodies: list[str] = []
+    own = toolbox(bodies)[kind]
+    own.needs_approval = True
+    agent = Agent(
+        name="main",
+        model=RawModel([call_of(kind, 1), call_of(kind, 2)], [text_item("Done.")]),
+        tools=[own],
+    )
+    name = "sql" if kind == "custom" else kind
+    hooks = BudgetHooks(Budget(tool_quotas={name: 1}))
+    result = await go(mode, agent, hooks=hooks)
+    assert outcome(result).status == "paused"
+    assert bodies == []
+    state = await answered(agent, result, through_json=through_json)
+    result = await go(mode, agent, state, hooks=hooks)
+    assert bodies == ["1"]
+    assert result.final_output == "Done."
+    assert outcome(result).usage.tool_calls == 1
+    assert not unpaired(result.to_input_list())

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 from typing import Any
 
 import pytest
 from agents import (
     Agent,
+    Computer,
+    ComputerProvider,
+    ComputerTool,
     ModelBehaviorError,
+    ShellTool,
     StopAtTools,
     tool_namespace,
 )
@@ -17,10 +22,19 @@ from openai.types.responses import (
     ResponseFunctionToolCall,
 )
 
-from budgetguard_core import NOT_AVAILABLE, NOT_EXECUTED, Budget, Guard, StopReason
+from budgetguard_core import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Budget,
+    Guard,
+    StopReason,
+)
+from budgetguard_core.kit import Run
 from budgetguard_core.testing import Call
 from budgetguard_openai_agents import BudgetHooks, outcome
-from openai_agents_raw import KINDS, RawModel, call_of, text_item, toolbox
+from budgetguard_openai_agents._history import picture_of
+from openai_agents_raw import KINDS, RawModel, Screen, call_of, text_item, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
 
 pytestmark = pytest.mark.anyio
@@ -58,7 +72,7 @@ async def test_what_fits_runs_once_and_is_counted_once(mode, other):
 @modes
 async def test_a_mixed_batch_runs_what_fits_in_the_models_order(mode, seed):
     random_ = random.Random(seed)
-    kinds = [random_.choice([k for k in KINDS if k != "computer"]) for _ in range(6)]
+    kinds = [random_.choice(KINDS) for _ in range(6)]
     cap = random_.randint(1, 6)
     bodies: list[str] = []
     asked = [call_of(kind, number) for number, kind in enumerate(kinds)]
@@ -74,7 +88,7 @@ async def test_a_mixed_batch_runs_what_fits_in_the_models_order(mode, seed):
     assert [statuses[f"c{n}"] for n in range(6)] == ["completed"] * cap + ["refused"] * (6 - cap)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "computer"])
+@pytest.mark.parametrize("kind", KINDS)
 @modes
 async def test_a_quota_refuses_its_tool_and_the_model_goes_on(mode, kind):
     bodies: list[str] = []
@@ -86,20 +100,138 @@ async def test_a_quota_refuses_its_tool_and_the_model_goes_on(mode, kind):
     assert bodies == ["1"]
     assert result.final_output == "Done."
     assert outcome(result).status == "completed"
-    assert NOT_AVAILABLE in str(result.to_input_list())
-    assert NOT_AVAILABLE in str(agent.model.sent[-1])
+    # A computer answers with pictures only.
+    shown = picture_of(NOT_AVAILABLE) if kind == "computer" else NOT_AVAILABLE
+    assert shown in str(result.to_input_list())
+    assert shown in str(agent.model.sent[-1])
+
+
+def pictures(items: Any) -> dict[str, str]:
+    return {
+        item["call_id"]: item["output"]["image_url"].partition("base64,")[2]
+        for item in items
+        if item.get("type") == "computer_call_output"
+    }
 
 
 @modes
-async def test_a_computer_is_refused_with_its_whole_batch(mode):
+async def test_a_computer_is_refused_call_by_call(mode):
     bodies: list[str] = []
     asked = [call_of("function", 1), call_of("computer", 2), call_of("computer", 3)]
     agent = agent_with(bodies, ["function", "computer"], asked)
     guard = Guard(Budget(max_tool_calls=2))
     result = await go(mode, agent, hooks=BudgetHooks(guard))
-    assert bodies == []
-    assert guard.usage.tool_calls == 0
+    assert sorted(bodies) == ["1", "2"]
+    assert guard.usage.tool_calls == 2
     assert outcome(result).stop_reason is StopReason.MAX_TOOL_CALLS
+    history = result.to_input_list()
+    assert not unpaired(history)
+    shown = pictures(history)
+    assert shown == {"c2": "aW1hZ2U=", "c3": picture_of(NOT_EXECUTED)}
+    assert base64.b64decode(shown["c3"]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["instance", "factory", "sync"])
+@modes
+async def test_a_computer_is_the_users_own_and_is_disposed_of_by_the_run(mode, kind):
+    bodies: list[str] = []
+    made: list[Any] = []
+
+    class Sync(Computer):
+        def screenshot(self) -> str:
+            return "aW1hZ2U="
+
+        def wait(self) -> None: ...
+
+        click = double_click = scroll = move = keypress = drag = wait
+
+        def type(self, text: str) -> None:
+            bodies.append(text)
+
+    async def create(*, run_context: Any) -> Any:
+        made.append(Screen(bodies))
+        return made[-1]
+
+    async def dispose(*, run_context: Any, computer: Any) -> None:
+        made.remove(computer)
+        made.append("disposed")
+
+    provider = ComputerProvider(create=create, dispose=dispose)
+    computer = {"instance": Screen(bodies), "factory": provider, "sync": Sync()}[kind]
+    own = ComputerTool(computer=computer)
+    turns = [[call_of("computer", n)] for n in range(3)]
+    agent = Agent(name="main", model=RawModel(*turns, [text_item("Done.")]), tools=[own])
+    guard = Guard(Budget(max_tool_calls=9, loop_detection=None))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert result.final_output == "Done."
+    assert bodies == ["0", "1", "2"]
+    assert guard.usage.tool_calls == 3
+    assert made == (["disposed"] if kind == "factory" else [])
+
+
+@modes
+async def test_a_computer_that_was_cut_has_a_picture_that_says_so(mode):
+    class Hanging(Screen):
+        async def type(self, text: str) -> None:
+            guard.abort("enough")
+            await asyncio.get_running_loop().create_future()
+
+    agent = Agent(
+        name="main",
+        model=RawModel([call_of("computer", 1)]),
+        tools=[ComputerTool(computer=Hanging([]))],
+    )
+    guard = Guard(Budget())
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert pictures(result.to_input_list()) == {"c1": picture_of(OUTCOME_UNKNOWN)}
+
+
+@pytest.mark.parametrize("kind", ["shell", "local_shell", "apply_patch", "computer"])
+@modes
+async def test_a_call_that_is_refused_in_the_middle_leaves_those_after_it_alone(mode, kind):
+    """Their hooks say no id, so each call is found by its place."""
+    bodies: list[str] = []
+    numbers = [1, 2, 3]
+    agent = agent_with(
+        bodies, [kind], [call_of(kind, number) for number in numbers], [text_item("Done.")]
+    )
+    hooks = BudgetHooks(guard := Guard(Budget(max_tool_calls=9)))
+    refuse = Run.batch
+
+    def second_refused(run: Run, given: Any) -> Any:
+        batch = refuse(run, given)
+        second = list(batch)[1]
+        run.withdrawn(second)
+        second.state, second.refusal = "refused", NOT_AVAILABLE
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "batch", second_refused)
+        result = await go(mode, agent, hooks=hooks)
+    assert result.final_output == "Done."
+    assert bodies == ["1", "3"]
+    assert guard.usage.tool_calls == 2
+    assert not unpaired(result.to_input_list())
+
+
+@modes
+async def test_a_shell_of_the_providers_is_hosted_and_keeps_its_result(mode):
+    output = [{"stdout": "ok", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+    answered = {"type": "shell_call_output", "id": "so1", "call_id": "c1", "output": output}
+    answered |= {"status": "completed", "max_output_length": None}
+    agent = Agent(
+        name="main",
+        model=RawModel([call_of("shell", 1), answered, call_of("function", 2)]),
+        tools=[
+            ShellTool(environment={"type": "container_auto"}),
+            toolbox(bodies := [])["function"],
+        ],
+    )
+    guard = Guard(Budget(max_tool_calls=1))
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert bodies == []
+    assert guard.usage.tool_calls == 1
+    assert not unpaired(result.to_input_list())
 
 
 @modes

@@ -7,35 +7,53 @@ import threading
 from typing import Any
 
 import pytest
-from agents import Agent, ModelSettings, function_tool
+from agents import ModelSettings, RunHooks, function_tool
 
 from budgetguard_core import OUTCOME_UNKNOWN, Budget, Guard, Mode, StopReason, SystemClock
-from budgetguard_core.testing import Reply
-from budgetguard_openai_agents import BudgetHooks, bounded_run_streamed, outcome
-from conformance.budgetguard_openai_agents_driver import MemorySession
+from budgetguard_core.testing import ManualClock, Reply
+from budgetguard_openai_agents import (
+    BudgetHooks,
+    bounded_run_streamed,
+    bounded_run_sync,
+    outcome,
+)
+from conformance.budgetguard_openai_agents_driver import MemorySession, own_loop
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool, unpaired
 
 pytestmark = pytest.mark.anyio
 modes = pytest.mark.parametrize("mode", MODES)
-DEADLINE = 0.4
-# Hung calls here would hang for ever; a machine under load is slow, and that is no failure.
+SHORT = 0.05
+"""A deadline that passes when a test moves its clock: no machine is too slow for it."""
+DEADLINE = 1.0
+# In real time. A machine under load is slow, and that is no failure.
 SLOW = 10 * DEADLINE
 
 
-def hanging_tool(bodies: list[str], name: str = "wait") -> Any:
-    async def body() -> str:
-        bodies.append(name)
-        await asyncio.get_running_loop().create_future()
-        return "never"
+def late(clock: ManualClock, *replies: Reply) -> Any:
+    """Give these replies; the time is over when the last one is asked for."""
 
-    return function_tool(body, name_override=name)
+    def reply(number: int) -> Reply:
+        if number == len(replies) - 1:
+            clock.advance(1)
+        return replies[min(number, len(replies) - 1)]
+
+    return reply
 
 
-async def timed(run: Any) -> tuple[Any, float]:
-    clock = SystemClock()
-    began = clock.monotonic_ns()
-    result = await run
-    return result, (clock.monotonic_ns() - began) / 1e9
+class Reached(RunHooks[Any]):
+    """Says when the model is called for the first time, and when so many tools have ended."""
+
+    def __init__(self, ends: int = 0) -> None:
+        self.ends = ends
+        self.called, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def on_llm_start(self, *args: Any) -> None:
+        self.called.set()
+
+    async def on_tool_end(self, *args: Any) -> None:
+        self.ends -= 1
+        if self.ends == 0:
+            self.ended.set()
 
 
 def nothing_left() -> set[Any]:
@@ -47,16 +65,31 @@ def nothing_left() -> set[Any]:
     }
 
 
-@modes
-async def test_a_hung_model_is_cut_within_a_second_and_the_run_goes_on(mode):
-    session = MemorySession("s")
-    bodies: list[str] = []
-    agent = agent_of(
-        calls("search"), Reply(hang=True), says("At last."), tools=[tool("search", bodies)]
-    )
-    guard = Guard(Budget(max_seconds=DEADLINE))
-    result, took = await timed(go(mode, agent, session=session, hooks=BudgetHooks(guard)))
+@pytest.mark.parametrize("entry", ["run", "run_sync", "run_streamed"])
+def test_in_real_time(entry):
+    clock = SystemClock()
+    # What is imported and opened at first use is no part of it.
+    asyncio.run(go("run", agent_of(says("Hi.")), hooks=BudgetHooks(Budget())))
+    agent = agent_of(Reply(hang=True))
+    budget = Budget(max_seconds=DEADLINE)
+    began = clock.monotonic_ns()
+    if entry == "run_sync":
+        with own_loop():
+            result = bounded_run_sync(agent, "Go.", budget=budget)
+    else:
+        result = asyncio.run(go(entry, agent, hooks=BudgetHooks(budget)))
+    took = (clock.monotonic_ns() - began) / 1e9
+    assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert DEADLINE <= took < SLOW
+
+
+@modes
+async def test_a_hung_model_is_cut_and_the_run_goes_on(mode):
+    clock, session = ManualClock(), MemorySession("s")
+    bodies: list[str] = []
+    agent = agent_of(late(clock, calls("search"), Reply(hang=True)), tools=[tool("search", bodies)])
+    guard = Guard(Budget(max_seconds=SHORT), clock=clock)
+    result = await go(mode, agent, session=session, hooks=BudgetHooks(guard))
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert bodies == ["search"]
     assert not unpaired(result.to_input_list())
@@ -67,10 +100,9 @@ async def test_a_hung_model_is_cut_within_a_second_and_the_run_goes_on(mode):
     assert nothing_left() == set()
     items = await session.get_items()
     assert not unpaired(items)
-    assert [item.get("role", item["type"]) if "type" in item else item["role"] for item in items][
-        -1
-    ] == "assistant"
+    assert items[-1].get("role") == "assistant"
     assert len(items) == 4
+    agent.model = agent_of(says("At last.")).model
     again = await go(mode, agent, "Go on.", session=session, hooks=BudgetHooks(Budget()))
     assert again.final_output == "At last."
     assert bodies == ["search"]
@@ -78,28 +110,34 @@ async def test_a_hung_model_is_cut_within_a_second_and_the_run_goes_on(mode):
 
 @modes
 async def test_a_hung_model_at_the_first_turn_keeps_the_users_words(mode):
-    session = MemorySession("s")
-    agent = agent_of(Reply(hang=True))
-    result, took = await timed(
-        go(mode, agent, "Hi.", session=session, hooks=BudgetHooks(Budget(max_seconds=DEADLINE)))
-    )
-    assert took < SLOW
+    clock, session = ManualClock(), MemorySession("s")
+    agent = agent_of(late(clock, Reply(hang=True)))
+    hooks = BudgetHooks(Budget(max_seconds=SHORT), clock=clock)
+    result = await go(mode, agent, "Hi.", session=session, hooks=hooks)
     assert [item["role"] for item in await session.get_items()] == ["user", "assistant"]
     assert [item["role"] for item in result.to_input_list()] == ["user", "assistant"]
 
 
 @modes
 async def test_a_hung_tool_is_cut_and_its_siblings_results_are_kept(mode):
-    session = MemorySession("s")
+    clock, session = ManualClock(), MemorySession("s")
     bodies: list[str] = []
+    reached = Reached(ends=3)
+
+    async def wait() -> str:
+        bodies.append("wait")
+        await reached.ended.wait()
+        clock.advance(1)
+        await asyncio.get_running_loop().create_future()
+        return "never"
+
     agent = agent_of(
         calls("search"),
         calls("search", "wait", "search"),
-        tools=[tool("search", bodies), hanging_tool(bodies)],
+        tools=[tool("search", bodies), function_tool(wait)],
     )
-    guard = Guard(Budget(max_seconds=DEADLINE))
-    result, took = await timed(go(mode, agent, session=session, hooks=BudgetHooks(guard)))
-    assert took < SLOW
+    hooks = BudgetHooks(Budget(max_seconds=SHORT), reached, clock=clock)
+    result = await go(mode, agent, session=session, hooks=hooks)
     assert sorted(bodies) == ["search", "search", "search", "wait"]
     history = result.to_input_list()
     assert not unpaired(history)
@@ -114,19 +152,18 @@ async def test_a_hung_tool_is_cut_and_its_siblings_results_are_kept(mode):
     statuses = [record.status for record in outcome(result).tool_calls]
     assert statuses.count("interrupted") == 1
     assert statuses.count("completed") == 3
-    again = await go(
-        mode, agent, "Go on.", session=session, hooks=BudgetHooks(Budget(max_seconds=DEADLINE))
-    )
+    agent.model = agent_of(says("At last.")).model
+    again = await go(mode, agent, "Go on.", session=session, hooks=BudgetHooks(Budget()))
     assert not unpaired(again.to_input_list())
 
 
 @modes
 async def test_a_sub_agent_at_the_deadline(mode):
-    below = agent_of(Reply(hang=True), name="worker")
+    clock = ManualClock()
+    below = agent_of(late(clock, Reply(hang=True)), name="worker")
     agent = agent_of(calls("ask"), tools=[below.as_tool(tool_name="ask", tool_description="Ask.")])
-    guard = Guard(Budget(max_seconds=DEADLINE))
-    result, took = await timed(go(mode, agent, hooks=BudgetHooks(guard)))
-    assert took < SLOW
+    guard = Guard(Budget(max_seconds=SHORT), clock=clock)
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert not unpaired(result.to_input_list())
     assert guard.usage.failed_calls == 1
@@ -134,25 +171,28 @@ async def test_a_sub_agent_at_the_deadline(mode):
 
 @modes
 async def test_a_sub_agents_own_deadline_ends_the_sub_agent(mode):
-    below = agent_of(calls("wait"), name="worker", tools=[hanging_tool([])])
+    clock = ManualClock()
+    guard = Guard(Budget(max_seconds=3600), clock=clock)
+    below = agent_of(late(clock, Reply(hang=True)), name="worker")
     ask = below.as_tool(
-        tool_name="ask", tool_description="Ask.", hooks=BudgetHooks(Budget(max_seconds=0.2))
+        tool_name="ask", tool_description="Ask.", hooks=BudgetHooks(Budget(max_seconds=SHORT))
     )
     agent = agent_of(calls("ask"), says("Thanks."), tools=[ask])
-    result, took = await timed(go(mode, agent, hooks=BudgetHooks(Budget(max_seconds=20))))
-    assert took < SLOW
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
     assert result.final_output == "Thanks."
 
 
 @modes
-async def test_an_abort_ends_a_hung_run_at_once(mode):
+async def test_an_abort_from_another_thread_ends_a_hung_run(mode):
     guard = Guard(Budget(max_iterations=5))
-    timer = threading.Timer(0.2, guard.abort, ["a person said no"])
-    timer.start()
-    agent = agent_of(calls("wait"), tools=[hanging_tool([])])
-    result, took = await timed(go(mode, agent, hooks=BudgetHooks(guard)))
-    timer.join()
-    assert took < SLOW
+
+    async def wait() -> str:
+        threading.Thread(target=guard.abort, args=["a person said no"]).start()
+        await asyncio.get_running_loop().create_future()
+        return "never"
+
+    agent = agent_of(calls("wait"), tools=[function_tool(wait)])
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
     assert outcome(result).stop_reason is StopReason.ABORTED
     assert outcome(result).detail == "a person said no"
     assert not unpaired(result.to_input_list())
@@ -164,7 +204,8 @@ async def test_an_abort_that_only_looks_on_changes_nothing(mode):
 
     async def slow() -> str:
         guard.abort()
-        await asyncio.sleep(0.05)
+        for _ in range(50):
+            await asyncio.sleep(0)
         return "slow"
 
     agent = agent_of(calls("slow"), says("Done."), tools=[function_tool(slow)])
@@ -174,9 +215,10 @@ async def test_an_abort_that_only_looks_on_changes_nothing(mode):
 
 @modes
 async def test_a_tool_that_does_not_let_itself_be_cancelled_does_not_hold_the_run(mode):
-    release = asyncio.Event()
+    clock, release = ManualClock(), asyncio.Event()
 
     async def stubborn() -> str:
+        clock.advance(1)
         while not release.is_set():
             try:
                 await release.wait()
@@ -185,11 +227,12 @@ async def test_a_tool_that_does_not_let_itself_be_cancelled_does_not_hold_the_ru
         return "late"
 
     agent = agent_of(calls("stubborn"), tools=[function_tool(stubborn)])
+    hooks = BudgetHooks(Budget(max_seconds=SHORT), clock=clock)
     try:
-        result, took = await timed(go(mode, agent, hooks=BudgetHooks(Budget(max_seconds=0.2))))
+        # It comes to its end before the tool does.
+        result = await go(mode, agent, hooks=hooks)
     finally:
         release.set()
-    assert took < 3.0
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert not unpaired(result.to_input_list())
     assert OUTCOME_UNKNOWN in str(result.to_input_list())
@@ -199,25 +242,28 @@ async def test_a_tool_that_does_not_let_itself_be_cancelled_does_not_hold_the_ru
 
 @modes
 async def test_a_sync_tool_in_its_thread_does_not_hold_the_run(mode):
-    release = threading.Event()
+    clock, release = ManualClock(), threading.Event()
 
     def slow() -> str:
-        release.wait(5)
+        clock.advance(1)
+        release.wait(60)
         return "late"
 
     agent = agent_of(calls("slow"), tools=[function_tool(slow)])
-    result, took = await timed(go(mode, agent, hooks=BudgetHooks(Budget(max_seconds=0.2))))
+    hooks = BudgetHooks(Budget(max_seconds=SHORT), clock=clock)
+    result = await go(mode, agent, hooks=hooks)
+    assert not release.is_set()
     release.set()
-    assert took < 2.5
     assert OUTCOME_UNKNOWN in str(result.to_input_list())
 
 
 @modes
 async def test_cancelling_the_callers_task_is_no_trip(mode):
-    guard = Guard(Budget(max_seconds=20))
-    agent = agent_of(Reply(hang=True))
-    task = asyncio.create_task(go(mode, agent, hooks=BudgetHooks(guard)))
-    await asyncio.sleep(0.1)
+    guard = Guard(Budget(max_seconds=3600))
+    agent, reached = agent_of(Reply(hang=True)), Reached()
+    task = asyncio.create_task(go(mode, agent, hooks=BudgetHooks(guard, reached)))
+    await reached.called.wait()
+    await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -268,18 +314,3 @@ async def test_the_models_own_time_limit_stays_its_own(mode):
         await go(mode, agent, hooks=BudgetHooks(guard))
     assert guard.trip is None
     assert guard.usage.failed_calls == 1
-
-
-@modes
-async def test_a_run_that_hangs_before_its_first_call_is_cut_as_well(mode):
-    async def instructions(context: Any, agent: Agent[Any]) -> str:
-        await asyncio.get_running_loop().create_future()
-        return "never"
-
-    agent = agent_of(says("Hi."), instructions=instructions)
-    guard = Guard(Budget(max_seconds=0.2))
-    guard.start()
-    result, took = await timed(go(mode, agent, "Hello?", hooks=BudgetHooks(guard)))
-    assert took < SLOW
-    assert outcome(result).stop_reason is StopReason.MAX_SECONDS
-    assert [item["role"] for item in result.to_input_list()] == ["user", "assistant"]

@@ -11,6 +11,8 @@ from agents import (
     GuardrailFunctionOutput,
     InputGuardrail,
     OutputGuardrail,
+    OutputGuardrailTripwireTriggered,
+    RunHooks,
     Runner,
     ToolGuardrailFunctionOutput,
     ToolInputGuardrail,
@@ -195,3 +197,91 @@ async def test_a_deadline_in_a_guardrail(mode):
     assert [i.get("content") or i["type"] for i in map(dict, stored)].count("function_call") == 1
     assert len(stored) == len(result.to_input_list())
     assert not unpaired(stored)
+
+
+def judged(judge: Agent[Any], mode: str) -> OutputGuardrail[Any]:
+    async def check(context: Any, agent: Any, output: Any) -> GuardrailFunctionOutput:
+        triggered = await verdict(judge, structured=False, how=mode)
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=triggered)
+
+    return OutputGuardrail(check)
+
+
+@modes
+async def test_an_answer_that_nobody_judged_is_in_no_history(mode):
+    judge = judge_of(structured=False)
+    agent = agent_of(
+        calls("a"),
+        says("The secret is 42."),
+        tools=[tool("a", [])],
+        output_guardrails=[judged(judge, mode)],
+    )
+    session = MemorySession("s")
+    guard = Guard(Budget(max_iterations=2))
+    result = await go(mode, agent, session=session, hooks=BudgetHooks(guard))
+    assert script_of(judge).calls == 0
+    stored = await session.get_items()
+    for shown in (result.to_input_list(), stored, outcome(result).messages):
+        assert "secret" not in str(shown)
+        assert len(shown) == 4
+        assert not unpaired(shown)
+    # What was paid for is kept where nobody takes it for an answer.
+    assert "secret" in str(result.raw_responses)
+    again = await go(mode, agent, "Go on.", session=session, hooks=BudgetHooks(Budget()))
+    assert again.final_output == "The secret is 42."
+
+
+@pytest.mark.parametrize("own", [None, Budget(max_iterations=1)], ids=["parents", "own"])
+@modes
+async def test_a_sub_agents_answer_that_nobody_judged_does_not_reach_its_parent(mode, own):
+    judge = judge_of(structured=False)
+    below = agent_of(
+        says("The secret is 42."), name="below", output_guardrails=[judged(judge, mode)]
+    )
+    hooks = None if own is None else BudgetHooks(own)
+    ask = below.as_tool(tool_name="ask", tool_description="Ask.", hooks=hooks)
+    agent = agent_of(calls("ask"), says("Thanks."), tools=[ask])
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=2)))
+    assert script_of(judge).calls == 0
+    assert "secret" not in str(result.to_input_list())
+    assert not unpaired(result.to_input_list())
+
+
+@modes
+async def test_an_answer_whose_input_was_not_judged_is_not_passed_on(mode):
+    judge = judge_of(structured=False)
+    answered = asyncio.Event()
+
+    class Hooks(RunHooks[Any]):
+        async def on_llm_end(self, *args: Any) -> None:
+            answered.set()
+
+    async def check(context: Any, agent: Any, given: Any) -> GuardrailFunctionOutput:
+        await answered.wait()
+        triggered = await verdict(judge, structured=False, how=mode)
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=triggered)
+
+    agent = agent_of(says("The secret is 42."), input_guardrails=[InputGuardrail(check)])
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1), Hooks()))
+    assert outcome(result).status == "terminated"
+    assert "secret" not in str(result.to_input_list())
+
+
+@modes
+async def test_a_judges_verdict_on_an_answer_that_was_cut_holds(mode):
+    async def check(context: Any, agent: Any, output: Any) -> GuardrailFunctionOutput:
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=True)
+
+    agent = agent_of(
+        Reply(text="The secret is", cut=True), output_guardrails=[OutputGuardrail(check)]
+    )
+    ran = await asyncio.gather(
+        go(mode, agent, hooks=BudgetHooks(Budget(max_output_tokens_per_call=20))),
+        return_exceptions=True,
+    )
+    if mode == "run":
+        assert isinstance(ran[0], OutputGuardrailTripwireTriggered)
+    else:
+        # The SDK takes the end of such a stream for an error, and asks no judge.
+        assert outcome(ran[0]).status == "terminated"
+        assert "secret" not in str(ran[0].to_input_list())

@@ -13,17 +13,21 @@ from agents import (
     OpenAIResponsesModel,
     OutputGuardrail,
     RunConfig,
+    RunHooks,
+    handoff,
 )
+from agents.extensions import handoff_filters
 from agents.extensions.memory import AdvancedSQLiteSession
 from agents.run import ModelInputData
 from openai import AsyncOpenAI
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.kit import entered
+from budgetguard_core.testing import Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
 from budgetguard_openai_agents._session import compare
 from conformance.budgetguard_openai_agents_driver import MemorySession
-from openai_agents_runs import MODES, go, tool, unpaired
+from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
 from strict_openai_server import NAME, StrictServer, check_responses_input
 
 pytestmark = pytest.mark.anyio
@@ -278,3 +282,43 @@ def test_the_frame_of_an_ended_run_bounds_nothing():
         from budgetguard_core.kit import current_guard
 
         assert current_guard() is None
+
+
+@pytest.mark.parametrize("stop", ["cap", "abort"])
+@modes
+async def test_what_the_filter_of_a_handoff_took_away_does_not_come_back(mode, stop):
+    """A stopped run has the history that the SDK gives to one that is not."""
+
+    def team(last: Any) -> Any:
+        other = agent_of(calls("look"), last, name="other", tools=[tool("look", [])])
+        return agent_of(
+            calls("search"),
+            Reply(handoff="other"),
+            tools=[tool("search", [])],
+            handoffs=[handoff(other, input_filter=handoff_filters.remove_all_tools)],
+        )
+
+    def names(items: Any) -> list[Any]:
+        return [item.get("name") or item.get("type") or item["role"] for item in items]
+
+    before = await go(mode, team(says("Done.")), session=(bare := MemorySession("bare")))
+    guard = Guard(Budget(max_iterations=3 if stop == "cap" else 9))
+
+    class Aborting(RunHooks[Any]):
+        async def on_llm_start(self, *args: Any) -> None:
+            if stop == "abort" and guard.usage.iterations == 4:
+                guard.abort("enough")
+
+    session = MemorySession("bounded")
+    agent = team(Reply(hang=True))
+    result = await go(mode, agent, session=session, hooks=BudgetHooks(guard, Aborting()))
+    assert outcome(result).status == "terminated"
+    stored = await session.get_items()
+    assert names(stored)[:-1] == names(await bare.get_items())[:-1]
+    assert not unpaired(stored)
+    returned = result.to_input_list()
+    assert not unpaired(returned)
+    held = {item["call_id"] for item in stored if "call_id" in item}
+    assert {item["call_id"] for item in returned if "call_id" in item} <= held
+    if stop == "cap":
+        assert names(result.to_input_list())[:-1] == names(before.to_input_list())[:-1]

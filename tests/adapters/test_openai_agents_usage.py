@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from decimal import Decimal
 from typing import Any
 
@@ -20,7 +21,7 @@ from pydantic import BaseModel, Field
 
 from budgetguard_core import Budget, Guard, Price, PriceBook, StopReason, TokenUsage
 from budgetguard_core.kit import token_usage
-from budgetguard_core.testing import MODEL, ProviderError, Reply
+from budgetguard_core.testing import MODEL, Call, ProviderError, Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
 from budgetguard_openai_agents._usage import model_of, written
 from openai_agents_raw import RawModel, text_item
@@ -312,3 +313,43 @@ async def test_the_request_is_bounded_by_what_is_left(mode):
     assert result.final_output == "Hi."
     assert seen[0] is not None
     assert seen[0] < 600
+
+
+@modes
+async def test_an_agent_to_hand_over_to_counts_as_what_is_sent_of_it(mode):
+    other = agent_of(says("Never."), name="other", instructions="word " * 20_000)
+    agent = agent_of(says("Done."), handoffs=[other])
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_total_tokens=2000)))
+    assert result.final_output == "Done."
+
+
+@modes
+async def test_what_a_prompt_consists_of_is_looked_at_once(mode, monkeypatch):
+    from budgetguard_core.kit import projection
+    from openai_agents_raw import OneToolServer
+
+    looked: Counter[str] = Counter()
+    for name in ("estimate", "estimate_schema"):
+        own = getattr(projection, name)
+
+        def counted(content: Any, own: Any = own, name: str = name) -> int:
+            looked[name] += 1
+            return own(content)
+
+        monkeypatch.setattr(projection, name, counted)
+    turns = 30
+    other = agent_of(says("Never."), name="other")
+    agent = agent_of(
+        *(calls(Call("a", str(n))) for n in range(turns - 1)),
+        says("Done."),
+        tools=[tool("a", [])],
+        handoffs=[other],
+        mcp_servers=[OneToolServer([])],
+    )
+    guard = Guard(Budget(max_iterations=99, max_total_tokens=10**9))
+    await go(mode, agent, hooks=BudgetHooks(guard))
+    assert guard.usage.iterations == turns
+    # The user's words; a call and its result in each further turn. The system prompt, once.
+    assert looked["estimate"] == 1 + 2 * (turns - 1) + 1
+    # Two tools, a handoff, no output schema: once.
+    assert looked["estimate_schema"] == 4
