@@ -57,3 +57,50 @@ def is_valid(agent: Agent) -> bool:
 
 def results(agent: Agent) -> list[str]:
     return [message.text for message in history_of(agent.messages) if message.role == "tool"]
+
+
+class InvalidRequest(Exception):
+    """What Bedrock's Converse would refuse."""
+
+
+def check_request(messages: list[dict[str, Any]]) -> None:
+    """Check what Bedrock's Converse checks: roles in turn, and each tool use answered next."""
+    # Strands' own window begins with a tool use where it finds no user message.
+    if not messages or not (
+        messages[0]["role"] == "user" or any("toolUse" in one for one in messages[0]["content"])
+    ):
+        raise InvalidRequest("the conversation must start with a user message")
+    asked: list[str] = []
+    before = None
+    for place, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] == before:
+            raise InvalidRequest(f"two {before} messages in a row at {place}")
+        before = message["role"]
+        if not content:
+            raise InvalidRequest(f"the content of message {place} is empty")
+        if any("text" in block and not block["text"].strip() for block in content):
+            raise InvalidRequest(f"a text of message {place} is blank")
+        answered = [block["toolResult"]["toolUseId"] for block in content if "toolResult" in block]
+        if sorted(answered) != sorted(asked):
+            raise InvalidRequest(f"message {place} answers {answered}, asked were {asked}")
+        asked = [block["toolUse"]["toolUseId"] for block in content if "toolUse" in block]
+        if asked and message["role"] != "assistant":
+            raise InvalidRequest(f"a user asks for tools in message {place}")
+    if before != "user":
+        raise InvalidRequest("the conversation must end with a user message")
+
+
+class StrictModel(ScriptedModel):
+    """Refuses what Bedrock's Converse would refuse."""
+
+    async def stream(self, messages, *args, **kwargs):
+        check_request(messages)
+        async for chunk in super().stream(messages, *args, **kwargs):
+            yield chunk
+
+
+def strict(script: Script, *tools: Any, hooks: Any = (), **options: Any) -> Agent:
+    agent = made(script, *tools, hooks=hooks, **options)
+    agent.model = StrictModel(script)
+    return agent

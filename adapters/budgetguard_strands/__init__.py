@@ -3,11 +3,15 @@
 from typing import Any, Final
 
 from budgetguard_core import StopReason
-from budgetguard_strands.provider import BudgetHookProvider
+from budgetguard_core.kit import required
+
+with required("Strands Agents", module="strands", extra="strands"):
+    from budgetguard_strands._agents import install
+    from budgetguard_strands.provider import BudgetHookProvider
 
 # Strands' own type of a stop reason names its own only, and a comparison with another string
 # would be an error to a strict type checker.
 MAX_ITERATIONS: Final[Any] = str(StopReason.MAX_ITERATIONS)
 """What `AgentResult.stop_reason` is when `max_iterations` ended the run: `"max_iterations"`."""
 
-__all__ = ["MAX_ITERATIONS", "BudgetHookProvider"]
+__all__ = ["MAX_ITERATIONS", "BudgetHookProvider", "install"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from asyncio import current_task
 from collections.abc import AsyncGenerator
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from strands import Agent
+from strands import Agent, tool  # pyright: ignore[reportUnknownVariableType]
 from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
@@ -18,46 +18,64 @@ from strands.hooks import (
     BeforeToolCallEvent,
 )
 
-from budgetguard_core import BudgetExceeded, Guard
-from budgetguard_core.kit import OpenToolCall, Watch, is_stop
+from budgetguard_core import Budget, BudgetExceeded, Guard
+from budgetguard_core.kit import (
+    PROGRESS_TOOL,
+    Envelope,
+    OpenToolCall,
+    Run,
+    Watch,
+    current,
+    report_progress,
+)
 from budgetguard_strands import _ending, _history, _seams
+from budgetguard_strands._background import Bodies
 from budgetguard_strands._calls import Calls, Halt
+from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import KEY, Opener
-from budgetguard_strands._run import AgentRun
+from budgetguard_strands._run import CYCLES, AgentRun
 from budgetguard_strands._seams import FIRST, LAST, ORDERED, Events
 
 _LOOK_EVERY = 64
 """Pieces of an answer after which the clock is looked at, where the loop gets no turn."""
+_GO_ON = "Please go on."
 
-# The hooks that are on an agent, of all providers.
-_attached: WeakKeyDictionary[Agent, list[AgentHooks]] = WeakKeyDictionary()
+# The hooks that bound an agent, of all providers.
+_attached: ByIdentity[tuple[AgentHooks, ...]] = ByIdentity()
+_attaching = threading.Lock()
 
 
 class AgentHooks:
     """What one provider does on the agents that it is attached to."""
 
-    def __init__(self, name: str, opener: Opener) -> None:
-        self._name = name
+    def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        self._calls = Calls(self._cover)
+        self._calls = Calls()
+        self._registered: ByIdentity[bool] = ByIdentity()
+        self._bodies: ByIdentity[Bodies] = ByIdentity()
 
     # Attaching
 
     def install(self, agent: Agent) -> None:
         """Bound an agent; a second time changes nothing."""
-        others = _attached.setdefault(agent, [])
-        if self in others:
-            return
-        guard = self._opener.envelope.budget
-        # Two providers with one guard would be two layers that see the same calls.
-        if isinstance(guard, Guard) and any(
-            one._opener.envelope.budget is guard  # noqa: SLF001
-            for one in others
-        ):
-            others.append(self)
-            return
+        with _attaching:
+            others = _attached.get(agent) or ()
+            if self in others:
+                return
+            if self._registered.get(agent) is None:
+                self._register(agent)
+            _attached.set(agent, (*others, self))
+
+    def remove(self, agent: Agent) -> None:
+        """Bound an agent no more, from its next run on."""
+        with _attaching:
+            others = _attached.get(agent) or ()
+            _attached.set(agent, tuple(one for one in others if one is not self))
+
+    def _register(self, agent: Agent) -> None:
+        _seams.probe(agent)
+        _seams.join_runs_around(_join)
         _seams.wrap_runs(agent, self._around)
-        others.append(self)
         for event, callback, order in (
             (BeforeInvocationEvent, self._before_invocation, FIRST),
             (BeforeModelCallEvent, self._calls.before_model_call, LAST),
@@ -69,18 +87,25 @@ class AgentHooks:
             (AfterInvocationEvent, self._after_invocation, LAST),
         ):
             _seams.add_hook(agent, event, callback, order)
-        _seams.pass_on(agent, f"{self._name}-{id(self):x}", self._begin_inherited)
+        asks = self._opener.envelope.may_ask_for_progress
+        if asks and PROGRESS_TOOL.name not in agent.tool_registry.registry:
+            made: Any = tool(name=PROGRESS_TOOL.name, description=PROGRESS_TOOL.description)
+            agent.tool_registry.process_tools([made(report_progress)])
+        if _seams.has_background_tasks(agent):
+            self._bodies.set(agent, Bodies(agent))
+        self._registered.set(agent, True)
 
-    def _cover(self, child: Agent) -> None:
-        """Bound an agent that is used as a tool, unless a provider of its own does."""
-        if not _attached.get(child):
-            self.install(child)
-
-    def _begin_inherited(self, event: BeforeInvocationEvent) -> None:
-        """Begin the first run of an agent that one of Strands' own tools made."""
-        if self not in _attached.get(event.agent, ()):
-            self.install(event.agent)
-            self._before_invocation(event)
+    def _bounds(self, agent: Agent) -> bool:
+        """Tell whether the run of an agent that begins is this provider's to bound."""
+        attached = _attached.get(agent) or ()
+        guard = self._opener.envelope.budget
+        if isinstance(guard, Guard):
+            # Two providers with one guard would be two layers that see the same calls.
+            attached = tuple(one for one in attached if one._opener.envelope.budget is guard)  # noqa: SLF001
+            return attached[:1] == (self,)
+        if self is _joining:
+            return attached == (self,) and current() is not None
+        return self in attached
 
     # One leg of a run
 
@@ -90,6 +115,8 @@ class AgentHooks:
         metrics = agent.event_loop_metrics
         number = len(metrics.agent_invocations)
         at = self._calls.going_on(agent)
+        if at is None and not self._bounds(agent):
+            return
         if at is not None and at.metrics is metrics and at.invocation == number:
             at.begin_leg()
             if at.resumed and not at.shared and at.trip is None:
@@ -104,10 +131,10 @@ class AgentHooks:
         wanted = at.is_bounded or _seams.has_model_middleware(agent)
         if (
             wanted
-            and agent not in self._calls.watching
+            and not self._calls.watching.get(agent)
             and _seams.watch_models(agent, self._calls.model_called)
         ):
-            self._calls.watching.add(agent)
+            self._calls.watching.set(agent, True)
         node = self._opener.nodes.get(agent)
         correction = self._opener.corrections.pop(node, "") if node is not None else ""
         if correction and event.messages:
@@ -118,15 +145,35 @@ class AgentHooks:
         kept: Any = agent.state.get(KEY)
         if before is not None and before.snapshot is not None:
             kept = {"unfinished": "paused", "snapshot": before.snapshot.to_json()}
-        opened = self._opener.open(agent, event.invocation_state, kept, user_spoke=True)
-        at = self._calls.runs[agent] = AgentRun(opened)
+        opened = self._opener.open(
+            agent,
+            event.invocation_state,
+            kept,
+            user_spoke=True,
+            given=event.messages,
+            layer_above=self._layer_above(agent),
+        )
+        at = AgentRun(opened)
+        self._calls.runs.set(agent, at)
         if _seams.is_interrupted(agent):
             for ticket in at.run.guard.open_tool_calls():
                 call = OpenToolCall(ticket.call, (ticket,))
                 call.frame = at.run.frame(call)
                 at.waiting.append(call)
-        _history.drop_overtaken(agent.messages, goes_on=not event.messages)
+        if not event.messages and agent.messages and _history.is_synthetic(agent.messages[-1]):
+            # No provider takes two assistant messages in a row, and what a session manager has
+            # kept stays as it is: so somebody has to speak in between.
+            event.messages = [{"role": "user", "content": [{"text": _GO_ON}]}]
         return at
+
+    def _layer_above(self, agent: Agent) -> Run | None:
+        """Return the run of the provider that has just begun one, where it is inside another."""
+        found = None
+        for other in _attached.get(agent) or ():
+            at = None if other is self else other._calls.going_on(agent)  # noqa: SLF001
+            if at is not None and at.inside:
+                found = at.run
+        return found
 
     async def _around(
         self, agent: Agent, invocation_state: dict[str, Any], events: Events
@@ -137,6 +184,8 @@ class AgentHooks:
                 yield event
             return
         at.watched = True
+        at.invocation_state = invocation_state
+        invocation_state[CYCLES] = 0
         run = at.run
         watch = Watch(run, at.cut)
         pieces = 0
@@ -148,7 +197,8 @@ class AgentHooks:
             at.awaiting = current_task()
             async for event in events:
                 at.awaiting = None
-                at.leave()
+                if at.is_entered:
+                    at.leave()
                 if "data" in event:
                     at.written.append(event["data"])
                     at.streaming = ORDERED
@@ -156,8 +206,9 @@ class AgentHooks:
                     if not pieces % _LOOK_EVERY and (run.aborted or run.time_left() == 0):
                         at.due = run.check() is not None
                         at.streaming = not at.due and at.streaming
-                elif "event" in event and "metadata" in event["event"]:
-                    at.usage = event["event"]["metadata"].get("usage") or at.usage
+                elif "event" in event:
+                    if "metadata" in event["event"]:
+                        at.usage = event["event"]["metadata"].get("usage") or at.usage
                 elif "stop" in event:
                     if self._is_stopped_at(at, event):
                         break
@@ -185,17 +236,27 @@ class AgentHooks:
                 if at.call is not None:
                     run.unmade(at.call)
                 raise
+            if halt.error is not None:
+                at.error = halt.error
+                raise halt.error from None
         except BaseException as error:
             at.error = error
-            if at.trip is None or not _is_of_a_stop(error):
+            if at.trip is None or not _history.is_of_a_stop(error):
                 raise
             at.error = None
         finally:
             watch.close()
             at.leave()
+            at.invocation_state = {}  # holds the agent
             await events.aclose()
         self._calls.settle(at, agent, "the run was stopped", keep=True)
-        yield await _ending.stop(agent, at, invocation_state)
+        ended = await _ending.stop(agent, at, invocation_state)
+        if at.run.finalized:
+            # Whoever reads the stream sees the last answer as any other.
+            message: Any = ended["stop"][1]
+            yield _seams.StreamEvent({"data": message["content"][-1]["text"]})
+            yield _seams.StreamEvent({"message": message})
+        yield ended
 
     def _is_stopped_at(self, at: AgentRun, event: Any) -> bool:
         """Tell whether a run that would wait for a person has nothing left that may run."""
@@ -213,9 +274,14 @@ class AgentHooks:
         if at is None:
             return
         self._calls.settle(at, event.agent, at.error or "the run was left")
+        bodies = self._bodies.get(event.agent)
+        if bodies is not None and at.trip is not None:
+            await bodies.cancel()
+        elif bodies is not None:
+            at.unwatch = bodies.watch(at.run)
         outcome = await _ending.leg_over(at, event)
         if outcome is not None:
-            self._opener.outcomes[event.agent] = outcome
+            self._opener.outcomes.set(event.agent, outcome)
 
     async def _after_invocation(self, event: AfterInvocationEvent) -> None:
         """End the run, after the session manager has kept it."""
@@ -223,8 +289,13 @@ class AgentHooks:
         at = self._calls.runs.get(agent)
         if at is None:
             return
+        if at.unwatch is not None:
+            at.unwatch()
+        if _seams.goes_on(event):
+            at.resumed = False
+            return
         if at.trip is not None and event.resume is not None:
-            _ending.LOG.warning(
+            _ending.LOG.info(
                 "agent=<%s>, stop_reason=<%s> | a stopped run is not resumed by a hook",
                 agent.name,
                 at.trip.reason,
@@ -233,9 +304,10 @@ class AgentHooks:
         if at.run.ended:
             return
         at.resumed = event.resume is not None
-        if at.resumed or (at.trip is None and _seams.goes_on(event)):
+        if at.resumed:
             return
-        outcome = self._opener.outcomes[agent] = await _ending.concluded(at, event)
+        outcome = await _ending.concluded(at, event)
+        self._opener.outcomes.set(agent, outcome)
         trip = at.run.trip
         if trip is None or at.of_node:
             return
@@ -244,10 +316,23 @@ class AgentHooks:
             raise BudgetExceeded(trip, outcome)
 
 
-def _is_of_a_stop(error: BaseException | None) -> bool:
-    """Tell whether an exception, or what it was raised from, says only that a run was stopped."""
-    while error is not None:
-        if is_stop(error):
-            return True
-        error = error.__cause__
-    return False
+# What an agent without a provider spends is spent by the run around it, and by nothing else.
+_joining = AgentHooks(Opener(Envelope(budget=Budget())))
+
+
+def _join(agent: Agent) -> None:
+    """Make the run of an agent that begins a part of the run around it, if there is one."""
+    if current() is not None and not _attached.get(agent):
+        _joining.install(agent)
+
+
+def install() -> None:
+    """Make every agent of this process a part of the run around it, if there is one.
+
+    The first provider that is attached does it as well. Needed where no agent has a provider, and
+    the run around is another adapter's or a `guard.activate()` block.
+
+    Raises:
+        AdapterError: The installed release of Strands lacks what the adapter needs.
+    """
+    _seams.join_runs_around(_join)

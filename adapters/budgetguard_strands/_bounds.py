@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, cast
 
-from budgetguard_core.kit.records import part
+from budgetguard_core.kit import part
 
 _LEAST = {"OpenAIResponsesModel": 16}
 """The smallest bound that a provider takes, where it is more than one."""

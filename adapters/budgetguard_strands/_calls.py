@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
 
 from opentelemetry import trace
 from strands import Agent
@@ -17,10 +15,11 @@ from strands.hooks import (
 )
 from strands.types.exceptions import ContextWindowOverflowException
 
-from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
+from budgetguard_core import ModelCall, RunFencedError, Stop, TokenUsage, ToolCall, Trip
 from budgetguard_core.kit import is_stop, token_usage
-from budgetguard_strands import _history, _seams
+from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
+from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._run import AgentRun
 from budgetguard_strands._usage import model_name, with_status
 
@@ -30,28 +29,29 @@ class Halt(BaseException):
 
     Not an Exception, because Strands and its users' hooks retry and swallow those. It never
     leaves the run: the provider that raised it catches it around the event loop.
+
+    Args:
+        at: The run that ends.
+        error: What leaves the run in its place; none does where the run was stopped.
     """
 
-    def __init__(self, at: AgentRun) -> None:
+    def __init__(self, at: AgentRun, error: RunFencedError | None = None) -> None:
         super().__init__("the run was stopped")
         self.at = at
+        self.error = error
 
 
 class Calls:
     """What one provider does at the calls of the agents that it is attached to.
-
-    Args:
-        cover: Bounds an agent that is used as a tool.
 
     Attributes:
         runs: The last run of each agent.
         watching: The agents of which every model call tells which model it really goes to.
     """
 
-    def __init__(self, cover: Callable[[Agent], None]) -> None:
-        self._cover = cover
-        self.runs: WeakKeyDictionary[Agent, AgentRun] = WeakKeyDictionary()
-        self.watching: WeakSet[Agent] = WeakSet()
+    def __init__(self) -> None:
+        self.runs: ByIdentity[AgentRun] = ByIdentity()
+        self.watching: ByIdentity[bool] = ByIdentity()
 
     def going_on(self, agent: Any) -> AgentRun | None:
         """Return an agent's run; None where the budget came while it ran, and begins later."""
@@ -67,10 +67,13 @@ class Calls:
             return model
         at.model = model
         bound = None if at.call is None else at.call.max_output_tokens
-        at.copied = model if bound is None else bounded(model, bound)
+        if bound is None or not _seams.sets_model():
+            at.copied = model
+        else:
+            at.copied = bounded(model, bound)
         return at.copied
 
-    def before_model_call(self, event: BeforeModelCallEvent) -> None:
+    async def before_model_call(self, event: BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
         if getattr(event, "cancel", False):
             return  # somebody refused the call already; younger releases only
@@ -78,22 +81,33 @@ class Calls:
         at = self.going_on(agent)
         if at is None:
             return
-        at.asked.clear()
+        at.forget_answered()
         cycle = len(agent.event_loop_metrics.agent_invocations[-1].cycles)
         retry = at.overflowed or cycle == at.cycle
         at.cycle, at.overflowed = cycle, False
+        at.prune(agent)
         projected = at.prompt.project(
             agent.messages,
             system=agent.system_prompt,
             tools=agent.tool_registry.get_all_tool_specs(),
         )
-        opened = at.run.model_call(
+        asked = at.run.model_call(
             ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
         )
+        opened = await at.run.wait_async(asked)
         at.note_warnings()
         at.span = trace.get_current_span()
         if isinstance(opened, Stop):
+            at.give_back(agent)
             raise Halt(at)
+        try:
+            await _ending.save(at.run, at.whole(agent))
+        except RunFencedError as error:
+            at.give_back(agent)
+            at.run.unmade(opened)
+            raise Halt(at, error) from error
+        if not retry:
+            at.count_cycle()
         at.begin_call(opened)
         at.within(opened)
         if opened.nudge is not None and agent.messages[-1]["role"] == "user":
@@ -104,6 +118,7 @@ class Calls:
         at = self.going_on(event.agent)
         if at is None:
             return
+        at.give_back(event.agent)
         if at.streaming and not at.is_entered:
             at.enter()  # what other hooks start now belongs to the run
         if isinstance(event.exception, ContextWindowOverflowException):
@@ -112,6 +127,7 @@ class Calls:
                 # As the reference does; but once a leg, because a loop that overflows again and
                 # again would never end.
                 at.recovered = True
+                at.cycles = 0
                 at.run.guard.restart_iterations()
         if event.stop_response is None or at.call is None:
             self.settle(at, event.agent, event.exception or "no answer")
@@ -156,13 +172,14 @@ class Calls:
             message: The answer.
             keep: What was written is still needed.
         """
+        at.give_back(agent)
         call, written = at.call, at.written
         if call is None:
             return
         if at.copied not in (None, at.model):
             give_back(at.copied, at.model)
         usage: Any = at.usage
-        if usage is None and agent in self.watching and at.model is None:
+        if usage is None and self.watching.get(agent) and at.model is None:
             usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
         other = None if at.model in (None, agent.model) else model_name(at.model)
         if error is None:
@@ -184,7 +201,7 @@ class Calls:
 
     # Tool calls
 
-    def before_tool_call(self, event: BeforeToolCallEvent) -> None:
+    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
         """Admit a tool call, or give a result in its place."""
         at = self.going_on(event.agent)
         if at is None:
@@ -206,9 +223,7 @@ class Calls:
             return
         if waited is None and _seams.is_asking(event.agent, use):
             return  # it is asked for when the person has answered
-        child = getattr(event.selected_tool, "agent", None)
-        if isinstance(child, Agent):
-            self._cover(child)
+        at.leave_call()
         call = waited or at.run.tool_call(
             ToolCall(
                 name=use["name"],
@@ -217,6 +232,7 @@ class Calls:
                 kind=_kind(event.selected_tool, use["name"], at),
             )
         )
+        call = await at.run.wait_async(call)
         at.note_warnings()
         at.asked.append(_history.Asked(use, call))
         refusal = at.run.start(call)

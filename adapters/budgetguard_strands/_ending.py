@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from strands import Agent
@@ -20,7 +21,7 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_core.kit import Run
-from budgetguard_strands import _history, _seams
+from budgetguard_strands import _history, _last, _seams
 from budgetguard_strands._opening import KEY
 from budgetguard_strands._run import AgentRun
 
@@ -37,12 +38,6 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
     trip = at.trip or at.run.check()
     if trip is None:
         raise AdapterError("a stopped run must have a trip, got none. Please report this.")
-    LOG.warning(
-        "agent=<%s>, stop_reason=<%s>, detail=<%s> | run stopped before its next model call",
-        agent.name,
-        trip.reason,
-        trip.detail,
-    )
     if at.span is not None and at.span.is_recording():
         at.span.end()
     written = "".join(at.written)
@@ -68,10 +63,17 @@ async def _stopped(
     agent: Agent, at: AgentRun, state: dict[str, Any], trip: Trip, reason: str, written: str
 ) -> Any:
     guard = at.run.guard
-    message = _history.synthetic_message(
-        written, synthetic_text(guard), synthetic_metadata(guard, trip)
-    )
-    await _history.append(agent, message, guard.report)
+    if agent.messages and _history.is_synthetic(agent.messages[-1]):
+        # Another provider's budget ended the run in the same moment: one message is enough.
+        message: Any = agent.messages[-1]
+    else:
+        answer = await _last.answer_of(agent, at, trip)
+        message = _history.synthetic_message(
+            written,
+            answer or synthetic_text(guard),
+            synthetic_metadata(guard, trip, finalized=answer is not None),
+        )
+        await _history.append(agent, message, guard.report)
     request_state = state.setdefault("request_state", {})
     return _seams.StopEvent(reason, message, agent.event_loop_metrics, request_state)
 
@@ -90,8 +92,6 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     reason = None if event.result is None else str(event.result.stop_reason)
     outcome = None
     if reason in _PAUSES:
-        # A stop that came before comes again after the answer: what was admitted may run.
-        at.run.trip = None
         kept = _kept(at.run, agent.messages)
         outcome = await at.run.in_thread(lambda: at.run.pause(resume=_ANSWER, **kept))
         at.snapshot = at.run.guard.snapshot()
@@ -110,9 +110,10 @@ async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
     agent, run = event.agent, at.run
     kept = _kept(run, agent.messages)
     error = at.error
-    if event.result is not None and event.result.stop_reason == "cancelled":
+    cancelled = event.result is not None and event.result.stop_reason == "cancelled"
+    if cancelled and at.trip is None:
         error = asyncio.CancelledError("the agent was cancelled")
-    if error is not None and at.trip is None:
+    if error is not None:
         return await run.in_thread(lambda: run.fail(error, resume=_RESUME, **kept))
     final = _history.text_of(agent.messages[-1]) if agent.messages else ""
     final = getattr(event.result, "structured_output", None) or final
@@ -126,6 +127,20 @@ async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
     )
 
 
+async def save(run: Run, messages: list[Any]) -> None:
+    """Save where a run is, before its next model call; nothing without a store.
+
+    Raises:
+        RunFencedError: The run was resumed elsewhere.
+    """
+    if run.is_saved:
+        await asyncio.to_thread(run.save, tuple(messages), to_plain=_plain)
+
+
+def _plain(messages: Sequence[Any]) -> list[Any]:
+    return list(encode_bytes_values(list(messages)))
+
+
 def _kept(run: Run, messages: list[Any]) -> dict[str, Any]:
-    plain = None if run.envelope.store is None else encode_bytes_values(tuple(messages))
+    plain = None if run.envelope.store is None else _plain(messages)
     return {"messages": tuple(messages), "saved_messages": plain}

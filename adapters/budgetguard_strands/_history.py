@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from strands.hooks import MessageAddedEvent
 
 from budgetguard_core import NOT_EXECUTED
-from budgetguard_core.kit import OpenToolCall
+from budgetguard_core.kit import OpenToolCall, is_stop
 
 # Plain dictionaries: the keys differ between Strands releases, and `metadata` is younger than some.
 Message: TypeAlias = dict[str, Any]
@@ -116,21 +116,13 @@ def partial_work(messages: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def drop_overtaken(messages: list[Any], *, goes_on: bool) -> None:
-    """Take out synthetic messages that an assistant's message follows, or will follow.
-
-    A run that goes on without new user input goes on where it stopped, and no provider takes two
-    assistant messages in a row. A session manager keeps what was appended, so they come back.
-
-    Args:
-        messages: The agent's history; changed in place.
-        goes_on: The next message will be the model's.
-    """
-    for place in range(len(messages) - 1, -1, -1):
-        if is_synthetic(messages[place]):
-            after = messages[place + 1]["role"] if place + 1 < len(messages) else None
-            if after == "assistant" or (after is None and goes_on):
-                del messages[place]
+def is_of_a_stop(error: Any) -> bool:
+    """Tell whether an exception, or what it was raised from, says only that a run was stopped."""
+    while isinstance(error, BaseException):
+        if is_stop(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 async def append(agent: Any, message: Message, report: Callable[[str, Exception], None]) -> None:

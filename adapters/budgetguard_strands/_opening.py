@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from budgetguard_core import Budget, CheckpointError, Guard, Outcome, Snapshot
-from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of
+from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, load_to_resume
+from budgetguard_strands._identity import ByIdentity
 
 KEY = "budgetguard"
 """Where the counters are in an agent's state, and the budget in an invocation's."""
@@ -41,11 +42,20 @@ class Opener:
         # What is a part of a run of this provider has no caps of its own.
         self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip)
         self._own: WeakSet[Run] = WeakSet()
-        self.outcomes: WeakKeyDictionary[Any, Outcome] = WeakKeyDictionary()
-        self.nodes: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
+        self.outcomes: ByIdentity[Outcome] = ByIdentity()
+        self.nodes: ByIdentity[Run] = ByIdentity()
         self.corrections: WeakKeyDictionary[Run, str] = WeakKeyDictionary()
 
-    def open(self, target: Any, invocation_state: Any, kept: Any, *, user_spoke: bool) -> Opened:
+    def open(
+        self,
+        target: Any,
+        invocation_state: Any,
+        kept: Any,
+        *,
+        user_spoke: bool,
+        given: Any = None,
+        layer_above: Run | None = None,
+    ) -> Opened:
         """Open a run; the budget of the invocation takes the place of the provider's own.
 
         Args:
@@ -53,9 +63,13 @@ class Opener:
             invocation_state: What the caller gave.
             kept: What an agent's state holds of an earlier run of its session.
             user_spoke: It begins with new words of the user's.
+            given: What the run is given as its input, where that is known.
+            layer_above: The run of another provider on the same target, inside of the same run:
+                what both count is one call.
         """
-        self.outcomes.pop(target, None)
-        around = self.nodes.get(target)
+        self.outcomes.pop(target)
+        node = self.nodes.get(target)
+        around = layer_above or node
         with nullcontext() if around is None else entered(around.frame()):
             frame = current()
             inside = frame is not None and frame.run is not None
@@ -64,9 +78,10 @@ class Opener:
                 envelope, kept = self._part, None
             elif not inside:
                 envelope = self._given(invocation_state)
-            run = _opened(envelope, kept, user_spoke=user_spoke)
+            facts = {"config": invocation_state, "given": given}
+            run = _opened(envelope, kept, facts, user_spoke=user_spoke)
         self._own.add(run)
-        return Opened(run, inside, isinstance(envelope.budget, Guard), around is not None)
+        return Opened(run, inside, isinstance(envelope.budget, Guard), node is not None)
 
     def _given(self, invocation_state: Mapping[str, Any] | None) -> Envelope:
         given = (invocation_state or {}).get(KEY)
@@ -87,19 +102,37 @@ class Opener:
         return False
 
 
-def _opened(envelope: Envelope, kept: Any, *, user_spoke: bool) -> Run:
+def _opened(envelope: Envelope, kept: Any, facts: dict[str, Any], *, user_spoke: bool) -> Run:
     problem: Exception | None = None
     try:
         if kept and kept["unfinished"]:
-            return envelope.open(
-                resume=Snapshot.from_json(kept["snapshot"]),
+            snapshot, leg = _claimed(envelope, Snapshot.from_json(kept["snapshot"]))
+            run = envelope.open(
+                resume=snapshot,
                 fresh=kept["unfinished"] == "stopped",
                 user_spoke=user_spoke,
+                **facts,
             )
+            run.go_on_as(leg, snapshot.run_id)
+            return run
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         # What a tool could have written into the state must not end the run.
         problem = error
-    run = envelope.open(user_spoke=user_spoke)
+    run = envelope.open(user_spoke=user_spoke, **facts)
     if problem is not None:
         run.guard.report(f"agent.state[{KEY!r}]: {type(problem).__name__}: {problem}")
     return run
+
+
+def _claimed(envelope: Envelope, kept: Snapshot) -> tuple[Snapshot, int | None]:
+    """Take up a run's counters; who took them up before, in whatever process, cannot go on.
+
+    Returns:
+        The newer of what the session and what the store has kept, and the leg that begins.
+    """
+    if envelope.store is None:
+        return kept, None
+    stored, leg = load_to_resume(envelope.store, kept.run_id)
+    if stored is None or (stored.seq, stored.call_id) <= (kept.seq, kept.call_id):
+        return kept, leg
+    return stored, leg

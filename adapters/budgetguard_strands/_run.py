@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextvars import Token
 from typing import Any
 
 from opentelemetry import trace
 
 from budgetguard_core import Guard, Trip
-from budgetguard_core.frame import FRAME
-from budgetguard_core.kit import Frame, OpenModelCall, OpenToolCall, Prompt
+from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt
 from budgetguard_strands._history import Asked
 from budgetguard_strands._opening import Opened
+from budgetguard_strands._usage import model_name
+
+CYCLES = "event_loop_cycle_count"
+"""The key in an invocation's state under which the cycles of a leg are counted, from 1 on."""
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -31,10 +35,12 @@ class AgentRun:
         invocation: That number; a hook that resumes the agent stays in the same invocation.
         resumed: A hook has resumed the agent: the next leg begins its iterations anew.
         waiting: Calls of an earlier leg that waited for a person.
+        unwatch: Ends the watch over the tools that run in the background.
         asked: The tool calls of the batch in flight.
         error: What left the run.
         snapshot: Where the run paused; None while it does not.
         prompt: What the next prompt is projected with.
+        is_entered: The running code is inside of the run.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -47,7 +53,11 @@ class AgentRun:
         self.prompt = Prompt()
         self.span: trace.Span | None = None
         self.waiting: list[OpenToolCall] = []
+        self.unwatch: Callable[[], None] | None = None
         self.asked: list[Asked] = []
+        # The agent's whole history, while a part of it is sent.
+        self._whole: list[Any] | None = None
+        self._sent = 0
         self._warned: dict[str, frozenset[str]] = {}
         self._notices: list[dict[str, Any]] = []
         self.begin_leg()
@@ -58,6 +68,8 @@ class AgentRun:
     def begin_leg(self) -> None:
         """Forget what only the last leg was about."""
         self.cycle = -1
+        self.cycles = 0
+        self.invocation_state: dict[str, Any] = {}
         self.overflowed = False
         self.recovered = False
         self.watched = False
@@ -65,11 +77,21 @@ class AgentRun:
         self.cut_off = False
         self.inner: Frame = self.run.frame()
         self._token: Token[Frame | None] | None = None
+        self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._earlier = 0
         self.due = False
         self.begin_call(None)
+
+    def count_cycle(self) -> None:
+        """Count a model call that is no retry, where the reference's users look for the figure."""
+        self.cycles += 1
+        self.invocation_state[CYCLES] = self.cycles
+
+    def forget_answered(self) -> None:
+        """Forget the last batch, but not what runs in the background and answers later."""
+        self.asked = [one for one in self.asked if one.call.state == "started"]
 
     def begin_call(self, call: OpenModelCall | None) -> None:
         """Forget what the last model call brought."""
@@ -80,16 +102,30 @@ class AgentRun:
         self.usage: Any = None
         self.written: list[str] = []
 
-    # The context of the run's code
+    def prune(self, agent: Any) -> None:
+        """Leave in the agent's history, for one model call, what is to be sent of it."""
+        kept = self.run.pruned(agent.messages, model_name(agent.model))
+        if kept is not None:
+            self._whole, self._sent = list(agent.messages), len(kept)
+            agent.messages[:] = kept
+            self.prompt = Prompt()
 
-    @property
-    def is_entered(self) -> bool:
-        """Whether the running code is inside of the run."""
-        return self._token is not None
+    def whole(self, agent: Any) -> list[Any]:
+        """Return the agent's history, also while a part of it is sent."""
+        return agent.messages if self._whole is None else self._whole
+
+    def give_back(self, agent: Any) -> None:
+        """Give the agent its whole history again, with what was added meanwhile."""
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            agent.messages[:] = [*whole, *agent.messages[self._sent :]]
+
+    # The context of the run's code
 
     def enter(self) -> None:
         """Let the running code be inside of the run, for one step."""
         self._token = FRAME.set(self.inner)
+        self.is_entered = True
 
     def leave(self) -> None:
         """Let the running code be outside of the run again, if it is inside."""
@@ -97,10 +133,17 @@ class AgentRun:
             self.inner = FRAME.get() or self.inner
             FRAME.reset(self._token)
             self._token = None
+            self.is_entered = False
 
     def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
         """Let the code that follows in this step be the body of a call, or of none."""
         FRAME.set(self.run.frame() if call is None else call.frame)
+
+    def leave_call(self) -> None:
+        """Be in the body of no call of this run: one that went to the background ends elsewhere."""
+        frame = FRAME.get()
+        if frame is not None and frame.run is self.run and frame.call is not None:
+            self.within()
 
     # The deadline and an abort
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
 from strands import Agent
 from strands.hooks import AfterInvocationEvent, HookRegistry
+from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
 
@@ -18,6 +21,9 @@ Around: TypeAlias = Callable[[Agent, dict[str, Any], Events], Events]
 # Outside the range of Strands' own constants (-100 to 100), so that a user's hooks come between.
 FIRST = -1000.0
 LAST = 1000.0
+# Beside the ids of nodes, among which no such one is to be expected.
+_KEPT = "budgetguard.run"
+_CONTINUED = "_continuation_state"
 
 
 def _find(name: str, *modules: str) -> Any:
@@ -45,14 +51,17 @@ StreamEvent = _find("TypedEvent", "strands.types.events", "strands.types._events
 ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
 
 
-def add_hook(agent: Agent, event: Any, callback: Any, order: float) -> None:
+def add_hook(target: Any, event: Any, callback: Any, order: float) -> None:
     """Register a callback at either end of its event's queue, in every release."""
     if ORDERED:
-        agent.hooks.add_callback(event, callback, order=order)
+        target.hooks.add_callback(event, callback, order=order)
         return
     # Releases without `order` call by place, and the hooks of an end in reverse.
-    agent.hooks.add_callback(event, callback)
-    callbacks: list[Any] = agent.hooks._registered_callbacks[event]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    known: Any = getattr(target.hooks, "_registered_callbacks", None)
+    if known is None:
+        raise _unsupported("an order of hooks, or HookRegistry._registered_callbacks")
+    target.hooks.add_callback(event, callback)
+    callbacks: list[Any] = known[event]
     ending = event.__name__.startswith("After")
     if (order == LAST) is ending:
         callbacks.insert(0, callbacks.pop())
@@ -93,6 +102,7 @@ def has_model_middleware(agent: Agent) -> bool:
     return INVOKE_MODEL is not None and (handlers is None or bool(handlers.get(INVOKE_MODEL)))
 
 
+@functools.cache
 def sets_model() -> bool:
     """Tell whether this release lets a call go to another model than the agent's."""
     context: Any = _find(
@@ -128,47 +138,59 @@ def watch_models(agent: Agent, called: Callable[[Agent, Any], Any]) -> bool:
     return True
 
 
-def pass_on(agent: Agent, name: str, begin: Callable[[Any], None]) -> None:
-    """Let the agents that Strands' own tools make from this one call `begin` when they are run.
+def join_runs_around(join: Callable[[Agent], None]) -> None:
+    """Let `join` see every agent of this process before each of its runs.
 
-    They inherit the interventions of their maker, and nothing else.
+    Strands 1.62 and before have no hook of all agents, and the tools that make agents give them
+    none. The class is wrapped once, and each run asks one context variable.
     """
-    registry = getattr(agent, "_intervention_registry", None)
-    handlers = getattr(registry, "_handlers", None)
-    handler = _find("InterventionHandler", "strands.interventions")
-    proceed = _find("Proceed", "strands.interventions")
-    if handlers is None or handler is None or proceed is None:
-        return  # this release has no such tools
-    if any(one.name == name for one in handlers):
+    own = Agent.stream_async
+    if hasattr(own, "joins_runs_around"):
         return
 
-    def before_invocation(_: object, event: Any) -> Any:
-        begin(event)
-        return proceed()
+    @functools.wraps(own)
+    def stream_async(self: Agent, *args: Any, **kwargs: Any) -> Any:
+        join(self)
+        return own(self, *args, **kwargs)
 
-    inherited = type(
-        "Inherited", (handler,), {"name": name, "before_invocation": before_invocation}
-    )
-    # Not appended: the list may be the user's own, and shared.
-    registry._handlers = [*handlers, inherited()]  # type: ignore[union-attr]  # noqa: SLF001
+    owner: Any = Agent
+    wrapped: Any = stream_async
+    wrapped.joins_runs_around = True
+    owner.stream_async = wrapped
 
 
-def is_interrupted(agent: Agent) -> bool:
-    """Tell whether the agent waits for a person, or goes on with the answer."""
-    return bool(getattr(getattr(agent, "_interrupt_state", None), "activated", False))
+def is_interrupted(target: Any) -> bool:
+    """Tell whether an agent, swarm or graph waits for a person, or goes on with the answer."""
+    return bool(getattr(_interrupts(target), "activated", False))
+
+
+def _interrupts(target: Any) -> Any:
+    return getattr(target, "_interrupt_state", None)
+
+
+def keep_with_interrupts(target: Any, kept: dict[str, Any]) -> None:
+    """Keep something beside the questions of a waiting swarm or graph; its session keeps it too."""
+    context: dict[str, Any] | None = getattr(_interrupts(target), "context", None)
+    if context is not None:
+        context[_KEPT] = kept
+
+
+def kept_with_interrupts(target: Any) -> Any:
+    """Return what was kept beside the questions of a waiting swarm or graph; None if nothing."""
+    context: Mapping[str, Any] = getattr(_interrupts(target), "context", None) or {}
+    return context.get(_KEPT)
 
 
 def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
     """Tell whether a hook before ours waits for a person's word on a tool call."""
-    state = getattr(agent, "_interrupt_state", None)
-    interrupts: Mapping[str, Any] = getattr(state, "interrupts", None) or {}
+    interrupts: Mapping[str, Any] = getattr(_interrupts(agent), "interrupts", None) or {}
     mark = f":before_tool_call:{use['toolUseId']}:"
     return any(mark in name and one.response is None for name, one in interrupts.items())
 
 
 def results_before_interrupt(agent: Agent) -> list[Any]:
     """Return the results of a batch that were there when it was interrupted."""
-    state = getattr(agent, "_interrupt_state", None)
+    state = _interrupts(agent)
     pending = getattr(state, "pending_tool_execution", None)
     if pending is not None:
         return list(pending.completed_tool_results)
@@ -185,8 +207,74 @@ def forget_interrupt(agent: Agent) -> None:
 
 def goes_on(event: AfterInvocationEvent) -> bool:
     """Tell whether Strands itself goes on after this leg, with the results of background tasks."""
-    state = getattr(event, "_continuation_state", None)
-    return bool(getattr(state, "inputs", None))
+    state = getattr(event, _CONTINUED, None)
+    ended = event.result is not None and event.result.stop_reason in ("end_turn", "stop_sequence")
+    return ended and bool(getattr(state, "inputs", None))
+
+
+def result_of(graph: Any) -> Any:
+    """Make the result of a graph from the state that it was left in."""
+    return graph._build_result([])  # noqa: SLF001
+
+
+def background_tasks(agent: Agent) -> list[str]:
+    """Return the ids of an agent's background tasks that have not ended."""
+    tasks = getattr(agent, "_background_tasks", None)
+    known: Any = getattr(tasks, "_task_snapshots", tuple)()
+    over = ("completed", "failed", "cancelled")
+    return [one["task_id"] for one in known if one["status"] not in over]
+
+
+def has_background_tasks(agent: Agent) -> bool:
+    """Tell whether an agent's tools may run in the background."""
+    return getattr(agent, "_background_tasks", None) is not None
+
+
+async def cancel_background_tasks(agent: Agent) -> None:
+    """Let Strands wait for an agent's background tasks no more."""
+    manager: Any = getattr(getattr(agent, "_background_tasks", None), "_manager", None)
+    if manager is not None:
+        for task in background_tasks(agent):
+            await manager.cancel(task)
+
+
+def wrap_background_tools(agent: Agent, around: Callable[[Any, Any], Events]) -> None:
+    """Let `around` see the body of each of an agent's tools."""
+    _add_middleware(agent, _find("ExecuteToolStage", "strands.middleware"), around)
+
+
+def is_in_background(context: Any) -> bool:
+    """Tell whether a tool's body runs in the background."""
+    return hasattr(context, "_background_interrupt")
+
+
+def probe(target: Any) -> None:
+    """Warn, by name, of what an agent, swarm or graph of this release does not have any more."""
+    needs = [(target, "_interrupt_state", "a run that waits for a person counts as ended")]
+    if isinstance(target, Agent):
+        tasks = getattr(target, "_background_tasks", None)
+        continued = _find("_STATE_ATTRIBUTE", "strands.agent._continuation")
+        needs += [
+            (tasks, "_manager", "background tasks outlive a stop"),
+            (tasks, "_task_snapshots", "background tasks outlive a stop"),
+        ]
+        if tasks is not None and continued != _CONTINUED:
+            # Set by Strands where it is needed, so only its name can be looked for.
+            _warn(f"AfterInvocationEvent.{_CONTINUED}", "a run ends before its background tasks")
+    elif isinstance(target, Graph):
+        needs.append((target, "_build_result", "a graph that was stopped in a custom node raises"))
+    for owner, name, without in needs:
+        if owner is not None and not hasattr(owner, name):
+            _warn(f"{type(owner).__name__}.{name}", without)
+
+
+def _warn(missing: str, without: str) -> None:
+    warnings.warn(
+        f"this release of strands-agents has no {missing}: {without}. "
+        "Use a release from 1.30 up to the newest that BudgetGuard names.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:

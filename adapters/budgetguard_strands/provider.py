@@ -6,7 +6,10 @@ from typing import Any, TypeVar, Unpack
 
 from strands import Agent
 from strands.hooks import AgentInitializedEvent, HookRegistry, MultiAgentInitializedEvent
+from strands.multiagent import Swarm
 from strands.multiagent.base import MultiAgentBase
+from strands.multiagent.graph import Graph
+from strands.plugins import Plugin
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
@@ -20,7 +23,7 @@ DEFAULT_MAX_ITERATIONS = 25
 _Target = TypeVar("_Target", Agent, MultiAgentBase)
 
 
-class BudgetHookProvider:
+class BudgetHookProvider(Plugin):
     """Bounds the runs of Strands agents: `Agent(..., hooks=[BudgetHookProvider(budget)])`.
 
     Also a plugin (`Agent(..., plugins=[provider])`), and attached to what exists already:
@@ -48,8 +51,10 @@ class BudgetHookProvider:
         ConfigurationError: `budget` is none of these, or the options do not fit it.
     """
 
-    name = "budgetguard"
-    """The plugin's name."""
+    @property
+    def name(self) -> str:
+        """The plugin's name."""
+        return "budgetguard"
 
     def __init__(
         self,
@@ -58,11 +63,10 @@ class BudgetHookProvider:
     ) -> None:
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
         self._opener = Opener(envelope_of(budget, default=default, **options))
-        self._agents = AgentHooks(self.name, self._opener)
+        self._agents = AgentHooks(self._opener)
         self._orchestrators = Orchestrators(self._opener, self._agents.install)
-        # Strands registers what stands in these by itself; all is registered in `init_agent`.
-        self.hooks: list[Any] = []
-        self.tools: list[Any] = []
+        # Nothing that Strands finds by itself: all is registered in `init_agent`.
+        super().__init__()
 
     # Attaching
 
@@ -87,13 +91,27 @@ class BudgetHookProvider:
         """
         if isinstance(target, Agent):
             self._agents.install(target)
-        elif isinstance(target, MultiAgentBase) and hasattr(target, "nodes"):
+        elif isinstance(target, Graph | Swarm):
             self._orchestrators.install(target)
         else:
             raise AdapterError(
                 f"target must be an Agent, Swarm or Graph, got {type(target).__name__}. "
                 "Attach the agents that it uses."
             )
+        return target
+
+    def detach(self, target: _Target) -> _Target:
+        """Bound an agent, swarm or graph no more, and return it; a run on its way ends as bounded.
+
+        The nodes of a swarm or graph are detached, too.
+        """
+        if isinstance(target, Graph | Swarm):
+            self._orchestrators.remove(target)
+            for node in target.nodes.values():
+                executor: Any = node.executor
+                self.detach(executor)
+        elif isinstance(target, Agent):
+            self._agents.remove(target)
         return target
 
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
@@ -109,4 +127,5 @@ class BudgetHookProvider:
         self._agents.install(event.agent)
 
     def _orchestrator_made(self, event: MultiAgentInitializedEvent) -> None:
-        self._orchestrators.install(event.source)
+        if isinstance(event.source, Graph | Swarm):
+            self._orchestrators.install(event.source)

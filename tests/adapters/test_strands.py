@@ -139,11 +139,12 @@ def test_the_warning_has_this_exact_text(caplog, counter):
     agent = made(
         sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))], name="clerk"
     )
-    with caplog.at_level(logging.WARNING, logger="budgetguard.strands"):
-        agent("Go.")
-    assert [record.getMessage() for record in caplog.records] == [
-        "agent=<clerk>, stop_reason=<max_iterations>, detail=<max_iterations=2 reached: 2 used> | "
-        "run stopped before its next model call"
+    with caplog.at_level(logging.INFO, logger="budgetguard"):
+        result = agent("Go.")
+    run_id = result.message["metadata"]["run_id"]
+    ours = [record for record in caplog.records if record.name.startswith("budgetguard")]
+    assert [record.getMessage() for record in ours] == [
+        f'run stopped: reason=max_iterations limit=2 used=2 run="{run_id}"'
     ]
 
 

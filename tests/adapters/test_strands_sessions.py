@@ -1,0 +1,184 @@
+"""Sessions: what is stored and what was returned are one history, which any provider takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from strands import Agent
+from strands.agent.conversation_manager import SlidingWindowConversationManager
+from strands.hooks import BeforeInvocationEvent
+from strands.session import FileSessionManager
+
+from budgetguard_core import Budget, Guard
+from budgetguard_core.testing import Call, ManualClock, Script, calls, says
+from budgetguard_strands import BudgetHookProvider, _seams
+from strands_agents import Counter, check_request, made, run, strict
+
+WAYS = ("sync", "async", "stream")
+# The window of the older releases begins with an answer where it is small, without a guard, too.
+WINDOWS = [3, 4, 6, 40] if _seams.sets_model() else [40]
+GO_ON = {"role": "user", "content": [{"text": "And now?"}]}
+
+
+@pytest.fixture
+def counter():
+    return Counter()
+
+
+def stored(folder: Path) -> list[dict]:
+    session = FileSessionManager("s", storage_dir=str(folder))
+    return [one.to_message() for one in session.list_messages("s", "main")]
+
+
+def at(folder: Path, script: Script, tool, *hooks, **options) -> Agent:
+    return strict(
+        script,
+        tool,
+        hooks=hooks,
+        agent_id="main",
+        session_manager=FileSessionManager("s", storage_dir=str(folder)),
+        **options,
+    )
+
+
+def plain(messages):
+    return [{"role": one["role"], "content": one["content"]} for one in messages]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("prompts", [(None, None), (None, "And now?"), ("And now?", None)])
+def test_a_stopped_session_is_valid_for_ever(way, window, prompts, counter, tmp_path):
+    script = Script([calls("search")])
+    manager = SlidingWindowConversationManager(window_size=window)
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    agent = at(tmp_path, script, counter.tool, provider, conversation_manager=manager)
+    run(agent, "Go.", way)
+    for prompt in prompts:
+        result, _ = run(agent, prompt, way)
+        assert result.stop_reason == "max_iterations"
+    kept = stored(tmp_path)
+    check_request([*kept, GO_ON])
+    assert plain(kept[-len(agent.messages) :]) == plain(agent.messages)
+    # A reader that has no provider, and one that has it.
+    for hooks in ((), (BudgetHookProvider(Budget(max_iterations=9)),)):
+        manager = SlidingWindowConversationManager(window_size=window)
+        answering = Script([says("Done.")])
+        reader = at(tmp_path, answering, counter.tool, *hooks, conversation_manager=manager)
+        assert run(reader, "And now?", way)[0].stop_reason == "end_turn"
+    check_request([*stored(tmp_path), GO_ON])
+
+
+def test_going_on_without_words_is_asked_for_neutrally(counter):
+    agent = made(
+        Script([calls("search"), says("Done.")]),
+        counter.tool,
+        hooks=[BudgetHookProvider(Budget(max_iterations=1))],
+    )
+    agent("Go.")
+    before = plain(agent.messages)
+    assert agent(None).stop_reason == "end_turn"
+    assert plain(agent.messages)[: len(before)] == before
+    assert agent.messages[len(before)]["content"] == [{"text": "Please go on."}]
+
+
+def test_a_hook_that_speaks_first_is_heard(counter):
+    def speak(event):
+        event.messages = [{"role": "user", "content": [{"text": "The hook's words."}]}]
+
+    agent = made(
+        Script([calls("search"), says("Done.")]),
+        counter.tool,
+        hooks=[BudgetHookProvider(Budget(max_iterations=1))],
+    )
+    agent("Go.")
+    agent.hooks.add_callback(BeforeInvocationEvent, speak)
+    agent(None)
+    assert [one["content"][0] for one in agent.messages if one["role"] == "user"][-1] == {
+        "text": "The hook's words."
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_guards_that_stop_together_append_one_message(way, counter):
+    clocks = [ManualClock(), ManualClock()]
+
+    def late(value: str = "") -> str:
+        for clock in clocks:
+            clock.advance(60)
+        return "late"
+
+    from strands import tool
+
+    guards = [Guard(Budget(max_seconds=30), clock=clock) for clock in clocks]
+    agent = strict(
+        Script([calls("late")]),
+        tool(name="late", description="Late.")(late),
+        hooks=[BudgetHookProvider(guard) for guard in guards],
+    )
+    assert run(agent, "Go.", way)[0].stop_reason == "max_seconds"
+    synthetic = [one for one in agent.messages if (one.get("metadata") or {}).get("synthetic")]
+    assert len(synthetic) == 1
+    check_request([*agent.messages, GO_ON])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_guards_that_are_aborted_together_append_one_message(way):
+    import asyncio
+
+    from strands import tool
+
+    guards = [Guard(Budget(max_iterations=9)), Guard(Budget(max_iterations=9))]
+
+    @tool
+    async def hang() -> str:
+        """Hangs."""
+        for guard in guards:
+            guard.abort("enough")
+        await asyncio.Event().wait()
+        return ""
+
+    hooks = [BudgetHookProvider(guard) for guard in guards]
+    agent = strict(Script([calls("hang")]), hang, hooks=hooks)
+    assert run(agent, "Go.", way)[0].stop_reason == "aborted"
+    synthetic = [one for one in agent.messages if (one.get("metadata") or {}).get("synthetic")]
+    assert len(synthetic) == 1
+    check_request([*agent.messages, GO_ON])
+    assert [guard.trip is not None for guard in guards] == [True, True]
+
+
+CHILD = """
+import sys
+sys.path[:0] = [{tests!r}]
+from pathlib import Path
+from adapters.test_strands_sessions import at
+from budgetguard_core import Budget
+from budgetguard_core.testing import Script, calls, says
+from budgetguard_strands import BudgetHookProvider
+from strands_agents import Counter
+counter = Counter()
+provider = BudgetHookProvider(Budget(max_iterations=4))
+script = Script([calls("search"), says("Done.")])
+agent = at(Path(sys.argv[1]), script, counter.tool, provider)
+print(agent(None).stop_reason, script.calls, len(counter.started))
+print(provider.outcome(agent).usage.iterations)
+"""
+
+
+def test_a_stopped_agent_goes_on_in_a_new_process(counter, tmp_path):
+    script = Script([calls("search", Call("search", "other"))])
+    at(tmp_path, script, counter.tool, BudgetHookProvider(Budget(max_tool_calls=3)))("Go.")
+    assert len(counter.started) == 3
+    tests = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD.format(tests=tests), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == ["end_turn", "2", "1", "2"], done.stderr
+    check_request([*stored(tmp_path), GO_ON])
