@@ -1,0 +1,344 @@
+"""One call of a model on its way: admitted before it goes out, settled with its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from decimal import Decimal
+from hashlib import blake2b
+from typing import Any, Final, cast
+
+from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
+from budgetguard_core.kit import (
+    OpenModelCall,
+    Prompt,
+    Run,
+    current,
+    failed_usage,
+    project,
+    reported_cost,
+)
+from budgetguard_http._conversations import Conversation
+from budgetguard_http._policy import Policy
+from budgetguard_http._posted import Posted
+from budgetguard_http._refusal import Refusal
+from budgetguard_http._runs import is_own, traffic_of
+from budgetguard_http.wires import EMBEDDINGS
+from budgetguard_http.wires.embeddings import embedding_cost
+from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor
+
+_MOST_FAILED: Final = 256
+_FREE: Final = Decimal(0)
+
+
+class AnsweredWith(Exception):
+    """A provider answered a call with an error, of this status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status_code = status
+
+
+class Call:
+    """A call that was admitted.
+
+    Args:
+        run: The run that it is charged to.
+        opened: Its admission.
+        posted: The request.
+        policy: What is exempt, and whether usage is asked for.
+        conversation: The conversation that it goes on; None where a layer above knows that.
+
+    Attributes:
+        answer: What is known of the answer so far.
+        asked_for_usage: The request asks for the stream's usage on the caller's behalf.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        opened: OpenModelCall,
+        posted: Posted,
+        policy: Policy,
+        conversation: Conversation | None,
+    ) -> None:
+        self.run = run
+        self.opened = opened
+        self.posted = posted
+        self.answer = Answer()
+        self.asked_for_usage = False
+        self._policy = policy
+        self._conversation = conversation
+        self._cost: Decimal | None = None
+
+    # The request
+
+    def content(self) -> bytes | None:
+        """Return what is to be posted instead of what came; None where nothing is changed."""
+        posted, opened = self.posted, self.opened
+        wire, body = posted.wire, posted.body
+        if posted.is_signed or not body:
+            return None
+        changed = False
+        bound = opened.max_output_tokens
+        if bound is not None and wire.bound(body) != bound:
+            wire.set_bound(body, bound)
+            changed = True
+        for text in self._to_tell():
+            wire.add_nudge(body, text)
+            changed = True
+        if posted.is_streamed and self._policy.ask_for_usage and wire.ask_for_usage(body):
+            self.asked_for_usage = changed = True
+        return json.dumps(body, ensure_ascii=False).encode() if changed else None
+
+    def _to_tell(self) -> list[str]:
+        told = [] if self.opened.nudge is None else [self.opened.nudge]
+        conversation = self._conversation
+        if conversation is not None and conversation.notes:
+            told += conversation.notes
+            conversation.notes = []
+        return told
+
+    # The answer
+
+    def whole(self, content: bytes) -> bytes | None:
+        """Take a whole answer; return another where tool calls had to be left out of it."""
+        try:
+            parsed = json.loads(content)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            self.settle()
+            return None
+        other = self.parsed(cast("Body", parsed))
+        return None if other is None else json.dumps(other, ensure_ascii=False).encode()
+
+    def parsed(self, body: Body) -> Body | None:
+        """Take a whole answer that was parsed before; as `whole`, which it may change in place."""
+        self.posted.wire.read(body, self.answer)
+        self._cost = reported_cost(body)
+        kept: list[bool] = []
+        if self.answer.calls and self._conversation is not None:
+            self._charge()
+            kept = self.ask(self.answer.calls)
+        self.settle()
+        if all(kept):
+            return None
+        return self.posted.wire.keep(body, kept, NOTHING_LEFT)
+
+    def editor(self) -> Editor | None:
+        """Return what reads, and edits, a stream; None for one that is not understood."""
+        return self.posted.wire.editor(
+            self.answer,
+            None if self._conversation is None else self.ask,
+            body=self.posted.body,
+            hides_usage=self.asked_for_usage,
+        )
+
+    def priced(self, data: Body) -> None:
+        """Take what an event of a stream says of the cost."""
+        if "usage" in data:
+            self._cost = reported_cost(data) or self._cost
+
+    def ask(self, calls: Sequence[ToolCall]) -> list[bool]:
+        """Ask for the tool calls of the answer; tell for each whether it may stay."""
+        conversation = self._conversation
+        if conversation is None:
+            return [True] * len(calls)
+        forced = self.posted.wire.forced_tool(self.posted.body)
+        for call in calls:
+            if call.name == forced:
+                call.kind = "output"
+        return traffic_of(self.run).conversations.ask(conversation, calls)
+
+    # The end
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was charged."""
+        return not self.opened.is_open
+
+    def settle(self) -> None:
+        """Charge the call with its answer; a second time changes nothing."""
+        if self.is_settled:
+            return
+        self._charge()
+
+    def _charge(self) -> None:
+        answer, opened = self.answer, self.opened
+        if self.is_settled:
+            return
+        usage = answer.usage
+        if usage is None or usage.estimated:
+            self._project()
+        cost = self._cost
+        if self._is_free():
+            cost = _FREE
+        elif self.posted.wire is EMBEDDINGS and usage is not None:
+            cost = embedding_cost(self.posted.model, usage.total_tokens)
+        at = self._at
+        at.answered(
+            opened,
+            usage,
+            text="".join(answer.text),
+            model=answer.model,
+            cost_usd=cost,
+        )
+        self._answered(usage)
+        if answer.is_cut and not answer.calls:
+            at.cut_short(opened)
+
+    def _answered(self, usage: TokenUsage | None) -> None:
+        conversation, answer = self._conversation, self.answer
+        if conversation is None:
+            return
+        conversation.prompt.measured(usage)
+        conversation.usage = usage
+        traffic = traffic_of(self.run)
+        if answer.hosted:
+            run = traffic.conversations.seat(conversation)
+            for call in run.batch(answer.hosted):
+                run.start(call)
+                run.finished(call, "reported")
+
+    def over(self) -> None:
+        """Take the end of the whole exchange, tool calls asked for: the conversation goes on."""
+        self.settle()
+        if self._conversation is not None:
+            traffic_of(self.run).conversations.answered(
+                self._conversation, self.posted.wire, self.posted.body, self.answer
+            )
+
+    def left(self) -> None:
+        """Charge a call whose reader left before its end: what was written, and the prompt."""
+        if self.is_settled:
+            return
+        self._project()
+        used = failed_usage(
+            "left",
+            projected_input=self.opened.call.input_tokens,
+            written="".join(self.answer.text),
+            reported=self.answer.usage,
+        )
+        self._at.answered(self.opened, used, model=self.answer.model)
+
+    def failed(self, error: BaseException | str) -> None:
+        """Charge a call that failed."""
+        if self.is_settled:
+            return
+        self._project()
+        self.opened.measured = self.answer.usage
+        self._at.failed(self.opened, error, written="".join(self.answer.text))
+        traffic = traffic_of(self.run)
+        with traffic.lock:
+            digest = _digest(self.posted.raw)
+            traffic.failed[digest] = traffic.failed.pop(digest, 0) + 1
+            while len(traffic.failed) > _MOST_FAILED:
+                del traffic.failed[next(iter(traffic.failed))]
+
+    def unmade(self) -> None:
+        """Take the call back: no model was called."""
+        self._at.unmade(self.opened)
+
+    def refusal(self, trip: Trip | None) -> Refusal:
+        """Return what the client gets after the call was taken back, or cut.
+
+        Args:
+            trip: Why; None where the run knows.
+        """
+        ended = trip or self.run.check() or self.run.guard.trip
+        if ended is None:
+            raise RuntimeError("a call was cut, and no limit holds")
+        return Refusal(self.run, self.posted, ended, is_side_call=False)
+
+    @property
+    def _at(self) -> Run:
+        conversation = self._conversation
+        admitted = None if conversation is None else conversation.admitted_by
+        return admitted or self.run
+
+    def _is_free(self) -> bool:
+        return self._policy.is_exempt(self.posted.model)
+
+    def _project(self) -> None:
+        call = self.opened.call
+        if not call.input_tokens:
+            call.input_tokens = _projected(self.posted, None)
+
+
+def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
+    """Ask for a call: admitted, or refused with what its client gets instead."""
+    frame = current()
+    above = None if frame is None else frame.call
+    is_below = isinstance(above, OpenModelCall) and above.is_open
+    traffic = traffic_of(run)
+    conversation: Conversation | None = None
+    asked = run
+    if not is_below and posted.wire.turns(posted.body):
+        conversation = traffic.conversations.of(posted.wire, posted.body)
+        asked = conversation.run or run
+        conversation.admitted_by = asked
+    retry = posted.is_retry or not posted.wire.is_turn
+    if traffic.failed:
+        retry = _was_failed(traffic.failed, traffic.lock, posted.raw) or retry
+    wire, body = posted.wire, posted.body
+    call = ModelCall(
+        model=posted.model,
+        provider=wire.provider,
+        retry=retry,
+        max_output_tokens=wire.bound(body),
+        output_is_fixed=posted.is_signed,
+        min_output_tokens=wire.least_bound(body),
+    )
+    if _is_capped(asked):
+        call.input_tokens = _projected(posted, conversation)
+    if policy.is_exempt(posted.model):
+        call.cost_usd = _FREE
+    elif wire is EMBEDDINGS:
+        call.cost_usd = embedding_cost(posted.model, call.input_tokens)
+    opened = asked.model_call(call)
+    if isinstance(opened, Stop):
+        trip = opened.trip
+        refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
+        if conversation is not None:
+            traffic.conversations.stopped(conversation, trip, wire, refusal.text)
+        return refusal
+    return Call(run, opened, posted, policy, conversation)
+
+
+def _is_capped(run: Run) -> bool:
+    return any(
+        one.budget.max_total_tokens is not None or one.budget.max_cost_usd is not None
+        for guard in run.guards
+        for one in guard.lineage
+    )
+
+
+def _projected(posted: Posted, conversation: Conversation | None) -> int:
+    prompted = posted.wire.prompt(posted.body)
+    parts: dict[str, Any] = {
+        "system": prompted.system,
+        "tools": prompted.tools,
+        "output_schema": prompted.output_schema,
+    }
+    if conversation is None:
+        return max(project(prompted.messages, **parts), 1)
+    if posted.wire.follows(posted.body) is not None and not conversation.is_server_side:
+        conversation.is_server_side = True
+        conversation.prompt = Prompt(server_side=True)
+        conversation.prompt.measured(conversation.usage)
+    return max(conversation.prompt.project(prompted.messages, **parts), 1)
+
+
+def _was_failed(failed: dict[bytes, int], lock: Any, raw: bytes) -> bool:
+    """Tell whether this very request has failed before; each failure stands for one retry."""
+    digest = _digest(raw)
+    with lock:
+        count = failed.pop(digest, 0)
+        if count > 1:
+            failed[digest] = count - 1
+    return count > 0
+
+
+def _digest(raw: bytes) -> bytes:
+    return blake2b(raw, digest_size=16).digest()

@@ -1,0 +1,259 @@
+"""Conversations in the traffic of a run: who says what next, and which tools are at work.
+
+Several go on at the same time, and each looks for loops by itself. They are told apart by how they
+begin, and by the reply that a request goes on from.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+from budgetguard_core import NOT_AVAILABLE, OUTCOME_UNKNOWN, TokenUsage, ToolCall, Trip
+from budgetguard_core.kit import Envelope, OpenToolCall, Prompt, Run
+from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
+
+_MOST_KEPT: Final = 256
+_NO_RESULT: Final = "no result"
+_LONGEST_BEGINNING: Final = 4
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One conversation with a model.
+
+    Attributes:
+        head: What it began with.
+        run: Where its loops are looked for; None before that matters.
+        prompt: What its next prompt is projected with.
+        length: How many turns the last request had.
+        mark: What the last reply is recognised by.
+        answer_id: The last reply's id, where the provider keeps the conversation.
+        pending: Tool calls that the client has got, and no result is known of.
+        notes: What the model is to be told with the next request.
+        unreported: The last answer without tool calls, not looked at for repetition yet.
+        is_busy: Its tools are at work.
+        turns: The turns of the last request, for the outcome.
+        usage: What the last reply used.
+        is_server_side: The provider keeps the history, and requests hold only what is new.
+        admitted_by: The run that has admitted the last request.
+        final: The last answer, if it was one without tool calls.
+        answer_turn: The same as a turn of the conversation.
+    """
+
+    head: bytes
+    run: Run | None = None
+    prompt: Prompt = field(default_factory=Prompt)
+    length: int = 0
+    mark: frozenset[str | None] = frozenset()
+    answer_id: str | None = None
+    pending: list[OpenToolCall] = field(default_factory=list[OpenToolCall])
+    notes: list[str] = field(default_factory=list[str])
+    unreported: str | None = None
+    is_busy: bool = False
+    turns: Sequence[Any] = ()
+    usage: TokenUsage | None = None
+    is_server_side: bool = False
+    admitted_by: Run | None = None
+    final: str | None = None
+    answer_turn: Any = None
+
+
+class Conversations:
+    """The conversations of one run.
+
+    Args:
+        run: The run.
+        is_own: Nobody else looks for loops in it.
+
+    Attributes:
+        trip: Why one of them was stopped by itself; None where none was.
+        latest: The one that was heard of last.
+    """
+
+    def __init__(self, run: Run, *, is_own: bool) -> None:
+        self._run = run
+        self._is_own = is_own
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, Conversation] = OrderedDict()
+        self._seat: Conversation | None = None
+        self.trip: Trip | None = None
+        self.latest: Conversation | None = None
+
+    def of(self, wire: Wire, body: Body) -> Conversation:
+        """Return the conversation of a request, with the results that it brings settled."""
+        turns, results = wire.turns(body), wire.results(body)
+        head = _head(wire, turns)
+        with self._lock:
+            found = self._found(wire, body, turns, results, head)
+            if found is not None:
+                self._kept.pop(id(found), None)
+                self._kept[id(found)] = found
+        if found is None:
+            return Conversation(head, turns=turns)
+        self._settle(found, results)
+        if not results:
+            self._spoken(found, wire, turns)
+        if wire.follows(body) is None:
+            found.turns = turns
+        else:
+            found.turns = [*found.turns, *turns]
+        return found
+
+    def answered(self, conversation: Conversation, wire: Wire, body: Body, answer: Answer) -> None:
+        """Take the reply to a request of a conversation."""
+        ids = [one.call.id or one.call.name for one in conversation.pending]
+        said = "".join(answer.said).strip()
+        conversation.is_busy = bool(conversation.pending)
+        conversation.length = len(wire.turns(body))
+        # Also those that are settled already, as a report of progress is.
+        given = [call.id or call.name for call in answer.calls]
+        conversation.mark = frozenset([*given, *ids] or [said])
+        if not ids:
+            conversation.mark |= {said}
+        conversation.answer_id = answer.id
+        conversation.unreported = None if ids or not said else said
+        conversation.final = said if said and not ids else None
+        conversation.answer_turn = wire.answer_turn(said) if conversation.final else None
+        with self._lock:
+            self.latest = conversation
+            self._kept[id(conversation)] = conversation
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+
+    def ask(self, conversation: Conversation, calls: Sequence[ToolCall]) -> list[bool]:
+        """Ask for the tool calls of a reply; tell for each whether the client gets it."""
+        run = self.seat(conversation)
+        kept: list[bool] = []
+        for call in run.batch(calls):
+            stays = run.start(call) is None
+            kept.append(stays)
+            if stays and call.call.kind == "function":
+                conversation.pending.append(call)
+            elif stays:
+                run.finished(call, "given")
+            elif call.trip is None and NOT_AVAILABLE not in conversation.notes:
+                conversation.notes.append(f"{call.call.name}: {call.refusal or NOT_AVAILABLE}")
+            elif call.trip is not None and run is not self._run:
+                self.trip = self.trip or call.trip
+        return kept
+
+    def seat(self, conversation: Conversation) -> Run:
+        """Return where the loops of a conversation are looked for.
+
+        It is the run itself for one of them at a time, and a part of the run for each other.
+        """
+        with self._lock:
+            if conversation.run is not None:
+                return conversation.run
+            before = self._seat
+            if self._is_own and (before is None or not before.is_busy):
+                self._seat, conversation.run = conversation, self._run
+                conversation.is_busy = True
+            else:
+                with self._run.entered():
+                    conversation.run = Envelope(budget=self._run.guard).open(loose=True)
+                return conversation.run
+        if before is not None:
+            # What the one before asked for is no repetition of this one's.
+            self._run.guard.user_turn()
+        return self._run
+
+    def close(self) -> None:
+        """Settle the tool calls that the client has got and never answered: the run ends."""
+        with self._lock:
+            kept = list(self._kept.values())
+        for conversation in kept:
+            for call in conversation.pending:
+                (conversation.run or self._run).finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
+            conversation.pending.clear()
+
+    def history(self) -> Sequence[Any]:
+        """Return the turns of the conversation that was heard of last, with its last answer."""
+        latest = self.latest
+        if latest is None:
+            return ()
+        return latest.turns if latest.answer_turn is None else [*latest.turns, latest.answer_turn]
+
+    def final(self) -> str | None:
+        """Return the last answer: what a conversation said last, or was stopped with."""
+        return None if self.latest is None else self.latest.final
+
+    def stopped(self, conversation: Conversation, trip: Trip, wire: Wire, text: str) -> None:
+        """Note that a conversation was refused its next call, and with which text."""
+        conversation.final, conversation.answer_turn = text, wire.answer_turn(text)
+        if conversation.run is not None and conversation.run is not self._run:
+            self.trip = self.trip or trip
+        conversation.is_busy = False
+        self.latest = conversation
+
+    def _found(
+        self,
+        wire: Wire,
+        body: Body,
+        turns: Sequence[Any],
+        results: Sequence[Result],
+        head: bytes,
+    ) -> Conversation | None:
+        follows = wire.follows(body)
+        ids = {one.id or one.name for one in results}
+        known = list(reversed(self._kept.values()))
+        for one in known:
+            if follows is not None and one.answer_id == follows:
+                return one
+            if one.head == head and len(turns) > one.length:
+                marks: set[str | None] = set()
+                for turn in turns[one.length :]:
+                    mark = wire.reply_mark(turn)
+                    if mark is None:
+                        break
+                    marks.update(mark)
+                if marks & one.mark:
+                    return one
+        for one in known:
+            # The client has cut its history, or the provider keeps it.
+            if ids and ids <= {call.call.id or call.call.name for call in one.pending}:
+                return one
+        return None
+
+    def _settle(self, conversation: Conversation, results: Sequence[Result]) -> None:
+        for result in results:
+            for call in conversation.pending:
+                asked = call.call
+                if (asked.id == result.id) if result.id else (asked.name == result.name):
+                    conversation.pending.remove(call)
+                    run = conversation.run or self._run
+                    error = str(result.content) if result.is_error else None
+                    run.finished(call, result.content, error=error)
+                    break
+        if results:
+            # What is left has no result that anybody will hear of.
+            for call in conversation.pending:
+                run = conversation.run or self._run
+                run.finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
+            conversation.pending.clear()
+
+    def _spoken(self, conversation: Conversation, wire: Wire, turns: Sequence[Any]) -> None:
+        """Tell new words of the user's from those that another model says again and again."""
+        words = [text for turn in turns if (text := wire.user_text(turn)) is not None]
+        run = self.seat(conversation)
+        if len(words) > 1 and words[-1] == words[-2]:
+            if conversation.unreported is not None:
+                run.guard.report_reply(conversation.unreported)
+        elif words and turns and wire.user_text(turns[-1]) is not None:
+            run.guard.user_turn()
+        conversation.unreported = None
+
+
+def _head(wire: Wire, turns: Sequence[Any]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for turn in turns[:_LONGEST_BEGINNING]:
+        digest.update(json.dumps(turn, default=str).encode())
+        if wire.user_text(turn) is not None and record(turn).get("role") != "system":
+            break
+    return digest.digest()

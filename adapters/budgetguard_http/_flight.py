@@ -1,0 +1,87 @@
+"""A blocking call in flight: ended from another thread by shutting its connection down."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from budgetguard_core import Trip
+from budgetguard_core.kit import Run, Watch
+
+
+class Flight:
+    """One blocking request, from before it is sent to the end of its answer.
+
+    At the deadline, and when the run is aborted, the socket that it waits on is shut down, so that
+    the wait ends at once. A connection that others share (HTTP/2), and one that was taken from the
+    pool before its answer has begun, is left alone: there the time-out of the request ends the wait
+    at the deadline, and an abort is seen when the answer begins.
+
+    Args:
+        run: The run that the request is a part of.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stream: Any = None
+        self._is_shared = False
+        self._shut: Callable[[], object] | None = None
+        self._watch: Watch | None = None
+        if run.time_left() is not None or not run.aborted:
+            self._watch = Watch(run, self._cut)
+
+    @property
+    def trip(self) -> Trip | None:
+        """Why the request was cut; None where it was not."""
+        return None if self._watch is None else self._watch.trip
+
+    def is_late(self) -> bool:
+        """Tell whether the run has ended while the request was in flight."""
+        if self.trip is not None:
+            return True
+        run = self._run
+        if run.aborted or run.time_left() == 0:
+            return run.check() is not None
+        return False
+
+    def traced(self, event: str, info: Any) -> None:
+        """Take an event of the connection: httpx's extension `trace`."""
+        if event.startswith("http2."):
+            self._is_shared = True
+        elif event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._stream = info.get("return_value")
+
+    def answered(self, response: Any) -> None:
+        """Take the beginning of the answer, which tells its connection."""
+        self._is_shared = response.extensions.get("http_version") == b"HTTP/2"
+        self._stream = response.extensions.get("network_stream")
+
+    def answered_by(self, shut: Callable[[], object]) -> None:
+        """Take the beginning of an answer, and what ends the wait for the rest of it."""
+        self._shut = shut
+
+    def close(self) -> None:
+        """Say that it is over; safe to call again."""
+        self._stream = self._shut = None
+        if self._watch is not None:
+            self._watch.close()
+
+    def _cut(self) -> None:
+        shut = self._shut
+        if shut is not None:
+            with suppress(Exception):
+                # The answer may have come to its end by itself.
+                shut()
+            return
+        stream = self._stream
+        if stream is None or self._is_shared:
+            return
+        connection = stream.get_extra_info("socket")
+        if isinstance(connection, socket.socket):
+            try:
+                # Not that of a TLS socket, which would forget its encryption while it is read.
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+            except OSError:
+                return

@@ -1,0 +1,179 @@
+"""The bytes of a stream: server-sent events and AWS's event stream, cut into events and written."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol, cast
+
+from budgetguard_http.wires.wire import Event, record
+
+_END_OF_EVENT: Final = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)|(?<=\r\r)")
+_PRELUDE: Final = struct.Struct(">III")
+_CRC: Final = struct.Struct(">I")
+_SMALLEST_FRAME: Final = 16
+_TEXT_HEADER: Final = 7
+# The bytes of a header's value by its type: two booleans, byte, short, integer, long; a length and
+# bytes or text; a time and a UUID.
+_HEADER_SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
+
+
+class Frames(Protocol):
+    """How the events of one stream are written as bytes."""
+
+    def split(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Cut bytes into whole events and the rest."""
+        ...
+
+    def parse(self, event: bytes) -> Event | None:
+        """Return the name and the data of an event; None for what holds no JSON."""
+        ...
+
+    def write(self, event: Event) -> bytes:
+        """Write an event."""
+        ...
+
+
+class ServerSentEvents:
+    """`text/event-stream`."""
+
+    def split(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Cut after each empty line."""
+        *events, rest = _END_OF_EVENT.split(data)
+        return events, rest
+
+    def parse(self, event: bytes) -> Event | None:
+        """Join the data lines of an event."""
+        name, data = "", b""
+        for line in event.splitlines():
+            if line.startswith(b"data:"):
+                data += line[5:].strip()
+            elif line.startswith(b"event:"):
+                name = line[6:].strip().decode("utf-8", "replace")
+        if not data or data == b"[DONE]":
+            return ("", "[DONE]") if data else None
+        try:
+            parsed: Any = json.loads(data)
+        except ValueError:
+            return None
+        return (name, record(cast("Any", parsed))) if isinstance(parsed, dict) else None
+
+    def write(self, event: Event) -> bytes:
+        """Write name and data."""
+        name, data = event
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        head = f"event: {name}\n" if name else ""
+        return f"{head}data: {text}\n\n".encode()
+
+
+class EventStream:
+    """`application/vnd.amazon.eventstream`, of Bedrock.
+
+    Args:
+        wrapped: The JSON of an event is Base64 in the field `bytes`, as `invoke` has it.
+    """
+
+    def __init__(self, *, wrapped: bool) -> None:
+        self._wrapped = wrapped
+
+    def split(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Cut by the lengths that the frames begin with."""
+        events: list[bytes] = []
+        while len(data) >= _SMALLEST_FRAME:
+            length = _PRELUDE.unpack_from(data)[0]
+            if length < _SMALLEST_FRAME or len(data) < length:
+                break
+            events.append(data[:length])
+            data = data[length:]
+        return events, data
+
+    def parse(self, event: bytes) -> Event | None:
+        """Return the event's type and its JSON."""
+        length, headers_length, _ = _PRELUDE.unpack_from(event)
+        headers = _read_headers(event[12 : 12 + headers_length])
+        payload = event[12 + headers_length : length - 4]
+        try:
+            parsed: Any = json.loads(payload)
+            if self._wrapped:
+                parsed = json.loads(base64.b64decode(record(parsed).get("bytes") or b""))
+        except ValueError:
+            return None
+        if not isinstance(parsed, dict):
+            return None
+        return headers.get(":event-type", ""), record(cast("Any", parsed))
+
+    def write(self, event: Event) -> bytes:
+        """Write a frame."""
+        name, data = event
+        text = json.dumps(data, ensure_ascii=False).encode()
+        if self._wrapped:
+            name, text = "chunk", json.dumps({"bytes": base64.b64encode(text).decode()}).encode()
+        headers = b"".join(
+            _text_header(key, value)
+            for key, value in (
+                (":event-type", name),
+                (":content-type", "application/json"),
+                (":message-type", "event"),
+            )
+        )
+        length = _SMALLEST_FRAME + len(headers) + len(text)
+        prelude = struct.pack(">II", length, len(headers))
+        prelude += _CRC.pack(zlib.crc32(prelude))
+        frame = prelude + headers + text
+        return frame + _CRC.pack(zlib.crc32(frame))
+
+
+EVENT_STREAM: Final = "application/vnd.amazon.eventstream"
+
+
+def event_stream_at(path: str) -> EventStream | None:
+    """Return how the stream of one of Bedrock's addresses is written; None for another's."""
+    if path.endswith("/converse-stream"):
+        return EventStream(wrapped=False)
+    return EventStream(wrapped=True) if path.endswith("response-stream") else None
+
+
+def frames_of(content_type: str, path: str) -> Frames | None:
+    """Return how a stream of this type is written; None for what is no stream."""
+    if content_type.startswith("text/event-stream"):
+        return ServerSentEvents()
+    if content_type.startswith(EVENT_STREAM):
+        return event_stream_at(path) or EventStream(wrapped=True)
+    return None
+
+
+def inflater(encoding: str) -> Callable[[bytes], bytes] | None:
+    """Return what decompresses a stream piece by piece; None for an encoding that is unknown."""
+    if encoding == "gzip":
+        return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress
+    if encoding == "deflate":
+        return zlib.decompressobj().decompress
+    return None
+
+
+def _text_header(name: str, value: str) -> bytes:
+    key, text = name.encode(), value.encode()
+    return struct.pack(">B", len(key)) + key + struct.pack(">BH", _TEXT_HEADER, len(text)) + text
+
+
+def _read_headers(data: bytes) -> Mapping[str, str]:
+    found: dict[str, Any] = {}
+    at = 0
+    while at < len(data):
+        size = data[at]
+        name = data[at + 1 : at + 1 + size].decode("utf-8", "replace")
+        at += 1 + size
+        kind = data[at]
+        at += 1
+        if kind in _HEADER_SIZES:
+            at += _HEADER_SIZES[kind]
+            continue
+        length = int.from_bytes(data[at : at + 2], "big")
+        if kind == _TEXT_HEADER:
+            found[name] = data[at + 2 : at + 2 + length].decode("utf-8", "replace")
+        at += 2 + length
+    return found

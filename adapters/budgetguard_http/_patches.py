@@ -1,0 +1,134 @@
+"""What is patched while the ambient way in is on: the clients of httpx, httpx2 and boto3."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from budgetguard_http._seam import Seam
+from budgetguard_http.bedrock import SERVICE, Hooks
+
+_MODULES: Final = ("httpx", "httpx2")
+_GENAI: Final = "google.genai._api_client"
+_AIOHTTP: Final = "has_aiohttp"
+
+
+class Patches:
+    """The patches of one process, in place while somebody holds them.
+
+    Args:
+        seam: What a request passes.
+        hooks: The same for boto3.
+    """
+
+    def __init__(self, seam: Seam, hooks: Hooks) -> None:
+        self._seam = seam
+        self._hooks = hooks
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._undo: list[Callable[[], object]] = []
+
+    @property
+    def are_in_place(self) -> bool:
+        """Whether somebody holds them."""
+        return self._holders > 0
+
+    def hold(self) -> None:
+        """Put the patches in place, if they are not yet."""
+        with self._lock:
+            self._holders += 1
+            if self._holders > 1:
+                return
+            for name in _MODULES:
+                with suppress(ModuleNotFoundError):
+                    self._patch(importlib.import_module(name))
+            with suppress(ModuleNotFoundError):
+                self._hook(importlib.import_module("botocore.client").BaseClient)
+            genai: Any = sys.modules.get(_GENAI)
+            if getattr(genai, _AIOHTTP, False):
+                # google-genai 3.4: its asynchronous half prefers aiohttp, below which there is no
+                # seam, unless this flag is off. A public setting would let this go.
+                setattr(genai, _AIOHTTP, False)
+                self._undo.append(lambda: setattr(genai, _AIOHTTP, True))
+
+    def release(self) -> None:
+        """Take back what is in place, if nobody else holds it."""
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                while self._undo:
+                    self._undo.pop()()
+
+    def _patch(self, mod: Any) -> None:
+        for owner, make in ((mod.Client, self._sync), (mod.AsyncClient, self._async)):
+            own = owner.send
+            if getattr(own, "budgetguard", None) is self:
+                continue  # one module under two names
+            patched = make(own)
+            patched.budgetguard = self
+            owner.send = patched
+            self._undo.append(functools.partial(_restore, owner, patched, own))
+
+    def _hook(self, owner: Any) -> None:
+        """Have each client of Bedrock's hooked when it is first used."""
+        # botocore 1.44: handlers of its own for every client (`BUILTIN_HANDLERS`) reach those
+        # only that are made afterwards; this method, not public, is what others patch as well.
+        own = owner._make_api_call  # noqa: SLF001
+
+        @functools.wraps(own)
+        def call(client: Any, operation_name: str, api_params: Any) -> Any:
+            if self._holders and client.meta.service_model.service_name == SERVICE:
+                self._hooks.register(client)
+                self._hooked.add(client)
+            return own(client, operation_name, api_params)
+
+        owner._make_api_call = call  # noqa: SLF001
+        self._undo.append(functools.partial(self._unhook, owner, call, own))
+
+    def _unhook(self, owner: Any, patched: Any, own: Any) -> None:
+        if owner._make_api_call is patched:  # noqa: SLF001
+            owner._make_api_call = own  # noqa: SLF001
+        for client in list(self._hooked):
+            self._hooks.unregister(client)
+        self._hooked.clear()
+
+    def _sync(self, own: Any) -> Any:
+        @functools.wraps(own)
+        def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
+            if not self._holders:
+                # Somebody else has patched the patch, and keeps it.
+                return own(client, request, stream=stream, **options)
+            return self._seam.send(
+                request,
+                lambda outgoing: own(client, outgoing, stream=stream, **options),
+                stream=stream,
+                of_client=True,
+            )
+
+        return send
+
+    def _async(self, own: Any) -> Any:
+        @functools.wraps(own)
+        async def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
+            if not self._holders:
+                return await own(client, request, stream=stream, **options)
+            return await self._seam.asend(
+                request,
+                lambda outgoing: own(client, outgoing, stream=stream, **options),
+                stream=stream,
+                of_client=True,
+            )
+
+        return send
+
+
+def _restore(owner: Any, patched: Any, own: Any) -> None:
+    if owner.send is patched:
+        owner.send = own

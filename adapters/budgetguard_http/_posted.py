@@ -1,0 +1,86 @@
+"""A request that is about to be sent, as far as the seam understands it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+from budgetguard_http._policy import Policy, is_free, is_provider
+from budgetguard_http.wires import OPAQUE, is_path_of_a_model, wire_of
+from budgetguard_http.wires.wire import Body, Wire
+
+_SIGNED: Final = "AWS4"
+_MISTRAL: Final = "mistral"
+
+
+@dataclass(slots=True, repr=False)  # what is posted is in no log
+class Posted:
+    """A request that is a call of a model.
+
+    Attributes:
+        wire: Its format.
+        path: The address without host and query.
+        body: What is posted.
+        raw: The same as it came.
+        model: The model's name.
+        is_streamed: The answer comes as a stream.
+        is_signed: A signature covers the body: it must go out as it is.
+        is_retry: The client says that it tries again.
+        is_unwanted: It is not understood, and such requests are refused.
+    """
+
+    wire: Wire
+    path: str
+    body: Body
+    raw: bytes
+    model: str | None
+    is_streamed: bool
+    is_signed: bool
+    is_retry: bool
+    is_unwanted: bool
+
+
+def may_be_posted(host: str, path: str, policy: Policy) -> bool:
+    """Tell by its address whether a POST is worth reading."""
+    if is_path_of_a_model(path):
+        return True
+    return policy.on_unknown != "pass" and is_provider(host) and not is_free(path)
+
+
+def read_posted(
+    host: str, path: str, headers: Mapping[str, str], raw: bytes, policy: Policy
+) -> Posted | None:
+    """Read a POST; None for what is no call of a model.
+
+    Args:
+        host: Where it goes.
+        path: The address without host and query.
+        headers: Its headers.
+        raw: Its content.
+        policy: What is done with what is not understood.
+    """
+    try:
+        parsed = json.loads(raw)
+    except ValueError:
+        parsed = None
+    body = cast("Body", parsed) if isinstance(parsed, dict) else {}
+    is_mistral = _MISTRAL in host or _MISTRAL in headers.get("user-agent", "")
+    wire = wire_of(path, body, is_mistral=is_mistral)
+    if wire is None:
+        unknown = is_provider(host) or ("model" in body and is_path_of_a_model(path))
+        if not unknown or policy.on_unknown == "pass":
+            return None
+        wire = OPAQUE
+    return Posted(
+        wire=wire,
+        path=path,
+        body=body,
+        raw=raw,
+        model=wire.model(path, body),
+        is_streamed=wire.is_streamed(path, body),
+        is_signed=headers.get("authorization", "").startswith(_SIGNED),
+        is_retry=headers.get("x-stainless-retry-count", "0") not in ("0", ""),
+        is_unwanted=wire is OPAQUE and policy.on_unknown == "refuse",
+    )

@@ -1,0 +1,114 @@
+"""What a client gets for a call that may not start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from budgetguard_core import Trip, synthetic_metadata, synthetic_text
+from budgetguard_core.kit import Run
+from budgetguard_http._frames import EVENT_STREAM, ServerSentEvents, event_stream_at
+from budgetguard_http._posted import Posted
+
+STATUS: Final = 402
+"""Payment Required, the one status of its meaning that no client tries again."""
+REASON_HEADER: Final = "x-budgetguard-stop-reason"
+RUN_HEADER: Final = "x-budgetguard-run-id"
+_UNKNOWN: Final = "This request was not sent: what it costs is not known here."
+_ERROR: Final = "This run was stopped before this call started."
+
+
+class RunStopped(BaseException):
+    """Leaves a client's call where a stop is to be raised.
+
+    `bounded_clients` turns it into `BudgetExceeded`. It is no `Exception`, because SDKs try again
+    after one, and wrap it in an error of their own.
+
+    Attributes:
+        trip: Why the run was stopped.
+    """
+
+    def __init__(self, trip: Trip) -> None:
+        super().__init__(f"{trip.reason}: {trip.detail}")
+        self.trip = trip
+
+
+class Refusal:
+    """A call that may not start.
+
+    Args:
+        run: The run that refuses it.
+        posted: The request.
+        trip: Why the run ends.
+        is_side_call: It was made inside of a run that is another adapter's: there the synthetic
+            answer would be taken for an answer.
+    """
+
+    def __init__(self, run: Run, posted: Posted, trip: Trip, *, is_side_call: bool) -> None:
+        self._run = run
+        self._posted = posted
+        self._trip = trip
+        self._is_side_call = is_side_call
+        self.text = synthetic_text(run.guard)
+
+    def content(self) -> tuple[int, Mapping[str, str], bytes]:
+        """Return status, headers and body of the answer.
+
+        Raises:
+            RunStopped: The run's envelope says so.
+        """
+        run, posted, trip = self._run, self._posted, self._trip
+        if run.envelope.on_trip == "raise" and not self._is_side_call:
+            raise RunStopped(trip)
+        headers = {
+            REASON_HEADER: str(trip.reason),
+            RUN_HEADER: run.guard.run_id,
+            # A client of OpenAI's family looks here first, whatever the status is.
+            "x-should-retry": "false",
+        }
+        wire, body = posted.wire, posted.body
+        mark = synthetic_metadata(run.guard, trip)
+        model = posted.model or ""
+        if not (self._is_side_call or wire.wants_form(body)):
+            if posted.is_streamed:
+                events = wire.synthetic_stream(model, self.text, mark)
+                frames = event_stream_at(posted.path)
+                if events and frames is not None:
+                    stream = b"".join(map(frames.write, events))
+                    return 200, {**headers, "content-type": EVENT_STREAM}, stream
+                if events:
+                    written = b"".join(map(ServerSentEvents().write, events))
+                    return 200, {**headers, "content-type": "text/event-stream"}, written
+            whole = wire.synthetic(model, self.text, mark)
+            if whole is not None:
+                return 200, {**headers, "content-type": "application/json"}, _json(whole)
+        error = {"message": _ERROR, "type": "run_stopped", "code": "run_stopped"}
+        headers["content-type"] = "application/json"
+        return STATUS, headers, _json({"type": "error", "message": _ERROR, "error": error})
+
+    def response(self, mod: Any, request: Any) -> Any:
+        """Return the answer as a response of httpx or httpx2.
+
+        Raises:
+            RunStopped: The run's envelope says so.
+        """
+        status, headers, content = self.content()
+        return mod.Response(status, headers=dict(headers), content=content, request=request)
+
+
+def unknown_refused() -> tuple[int, Mapping[str, str], bytes]:
+    """Return the answer to a request that is not understood; the run goes on."""
+    error = {"message": _UNKNOWN, "type": "not_understood", "code": "not_understood"}
+    headers = {"content-type": "application/json", "x-should-retry": "false"}
+    return STATUS, headers, _json({"type": "error", "message": _UNKNOWN, "error": error})
+
+
+def refuse_unknown(mod: Any, request: Any) -> Any:
+    """Return it as a response of httpx or httpx2."""
+    status, headers, content = unknown_refused()
+    return mod.Response(status, headers=dict(headers), content=content, request=request)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()

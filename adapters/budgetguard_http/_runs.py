@@ -1,0 +1,111 @@
+"""The run that a client's call is a part of."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final
+
+from budgetguard_core import Guard, Mode
+from budgetguard_core.kit import FRAME, NOWHERE, Envelope, Run, current, in_force, joined
+from budgetguard_http._conversations import Conversations
+
+
+class Traffic:
+    """What is remembered of the calls of one run.
+
+    Attributes:
+        conversations: Its conversations.
+        failed: The digests of requests that failed, and how often: the same again is a retry.
+        lock: Held while they change.
+    """
+
+    def __init__(self, run: Run, *, is_own: bool) -> None:
+        self.conversations = Conversations(run, is_own=is_own)
+        self.failed: dict[bytes, int] = {}
+        self.lock = threading.Lock()
+        self.is_own = is_own
+
+
+# Kept with the run itself: a table would keep the run, which they refer to, for ever.
+_TRAFFIC: Final = "_budgetguard_http_traffic"
+_PARTS: Final = "_budgetguard_http_parts"
+_BLOCKS: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def is_own(run: Run) -> bool:
+    """Tell whether a run is one of clients alone: no other adapter makes its calls."""
+    return run.is_loose or run in _BLOCKS
+
+
+def is_off(run: Run) -> bool:
+    """Tell whether no guard of a run enforces or looks on."""
+    return all(one.mode is Mode.OFF for guard in run.guards for one in guard.lineage)
+
+
+def own(run: Run) -> Run:
+    """Note that a run is that of a block of clients."""
+    _BLOCKS.add(run)
+    return run
+
+
+def traffic_of(run: Run) -> Traffic:
+    """Return what is remembered of a run's calls; it lives as long as the run."""
+    kept = vars(run)
+    found: Traffic | None = kept.get(_TRAFFIC)
+    if found is not None:
+        return found
+    made: Traffic = kept.setdefault(_TRAFFIC, Traffic(run, is_own=is_own(run)))
+    return made
+
+
+class EnvelopeRuns:
+    """The runs of one transport, which has an envelope of its own.
+
+    Outside of any other run its calls are one run, from the first to `end`. Within another it has
+    a run for each, charged beside that.
+
+    Args:
+        envelope: The transport's envelope.
+    """
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+        self._lock = threading.Lock()
+        self._outside: Run | None = None
+
+    @property
+    def outside(self) -> Run | None:
+        """The run of the calls that are part of no other; None before the first."""
+        return self._outside
+
+    def here(self) -> Run:
+        """Return the run that a call from this code is a part of."""
+        around = joined()
+        if around is None:
+            with self._lock:
+                if self._outside is None or self._outside.ended:
+                    self._outside = self._envelope.open(loose=True)
+                return self._outside
+        given = self._envelope.budget
+        if isinstance(given, Guard) and any(given in one.lineage for one in around.guards):
+            return around
+        with self._lock:
+            parts: weakref.WeakKeyDictionary[EnvelopeRuns, Run] = vars(around).setdefault(
+                _PARTS, weakref.WeakKeyDictionary()
+            )
+            found = parts.get(self)
+            if found is None:
+                found = parts[self] = self._beside()
+            return found
+
+    def _beside(self) -> Run:
+        # Beside and not within: of a call that a layer above counts already, this envelope has
+        # seen nothing.
+        frame = current()
+        token = FRAME.set(NOWHERE)
+        try:
+            alone = self._envelope.open(loose=True)
+        finally:
+            FRAME.reset(token)
+        return Run(self._envelope, alone.guard, frame, in_force(frame), loose=True)

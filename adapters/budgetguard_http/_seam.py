@@ -1,0 +1,303 @@
+"""The seam: every request of a client of httpx or httpx2 passes here, blocking or on a loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from budgetguard_core import Stop, Trip
+from budgetguard_core.kit import Run, cut_short
+from budgetguard_http import audit
+from budgetguard_http._call import AnsweredWith, Call, begin
+from budgetguard_http._flight import Flight
+from budgetguard_http._frames import frames_of
+from budgetguard_http._policy import Policy
+from budgetguard_http._posted import Posted, may_be_posted, read_posted
+from budgetguard_http._refusal import Refusal, refuse_unknown
+from budgetguard_http._runs import is_off
+from budgetguard_http._secrets import hide
+from budgetguard_http._stream import Passing, async_stream, sync_stream
+
+_REDIRECTS = range(300, 400)
+_PHASES = ("connect", "read", "write", "pool")
+# What a whole answer that was read here brings along that its content does not fit to any more.
+_OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
+
+
+class Seam:
+    """What a request passes on its way.
+
+    Args:
+        here: Returns the run that a call from the running code is a part of; None for nobody's.
+        policy_of: Returns what is done with what is not understood, in a run.
+    """
+
+    def __init__(self, here: Callable[[], Run | None], policy_of: Callable[[Run], Policy]) -> None:
+        self._here = here
+        self._policy_of = policy_of
+
+    def send(
+        self, request: Any, send: Callable[[Any], Any], *, stream: bool, of_client: bool
+    ) -> Any:
+        """Send a request, or answer it.
+
+        Args:
+            request: Of httpx or httpx2.
+            send: Sends it.
+            stream: Its caller reads the body.
+            of_client: The response is a client's, with its history and its time.
+        """
+        with audit.expected(request.url.host):
+            return self._send(request, send, stream, of_client)
+
+    def _send(self, request: Any, send: Callable[[Any], Any], stream: bool, of_client: bool) -> Any:
+        run = self._run_of(request)
+        if run is None:
+            return send(request)
+        request.read()
+        policy = self._policy_of(run)
+        posted = _read(request, policy)
+        if posted is None:
+            return send(request)
+        mod = _module_of(request)
+        if posted.is_unwanted:
+            return refuse_unknown(mod, request)
+        call = begin(run, posted, policy)
+        if isinstance(call, Refusal):
+            return call.response(mod, request)
+        held = call.run.wait(call.opened)
+        if isinstance(held, Stop):
+            return call.refusal(held.trip).response(mod, request)
+        flight = Flight(run)
+        is_kept = False
+        try:
+            with run.entered(call.opened):
+                outgoing = _outgoing(mod, request, call)
+                extensions = {"trace": flight.traced, **outgoing.extensions}
+                outgoing.extensions = extensions
+                response = send(outgoing)
+            flight.answered(response)
+            if not _is_an_answer(response, call):
+                return response
+            passing = _passing(response, call)
+            if passing is None:
+                content = response.read()
+                return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
+            if response.is_closed or (of_client and not stream):
+                return _read_stream(mod, response, passing, of_client=of_client)
+            response.stream = sync_stream(mod)(mod, response.stream, passing, flight)
+            is_kept = True
+            return response  # noqa: TRY300 - what is kept must be closed by its reader
+        except BaseException as error:
+            hide(error, request)
+            call.failed(error)
+            ended = _ended(mod, error, flight, run)
+            if ended is None:
+                raise
+            return call.refusal(ended).response(mod, request)
+        finally:
+            if not is_kept:
+                flight.close()
+
+    async def asend(
+        self,
+        request: Any,
+        send: Callable[[Any], Awaitable[Any]],
+        *,
+        stream: bool,
+        of_client: bool,
+    ) -> Any:
+        """Send a request on an event loop, or answer it; as `send`."""
+        with audit.expected(request.url.host):
+            return await self._asend(request, send, stream, of_client)
+
+    async def _asend(
+        self,
+        request: Any,
+        send: Callable[[Any], Awaitable[Any]],
+        stream: bool,
+        of_client: bool,
+    ) -> Any:
+        run = self._run_of(request)
+        if run is None:
+            return await send(request)
+        await request.aread()
+        policy = self._policy_of(run)
+        posted = _read(request, policy)
+        if posted is None:
+            return await send(request)
+        mod = _module_of(request)
+        if posted.is_unwanted:
+            return refuse_unknown(mod, request)
+        call = begin(run, posted, policy)
+        if isinstance(call, Refusal):
+            return call.response(mod, request)
+        try:
+            held = await call.run.wait_async(call.opened)
+            if isinstance(held, Stop):
+                return call.refusal(held.trip).response(mod, request)
+            made: Any = None
+            if call.opened.above is not None:
+                # The adapter above cuts its own calls.
+                return await self._exchange(mod, request, send, call, stream, of_client)
+            with cut_short(run) as watch:
+                made = await self._exchange(mod, request, send, call, stream, of_client)
+            if made is None:
+                call.failed("cut short")
+                cut = run.check() if watch is None else watch.trip
+                return call.refusal(cut or run.stopped_by).response(mod, request)
+            return made  # noqa: TRY300 - the refusals before it may raise as well
+        except BaseException as error:
+            hide(error, request)
+            call.failed(error)
+            ended = _ended(mod, error, None, run)
+            if ended is None:
+                raise
+            return call.refusal(ended).response(mod, request)
+
+    async def _exchange(
+        self,
+        mod: Any,
+        request: Any,
+        send: Callable[[Any], Awaitable[Any]],
+        call: Call,
+        stream: bool,
+        of_client: bool,
+    ) -> Any:
+        with call.run.entered(call.opened):
+            response = await send(_outgoing(mod, request, call))
+        if not _is_an_answer(response, call):
+            return response
+        passing = _passing(response, call)
+        if passing is None:
+            content = await response.aread()
+            return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
+        if response.is_closed or (of_client and not stream):
+            return _read_stream(mod, response, passing, of_client=of_client)
+        response.stream = async_stream(mod)(mod, response.stream, passing)
+        return response
+
+    def _run_of(self, request: Any) -> Run | None:
+        if request.method != "POST":
+            return None
+        run = self._here()
+        if run is None:
+            return None
+        if not may_be_posted(request.url.host, request.url.path, self._policy_of(run)):
+            return None
+        return None if is_off(run) else run
+
+
+def _module_of(request: Any) -> Any:
+    return sys.modules[type(request).__module__.partition(".")[0]]
+
+
+def _read(request: Any, policy: Policy) -> Posted | None:
+    url = request.url
+    return read_posted(url.host, url.path, request.headers, request.content, policy)
+
+
+def _outgoing(mod: Any, request: Any, call: Call) -> Any:
+    """Return the request as it goes out: with the bound, a nudge, and the time that is left."""
+    content = call.content()
+    if content is not None:
+        headers = [
+            (name, value)
+            for name, value in request.headers.raw
+            if name.lower() not in (b"content-length", b"transfer-encoding")
+        ]
+        request = mod.Request(
+            request.method,
+            request.url,
+            headers=headers,
+            content=content,
+            extensions=dict(request.extensions),
+        )
+    if call.posted.is_streamed and not call.posted.is_signed:
+        # Compressed events would have to be decompressed on their way.
+        request.headers["accept-encoding"] = "identity"
+    left = call.opened.seconds
+    if left is not None:
+        own: dict[str, Any] = request.extensions.get("timeout") or {}
+        limits = {
+            phase: left if own.get(phase) is None else min(own[phase], left) for phase in _PHASES
+        }
+        request.extensions = {**request.extensions, "timeout": limits}
+    return request
+
+
+def _is_an_answer(response: Any, call: Call) -> bool:
+    """Settle what is no answer of a model: a redirect, or an error."""
+    if response.status_code in _REDIRECTS:
+        call.unmade()
+        return False
+    if response.is_error:
+        call.failed(AnsweredWith(response.status_code))
+        return False
+    return True
+
+
+def _passing(response: Any, call: Call) -> Passing | None:
+    """Return what passes a streamed answer on; None for one that comes whole."""
+    headers = response.headers
+    posted = call.posted
+    frames = frames_of(headers.get("content-type", ""), posted.path)
+    if not posted.is_streamed and frames is None:
+        return None
+    if headers.get("content-type", "").startswith("application/json"):
+        return None
+    passing = Passing(call, frames, headers.get("content-encoding", ""))
+    if passing.inflates:
+        del headers["content-encoding"]
+    if "content-length" in headers:
+        del headers["content-length"]
+    return passing
+
+
+def _whole(
+    mod: Any, response: Any, call: Call, content: bytes, *, fresh: bool, of_client: bool
+) -> Any:
+    """Take a whole answer; return it, or one without the tool calls that may not start."""
+    other = call.whole(content)
+    call.over()
+    if other is None and not fresh:
+        return response
+    return _remade(mod, response, content if other is None else other, of_client=of_client)
+
+
+def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:
+    """Take a streamed answer that was read whole, and decompressed, before it came here."""
+    passing.is_plain = True
+    content = passing.feed(response.content) + passing.last()
+    return _remade(mod, response, content, of_client=of_client)
+
+
+def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
+    headers = [
+        (name, value) for name, value in response.headers.raw if name.lower() not in _OF_THE_BYTES
+    ]
+    made = mod.Response(
+        response.status_code,
+        headers=headers,
+        content=content,
+        extensions=response.extensions,
+    )
+    if of_client:
+        made.request = response.request
+        made.history = response.history
+        with suppress(RuntimeError):  # a transport that gives whole responses measures no time
+            made.elapsed = response.elapsed
+    return made
+
+
+def _ended(mod: Any, error: BaseException, flight: Flight | None, run: Run) -> Trip | None:
+    """Tell whether an error is nothing but the end of the run, and why that ended."""
+    if not isinstance(error, mod.TransportError | TimeoutError):
+        return None
+    if flight is not None and flight.trip is not None:
+        return flight.trip
+    if run.aborted or run.time_left() == 0:
+        return run.check()
+    return None

@@ -1,0 +1,44 @@
+"""Keys that a transport quotes in its errors are taken out of them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_NAMES: Final = ("authorization", "key", "token", "cookie", "secret")
+_SHORTEST: Final = 6
+_HIDDEN: Final = "[hidden]"
+
+
+def hide(error: BaseException, request: Any) -> None:
+    """Take the keys of a request out of the texts of an error, and of those that led to it.
+
+    h11 and h2 quote a header whose value is no valid one, as that of a key with a line's end is.
+    Such a text would be in the outcome's `error`, and in the log of whoever writes that down.
+
+    Args:
+        error: What sending the request has raised.
+        request: Of httpx or httpx2.
+    """
+    secrets = [
+        part
+        for name, value in [*request.headers.multi_items(), *request.url.params.multi_items()]
+        if any(one in name.lower() for one in _NAMES)
+        for part in value.split()
+        if len(part) >= _SHORTEST
+    ]
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        hidden = tuple(_hidden(one, secrets) for one in link.args)
+        if hidden != link.args:
+            link.args = hidden
+        link = link.__cause__ or link.__context__
+
+
+def _hidden(value: object, secrets: list[str]) -> object:
+    if not isinstance(value, str):
+        return value
+    for secret in secrets:
+        value = value.replace(secret, _HIDDEN)
+    return value

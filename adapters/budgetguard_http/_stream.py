@@ -1,0 +1,292 @@
+"""The bytes of a streamed answer on their way: read, edited, and ended in good order when cut."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final
+
+from budgetguard_core import synthetic_text
+from budgetguard_core.kit import Watch
+from budgetguard_http._call import Call
+from budgetguard_http._flight import Flight
+from budgetguard_http._frames import Frames, ServerSentEvents, inflater
+from budgetguard_http.wires.wire import Editor
+
+_IDENTITY: Final = "identity"
+
+
+class Passing:
+    """One streamed answer.
+
+    Args:
+        call: The call that it answers.
+        frames: How its events are written; None where nobody can read it.
+        encoding: How it is compressed.
+
+    Attributes:
+        inflates: It is decompressed on its way.
+        is_plain: It was decompressed before.
+    """
+
+    def __init__(self, call: Call, frames: Frames | None, encoding: str) -> None:
+        self.call = call
+        self._frames: Frames = frames or ServerSentEvents()
+        self._editor: Editor | None = None if frames is None else call.editor()
+        self._inflate: Callable[[bytes], bytes] | None = None
+        if encoding not in ("", _IDENTITY):
+            self._inflate = inflater(encoding)
+            if self._inflate is None:
+                # It cannot be decompressed piece by piece here: passed on as it is, and estimated.
+                self._editor = None
+        self.inflates = self._inflate is not None
+        self.is_plain = False
+        self._buffer = b""
+        self._began = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes; return those that the reader gets."""
+        if self._editor is None:
+            return data
+        if self._inflate is not None and not self.is_plain:
+            data = self._inflate(data)
+        events, self._buffer = self._frames.split(self._buffer + data)
+        return b"".join(map(self._passed, events))
+
+    def _passed(self, event: bytes) -> bytes:
+        editor = self._editor
+        if editor is None or not editor.needs(event):
+            if editor is not None:
+                self._began = True
+                editor.skim(event)
+            return event
+        parsed = self._frames.parse(event)
+        if parsed is None:
+            return event
+        name, data = parsed
+        if data == "[DONE]":
+            out = self._written(editor.rest()) + event
+            self.call.over()
+            return out
+        self._began = True
+        self.call.priced(data)
+        edited = editor.take(name, data)
+        if editor.is_settled:
+            # A client may stop reading here, and never close.
+            self.call.over()
+        return event if edited is None else self._written(edited)
+
+    def _written(self, events: Any) -> bytes:
+        return b"".join(map(self._frames.write, events))
+
+    def last(self) -> bytes:
+        """Take the end of the stream; return what is left for the reader."""
+        editor = self._editor
+        rest, self._buffer = self._buffer, b""
+        out = b""
+        if editor is not None:
+            if rest.strip():
+                out += self._passed(rest)
+            out += self._written(editor.rest())
+        self.call.over()
+        return out
+
+    def cut(self) -> bytes | None:
+        """End the stream as its provider would have; None where nobody can.
+
+        The run's time is over, or it was aborted.
+        """
+        call = self.call
+        was_settled = call.is_settled
+        call.failed("cut short")
+        editor, posted = self._editor, call.posted
+        if was_settled:
+            return b""
+        if editor is None or posted.wire.wants_form(posted.body):
+            return None
+        text = synthetic_text(call.run.guard)
+        if not self._began:
+            return self._written(posted.wire.synthetic_stream(posted.model or "", text, {}))
+        return self._written(editor.closing(text))
+
+    def broke(self, error: BaseException) -> None:
+        """Take an error of the connection."""
+        self.call.failed(error)
+
+    def left(self) -> None:
+        """Take that the reader has left."""
+        self.call.left()
+
+
+def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[bytes]:
+    """Pass the bytes of a blocking stream on."""
+
+    def cut(error: Exception | None) -> bytes:
+        if not passing.call.is_settled and (error is None or flight.is_late()):
+            end = passing.cut()
+            if end is not None:
+                return end
+            raise mod.ReadTimeout("the run has ended") from error
+        if error is None:
+            return b""
+        passing.broke(error)
+        raise error
+
+    try:
+        for data in inner:
+            if out := passing.feed(data):
+                yield out
+            if not passing.call.is_settled and flight.is_late():
+                yield cut(None)
+                return
+        if out := passing.last():
+            yield out
+    except Exception as error:
+        yield cut(error)
+    finally:
+        flight.close()
+        passing.left()
+
+
+class BlockingStream:
+    """What a client reads of a streamed answer, in a thread."""
+
+    def __init__(self, mod: Any, inner: Any, passing: Passing, flight: Flight) -> None:
+        self._inner = inner
+        self._passing = passing
+        self._flight = flight
+        # One for all readers: newer SDKs read on after the end of the answer, to give the
+        # connection back. It does not refer to this object, which would outlive its reader.
+        self._passed = _passed(mod, inner, passing, flight)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._passed
+
+    def close(self) -> None:
+        self._flight.close()
+        self._inner.close()
+        self._passing.left()
+
+    def __del__(self) -> None:
+        # Never read, and never closed.
+        self._flight.close()
+        self._passing.left()
+
+
+@functools.cache
+def sync_stream(mod: Any) -> Any:
+    """Return the class of a byte stream of httpx or httpx2 that passes an answer on."""
+    return type("BudgetStream", (BlockingStream, mod.SyncByteStream), {})
+
+
+class Reading:
+    """The reads of one stream on an event loop, cut when the run ends.
+
+    Args:
+        call: The call that is answered.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._reader: asyncio.Task[Any] | None = None
+        self._watch = Watch(call.run, self._interrupt)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the run has ended before the answer."""
+        return self._watch.trip is not None and not self._call.is_settled
+
+    async def next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
+        """Return the next bytes; None at the end, and when the run ends."""
+        if self.was_cut:
+            return None
+        task = asyncio.current_task()
+        earlier = 0 if task is None else task.cancelling()
+        self._reader = task
+        try:
+            return await anext(chunks, None)
+        except asyncio.CancelledError:
+            if task is None or not self.was_cut or task.uncancel() > earlier:
+                raise
+            return None
+        finally:
+            self._reader = None
+
+    def close(self) -> None:
+        """Stop watching; safe to call again."""
+        self._watch.close()
+
+    def _interrupt(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+
+
+async def _passed_async(
+    mod: Any, inner: Any, passing: Passing, reading: Reading | None
+) -> AsyncIterator[bytes]:
+    """Pass the bytes of a stream on an event loop on."""
+    chunks = aiter(inner)
+    try:
+        while True:
+            data = await (anext(chunks, None) if reading is None else reading.next(chunks))
+            if data is None:
+                break
+            if out := passing.feed(data):
+                yield out
+        if reading is not None and reading.was_cut:
+            end = passing.cut()
+            if end is None:
+                raise mod.ReadTimeout("the run has ended")  # noqa: TRY301 - as any error of a read
+            yield end
+        elif out := passing.last():
+            yield out
+    except Exception as error:
+        passing.broke(error)
+        raise
+    finally:
+        if reading is not None:
+            reading.close()
+        passing.left()
+
+
+class LoopStream:
+    """What a client reads of a streamed answer, on an event loop."""
+
+    def __init__(self, mod: Any, inner: Any, passing: Passing) -> None:
+        self._inner = inner
+        self._passing = passing
+        # An adapter above cuts its own calls.
+        mine = passing.call.opened.above is None and _has_loop()
+        self._reading = Reading(passing.call) if mine else None
+        self._passed = _passed_async(mod, inner, passing, self._reading)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._passed
+
+    async def aclose(self) -> None:
+        self._close()
+        await self._inner.aclose()
+        self._passing.left()
+
+    def _close(self) -> None:
+        if self._reading is not None:
+            self._reading.close()
+
+    def __del__(self) -> None:
+        self._close()
+        self._passing.left()
+
+
+@functools.cache
+def async_stream(mod: Any) -> Any:
+    """Return the same for an event loop."""
+    return type("AsyncBudgetStream", (LoopStream, mod.AsyncByteStream), {})
+
+
+def _has_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,280 @@
+"""Bedrock through boto3: the calls of a client, bounded by botocore's public events."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, Unpack
+from urllib.parse import unquote, urlsplit
+
+from budgetguard_core import AdapterError, Budget, Guard, Stop
+from budgetguard_core.kit import Envelope, EnvelopeOptions, Run
+from budgetguard_http import audit
+from budgetguard_http._call import AnsweredWith, Call, begin
+from budgetguard_http._flight import Flight
+from budgetguard_http._frames import event_stream_at
+from budgetguard_http._policy import OnUnknown, Policy, is_free
+from budgetguard_http._posted import read_posted
+from budgetguard_http._refusal import Refusal, unknown_refused
+from budgetguard_http._runs import is_off
+from budgetguard_http.transport import Bounded
+from budgetguard_http.wires import is_path_of_a_model
+
+SERVICE: Final = "bedrock-runtime"
+_CREATED: Final = f"request-created.{SERVICE}"
+_SENDING: Final = f"before-send.{SERVICE}"
+_RECEIVED: Final = f"response-received.{SERVICE}"
+_Client = TypeVar("_Client")
+# A request to this service costs something, wherever `endpoint_url` sends it.
+_HOST: Final = "bedrock-runtime.us-east-1.amazonaws.com"
+Answer = Callable[[], tuple[int, Mapping[str, str], bytes]]
+
+
+class _Exchange:
+    """One attempt, from its admission to its answer."""
+
+    def __init__(self, call: Call, host: str) -> None:
+        self.call = call
+        self.flight = Flight(call.run)
+        self._expected: AbstractContextManager[None] = audit.expected(host)
+        self._expected.__enter__()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Say that its answer has begun, or that there is none."""
+        if self._is_open:
+            self._is_open = False
+            self._expected.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        # What leaves a client past its events, as KeyboardInterrupt does, comes by here.
+        if self._is_open:
+            self.close()
+            self.flight.close()
+            self.call.left()
+
+
+class Hooks:
+    """The handlers of one client's events; the seam of `Seam` for boto3.
+
+    Args:
+        here: Returns the run that a call from the running code is a part of; None for nobody's.
+        policy_of: Returns what is done with what is not understood, in a run.
+    """
+
+    def __init__(self, here: Callable[[], Run | None], policy_of: Callable[[Run], Policy]) -> None:
+        self._here = here
+        self._policy_of = policy_of
+        self._key = f"budgetguard-{id(self)}"
+        # Between two events of one attempt, which one thread emits, there is no other way in
+        # every release of botocore: the request that is sent is not the one that was made.
+        self._next = threading.local()
+
+    def register(self, client: Any) -> None:
+        """Register the handlers; a second time changes nothing."""
+        events = client.meta.events
+        # First: before the request is signed.
+        events.register_first(_CREATED, self._created, unique_id=f"{self._key}-created")
+        events.register_first(_SENDING, self._sending, unique_id=f"{self._key}-sending")
+        events.register_first(_RECEIVED, self._received, unique_id=f"{self._key}-received")
+
+    def unregister(self, client: Any) -> None:
+        """Take them back."""
+        events = client.meta.events
+        events.unregister(_CREATED, self._created, unique_id=f"{self._key}-created")
+        events.unregister(_SENDING, self._sending, unique_id=f"{self._key}-sending")
+        events.unregister(_RECEIVED, self._received, unique_id=f"{self._key}-received")
+
+    def _created(self, request: Any, **_: Any) -> None:
+        """Ask for an attempt before it is signed."""
+        self._next.answer = None
+        if request.method != "POST":
+            return
+        run = self._here()
+        if run is None or is_off(run):
+            return
+        policy = self._policy_of(run)
+        address = urlsplit(str(request.url))
+        path = unquote(address.path)
+        if not is_path_of_a_model(path) and (policy.on_unknown == "pass" or is_free(path)):
+            return
+        data = request.data
+        raw = data.encode() if isinstance(data, str) else bytes(data or b"")
+        posted = read_posted(_HOST, path, {}, raw, policy)
+        if posted is None:
+            return
+        if posted.is_unwanted:
+            self._next.answer = unknown_refused
+            return
+        posted.is_retry = request.context.get("retries", {}).get("attempt", 1) > 1
+        call = begin(run, posted, policy)
+        if isinstance(call, Call):
+            held = call.run.wait(call.opened)
+            if isinstance(held, Stop):
+                call = call.refusal(held.trip)
+        if isinstance(call, Refusal):
+            self._next.answer = call.content
+            return
+        content = call.content()
+        if content is not None:
+            request.data = content
+        request.context[self._key] = _Exchange(call, address.hostname or "")
+
+    def _sending(self, request: Any, **_: Any) -> Any:
+        """Answer an attempt that may not start."""
+        answer: Answer | None = getattr(self._next, "answer", None)
+        if answer is None:
+            return None
+        self._next.answer = None
+        made: Any = importlib.import_module("botocore.awsrequest")  # it brings no types
+        status, headers, content = answer()
+        # The name by which boto3 tells an error.
+        named = {**headers, "x-amzn-errortype": "RunStopped"} if status != 200 else headers
+        return made.AWSResponse(request.url, status, made.HeadersDict(named), _Raw(content))
+
+    def _received(
+        self,
+        response_dict: Any,
+        parsed_response: Any,
+        context: Any,
+        exception: Exception | None,
+        **_: Any,
+    ) -> None:
+        """Settle an attempt with its answer, or begin to read that."""
+        exchange: _Exchange | None = context.pop(self._key, None)
+        if exchange is None:
+            return
+        exchange.close()
+        call, flight = exchange.call, exchange.flight
+        is_kept = False
+        try:
+            if exception is not None or response_dict is None:
+                call.failed(exception or "no answer")
+            elif response_dict["status_code"] >= 300:
+                call.failed(AnsweredWith(response_dict["status_code"]))
+            else:
+                is_kept = _answered(parsed_response, response_dict, call, flight)
+        except BaseException as error:
+            call.failed(error)
+            raise
+        finally:
+            if not is_kept:
+                flight.close()
+
+
+class BudgetHooks(Bounded):
+    """Bounds the calls of boto3's Bedrock clients: `hooks.register(boto3.client(...))`.
+
+    By botocore's events alone: nothing is patched. Each attempt is admitted before it is signed,
+    so that the bound and a correction get into it; a retry of the client is charged as a retry. An
+    attempt that may not start is answered with a normal, synthetic reply. Calls from any thread
+    count.
+
+    Args:
+        budget: As `BudgetTransport` takes it. One run from the first call to `close`.
+        on_unknown: What is done with calls that are not understood, as `Policy`.
+        exempt: Models that cost no money, by name or pattern.
+        options: As `Envelope` takes them. With `on_trip="raise"`, `RunStopped` leaves the call of
+            the client, which is no `Exception`.
+
+    Attributes:
+        run: The run of the calls that are part of no other run.
+        outcome: How that run ended.
+
+    Raises:
+        ConfigurationError: The budget or an option makes no sense.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope | None = None,
+        *,
+        on_unknown: OnUnknown = "admit",
+        exempt: Sequence[str] = (),
+        **options: Unpack[EnvelopeOptions],
+    ) -> None:
+        policy = Policy(on_unknown=on_unknown, exempt=exempt)
+        super().__init__(budget, policy, options)
+        self._hooks = Hooks(self._runs.here, lambda _: policy)
+
+    def register(self, client: _Client) -> _Client:
+        """Bound a client from now on, and return it.
+
+        Args:
+            client: `boto3.client("bedrock-runtime")`, or one of botocore's own.
+
+        Raises:
+            AdapterError: It is a client of another service.
+        """
+        name = getattr(getattr(client, "meta", None), "service_model", None)
+        if getattr(name, "service_name", None) != SERVICE:
+            raise AdapterError(
+                f"client must be boto3's for {SERVICE!r}, got {type(client).__name__}. "
+                f"Use boto3.client({SERVICE!r})."
+            )
+        self._hooks.register(client)
+        return client
+
+    def close(self) -> None:
+        """End the run of the calls; clients that go on begin another one."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+
+class _Raw:
+    """The bytes of an answer that no connection has brought."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = io.BytesIO(content)
+
+    def stream(self, amt: int = 65_536, **_: Any) -> Any:
+        while piece := self._content.read(amt):
+            yield piece
+
+    def read(self, amt: int | None = None, **_: Any) -> bytes:
+        return self._content.read(amt)
+
+    def close(self) -> None:
+        self._content.close()
+
+
+def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight) -> bool:
+    """Take an answer; tell whether it is still being read."""
+    field = "stream" if "stream" in parsed else "body"
+    if field not in parsed:
+        call.parsed(parsed)
+        call.over()
+        return False
+    if not call.posted.is_streamed and event_stream_at(call.posted.path) is None:
+        content = parsed[field].read()
+        other = call.whole(content)
+        call.over()
+        parsed[field] = _body(content if other is None else other)
+        return False
+    from budgetguard_http._events import BoundedEvents, Plain, Wrapped
+
+    shut = getattr(response["body"], "shutdown", None)  # urllib3 2.3 and later
+    if shut is not None:
+        flight.answered_by(shut)
+    form = Plain() if field == "stream" else Wrapped()
+    parsed[field] = BoundedEvents(parsed[field], call, flight, form)
+    return True
+
+
+def _body(content: bytes) -> Any:
+    bodies: Any = importlib.import_module("botocore.response")  # it brings no types
+    return bodies.StreamingBody(io.BytesIO(content), len(content))

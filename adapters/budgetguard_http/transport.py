@@ -1,0 +1,186 @@
+"""The explicit way in: transports for the clients of httpx and httpx2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from budgetguard_core import Budget, Guard, Outcome
+from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, envelope_of
+from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_http._runs import EnvelopeRuns, traffic_of
+from budgetguard_http._seam import Seam
+
+if TYPE_CHECKING:
+    import httpx
+    import httpx2
+
+    class _Sync(httpx.BaseTransport, httpx2.BaseTransport):
+        def handle_request(self, request: Any) -> Any: ...
+
+    class _Async(httpx.AsyncBaseTransport, httpx2.AsyncBaseTransport):
+        async def handle_async_request(self, request: Any) -> Any: ...
+else:
+    # A client looks for no base class, and there are two packages that it may come from.
+    _Sync = _Async = object
+
+
+class Bounded:
+    """What the explicit ways in have in common."""
+
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope | None,
+        policy: Policy,
+        options: EnvelopeOptions,
+    ) -> None:
+        self._runs = EnvelopeRuns(envelope_of(budget, default=Budget(), **options))
+        self._seam = Seam(self._runs.here, lambda _: policy)
+
+    @property
+    def run(self) -> Run | None:
+        """The run of the calls that are part of no other run; None before the first."""
+        return self._runs.outside
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How that run ended; None before the client was closed."""
+        run = self._runs.outside
+        return None if run is None else run.outcome
+
+    def _end(self) -> None:
+        run = self._runs.outside
+        if run is not None and run.outcome is None:
+            conversations = traffic_of(run).conversations
+            conversations.close()
+            run.end(
+                conversations.history(),
+                conversations.final(),
+                trip=run.stopped_by or conversations.trip,
+            )
+
+
+class BudgetTransport(Bounded, _Sync):
+    """Bounds the calls of a synchronous client: `httpx.Client(transport=BudgetTransport(budget))`.
+
+    The client goes to the SDK: `OpenAI(http_client=openai.DefaultHttpxClient(transport=...))`.
+    Calls from any thread count, also where the thread has no copy of the context.
+
+    Args:
+        budget: A `Budget`: one run from the first call to the closing of the client, and one for
+            each run of an adapter that the calls are made in. A `Guard`, shared by reference. An
+            `Envelope` of either.
+        inner: Sends what is admitted; an `HTTPTransport` of the client's package if left out.
+        on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
+        exempt: Models that cost no money, by name or pattern.
+        ask_for_usage: Ask for the usage of streams.
+        options: As `Envelope` takes them. With `on_trip="raise"`, `RunStopped` leaves the SDK's
+            call, which is no `Exception`.
+
+    Attributes:
+        run: The run of the calls that are part of no other run.
+        outcome: How that run ended.
+
+    Raises:
+        ConfigurationError: The budget or an option makes no sense.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope | None = None,
+        inner: Any = None,
+        *,
+        on_unknown: OnUnknown = "admit",
+        exempt: Sequence[str] = (),
+        ask_for_usage: bool = True,
+        **options: Unpack[EnvelopeOptions],
+    ) -> None:
+        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
+        super().__init__(budget, policy, options)
+        self._inner: Any = inner
+
+    def handle_request(self, request: Any) -> Any:
+        """Be called by the client for each request."""
+        if self._inner is None:
+            self._inner = sys.modules[type(request).__module__.partition(".")[0]].HTTPTransport()
+        return self._seam.send(request, self._inner.handle_request, stream=True, of_client=False)
+
+    def close(self) -> None:
+        """Be called by the client: the run of its calls ends."""
+        if self._inner is not None:
+            self._inner.close()
+        self._end()
+
+    def __enter__(self) -> Self:
+        if self._inner is not None:
+            self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if self._inner is not None:
+            self._inner.__exit__(exc_type, exc_value, traceback)
+        self._end()
+
+
+class AsyncBudgetTransport(Bounded, _Async):
+    """Bounds the calls of an asynchronous client; as `BudgetTransport`.
+
+    The deadline and an abort also end a call in flight at once.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope | None = None,
+        inner: Any = None,
+        *,
+        on_unknown: OnUnknown = "admit",
+        exempt: Sequence[str] = (),
+        ask_for_usage: bool = True,
+        **options: Unpack[EnvelopeOptions],
+    ) -> None:
+        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
+        super().__init__(budget, policy, options)
+        self._inner: Any = inner
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Be called by the client for each request."""
+        if self._inner is None:
+            mod = sys.modules[type(request).__module__.partition(".")[0]]
+            self._inner = mod.AsyncHTTPTransport()
+        send = self._inner.handle_async_request
+        return await self._seam.asend(request, send, stream=True, of_client=False)
+
+    async def aclose(self) -> None:
+        """Be called by the client: the run of its calls ends."""
+        if self._inner is not None:
+            await self._inner.aclose()
+        run = self.run
+        if run is not None and run.outcome is None:
+            await run.in_thread(self._ended)
+
+    async def __aenter__(self) -> Self:
+        if self._inner is not None:
+            await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        await self.aclose()
+
+    def _ended(self) -> Outcome:
+        self._end()
+        run = self.run
+        if run is None or run.outcome is None:
+            raise RuntimeError("the run of a transport was ended and has no outcome")
+        return run.outcome

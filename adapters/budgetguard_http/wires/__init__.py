@@ -1,0 +1,70 @@
+"""The table of the wire formats: by what a request is recognised, and who speaks which."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from budgetguard_http.wires.anthropic_messages import AnthropicMessages
+from budgetguard_http.wires.bedrock_converse import BedrockConverse
+from budgetguard_http.wires.embeddings import Embeddings
+from budgetguard_http.wires.gemini import Gemini
+from budgetguard_http.wires.mistral import Mistral
+from budgetguard_http.wires.opaque import Opaque
+from budgetguard_http.wires.openai_chat import OpenAIChat
+from budgetguard_http.wires.openai_responses import OpenAIResponses
+from budgetguard_http.wires.wire import Body, Wire
+
+__all__ = ["EMBEDDINGS", "OPAQUE", "TABLE", "is_path_of_a_model", "wire_of"]
+
+
+class _Row(NamedTuple):
+    path: re.Pattern[str]
+    field: str
+    """What the body has to hold: a path alone is not enough to tell."""
+    wire: Wire
+
+
+MISTRAL: Final = Mistral()
+EMBEDDINGS: Final = Embeddings()
+OPAQUE: Final = Opaque()
+_CHAT: Final = OpenAIChat()
+_ANTHROPIC: Final = AnthropicMessages()
+_INVOKE: Final = re.compile(r"/model/.+/invoke(-with-response-stream)?$")
+TABLE: Final = (
+    _Row(re.compile(r"/chat/completions$"), "messages", _CHAT),
+    # With `background` the answer, and its usage, come by another request.
+    _Row(re.compile(r"/responses$"), "input", OpenAIResponses()),
+    _Row(re.compile(r"/messages$"), "messages", _ANTHROPIC),
+    # Bedrock and Vertex; of other makers' models the body has another form.
+    _Row(_INVOKE, "anthropic_version", _ANTHROPIC),
+    _Row(re.compile(r"/model/.+/converse(-stream)?$"), "messages", BedrockConverse()),
+    _Row(re.compile(r":(streamR|r)awPredict$"), "anthropic_version", _ANTHROPIC),
+    _Row(re.compile(r":(streamG|g)enerateContent$"), "contents", Gemini()),
+    _Row(re.compile(r"/embeddings$"), "input", EMBEDDINGS),
+)
+"""By the end of the address, not by the host: gateways and local servers are understood as well."""
+
+
+_PATHS: Final = re.compile("|".join(row.path.pattern for row in TABLE))
+
+
+def is_path_of_a_model(path: str) -> bool:
+    """Tell whether an address ends as one of the table's."""
+    return _PATHS.search(path) is not None
+
+
+def wire_of(path: str, body: Body, *, is_mistral: bool = False) -> Wire | None:
+    """Return the format of a request; None where it is none that is understood.
+
+    Args:
+        path: The address without host and query.
+        body: What is posted.
+        is_mistral: The host or the client is Mistral's.
+    """
+    for row in TABLE:
+        if row.field in body and row.path.search(path):
+            if body.get("background"):
+                return None
+            return MISTRAL if is_mistral and row.wire is _CHAT else row.wire
+    return None

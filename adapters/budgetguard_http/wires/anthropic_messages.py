@@ -1,0 +1,310 @@
+"""Anthropic's messages, as its SDK, Bedrock's `invoke` and Vertex speak them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from budgetguard_core import ToolCall
+from budgetguard_core.kit import merge_usage, token_usage
+from budgetguard_http.wires.wire import (
+    MARK,
+    NOTHING_LEFT,
+    SYNTHETIC_ID,
+    Answer,
+    Ask,
+    Body,
+    Editor,
+    Event,
+    Prompted,
+    Result,
+    Wire,
+    count_or_none,
+    items,
+    record,
+    text_or_none,
+    written,
+)
+
+_MODEL_IN_PATH: Final = re.compile(r"/models?/([^/:]+)")
+_LEAST_OUTSIDE_THOUGHT: Final = 1
+
+
+class AnthropicMessages(Wire):
+    """`/messages`, `/model/<model>/invoke` and `:rawPredict`."""
+
+    name = "anthropic_messages"
+    provider = "anthropic"
+
+    def model(self, path: str, body: Body) -> str | None:
+        """Return the body's model, or that of the address (Bedrock, Vertex)."""
+        named = _MODEL_IN_PATH.search(path)
+        return text_or_none(body.get("model")) or (named[1] if named else None)
+
+    def is_streamed(self, path: str, body: Body) -> bool:
+        """Tell by the body or the address."""
+        return bool(body.get("stream")) or path.endswith(("streamRawPredict", "response-stream"))
+
+    def bound(self, body: Body) -> int | None:
+        """Return `max_tokens`, which each request has."""
+        return count_or_none(body.get("max_tokens"))
+
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Write `max_tokens`."""
+        body["max_tokens"] = tokens
+
+    def least_bound(self, body: Body) -> int:
+        """Return one token more than thinking may take."""
+        thinking = count_or_none(record(body.get("thinking")).get("budget_tokens"))
+        return self.min_output_tokens if thinking is None else thinking + _LEAST_OUTSIDE_THOUGHT
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return messages, system prompt, tools and the form of the answer."""
+        return Prompted(
+            body.get("messages"),
+            system=body.get("system"),
+            tools=items(body.get("tools")),
+            output_schema=_form(body),
+        )
+
+    def follows(self, body: Body) -> str | None:
+        """Return the thread that the provider keeps."""
+        thread = body.get("thread")
+        return text_or_none(thread) or text_or_none(record(thread).get("id"))
+
+    def results(self, body: Body) -> list[Result]:
+        """Return the results in the last message."""
+        turns = items(body.get("messages"))
+        blocks = items(record(turns[-1]).get("content")) if turns else []
+        return [
+            Result(one.get("tool_use_id"), one.get("content"), bool(one.get("is_error")))
+            for one in map(record, blocks)
+            if one.get("type") == "tool_result"
+        ]
+
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return the ids of an assistant message's calls, or its text."""
+        message = record(turn)
+        if message.get("role") != "assistant":
+            return None
+        blocks = [record(block) for block in items(message.get("content"))]
+        ids = tuple(block.get("id") for block in blocks if block.get("type") == "tool_use")
+        return ids or (written(message.get("content")).strip(),)
+
+    def user_text(self, turn: Any) -> str | None:
+        """Return the text of a user message that is no bundle of results."""
+        message = record(turn)
+        if message.get("role") != "user":
+            return None
+        text = written(message.get("content"))
+        is_result = any(
+            record(block).get("type") == "tool_result" for block in items(message.get("content"))
+        )
+        return None if is_result and not text else text
+
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put it at the end of the last message, which is the user's."""
+        last = record(body["messages"][-1])
+        if isinstance(last.get("content"), list):
+            last["content"].append({"type": "text", "text": text})
+        else:
+            last["content"] = f"{last.get('content') or ''}\n\n{text}"
+
+    def wants_form(self, body: Body) -> bool:
+        """Tell whether JSON is asked for, or a certain tool's call."""
+        return _form(body) is not None or self.forced_tool(body) is not None
+
+    def forced_tool(self, body: Body) -> str | None:
+        """Return the name in `tool_choice`."""
+        choice = record(body.get("tool_choice"))
+        return text_or_none(choice.get("name")) if choice.get("type") == "tool" else None
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read the blocks and the usage."""
+        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.id = text_or_none(record(body.get("thread")).get("id")) or text_or_none(
+            body.get("id")
+        )
+        answer.is_cut = body.get("stop_reason") == "max_tokens"
+        for block in map(record, items(body.get("content"))):
+            _read_block(answer, block)
+
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Leave out blocks."""
+        stays = iter(kept)
+        body["content"] = [
+            block
+            for block in items(body.get("content"))
+            if record(block).get("type") != "tool_use" or next(stays)
+        ]
+        if not any(kept):
+            body["stop_reason"] = "end_turn"
+            body["content"] = body["content"] or [{"type": "text", "text": text}]
+        return body
+
+    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+        """Return the reader of the events."""
+        del body, hides_usage
+        return MessagesEditor(answer, ask)
+
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return a message; its type has to have a usage, which is zero."""
+        return {
+            "id": f"msg_{SYNTHETIC_ID}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [{"type": "text", "text": text}],
+            "stop_reason": "end_turn",
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+            MARK: dict(mark),
+        }
+
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return the events of such a message."""
+        message: Body = {**self.synthetic(model, text, mark), "content": [], "stop_reason": None}
+        start = {"type": "message_start", "message": message}
+        return [("message_start", start), *_text_block(0, text), *_end({"output_tokens": 0})]
+
+
+class MessagesEditor(Editor):
+    """The events of a message."""
+
+    def __init__(self, answer: Answer, ask: Ask | None) -> None:
+        super().__init__(answer, ask)
+        self._calls: dict[int, Body] = {}
+        self._open: int | None = None
+        self._next = 0
+        self._held: list[tuple[str, Body]] = []
+
+    def take(self, name: str, data: Body) -> list[Event] | None:
+        """Take an event."""
+        self._read(data)
+        kind = data.get("type")
+        if self._held or (kind == "content_block_start" and self._calls and self.ask is not None):
+            if kind == "message_delta":
+                return self._released(name, data)
+            if kind == "error":
+                return None
+            self._held.append((name, data))
+            return []
+        if kind == "message_delta" and self._calls:
+            self.answer.calls += [self._call(one) for one in self._calls.values()]
+        if kind == "content_block_start":
+            self._open = data.get("index")
+        elif kind == "content_block_stop":
+            self._open = None
+        return None
+
+    def closing(self, text: str) -> list[Event]:
+        """Close the open block and the message."""
+        events: list[Event] = []
+        if self._open is not None:
+            events.append(_event("content_block_stop", index=self._open))
+        if not self.answer.said:
+            first_held = min(self._calls, default=self._next)
+            events += _text_block(min(first_held, self._next), text)
+        usage = self.answer.usage
+        return [*events, *_end({"output_tokens": 0 if usage is None else usage.output_tokens})]
+
+    def _read(self, data: Body) -> None:
+        answer, kind = self.answer, data.get("type")
+        if kind == "message_start":
+            message = record(data.get("message"))
+            answer.usage = token_usage(message.get("usage"))
+            answer.model = text_or_none(message.get("model"))
+            answer.id = text_or_none(record(message.get("thread")).get("id")) or text_or_none(
+                message.get("id")
+            )
+        elif kind == "content_block_start":
+            block, index = record(data.get("content_block")), int(data.get("index") or 0)
+            self._next = index + 1
+            if block.get("type") == "tool_use":
+                self._calls[index] = {**block, "json": ""}
+            else:
+                _read_block(answer, block)
+        elif kind == "content_block_delta":
+            delta = record(data.get("delta"))
+            answer.says(delta.get("text"))
+            answer.writes(delta.get("thinking"))
+            piece = delta.get("partial_json")
+            if isinstance(piece, str):
+                answer.writes(piece)
+                call = self._calls.get(int(data.get("index") or 0))
+                if call is not None:
+                    call["json"] += piece
+        elif kind == "message_delta":
+            answer.usage = merge_usage(answer.usage, token_usage(data.get("usage")))
+            answer.is_cut = record(data.get("delta")).get("stop_reason") == "max_tokens"
+            self.is_settled = True
+
+    def _call(self, block: Body) -> ToolCall:
+        arguments = block["json"] or block.get("input")
+        return ToolCall(name=str(block.get("name") or ""), arguments=arguments, id=block.get("id"))
+
+    def _released(self, name: str, last: Body) -> list[Event]:
+        indices = list(self._calls)
+        calls = [self._call(self._calls[index]) for index in indices]
+        self.answer.calls += calls
+        asked = self.ask(calls) if self.ask is not None else [True] * len(calls)
+        dropped = {index for index, stays in zip(indices, asked, strict=True) if not stays}
+        events: list[Event] = []
+        for held_name, held in self._held:
+            index = held.get("index")
+            if index in dropped:
+                continue
+            if isinstance(index, int):
+                held = {**held, "index": index - sum(one < index for one in dropped)}
+            events.append((held_name, held))
+        self._held = []
+        if dropped and len(dropped) == len(indices):
+            if not self.answer.said:
+                events += _text_block(self._next - len(dropped), NOTHING_LEFT)
+            last = {**last, "delta": {**record(last.get("delta")), "stop_reason": "end_turn"}}
+        return [*events, (name, last)]
+
+
+def _read_block(answer: Answer, block: Body) -> None:
+    kind = block.get("type")
+    if kind == "text":
+        answer.says(block.get("text"))
+    elif kind == "thinking":
+        answer.writes(block.get("thinking"))
+    elif kind == "tool_use":
+        answer.writes(str(block.get("input")))
+        answer.calls.append(_tool_call(block))
+    elif kind == "server_tool_use":
+        answer.hosted.append(_tool_call(block))
+
+
+def _tool_call(block: Body) -> ToolCall:
+    return ToolCall(
+        name=str(block.get("name") or ""),
+        arguments=block.get("input"),
+        id=text_or_none(block.get("id")),
+        kind="hosted" if block.get("type") == "server_tool_use" else "function",
+    )
+
+
+def _form(body: Body) -> Any:
+    form = body.get("output_format") or record(body.get("output_config")).get("format")
+    return form or None
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, {"type": kind, **fields}
+
+
+def _text_block(index: int, text: str) -> list[Event]:
+    return [
+        _event("content_block_start", index=index, content_block={"type": "text", "text": ""}),
+        _event("content_block_delta", index=index, delta={"type": "text_delta", "text": text}),
+        _event("content_block_stop", index=index),
+    ]
+
+
+def _end(usage: Body) -> list[Event]:
+    delta = {"stop_reason": "end_turn", "stop_sequence": None}
+    return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]

@@ -1,0 +1,278 @@
+"""Bedrock's `converse` and `converse_stream`, of whatever maker's model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import unquote
+
+from budgetguard_core import ToolCall
+from budgetguard_core.kit import token_usage
+from budgetguard_http.wires.wire import (
+    NOTHING_LEFT,
+    Answer,
+    Ask,
+    Body,
+    Editor,
+    Event,
+    Prompted,
+    Result,
+    Wire,
+    count_or_none,
+    items,
+    record,
+    text_or_none,
+    written,
+)
+
+_MODEL: Final = re.compile(r"/model/(.+)/converse(-stream)?$")
+_NO_USAGE: Final = {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}
+
+
+class BedrockConverse(Wire):
+    """`/model/<model>/converse` and `/model/<model>/converse-stream`."""
+
+    name = "bedrock_converse"
+    provider = "aws"
+
+    def model(self, path: str, body: Body) -> str | None:
+        """Return the model in the address: an id or an ARN."""
+        del body
+        named = _MODEL.search(unquote(path))
+        return named[1] if named else None
+
+    def is_streamed(self, path: str, body: Body) -> bool:
+        """Tell by the address."""
+        del body
+        return path.endswith("/converse-stream")
+
+    def bound(self, body: Body) -> int | None:
+        """Return `maxTokens`."""
+        return count_or_none(record(body.get("inferenceConfig")).get("maxTokens"))
+
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Write it."""
+        body["inferenceConfig"] = {**record(body.get("inferenceConfig")), "maxTokens": tokens}
+
+    def least_bound(self, body: Body) -> int:
+        """Return one token more than thinking may take, where the request says how much."""
+        fields = record(body.get("additionalModelRequestFields"))
+        own = record(fields.get("thinking") or fields.get("reasoning_config"))
+        thinking = count_or_none(own.get("budget_tokens"))
+        return self.min_output_tokens if thinking is None else thinking + 1
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return messages, system prompt, tools and the form of the answer."""
+        return Prompted(
+            body.get("messages"),
+            system=body.get("system"),
+            tools=items(record(body.get("toolConfig")).get("tools")),
+            output_schema=_form(body),
+        )
+
+    def results(self, body: Body) -> list[Result]:
+        """Return the results in the last message."""
+        turns = items(body.get("messages"))
+        blocks = items(record(turns[-1]).get("content")) if turns else []
+        found = [record(record(block).get("toolResult")) for block in blocks]
+        return [
+            Result(one.get("toolUseId"), one.get("content"), one.get("status") == "error")
+            for one in found
+            if one
+        ]
+
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return the ids of an assistant message's calls, or its text."""
+        message = record(turn)
+        if message.get("role") != "assistant":
+            return None
+        uses = [record(record(one).get("toolUse")) for one in items(message.get("content"))]
+        ids = tuple(use.get("toolUseId") for use in uses if use)
+        return ids or (written(message.get("content")).strip(),)
+
+    def answer_turn(self, text: str) -> Body:
+        """Return a message of the assistant's."""
+        return {"role": "assistant", "content": [{"text": text}]}
+
+    def user_text(self, turn: Any) -> str | None:
+        """Return the text of a user message that is no bundle of results."""
+        message = record(turn)
+        if message.get("role") != "user":
+            return None
+        blocks = items(message.get("content"))
+        text = written(blocks)
+        return None if not text and any("toolResult" in record(one) for one in blocks) else text
+
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put it at the end of the last result; not every model takes a text beside results."""
+        blocks: list[Any] = record(body["messages"][-1]).setdefault("content", [])
+        result = record(record(blocks[-1] if blocks else None).get("toolResult"))
+        (items(result.get("content")) if result else blocks).append({"text": text})
+
+    def wants_form(self, body: Body) -> bool:
+        """Tell whether JSON is asked for, or the call of a tool."""
+        choice = record(record(body.get("toolConfig")).get("toolChoice"))
+        return _form(body) is not None or "tool" in choice
+
+    def forced_tool(self, body: Body) -> str | None:
+        """Return the name in `toolChoice`."""
+        choice = record(record(body.get("toolConfig")).get("toolChoice"))
+        return text_or_none(record(choice.get("tool")).get("name"))
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read the blocks and the usage."""
+        answer.usage = token_usage(body.get("usage"))
+        answer.is_cut = body.get("stopReason") == "max_tokens"
+        for block in items(record(record(body.get("output")).get("message")).get("content")):
+            fields = record(block)
+            answer.says(fields.get("text"))
+            answer.writes(_reasoning(fields))
+            use = record(fields.get("toolUse"))
+            if use:
+                answer.writes(str(use.get("input")))
+                answer.calls.append(_tool_call(use, use.get("input")))
+
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Leave out blocks."""
+        stays = iter(kept)
+        message = record(record(body.get("output")).get("message"))
+        message["content"] = [
+            block
+            for block in items(message.get("content"))
+            if "toolUse" not in record(block) or next(stays)
+        ]
+        if not any(kept):
+            body["stopReason"] = "end_turn"
+            message["content"] = message["content"] or [{"text": text}]
+        return body
+
+    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+        """Return the reader of the events."""
+        del body, hides_usage
+        return ConverseEditor(answer, ask)
+
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return an answer; its type has to have a usage, which is zero, and takes no mark."""
+        del model, mark
+        return {
+            "output": {"message": self.answer_turn(text)},
+            "stopReason": "end_turn",
+            "usage": dict(_NO_USAGE),
+            "metrics": {"latencyMs": 0},
+        }
+
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return the events of such an answer."""
+        del model, mark
+        start: Event = ("messageStart", {"role": "assistant"})
+        return [start, *_text_block(0, text), *_end(_NO_USAGE)]
+
+
+class ConverseEditor(Editor):
+    """The events of an answer."""
+
+    def __init__(self, answer: Answer, ask: Ask | None) -> None:
+        super().__init__(answer, ask)
+        self._calls: dict[int, Body] = {}
+        self._open: int | None = None
+        self._next = 0
+        self._held: list[Event] = []
+
+    def take(self, name: str, data: Body) -> list[Event] | None:
+        """Take an event."""
+        self._read(name, data)
+        if name == "messageStop":
+            return self._released(data)
+        if self._calls and self.ask is not None and name.startswith("contentBlock"):
+            self._held.append((name, data))
+            return []
+        if name.startswith("contentBlock"):
+            self._open = None if name == "contentBlockStop" else data.get("contentBlockIndex")
+        return None
+
+    def closing(self, text: str) -> list[Event]:
+        """Close the open block and the message."""
+        events: list[Event] = []
+        if self._open is not None:
+            events.append(("contentBlockStop", {"contentBlockIndex": self._open}))
+        if not self.answer.said:
+            events += _text_block(min(self._calls, default=self._next), text)
+        return [*events, *_end(_NO_USAGE)]
+
+    def _read(self, name: str, data: Body) -> None:
+        answer, index = self.answer, int(data.get("contentBlockIndex") or 0)
+        if name == "contentBlockStart":
+            self._next = index + 1
+            use = record(record(data.get("start")).get("toolUse"))
+            if use:
+                self._calls[index] = {**use, "json": ""}
+        elif name == "contentBlockDelta":
+            self._next = max(self._next, index + 1)
+            delta = record(data.get("delta"))
+            answer.says(delta.get("text"))
+            answer.writes(record(delta.get("reasoningContent")).get("text"))
+            piece = record(delta.get("toolUse")).get("input")
+            if isinstance(piece, str):
+                answer.writes(piece)
+                if index in self._calls:
+                    self._calls[index]["json"] += piece
+        elif name == "messageStop":
+            answer.is_cut = data.get("stopReason") == "max_tokens"
+        elif name == "metadata":
+            answer.usage = token_usage(data.get("usage"))
+            self.is_settled = True
+
+    def _released(self, last: Body) -> list[Event] | None:
+        indices = list(self._calls)
+        calls = [_tool_call(one, one["json"] or {}) for one in self._calls.values()]
+        self.answer.calls += calls
+        asked = self.ask(calls) if self.ask is not None and calls else [True] * len(calls)
+        dropped = {index for index, stays in zip(indices, asked, strict=True) if not stays}
+        held, self._held = self._held, []
+        events: list[Event] = []
+        for name, data in held:
+            index = data.get("contentBlockIndex")
+            if index in dropped:
+                continue
+            if isinstance(index, int):
+                data = {**data, "contentBlockIndex": index - sum(one < index for one in dropped)}
+            events.append((name, data))
+        if dropped and len(dropped) == len(indices):
+            if not self.answer.said:
+                events += _text_block(self._next - len(dropped), NOTHING_LEFT)
+            last = {**last, "stopReason": "end_turn"}
+        elif not held:
+            return None
+        return [*events, ("messageStop", last)]
+
+
+def _tool_call(use: Body, arguments: object) -> ToolCall:
+    return ToolCall(
+        name=str(use.get("name") or ""),
+        arguments=arguments,
+        id=text_or_none(use.get("toolUseId")),
+    )
+
+
+def _reasoning(block: Body) -> object:
+    return record(record(block.get("reasoningContent")).get("reasoningText")).get("text")
+
+
+def _form(body: Body) -> Any:
+    return record(body.get("outputConfig")).get("textFormat") or None
+
+
+def _text_block(index: int, text: str) -> list[Event]:
+    at = {"contentBlockIndex": index}
+    return [
+        ("contentBlockDelta", {"delta": {"text": text}, **at}),
+        ("contentBlockStop", at),
+    ]
+
+
+def _end(usage: Mapping[str, int]) -> list[Event]:
+    return [
+        ("messageStop", {"stopReason": "end_turn"}),
+        ("metadata", {"usage": dict(usage), "metrics": {"latencyMs": 0}}),
+    ]

@@ -1,0 +1,46 @@
+"""OpenAI's embeddings, which Azure, Mistral and compatible servers have as well."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Final
+
+from budgetguard_core.kit import token_usage
+from budgetguard_http.wires.opaque import Opaque
+from budgetguard_http.wires.wire import Answer, Body, Prompted, text_or_none
+
+PRICES: Final = {
+    "text-embedding-3-small": Decimal("0.02"),
+    "text-embedding-3-large": Decimal("0.13"),
+    "text-embedding-ada-002": Decimal("0.10"),
+}
+"""US dollars for a million tokens, as genai-prices has them in November 2026.
+
+It finds these by the provider's name only, and a model without a price ends a run with a cap in
+dollars. Mistral's it finds by themselves.
+"""
+_MILLION: Final = 1_000_000
+
+
+class Embeddings(Opaque):
+    """`/embeddings`: a model call, but no turn of a loop, and with no answer that could be made."""
+
+    name = "embeddings"
+    is_turn = False
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return the texts."""
+        return Prompted(body.get("input"))
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read the usage."""
+        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        if answer.usage is not None:
+            # There is no completion that could be missing.
+            answer.usage = answer.usage._replace(estimated=False)
+
+
+def embedding_cost(model: str | None, tokens: int) -> Decimal | None:
+    """Return what an embedding costs; None where the price book is asked."""
+    price = PRICES.get(model or "")
+    return None if price is None else price * tokens / _MILLION

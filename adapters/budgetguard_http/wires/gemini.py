@@ -1,0 +1,230 @@
+"""Gemini's `generateContent` and its stream, of the Gemini API and of Vertex."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from budgetguard_core import ToolCall
+from budgetguard_core.kit import merge_usage, token_usage
+from budgetguard_http.wires.wire import (
+    NOTHING_LEFT,
+    SYNTHETIC_ID,
+    Answer,
+    Ask,
+    Body,
+    Editor,
+    Event,
+    Prompted,
+    Result,
+    Wire,
+    count_or_none,
+    items,
+    record,
+    text_or_none,
+    written,
+)
+
+_MODEL: Final = re.compile(r"/models/([^/:]+):")
+
+
+class Gemini(Wire):
+    """`:generateContent` and `:streamGenerateContent`."""
+
+    name = "gemini"
+    provider = "google"
+
+    def model(self, path: str, body: Body) -> str | None:
+        """Return the model in the address."""
+        del body
+        named = _MODEL.search(path)
+        return named[1] if named else None
+
+    def is_streamed(self, path: str, body: Body) -> bool:
+        """Tell by the address."""
+        del body
+        return path.endswith(":streamGenerateContent")
+
+    def bound(self, body: Body) -> int | None:
+        """Return `maxOutputTokens`."""
+        return count_or_none(_config(body).get("maxOutputTokens"))
+
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Write it."""
+        name = "generation_config" if "generation_config" in body else "generationConfig"
+        body[name] = {**record(body.get(name)), "maxOutputTokens": tokens}
+
+    def least_bound(self, body: Body) -> int:
+        """Return one token more than thinking may take, where the request says how much."""
+        thinking = count_or_none(record(_config(body).get("thinkingConfig")).get("thinkingBudget"))
+        return self.min_output_tokens if thinking is None else thinking + 1
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return contents, system instruction, tools and the form of the answer."""
+        config = _config(body)
+        return Prompted(
+            body.get("contents"),
+            system=body.get("systemInstruction") or body.get("system_instruction"),
+            tools=items(body.get("tools")),
+            output_schema=config.get("responseSchema") or config.get("responseJsonSchema"),
+        )
+
+    def results(self, body: Body) -> list[Result]:
+        """Return the function responses in the last content."""
+        turns = items(body.get("contents"))
+        parts = items(record(turns[-1]).get("parts")) if turns else []
+        found: list[Result] = []
+        for part in map(record, parts):
+            answer = record(part.get("functionResponse") or part.get("function_response"))
+            if answer:
+                response = answer.get("response")
+                is_error = "error" in record(response)
+                name = text_or_none(answer.get("name"))
+                found.append(Result(text_or_none(answer.get("id")), response, is_error, name))
+        return found
+
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return the ids or names of a content's calls, or its text."""
+        content = record(turn)
+        if content.get("role") != "model":
+            return None
+        calls = [_function(part) for part in items(content.get("parts"))]
+        marks = tuple(call.get("id") or call.get("name") for call in calls if call)
+        return marks or (written(content.get("parts")).strip(),)
+
+    def answer_turn(self, text: str) -> Body:
+        """Return a content of the model's."""
+        return {"role": "model", "parts": [{"text": text}]}
+
+    def user_text(self, turn: Any) -> str | None:
+        """Return the text of a user content that is no bundle of results."""
+        content = record(turn)
+        if content.get("role") not in ("user", None):
+            return None
+        parts = items(content.get("parts"))
+        text = written(parts)
+        is_result = any("functionResponse" in record(part) for part in parts)
+        return None if is_result and not text else text
+
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put it at the end of the last content, which is the user's."""
+        record(body["contents"][-1]).setdefault("parts", []).append({"text": text})
+
+    def wants_form(self, body: Body) -> bool:
+        """Tell whether JSON or one of a list is asked for, or a certain function's call."""
+        config = _config(body)
+        return (
+            config.get("responseMimeType") in ("application/json", "text/x.enum")
+            or bool(config.get("responseSchema") or config.get("responseJsonSchema"))
+            or self.forced_tool(body) is not None
+        )
+
+    def forced_tool(self, body: Body) -> str | None:
+        """Return the only function that must be called."""
+        choice = record(record(body.get("toolConfig")).get("functionCallingConfig"))
+        names = items(choice.get("allowedFunctionNames"))
+        return names[0] if choice.get("mode") == "ANY" and len(names) == 1 else None
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read the parts and the usage."""
+        answer.usage = merge_usage(answer.usage, token_usage(body))
+        answer.model = text_or_none(body.get("modelVersion")) or answer.model
+        answer.id = text_or_none(body.get("responseId")) or answer.id
+        for candidate in map(record, items(body.get("candidates"))):
+            answer.is_cut |= candidate.get("finishReason") == "MAX_TOKENS"
+            for part in map(record, items(record(candidate.get("content")).get("parts"))):
+                text = part.get("text")
+                answer.writes(text) if part.get("thought") else answer.says(text)
+                function = _function(part)
+                if function:
+                    answer.writes(str(function.get("args")))
+                    answer.calls.append(
+                        ToolCall(
+                            name=str(function.get("name") or ""),
+                            arguments=function.get("args"),
+                            id=text_or_none(function.get("id")),
+                        )
+                    )
+
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Leave out parts."""
+        stays = iter(kept)
+        for candidate in items(body.get("candidates")):
+            content = record(candidate.get("content"))
+            parts = items(content.get("parts"))
+            left = [part for part in parts if not _function(part) or next(stays)]
+            if len(left) != len(parts):
+                content["parts"] = left or [{"text": text}]
+        return body
+
+    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+        """Return the reader of the chunks."""
+        del body, hides_usage
+        return GeminiEditor(self, answer, ask)
+
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return an answer without usage; the SDK's types take no field of ours."""
+        del mark
+        content = {"role": "model", "parts": [{"text": text}]}
+        return {
+            "candidates": [{"content": content, "finishReason": "STOP", "index": 0}],
+            "modelVersion": model,
+            "responseId": SYNTHETIC_ID,
+        }
+
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return it as the only chunk."""
+        return [("", self.synthetic(model, text, mark))]
+
+
+class GeminiEditor(Editor):
+    """The chunks of an answer, each an answer in itself with whole function calls."""
+
+    def __init__(self, wire: Gemini, answer: Answer, ask: Ask | None) -> None:
+        super().__init__(answer, ask)
+        self._wire = wire
+        self._held: list[Event] = []
+
+    def take(self, name: str, data: Body) -> list[Event] | None:
+        """Take a chunk."""
+        before = len(self.answer.calls)
+        self._wire.read(data, self.answer)
+        calls = len(self.answer.calls) > before
+        candidates = [record(one) for one in items(data.get("candidates"))]
+        over = any(one.get("finishReason") for one in candidates)
+        if self.ask is None or not (self._held or calls):
+            return None
+        self._held.append((name, data))
+        return self.rest() if over else []
+
+    def rest(self) -> list[Event]:
+        """Ask for the calls of the held chunks, and let go what may stay."""
+        if not self._held:
+            return []
+        held, self._held = self._held, []
+        kept = self.ask(self.answer.calls) if self.ask is not None else []
+        if all(kept):
+            return held
+        events: list[Event] = []
+        for name, data in held:
+            mine = Answer()
+            self._wire.read(data, mine)
+            flags, kept = kept[: len(mine.calls)], kept[len(mine.calls) :]
+            text = "" if self.answer.said or any(flags) else NOTHING_LEFT
+            events.append((name, self._wire.keep(data, flags, text)))
+        return events
+
+    def closing(self, text: str) -> list[Event]:
+        """Say that it is over."""
+        said = "" if self.answer.said else text
+        return [("", self._wire.synthetic(self.answer.model or "", said, {}))]
+
+
+def _config(body: Body) -> Body:
+    return record(body.get("generationConfig") or body.get("generation_config"))
+
+
+def _function(part: object) -> Body:
+    fields = record(part)
+    return record(fields.get("functionCall") or fields.get("function_call"))

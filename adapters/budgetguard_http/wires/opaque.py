@@ -1,0 +1,86 @@
+"""Requests to a provider whose format is not understood: counted and estimated, never edited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from budgetguard_core.kit import token_usage
+from budgetguard_http.wires.wire import (
+    Answer,
+    Ask,
+    Body,
+    Event,
+    Prompted,
+    Result,
+    Wire,
+    text_or_none,
+)
+
+
+class Opaque(Wire):
+    """Whatever costs something and is in no other row of the table."""
+
+    name = "opaque"
+
+    def is_streamed(self, path: str, body: Body) -> bool:
+        """Tell that what comes is passed on as it is."""
+        del path
+        return bool(body.get("stream"))
+
+    def bound(self, body: Body) -> int | None:
+        """Return none: which field it would be is not known."""
+        del body
+        return None
+
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Leave the request as it is."""
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return all of it."""
+        return Prompted([body])
+
+    def turns(self, body: Body) -> list[Any]:
+        """Return none: it is no conversation."""
+        del body
+        return []
+
+    def results(self, body: Body) -> list[Result]:
+        """Return none."""
+        del body
+        return []
+
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return none."""
+        del turn
+        return None
+
+    def user_text(self, turn: Any) -> str | None:
+        """Return none."""
+        del turn
+        return None
+
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Leave the request as it is."""
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read the usage, where it has one of the usual forms."""
+        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Return it as it is."""
+        del kept, text
+        return body
+
+    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> None:
+        """Return none."""
+        del answer, ask, body, hides_usage
+
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> None:
+        """Return none: its answer cannot be made up."""
+        del model, text, mark
+
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return none."""
+        del model, text, mark
+        return []

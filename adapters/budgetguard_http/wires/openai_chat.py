@@ -1,0 +1,312 @@
+"""OpenAI's chat completions, as its SDK, Azure and every compatible server speak them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+from budgetguard_core import ToolCall
+from budgetguard_core.kit import merge_usage, token_usage
+from budgetguard_http.wires.wire import (
+    MARK,
+    NOTHING_LEFT,
+    SYNTHETIC_ID,
+    Answer,
+    Ask,
+    Body,
+    Editor,
+    Event,
+    Prompted,
+    Result,
+    Wire,
+    count_or_none,
+    items,
+    record,
+    text_or_none,
+    written,
+)
+
+DONE: Final[Event] = ("", "[DONE]")
+_FORMS: Final = frozenset({"json_schema", "json_object"})
+_TEXT: Final = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
+_MORE_THAN_TEXT: Final = (
+    b'"tool_calls"',
+    b'"finish_reason":"',
+    b'"finish_reason": "',
+    b'"usage"',
+    b"[DONE]",
+)
+_ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
+
+
+class OpenAIChat(Wire):
+    """`/chat/completions`."""
+
+    name = "openai_chat"
+    bound_field: ClassVar[str] = "max_completion_tokens"
+
+    def bound(self, body: Body) -> int | None:
+        """Return the lower of the two fields that there are for it."""
+        bounds = (count_or_none(body.get(one)) for one in ("max_completion_tokens", "max_tokens"))
+        return min((one for one in bounds if one is not None), default=None)
+
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Write the field that the request has already: servers know one of them or both."""
+        body["max_tokens" if "max_tokens" in body else self.bound_field] = tokens
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return messages, tools and the form of the answer."""
+        return Prompted(
+            body.get("messages"),
+            tools=items(body.get("tools")),
+            output_schema=body.get("response_format"),
+        )
+
+    def results(self, body: Body) -> list[Result]:
+        """Return the tool messages at the end."""
+        found: list[Result] = []
+        for turn in reversed(items(body.get("messages"))):
+            message = record(turn)
+            if message.get("role") == "tool":
+                found.append(Result(message.get("tool_call_id"), message.get("content")))
+            elif message.get("role") == "assistant":
+                break
+        return found[::-1]
+
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return the ids of an assistant message's calls, or its text."""
+        message = record(turn)
+        if message.get("role") != "assistant":
+            return None
+        ids = tuple(record(call).get("id") for call in items(message.get("tool_calls")))
+        return ids or (written(message.get("content")).strip(),)
+
+    def user_text(self, turn: Any) -> str | None:
+        """Return the text of a user message."""
+        message = record(turn)
+        return written(message.get("content")) if message.get("role") == "user" else None
+
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put it into the last tool result; else it is a message of its own."""
+        last = record(body["messages"][-1])
+        if last.get("role") == "tool" and isinstance(last.get("content"), str):
+            last["content"] += f"\n\n{text}"
+        else:
+            body["messages"].append({"role": "user", "content": text})
+
+    def wants_form(self, body: Body) -> bool:
+        """Tell whether JSON is asked for, or a certain tool's call."""
+        form = record(body.get("response_format")).get("type")
+        return form in _FORMS or self.forced_tool(body) is not None
+
+    def forced_tool(self, body: Body) -> str | None:
+        """Return the name in `tool_choice`."""
+        choice = record(body.get("tool_choice"))
+        return text_or_none(record(choice.get("function")).get("name"))
+
+    def ask_for_usage(self, body: Body) -> bool:
+        """Ask by `stream_options`."""
+        options = record(body.get("stream_options"))
+        if options.get("include_usage"):
+            return False
+        body["stream_options"] = {**options, "include_usage": True}
+        return True
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read message, calls and usage of every choice."""
+        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.id = text_or_none(body.get("id"))
+        for choice in items(body.get("choices")):
+            message = record(record(choice).get("message"))
+            _write(answer, message)
+            answer.is_cut |= record(choice).get("finish_reason") == "length"
+            for call in items(message.get("tool_calls")):
+                answer.calls.append(_call(answer, record(call)))
+
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Leave out calls of each choice."""
+        stays = iter(kept)
+        for choice in items(body.get("choices")):
+            message = record(choice.get("message"))
+            calls = items(message.get("tool_calls"))
+            if not calls:
+                continue
+            message["tool_calls"] = [call for call in calls if next(stays)]
+            if not message["tool_calls"]:
+                del message["tool_calls"]
+                message["content"] = message.get("content") or text
+                choice["finish_reason"] = "stop"
+        return body
+
+    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+        """Return the reader of the chunks."""
+        del body
+        return ChatEditor(answer, ask, hides_usage=hides_usage)
+
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return a completion without usage."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        return {
+            "id": _ID,
+            "object": "chat.completion",
+            "created": 0,
+            "model": model,
+            "choices": [choice],
+            MARK: dict(mark),
+        }
+
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return two chunks and the end."""
+        said = {"role": "assistant", "content": text}
+        return [
+            ("", {**_chunk(model, said, None), MARK: dict(mark)}),
+            ("", _chunk(model, {}, "stop")),
+            DONE,
+        ]
+
+
+class ChatEditor(Editor):
+    """The chunks of a chat completion."""
+
+    def __init__(self, answer: Answer, ask: Ask | None, *, hides_usage: bool) -> None:
+        super().__init__(answer, ask)
+        self._hides_usage = hides_usage
+        self._parts: dict[tuple[int, int], Body] = {}
+        self._asked: set[int] = set()
+        self._held: list[Body] = []
+
+    def needs(self, event: bytes) -> bool:
+        """Tell by the names of what is more than text."""
+        return bool(self._held) or any(mark in event for mark in _MORE_THAN_TEXT)
+
+    def skim(self, event: bytes) -> None:
+        """Find the text without parsing JSON, which most of the time would go into."""
+        for piece in _TEXT.findall(event):
+            try:
+                self.answer.says(json.loads(piece))
+            except ValueError:
+                continue
+
+    def rest(self) -> list[Event]:
+        """Let go what may stay of an answer that never said that it is finished."""
+        if not self._held:
+            return []
+        *self._held, last = self._held
+        return [("", one) for one in self._released(last)]
+
+    def take(self, name: str, data: Body) -> list[Event] | None:
+        """Take a chunk."""
+        answer, choices = self.answer, items(data.get("choices"))
+        answer.usage = merge_usage(answer.usage, token_usage(data))
+        answer.model = text_or_none(data.get("model")) or answer.model
+        answer.id = text_or_none(data.get("id")) or answer.id
+        over = False
+        for choice in choices:
+            delta, place = record(choice.get("delta")), choice.get("index") or 0
+            _write(answer, delta)
+            over |= bool(choice.get("finish_reason"))
+            answer.is_cut |= choice.get("finish_reason") == "length"
+            for number, piece in enumerate(items(delta.get("tool_calls"))):
+                self._take_part(place, number, record(piece))
+        if self._hides_usage and not choices and data.get("usage"):
+            return []
+        if self._hides_usage and data.get("usage"):
+            # Some servers put it into the last chunk of the answer; the caller did not ask.
+            data = {key: value for key, value in data.items() if key != "usage"}
+        if not self._parts or self._asked:
+            return None
+        if self.ask is None:
+            self._collect(over)
+            return None
+        if not over:
+            self._held.append(data)
+            return []
+        return [(name, one) for one in self._released(data)]
+
+    def closing(self, text: str) -> list[Event]:
+        """Finish the choice, with a text where there was none."""
+        model = self.answer.model or ""
+        delta = {} if self.answer.said else {"role": "assistant", "content": text}
+        return [("", {**_chunk(model, delta, "stop"), "id": self.answer.id or _ID}), DONE]
+
+    def _take_part(self, place: int, number: int, piece: Body) -> None:
+        index = piece.get("index")
+        key = place, number if index is None else int(index)
+        part = self._parts.setdefault(key, {"id": None, "function": {"name": "", "arguments": ""}})
+        function, new = part["function"], record(piece.get("function"))
+        part["id"] = part["id"] or piece.get("id")
+        function["name"] += new.get("name") or ""
+        arguments = new.get("arguments")
+        function["arguments"] = (
+            function["arguments"] + arguments if isinstance(arguments, str) else arguments or ""
+        )
+
+    def _collect(self, over: bool) -> None:
+        if over:
+            self._asked.add(0)
+            self.answer.calls += [_call(self.answer, part) for part in self._parts.values()]
+
+    def _released(self, last: Body) -> list[Body]:
+        keys = sorted(self._parts)
+        calls = [_call(self.answer, self._parts[key]) for key in keys]
+        self.answer.calls += calls
+        self._asked.add(0)
+        kept = dict(zip(keys, self.ask(calls) if self.ask else [True] * len(keys), strict=True))
+        if all(kept.values()):
+            held, self._held = [*self._held, last], []
+            return held
+        released: list[Body] = []
+        for data in [*self._held, last]:
+            choices = [self._edited(record(choice), kept) for choice in items(data.get("choices"))]
+            released.append({**data, "choices": choices})
+        self._held = []
+        return released
+
+    def _edited(self, choice: Body, kept: Mapping[tuple[int, int], bool]) -> Body:
+        place, delta = choice.get("index") or 0, dict(record(choice.get("delta")))
+        mine = [key for key in sorted(kept) if key[0] == place and kept[key]]
+        if "tool_calls" in delta:
+            pieces: list[Body] = []
+            for number, piece in enumerate(items(delta.pop("tool_calls"))):
+                index = record(piece).get("index")
+                key = place, number if index is None else int(index)
+                if kept.get(key):
+                    pieces.append({**piece, "index": mine.index(key)})
+            if pieces:
+                delta["tool_calls"] = pieces
+        if choice.get("finish_reason") and not mine:
+            if not self.answer.said:
+                delta["content"] = NOTHING_LEFT
+            return {**choice, "delta": delta, "finish_reason": "stop"}
+        return {**choice, "delta": delta}
+
+
+def _write(answer: Answer, message: Body) -> None:
+    content = message.get("content")
+    answer.says(content if isinstance(content, str) else written(content))
+    answer.says(message.get("refusal"))
+    for name in ("reasoning_content", "reasoning"):
+        answer.writes(message.get(name))
+
+
+def _call(answer: Answer, call: Body) -> ToolCall:
+    function = record(call.get("function")) or record(call.get("custom"))
+    arguments = function.get("arguments", function.get("input"))
+    answer.writes(arguments if isinstance(arguments, str) else str(arguments))
+    return ToolCall(
+        name=str(function.get("name") or ""), arguments=arguments, id=text_or_none(call.get("id"))
+    )
+
+
+def _chunk(model: str, delta: Body, finish: str | None) -> Body:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return {
+        "id": _ID,
+        "object": "chat.completion.chunk",
+        "created": 0,
+        "model": model,
+        "choices": [choice],
+    }

@@ -1,0 +1,332 @@
+"""OpenAI's Responses, as its SDK and Azure speak them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from budgetguard_core import ToolCall
+from budgetguard_core.kit import token_usage
+from budgetguard_http.wires.wire import (
+    MARK,
+    NOTHING_LEFT,
+    SYNTHETIC_ID,
+    Answer,
+    Ask,
+    Body,
+    Editor,
+    Event,
+    Prompted,
+    Result,
+    Wire,
+    count_or_none,
+    items,
+    record,
+    text_or_none,
+    written,
+)
+
+_ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+# What the client has to run; every other item that ends in `_call` was run by the provider.
+_LOCAL: Final = frozenset(
+    {
+        "apply_patch_call",
+        "computer_call",
+        "custom_tool_call",
+        "function_call",
+        "local_shell_call",
+        "shell_call",
+    }
+)
+_FORMS: Final = frozenset({"json_schema", "json_object"})
+
+
+class OpenAIResponses(Wire):
+    """`/responses`."""
+
+    name = "openai_responses"
+    provider = "openai"
+    min_output_tokens = 16
+
+    def bound(self, body: Body) -> int | None:
+        """Return `max_output_tokens`."""
+        return count_or_none(body.get("max_output_tokens"))
+
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Write `max_output_tokens`."""
+        body["max_output_tokens"] = tokens
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return input, instructions, tools and the form of the answer."""
+        return Prompted(
+            body.get("input"),
+            system=body.get("instructions"),
+            tools=items(body.get("tools")),
+            output_schema=record(body.get("text")).get("format"),
+        )
+
+    def follows(self, body: Body) -> str | None:
+        """Return the response or the conversation that the provider goes on with."""
+        conversation = body.get("conversation")
+        return (
+            text_or_none(body.get("previous_response_id"))
+            or text_or_none(conversation)
+            or text_or_none(record(conversation).get("id"))
+        )
+
+    def results(self, body: Body) -> list[Result]:
+        """Return the outputs after the model's last item."""
+        found: list[Result] = []
+        for item in reversed([record(one) for one in items(body.get("input"))]):
+            kind = str(item.get("type"))
+            if kind.endswith("_call_output"):
+                found.append(Result(item.get("call_id"), item.get("output")))
+            elif self.reply_mark(item) is not None:
+                break
+        return found[::-1]
+
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return the id of a call, or the text of a message of the model's."""
+        item = record(turn)
+        if item.get("type") in _LOCAL:
+            return (item.get("call_id"),)
+        if item.get("role") == "assistant":
+            return (written(item.get("content")).strip(),)
+        return ("",) if item.get("type") == "reasoning" else None
+
+    def user_text(self, turn: Any) -> str | None:
+        """Return the text of a user item."""
+        item = record(turn)
+        return written(item.get("content")) if item.get("role") == "user" else None
+
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put it into the last output; else it is an item of its own."""
+        if not isinstance(body.get("input"), list):
+            body["input"] = [{"role": "user", "content": body.get("input") or ""}]
+        last = record(body["input"][-1]) if body["input"] else {}
+        if last.get("type") == "function_call_output" and isinstance(last.get("output"), str):
+            last["output"] += f"\n\n{text}"
+        else:
+            body["input"].append({"role": "user", "content": text})
+
+    def wants_form(self, body: Body) -> bool:
+        """Tell whether JSON is asked for, or a certain tool's call."""
+        form = record(record(body.get("text")).get("format")).get("type")
+        return form in _FORMS or self.forced_tool(body) is not None
+
+    def forced_tool(self, body: Body) -> str | None:
+        """Return the name in `tool_choice`."""
+        return text_or_none(record(body.get("tool_choice")).get("name"))
+
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read the items and the usage."""
+        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.id = text_or_none(body.get("id"))
+        details = record(body.get("incomplete_details"))
+        answer.is_cut = details.get("reason") == "max_output_tokens"
+        for item in map(record, items(body.get("output"))):
+            kind = str(item.get("type"))
+            if kind == "message":
+                answer.says(written(item.get("content")))
+            elif kind == "reasoning":
+                answer.writes(written(item.get("summary")))
+            elif kind in _LOCAL:
+                call = _call(item)
+                answer.writes(str(call.arguments))
+                answer.calls.append(call)
+            elif kind.endswith("_call"):
+                answer.hosted.append(_call(item, hosted=True))
+
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Leave out items."""
+        stays = iter(kept)
+        body["output"] = [
+            item
+            for item in items(body.get("output"))
+            if record(item).get("type") not in _LOCAL or next(stays)
+        ]
+        if not any(kept) and not any(
+            record(one).get("type") == "message" for one in body["output"]
+        ):
+            body["output"].append(_message(text))
+        return body
+
+    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+        """Return the reader of the events."""
+        del hides_usage
+        return ResponsesEditor(self, answer, ask, str(body.get("model") or ""))
+
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return a response without usage."""
+        return {**_response(model, [_message(text)]), MARK: dict(mark)}
+
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return the events of such a response."""
+        response = self.synthetic(model, text, mark)
+        begun: Body = {**response, "status": "in_progress", "output": []}
+        events: list[Event] = [("response.created", {"response": begun}), *_message_events(0, text)]
+        return _numbered([*events, ("response.completed", {"response": response})], 0)
+
+
+class ResponsesEditor(Editor):
+    """The events of a response."""
+
+    def __init__(self, wire: OpenAIResponses, answer: Answer, ask: Ask | None, model: str) -> None:
+        super().__init__(answer, ask)
+        self._wire = wire
+        self._response: Body = _response(model, [])
+        self._items: list[Body] = []
+        self._held: list[Event] = []
+        self._sent = 0
+
+    def needs(self, event: bytes) -> bool:
+        """Tell that all do: numbers and places of the events may change."""
+        del event
+        return True
+
+    def take(self, name: str, data: Body) -> list[Event] | None:
+        """Take an event."""
+        kind = str(data.get("type"))
+        if kind == "response.created":
+            self._response = record(data.get("response"))
+        elif kind == "response.output_item.done":
+            self._items.append(record(data.get("item")))
+        elif kind.endswith("output_text.delta"):
+            self.answer.says(data.get("delta"))
+        elif kind.endswith(".delta"):
+            self.answer.writes(data.get("delta"))
+        starts = kind == "response.output_item.added" and _is_local(data)
+        if kind in _ENDS:
+            self.is_settled = True
+            fresh = Answer(text=self.answer.text, said=self.answer.said)
+            self._wire.read(record(data.get("response")), fresh)
+            self._take_over(fresh)
+            if self._held:
+                return self._released(name, data)
+        elif self.ask is not None and (self._held or starts):
+            self._held.append((name, data))
+            return []
+        number = data.get("sequence_number")
+        self._sent = number + 1 if isinstance(number, int) else self._sent
+        return None
+
+    def closing(self, text: str) -> list[Event]:
+        """Complete what there is; items that were begun and not done are left out."""
+        done = [item for item in self._items if item.get("type") not in _LOCAL]
+        events: list[Event] = []
+        said = "".join(self.answer.said)
+        if not any(item.get("type") == "message" for item in done):
+            # A message that was begun is completed with what it has said so far.
+            place = len(done)
+            message = _message(said or text)
+            if not said:
+                events += _message_events(place, text)
+            else:
+                events.append(
+                    ("response.output_item.done", {"output_index": place, "item": message})
+                )
+            done = [*done, message]
+        response = {**self._response, "status": "completed", "output": done}
+        return _numbered([*events, ("response.completed", {"response": response})], self._sent)
+
+    def _take_over(self, whole: Answer) -> None:
+        answer = self.answer
+        answer.usage, answer.model, answer.id = whole.usage, whole.model, whole.id
+        answer.is_cut, answer.calls, answer.hosted = whole.is_cut, whole.calls, whole.hosted
+
+    def _released(self, name: str, last: Body) -> list[Event]:
+        response = record(last.get("response"))
+        places = [n for n, one in enumerate(items(response.get("output"))) if _is_call(one)]
+        kept = self.ask(self.answer.calls) if self.ask is not None else [True] * len(places)
+        dropped = {place for place, stays in zip(places, kept, strict=True) if not stays}
+        events: list[Event] = []
+        for held_name, held in self._held:
+            index = held.get("output_index")
+            if index in dropped:
+                continue
+            if isinstance(index, int):
+                held = {**held, "output_index": index - sum(one < index for one in dropped)}
+            events.append((held_name, held))
+        self._held = []
+        if dropped:
+            response = self._wire.keep(response, kept, NOTHING_LEFT)
+            output = items(response.get("output"))
+            if output and output[-1].get("id") == _MESSAGE_ID:
+                events += _message_events(len(output) - 1, NOTHING_LEFT)
+        return _numbered([*events, (name, {**last, "response": response})], self._sent)
+
+
+_MESSAGE_ID: Final = f"msg_{SYNTHETIC_ID}"
+
+
+def _is_call(item: object) -> bool:
+    return record(item).get("type") in _LOCAL
+
+
+def _is_local(data: Body) -> bool:
+    return _is_call(data.get("item"))
+
+
+def _call(item: Body, *, hosted: bool = False) -> ToolCall:
+    known = ("arguments", "input", "action", "operation", "query")
+    arguments = next((item[name] for name in known if item.get(name) is not None), None)
+    return ToolCall(
+        name=str(item.get("name") or str(item.get("type")).removesuffix("_call")),
+        arguments=arguments,
+        id=text_or_none(item.get("call_id")) or text_or_none(item.get("id")),
+        kind="hosted" if hosted else "function",
+    )
+
+
+def _message(text: str) -> Body:
+    part: Body = {"type": "output_text", "text": text, "annotations": []}
+    return {
+        "type": "message",
+        "id": _MESSAGE_ID,
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _response(model: str, output: list[Body]) -> Body:
+    return {
+        "id": f"resp_{SYNTHETIC_ID}",
+        "object": "response",
+        "created_at": 0,
+        "status": "completed",
+        "model": model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "temperature": None,
+        "top_p": None,
+        "usage": None,
+    }
+
+
+def _message_events(place: int, text: str) -> list[Event]:
+    message = _message(text)
+    at = {"item_id": _MESSAGE_ID, "output_index": place, "content_index": 0}
+    empty: Body = {"type": "output_text", "text": "", "annotations": []}
+    begun: Body = {**message, "status": "in_progress", "content": []}
+    return [
+        ("response.output_item.added", {"output_index": place, "item": begun}),
+        ("response.content_part.added", {**at, "part": empty}),
+        ("response.output_text.delta", {**at, "delta": text, "logprobs": []}),
+        ("response.output_text.done", {**at, "text": text, "logprobs": []}),
+        ("response.content_part.done", {**at, "part": message["content"][0]}),
+        ("response.output_item.done", {"output_index": place, "item": message}),
+    ]
+
+
+def _numbered(events: Sequence[Event], first: int) -> list[Event]:
+    return [
+        (name, {**data, "type": data.get("type") or name, "sequence_number": number})
+        for number, (name, data) in enumerate(events, first)
+    ]

@@ -1,0 +1,274 @@
+"""What the seam asks of one wire format: facts of a request and an answer, and how to edit both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, TypeAlias, cast
+
+from budgetguard_core import TokenUsage, ToolCall
+
+Body: TypeAlias = dict[str, Any]
+Event: TypeAlias = tuple[str, Any]
+"""One event of a stream: its name (empty where the format has none) and its data."""
+Ask: TypeAlias = Callable[[Sequence[ToolCall]], list[bool]]
+"""Asks for the tool calls of an answer, all together; tells for each whether it may stay."""
+
+MARK: Final = "budgetguard"
+"""Under this name a synthetic answer carries its marker, where the format takes other fields."""
+SYNTHETIC_ID: Final = "synthetic"
+NOTHING_LEFT: Final = "This run was stopped before it finished."
+"""The text of an answer whose tool calls were all taken out, where it has no other."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is known of one answer, whole or streamed so far.
+
+    Attributes:
+        usage: What the provider reported, in the provider's own record or as a `TokenUsage`.
+        model: The model that answered, as the provider says.
+        id: The answer's id, where a next request can refer to it.
+        text: All that the model wrote, reasoning and arguments of tool calls included.
+        said: Of it, what the reply says to the user.
+        calls: The tool calls that it asks for.
+        hosted: The tool calls that the provider has run itself.
+        is_cut: It ended at its completion bound.
+    """
+
+    usage: TokenUsage | None = None
+    model: str | None = None
+    id: str | None = None
+    text: list[str] = field(default_factory=list[str])
+    said: list[str] = field(default_factory=list[str])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    hosted: list[ToolCall] = field(default_factory=list[ToolCall])
+    is_cut: bool = False
+
+    def says(self, text: object) -> None:
+        """Take in a piece of the reply's own text."""
+        if isinstance(text, str) and text:
+            self.said.append(text)
+            self.text.append(text)
+
+    def writes(self, text: object) -> None:
+        """Take in what is written and not said: reasoning, arguments."""
+        if isinstance(text, str) and text:
+            self.text.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a tool call, as a request sends it back to the model."""
+
+    id: str | None
+    content: Any
+    is_error: bool = False
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """What of a request is the prompt, for its projection."""
+
+    messages: Any
+    system: Any = None
+    tools: Any = ()
+    output_schema: Any = None
+
+
+class Editor(ABC):
+    """Reads one stream, and edits it where tool calls have to be taken out.
+
+    What may begin a tool call is held back until the answer is whole: no tool can start earlier
+    anyway.
+
+    Args:
+        answer: Takes what is read.
+        ask: Asks for the tool calls; None where a layer above does.
+    """
+
+    def __init__(self, answer: Answer, ask: Ask | None) -> None:
+        self.answer = answer
+        self.ask = ask
+        self.is_settled = False
+        """The last figures have come: a client may stop reading here, and never close."""
+
+    def needs(self, event: bytes) -> bool:
+        """Tell whether an event has to be parsed; what is only text need not be."""
+        del event
+        return True
+
+    def skim(self, event: bytes) -> None:
+        """Take in the text of an event that need not be parsed."""
+        del event
+
+    def rest(self) -> list[Event]:
+        """Return what is still held back when the stream ends without saying so."""
+        return []
+
+    @abstractmethod
+    def take(self, name: str, data: Body) -> list[Event] | None:
+        """Take an event; None to pass it on as it came, or what to send in its place."""
+
+    @abstractmethod
+    def closing(self, text: str) -> list[Event]:
+        """Return the events that end the stream in good order where it was cut off.
+
+        Args:
+            text: What is said where nothing was said yet.
+        """
+
+
+class Wire(ABC):
+    """One wire format."""
+
+    name: ClassVar[str]
+    provider: ClassVar[str | None] = None
+    min_output_tokens: ClassVar[int] = 1
+    is_turn: ClassVar[bool] = True
+    """A call is a turn of a loop; that of an embedding is none."""
+    ends_lines_with: ClassVar[bytes] = b"\n\n"
+
+    # The request
+
+    def model(self, path: str, body: Body) -> str | None:
+        """Return the model's name."""
+        del path
+        return text_or_none(body.get("model"))
+
+    def is_streamed(self, path: str, body: Body) -> bool:
+        """Tell whether the answer comes as a stream."""
+        del path
+        return bool(body.get("stream"))
+
+    @abstractmethod
+    def bound(self, body: Body) -> int | None:
+        """Return the completion tokens that the request asks for at most."""
+
+    @abstractmethod
+    def set_bound(self, body: Body, tokens: int) -> None:
+        """Write that bound."""
+
+    def least_bound(self, body: Body) -> int:
+        """Return the least bound that the provider takes for this request."""
+        del body
+        return self.min_output_tokens
+
+    @abstractmethod
+    def prompt(self, body: Body) -> Prompted:
+        """Return what the prompt is made of."""
+
+    def turns(self, body: Body) -> list[Any]:
+        """Return the messages of the conversation, system messages included."""
+        return items(self.prompt(body).messages)
+
+    def follows(self, body: Body) -> str | None:
+        """Return the id of the answer after which the provider keeps the conversation."""
+        del body
+        return None
+
+    @abstractmethod
+    def results(self, body: Body) -> list[Result]:
+        """Return the results of tools that the request brings since the model's last reply."""
+
+    @abstractmethod
+    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
+        """Return what tells a reply in the history from others: the ids of its calls, or its text.
+
+        None where the turn is not the model's.
+        """
+
+    def answer_turn(self, text: str) -> Body:
+        """Return an answer as a turn of the conversation."""
+        return {"role": "assistant", "content": text}
+
+    @abstractmethod
+    def user_text(self, turn: Any) -> str | None:
+        """Return the words of a turn of the user's; None for another's."""
+
+    @abstractmethod
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put a corrective message at the end of the prompt."""
+
+    def wants_form(self, body: Body) -> bool:
+        """Tell whether the answer has to fit a form, which no synthetic text would."""
+        del body
+        return False
+
+    def forced_tool(self, body: Body) -> str | None:
+        """Return the tool that the model has to call: the request's structured output."""
+        del body
+        return None
+
+    def ask_for_usage(self, body: Body) -> bool:
+        """Ask for the usage of a stream; False where it comes by itself or was asked for."""
+        del body
+        return False
+
+    # The answer
+
+    @abstractmethod
+    def read(self, body: Body, answer: Answer) -> None:
+        """Read a whole answer."""
+
+    @abstractmethod
+    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
+        """Leave out the tool calls of a whole answer that may not start.
+
+        Args:
+            body: The answer.
+            kept: For each tool call in the order of `Answer.calls`, whether it stays.
+            text: What is said where nothing else is left.
+        """
+
+    @abstractmethod
+    def editor(
+        self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool
+    ) -> Editor | None:
+        """Return what reads a stream; None where the format has none.
+
+        Args:
+            answer: Takes what is read.
+            ask: Asks for the tool calls.
+            body: The request.
+            hides_usage: Usage was asked for on the caller's behalf, who does not expect it.
+        """
+
+    @abstractmethod
+    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body | None:
+        """Return a whole answer without tool calls; None where the format has none."""
+
+    @abstractmethod
+    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+        """Return the same as a stream."""
+
+
+def text_or_none(value: object) -> str | None:
+    """Return a text that is not empty; None for anything else."""
+    return value if isinstance(value, str) and value else None
+
+
+def count_or_none(value: object) -> int | None:
+    """Return a positive whole number; None for anything else."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return cast("int", value) if is_count else None
+
+
+def items(value: object) -> list[Any]:
+    """Return a list; an empty one for anything else."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def record(value: object) -> Body:
+    """Return an object of JSON; an empty one for anything else."""
+    return cast("Body", value) if isinstance(value, dict) else {}
+
+
+def written(content: object) -> str:
+    """Return the text of a message's content: a text, or blocks with texts in them."""
+    if isinstance(content, str):
+        return content
+    texts = (record(block).get("text") for block in items(content))
+    return "".join(text for text in texts if isinstance(text, str))
