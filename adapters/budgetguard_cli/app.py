@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from budgetguard_cli.breakers import read_breakers
+from budgetguard_cli.calibrate import register as register_calibrate
+from budgetguard_cli.doctor.command import register as register_doctor
+from budgetguard_cli.export import register as register_export
 from budgetguard_cli.ledger import register as register_ledger
-from budgetguard_cli.replay import JsonReport, TextReport, Unreadable, check, replay_files
+from budgetguard_cli.replay import (
+    JsonReport,
+    TextReport,
+    Unreadable,
+    check,
+    printable,
+    replay_files,
+)
+from budgetguard_cli.report import register as register_report
+from budgetguard_cli.run.command import register as register_run
+from budgetguard_cli.sections import SECTIONS
+from budgetguard_cli.show import register as register_show
+from budgetguard_cli.watch import register as register_watch
 from budgetguard_core import Budget, BudgetGuardError, LoopDetection
 
 app = typer.Typer(
@@ -22,7 +40,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+register_calibrate(app)
+register_doctor(app)
+register_export(app)
 register_ledger(app)
+register_report(app)
+register_run(app)
+register_show(app)
+register_watch(app)
 
 
 class OnUnpriced(StrEnum):
@@ -32,9 +57,25 @@ class OnUnpriced(StrEnum):
     COUNT_ZERO = "count_zero"
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"budgetguard {version('budgetguard')}")
+        raise typer.Exit
+
+
 @app.callback()
-def budgetguard() -> None:
+def budgetguard(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version, and end."
+        ),
+    ] = False,
+) -> None:
     """Bound agent loops: see a runaway stopped, or replay recorded runs against a budget."""
+    del show_version  # its callback has ended the command
+    # Logs are lived through again by the engine; what it warns of was said when they were written.
+    logging.getLogger("budgetguard").addHandler(logging.NullHandler())
     for stream in (sys.stdout, sys.stderr):
         # A file's name may hold what the terminal cannot show.
         if isinstance(stream, io.TextIOWrapper):
@@ -42,14 +83,35 @@ def budgetguard() -> None:
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One runaway of each framework, at once.")
+    ] = False,
+    framework: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Show this one: {', '.join(section.name for section in SECTIONS)}. "
+            "May be given again.",
+        ),
+    ] = None,
+) -> None:
     """Stop a runaway: a real loop over HTTP against a model that never changes its mind.
 
-    Ends with 0, or with 1 when a section failed.
+    Example: budgetguard demo --quick
+
+    Ends with 0, with 1 when a section failed, and with 2 when a framework is not known.
     """
     from budgetguard_cli.demo import run_demo
 
-    if not run_demo(Console()):
+    unknown = [name for name in framework or () if name not in {one.name for one in SECTIONS}]
+    if unknown:
+        known = ", ".join(section.name for section in SECTIONS)
+        _refuse(f"--framework must be one of {known}, got {printable(unknown[0])}.")
+    sections = [one for one in SECTIONS if not framework or one.name in framework]
+    # FORCE_COLOR must not bring a cursor's codes into a file.
+    console = Console(force_terminal=None if sys.stdout.isatty() else False)
+    if not run_demo(console, sections, quick=quick):
         raise typer.Exit(1)
 
 
@@ -73,15 +135,31 @@ def replay(
         float | None, typer.Option(help="Seconds; trajectories have no times.")
     ] = None,
     max_cost_usd: Annotated[str | None, typer.Option(help="US dollars, exact.")] = None,
+    tool_quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL=N",
+            help="Calls of one tool, by name or pattern: search_web=3. May be given again.",
+        ),
+    ] = None,
     on_unpriced: Annotated[
         OnUnpriced, typer.Option(help="What --max-cost-usd does with an unknown price.")
     ] = OnUnpriced.STOP,
     loop_detection: Annotated[bool, typer.Option(help="Stop runs that bring nothing new.")] = True,
+    breakers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Breakers as JSON: the fields of a budget, such as velocity or circuit_breaker.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON Lines: stopped runs, files, all.")
     ] = False,
 ) -> None:
     """Replay recorded runs against a budget: what it would stop, cut and save.
+
+    Example: budgetguard replay runs.jsonl --max-iterations 25 --tool-quota search_web=3
 
     A run goes on as recorded until the budget stops it; that a correction might have brought the
     model back is not assumed. Ends with 0, with 1 when a line could not be read (the rest is
@@ -95,10 +173,12 @@ def replay(
             max_total_tokens=max_total_tokens,
             max_seconds=max_seconds,
             max_cost_usd=None if max_cost_usd is None else _dollars(max_cost_usd),
+            tool_quotas=_quotas(tool_quota or []),
             on_unpriced=on_unpriced.value,
             loop_detection=LoopDetection() if loop_detection else None,
+            **({} if breakers is None else read_breakers(breakers)),
         )
-    except BudgetGuardError as error:
+    except (BudgetGuardError, Unreadable) as error:
         _refuse(str(error))
     errors = Console(stderr=True)
     try:
@@ -125,6 +205,8 @@ def baseline(
     ] = False,
 ) -> None:
     """Record which tools runs call, as the baseline of `ToolMix`: JSON on standard output.
+
+    Example: budgetguard baseline logs/*.jsonl > tools.json
 
     Only runs that ended well are taken. Ends with 0, with 1 when a line could not be read (the
     rest is recorded), and with 2 when there is nothing to record, or a file is wrong.
@@ -154,6 +236,17 @@ def _dollars(text: str) -> Decimal:
     except InvalidOperation:
         msg = f"must be an amount of US dollars, got {text[:40]!r}."
         raise typer.BadParameter(msg, param_hint="--max-cost-usd") from None
+
+
+def _quotas(given: list[str]) -> dict[str, int]:
+    quotas: dict[str, int] = {}
+    for text in given:
+        tool, _, number = text.rpartition("=")
+        if not tool or not number.isascii() or not number.isdigit() or len(number) > 18:
+            msg = f"must be a tool and a whole number, such as search_web=3, got {text[:40]!r}."
+            raise typer.BadParameter(msg, param_hint="--tool-quota")
+        quotas[tool] = int(number)
+    return quotas
 
 
 def _refuse(sentence: str) -> NoReturn:

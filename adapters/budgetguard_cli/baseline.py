@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from budgetguard_cli.lines import Problem, read_lines
-from budgetguard_cli.replay import complain, opened, printable
+from budgetguard_cli.replay import Unreadable, complain, opened, printable
 from budgetguard_cli.verdict import verdicts
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.breakers import ToolMixBaseline
@@ -38,10 +38,17 @@ class Recorder:
         """Record the baseline of all files together.
 
         Raises:
-            ConfigurationError: No run called a tool, or the runs call too many tools.
-            Unreadable: A file cannot be read.
+            ConfigurationError: The runs call too many tools.
+            Unreadable: A file cannot be read, or no run called a tool.
         """
-        return ToolMixBaseline.of(run for file in files for run in self._runs(file))
+        runs = [run for file in files for run in self._runs(file)]
+        if not any(runs):
+            raise Unreadable(
+                f"a baseline needs runs that ended well and called tools, got none among "
+                f"{len(runs) + self.left_out:,} runs. Use --all to take in those that did not end "
+                "well, too."
+            )
+        return ToolMixBaseline.of(runs)
 
     def _runs(self, file: str) -> Iterator[dict[str, int]]:
         prices = PriceBook()

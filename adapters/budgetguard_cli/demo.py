@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import count
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.replay import printable
@@ -39,6 +40,7 @@ _UNITS = {
     "max_cost_usd": "${:.4f}",
 }
 _WINDOW = 128_000
+_MADE = ("from budgetguard_core import Budget", "budget = Budget(max_iterations=25)")
 _LOG = "".join(
     f"2026-03-02 23:{minute:02}:07 deploy[4711]: waiting for the health check of web-{minute % 3}\n"
     for minute in range(14)
@@ -70,14 +72,31 @@ class SectionFailed(Exception):
     """A section did not show what it has to show."""
 
 
-def run_demo(console: Console, sections: Sequence[Section] = SECTIONS) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What the table at the end says of a section."""
+
+    section: Section
+    calls: int | None = None
+    """Model calls of all its runaways; None where it failed."""
+    spent: Decimal = Decimal(0)
+    morning: Decimal | None = None
+
+
+def run_demo(
+    console: Console, sections: Sequence[Section] = SECTIONS, *, quick: bool = False
+) -> bool:
     """Run every section whose adapter is installed; a failing one does not keep the rest.
+
+    Args:
+        console: Where it is shown.
+        sections: What is shown.
+        quick: Show one runaway of each section, without waiting between its calls.
 
     Returns:
         Whether all of them showed a runaway that was stopped, with every call accounted for.
     """
-    failed: list[str] = []
-    shown: list[str] = []
+    rows: list[_Row] = []
     missing: list[str] = []
     say = _Say(console)
     say(
@@ -85,34 +104,67 @@ def run_demo(console: Console, sections: Sequence[Section] = SECTIONS) -> bool:
         f'.log"). It is a server on this machine that speaks the OpenAI format; it is priced as '
         f"{MODEL}, a token for every four characters. Nothing leaves the machine."
     )
-    with StickyServer(thinks_s=_THINKS_S if console.is_terminal else 0.0) as server:
+    acts = _ACTS[:1] if quick else _ACTS
+    slow = console.is_terminal and not quick
+    with StickyServer(thinks_s=_THINKS_S if slow else 0.0) as server:
         for section in sections:
             if not section.is_installed():
                 missing.append(section.title)
                 continue
-            shown.append(section.title)
             say.heading(section.title)
             try:
-                _show_section(section, server, console)
+                rows.append(_show_section(section, server, console, acts))
             except Exception as error:
-                failed.append(section.title)
+                rows.append(_Row(section))
                 say(f"FAILED: {type(error).__name__}: {printable(str(error))}")
     console.print()
     if missing:
         say(f"Not installed here, so not shown: {', '.join(missing)}.")
+    if not rows:
+        say("No adapter is installed: nothing was shown.")
+        return False
+    console.print(_table(rows))
+    failed = [row.section.title for row in rows if row.calls is None]
     if failed:
         say(f"FAILED: {', '.join(failed)}.")
-    elif shown:
-        say("Every runaway ended as a normal result. No exception, no call unaccounted for.")
-    else:
-        say("No adapter is installed: nothing was shown.")
-    return bool(shown) and not failed
+        return False
+    say("Every runaway ended as a normal result. No exception, no call unaccounted for.")
+    _show_lines(rows, console)
+    return True
 
 
-def _show_section(section: Section, server: StickyServer, console: Console) -> None:
+def _table(rows: Sequence[_Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    table.add_column("runaway in", overflow="fold")
+    for name in ("calls", "spent", "by 08:00"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row.calls is None:
+            table.add_row(row.section.title, "failed", "", "")
+            continue
+        morning = "unknown" if row.morning is None else f"${row.morning:,.0f}"
+        table.add_row(row.section.title, str(row.calls), f"${row.spent:.4f}", morning)
+    return table
+
+
+def _show_lines(rows: Sequence[_Row], console: Console) -> None:
+    """Show what to paste; a line that is folded could not be."""
+    say = _Say(console)
+    console.print()
+    say("For an agent of your own, the budget and two lines:")
+    for lines in (_MADE, *(row.section.lines for row in rows)):
+        console.print()
+        for line in lines:
+            console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _show_section(
+    section: Section, server: StickyServer, console: Console, acts: Sequence[_Act]
+) -> _Row:
     say = _Say(console)
     run = section.load()
-    for act in _ACTS:
+    row = _Row(section, calls=0)
+    for act in acts:
         console.print()
         say(f"{act.title}:")
         server.begin()
@@ -140,9 +192,17 @@ def _show_section(section: Section, server: StickyServer, console: Console) -> N
         if outcome.errors:
             msg = f"nothing may fail on the way, got {outcome.errors[0]}"
             raise SectionFailed(msg)
+        row = replace(
+            row,
+            calls=(row.calls or 0) + outcome.usage.model_calls,
+            spent=row.spent + outcome.usage.cost_usd,
+        )
         if act is _ACTS[0]:
             console.print()
             say(by_morning(view.calls, guard.price_book, outcome.usage), indent=2)
+            unbounded = _until_morning(view.calls, guard.price_book)
+            row = replace(row, morning=None if unbounded is None else unbounded.full)
+    return row
 
 
 def _told(outcome: Outcome) -> list[str]:
@@ -155,17 +215,23 @@ def _told(outcome: Outcome) -> list[str]:
     ]
 
 
-def by_morning(calls: Sequence[TokenUsage], prices: PriceBook, spent: Usage) -> str:
-    """Say what the run would have cost had nobody stopped it, and on what assumptions.
+@dataclass(frozen=True, slots=True)
+class _Unbounded:
+    """What the run would have cost had nobody stopped it, in US dollars."""
 
-    Args:
-        calls: What each call of the run used, in order: its context grows from call to call.
-        prices: Where the price comes from.
-        spent: What the run used until it was stopped.
-    """
+    full: Decimal
+    cached: Decimal
+    """With every earlier token read from the provider's prompt cache."""
+    calls: int
+    growth: int
+    """Tokens that each call adds to the next prompt."""
+    window: int
+
+
+def _until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> _Unbounded | None:
     rates = prices.rates_for(MODEL)
     if rates is None or len(calls) < 2:
-        return f"By the morning: unknown; {len(calls)} calls were measured."
+        return None
     window = rates.context_window or _WINDOW
     growth = (calls[-1].input_tokens - calls[0].input_tokens) // (len(calls) - 1)
     output = sum(call.output_tokens for call in calls) // len(calls)
@@ -177,12 +243,27 @@ def by_morning(calls: Sequence[TokenUsage], prices: PriceBook, spent: Usage) -> 
         full += rates.cost(TokenUsage(prompt, output))
         cached += rates.cost(TokenUsage(prompt, output, cache_read_tokens=before))
         before = prompt
+    return _Unbounded(to_usd(full), to_usd(cached), number, growth, window)
+
+
+def by_morning(calls: Sequence[TokenUsage], prices: PriceBook, spent: Usage) -> str:
+    """Say what the run would have cost had nobody stopped it, and on what assumptions.
+
+    Args:
+        calls: What each call of the run used, in order: its context grows from call to call.
+        prices: Where the price comes from.
+        spent: What the run used until it was stopped.
+    """
+    found = _until_morning(calls, prices)
+    if found is None:
+        return f"By the morning: unknown; {len(calls)} calls were measured."
     return (
-        f"By the morning: from 23:00 to 08:00, at {CALLS_PER_MINUTE} calls a minute, {number:,} "
-        f"calls. Each adds {growth:,} tokens to the next prompt, as measured above, until the "
-        f"window of {window:,} tokens is full; then the oldest are dropped. At the prices of "
-        f"{MODEL} that is ${to_usd(full):,.0f}; at best ${to_usd(cached):,.0f}, with every earlier "
-        f"token read from the provider's prompt cache. Stopped, it was ${spent.cost_usd:.4f}."
+        f"By the morning: from 23:00 to 08:00, at {CALLS_PER_MINUTE} calls a minute, "
+        f"{found.calls:,} calls. Each adds {found.growth:,} tokens to the next prompt, as measured "
+        f"above, until the window of {found.window:,} tokens is full; then the oldest are dropped. "
+        f"At the prices of {MODEL} that is ${found.full:,.0f}; at best ${found.cached:,.0f}, with "
+        "every earlier token read from the provider's prompt cache. Stopped, it was "
+        f"${spent.cost_usd:.4f}."
     )
 
 

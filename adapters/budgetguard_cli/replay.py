@@ -19,13 +19,21 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.lines import Line, Problem, read_lines
-from budgetguard_cli.verdict import Amounts, Verdict, verdicts
+from budgetguard_cli.money import in_dollars
+from budgetguard_cli.verdict import REFUSED, Amounts, Verdict, verdicts
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.stop import PRECEDENCE, StopReason
 
 STDIN = "-"
 _SHOWN = 20
 _LINES_PER_UPDATE = 64
+_BREAKERS = {
+    REFUSED: "tool calls refused",
+    "call_delayed": "calls delayed",
+    "tool_call_turned_away": "tool calls turned away",
+    "circuit_breaker_changed": "circuit breakers changed",
+    "tool_mix_unusual": "tool mix told",
+}
 
 
 @dataclass
@@ -43,6 +51,8 @@ class Tally:
     unreported_calls: int = 0
     recorded: Amounts = field(default_factory=Amounts)
     saved: Amounts = field(default_factory=Amounts)
+    breakers: Counter[str] = field(default_factory=lambda: Counter())
+    """What breakers would have done, by the names of the events; and calls refused."""
     problems: int = 0
 
     def add(self, verdict: Verdict) -> None:
@@ -53,6 +63,7 @@ class Tally:
         self.untimed += not verdict.timed
         self.unreported_calls += verdict.unreported_calls
         self.recorded += verdict.recorded
+        self.breakers += Counter(verdict.breakers)
         if verdict.trip is not None:
             self.stopped[verdict.trip.reason] += 1
             self.cut += verdict.succeeded is True
@@ -70,6 +81,7 @@ class Tally:
         self.untimed += other.untimed
         self.unreported_calls += other.unreported_calls
         self.recorded += other.recorded
+        self.breakers += other.breakers
         self.saved += other.saved
         self.problems += other.problems
 
@@ -104,7 +116,8 @@ class TextReport:
         self._console = console
         self._budget = budget
         self._cut: list[str] = []
-        caps = ", ".join(f"{name}={cap}" for name, cap in budget.caps().items())
+        given = [*budget.caps().items(), *budget.tool_quotas.items()]
+        caps = ", ".join(f"{printable(name)}={cap}" for name, cap in given)
         detection = "off" if budget.loop_detection is None else "on"
         self._say(f"Budget: {caps or 'no caps'}; loop detection {detection}.")
 
@@ -148,13 +161,17 @@ class TextReport:
             rows.insert(
                 3, ("runaways stopped", f"{tally.runaways_stopped:,} of {tally.runaways:,}")
             )
-        if recorded.estimated_calls:
-            rows.append(
-                ("usage estimated", _calls(saved.estimated_calls, recorded.estimated_calls))
-            )
-        if recorded.unpriced_calls:
-            calls = _calls(saved.unpriced_calls, recorded.unpriced_calls)
-            rows.append(("price unknown", calls))
+        for name, one, whole in (
+            ("usage estimated", saved.estimated_calls, recorded.estimated_calls),
+            ("price unknown", saved.unpriced_calls, recorded.unpriced_calls),
+        ):
+            if whole:
+                rows.append((name, f"{one:,} of {whole:,} calls"))
+        rows += [
+            (what, f"{tally.breakers[name]:,}")
+            for name, what in _BREAKERS.items()
+            if tally.breakers[name]
+        ]
         if tally.problems:
             rows.append(("lines not read", f"{tally.problems:,}"))
         self._say(f"\n{title}")
@@ -216,6 +233,7 @@ class JsonReport:
             "runaways_stopped": tally.runaways_stopped,
             "recorded": _plain(tally.recorded),
             "saved": _plain(tally.saved),
+            "breakers": dict(tally.breakers),
             "unreported_calls": tally.unreported_calls,
             "lines_not_read": tally.problems,
         }
@@ -249,11 +267,16 @@ def notes(tally: Tally, budget: Budget) -> list[str]:
             f"max_seconds was not judged for {tally.untimed:,} runs: their recordings have no "
             "times."
         )
+    if (budget.velocity or budget.rate_limits) and tally.untimed:
+        found.append(
+            f"velocity and rate_limits were not judged for {tally.untimed:,} runs: their "
+            "recordings have no times."
+        )
     return found
 
 
 class Unreadable(Exception):
-    """A file cannot be opened."""
+    """A file cannot be opened, or holds nothing that can be used."""
 
 
 def check(files: Sequence[str]) -> None:
@@ -368,11 +391,7 @@ def _dollars(amounts: Amounts) -> str:
     # Nothing priced is not the same as nothing spent.
     if amounts.unpriced_calls and amounts.unpriced_calls == amounts.model_calls:
         return "unknown"
-    return ("at least " if amounts.unpriced_calls else "") + f"${amounts.cost_usd:,.2f}"
-
-
-def _calls(saved: int, recorded: int) -> str:
-    return f"{saved:,} of {recorded:,} calls"
+    return ("at least " if amounts.unpriced_calls else "") + in_dollars(amounts.cost_usd)
 
 
 def _plain(amounts: Amounts) -> dict[str, int | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from decimal import Decimal
@@ -13,15 +14,22 @@ from pydantic import TypeAdapter, ValidationError
 from budgetguard_cli.lines import Line, Problem
 from budgetguard_cli.trajectories import Trajectory
 from budgetguard_core import Budget, BudgetGuardError, Event, ModelCall, PriceBook, Trip, Usage
+from budgetguard_core.budget import BREAKERS
 from budgetguard_core.events import (
+    CallDelayed,
+    CircuitBreakerChanged,
     GuardReset,
     ModelCallRefused,
     RunEnded,
     RunRestored,
     RunStarted,
     ToolCallsRequested,
+    ToolCallTurnedAway,
+    ToolMixUnusual,
 )
+from budgetguard_core.outcome import Status
 from budgetguard_core.replay import Replay
+from budgetguard_core.stop import StopReason
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 # One line is one document; its only line is not the file's.
@@ -73,6 +81,9 @@ class Amounts:
 
 
 _FIELDS = fields(Amounts)
+_OF_BREAKERS = (CallDelayed, ToolCallTurnedAway, CircuitBreakerChanged, ToolMixUnusual)
+REFUSED = "tool_call_refused"
+"""The name under which calls are counted that a candidate with quotas would have refused."""
 _NOTHING = Amounts()
 
 
@@ -97,14 +108,29 @@ class Verdict:
     """Model calls that never reported back; what they used is in no figure."""
     tools: dict[str, int]
     """Tool bodies that the run started as recorded, by name (the first 1,024 names)."""
+    breakers: dict[str, int]
+    """What the candidate's breakers would have done, by the names of the events."""
+    budget: Budget
+    """The budget that it ran under as recorded."""
+    status: Status | None
+    """How it ended as recorded; None when the recording does not say."""
+    stop_reason: StopReason | None
+    """The limit that stopped it as recorded."""
+    iterations: int
+    seconds: float
 
 
 def verdicts(
-    lines: Iterator[Line | Problem], budget: Budget, prices: PriceBook
+    lines: Iterator[Line | Problem], budget: Budget | None, prices: PriceBook
 ) -> Iterator[Verdict | Problem]:
     """Judge every run of a file: trajectories, one a line, or BudgetGuard's own event log.
 
     The first line that can be read tells which of the two it is.
+
+    Args:
+        lines: The lines of the file.
+        budget: The candidate; None to take the runs as they are.
+        prices: Where prices come from.
     """
     for line in lines:
         if isinstance(line, Problem):
@@ -148,19 +174,35 @@ def _reason(error: ValidationError) -> str:
 class _Run:
     """One run, told to two guards: one that bounds nothing, and one under the candidate."""
 
-    def __init__(self, line: int, budget: Budget, prices: PriceBook) -> None:
+    def __init__(self, line: int, budget: Budget | None, prices: PriceBook) -> None:
         self.line = line
+        self.budget = Budget()
         self.members: list[str] = []
         self.seq: int | None = None
         self.damaged = False
         self.ended: RunEnded | None = None
-        self._candidate = Replay(budget, price_book=prices)
+        self._told: Counter[str] = Counter()
+        self._candidate = None
+        self._counts_refusals = False
+        if budget is not None:
+            self._counts_refusals = bool(budget.tool_quotas)
+            told = self._counts_refusals or any(getattr(budget, name) for name in BREAKERS)
+            sinks = [self._count] if told else []
+            self._candidate = Replay(budget, price_book=prices, sinks=sinks)
         self._recorded = Replay(_UNBOUNDED, price_book=prices)
         self._before = _NOTHING
+        self._iterations_before, self._seconds_before = 0, 0.0
         self._tools_before: dict[str, int] = {}
 
+    def _count(self, event: Event) -> None:
+        if isinstance(event, _OF_BREAKERS):
+            self._told[event.event] += 1
+        if isinstance(event, ToolCallsRequested) and self._counts_refusals:
+            self._told[REFUSED] += sum(call.decision == "refuse" for call in event.calls)
+
     def tell(self, event: Event) -> None:
-        self._candidate.apply(event)
+        if self._candidate is not None:
+            self._candidate.apply(event)
         if isinstance(event, ModelCallRefused):
             return  # no call was made
         if isinstance(event, ToolCallsRequested):
@@ -170,16 +212,25 @@ class _Run:
         if isinstance(event, RunRestored):
             # The leg before this one has been judged by itself.
             leg = self._recorded.end()
-            self._before = Amounts.of(leg.usage)
+            used = leg.usage
+            self._before = Amounts.of(used)
+            self._iterations_before, self._seconds_before = used.iterations, used.seconds
             self._tools_before = leg.tool_counts
+            self.budget = Budget.from_json(event.snapshot.get("budget") or {})
+        elif isinstance(event, RunStarted) and event.run_id == self.members[0]:
+            self.budget = Budget.from_json(event.budget)
         elif isinstance(event, GuardReset):
             self._before = _NOTHING
+            self._iterations_before, self._seconds_before = 0, 0.0
             self._tools_before = {}
 
     def verdict(self, *, succeeded: bool | None, runaway: bool, timed: bool) -> Verdict:
-        candidate, recorded = self._candidate.end(), self._recorded.end()
+        recorded = self._recorded.end()
+        candidate = None if self._candidate is None else self._candidate.end()
+        ended, used = self.ended, recorded.usage
+        stop = None if ended is None or ended.status != "terminated" else ended.stop_reason
         saved = _NOTHING
-        if candidate.trip is not None:
+        if candidate is not None and candidate.trip is not None:
             # A candidate that allows more than the recorded budget goes on where the log ends.
             saved = (Amounts.of(recorded.usage) - Amounts.of(candidate.usage)).at_least(_NOTHING)
         return Verdict(
@@ -188,8 +239,8 @@ class _Run:
             succeeded=succeeded,
             runaway=runaway,
             timed=timed,
-            trip=candidate.trip,
-            recorded=Amounts.of(recorded.usage) - self._before,
+            trip=None if candidate is None else candidate.trip,
+            recorded=Amounts.of(used) - self._before,
             saved=saved,
             unreported_calls=sum(isinstance(t.call, ModelCall) for t in recorded.open_calls()),
             tools={
@@ -197,12 +248,21 @@ class _Run:
                 for name, count in recorded.tool_counts.items()
                 if count > self._tools_before.get(name, 0)
             },
+            breakers=dict(self._told),
+            budget=self.budget,
+            status=None if ended is None else ended.status,
+            stop_reason=None if stop is None else StopReason(stop),
+            iterations=used.iterations - self._iterations_before,
+            seconds=(used if ended is None else ended.usage).seconds - self._seconds_before,
         )
 
 
 def _trajectories(
-    lines: Iterator[Line | Problem], budget: Budget, prices: PriceBook
+    lines: Iterator[Line | Problem], budget: Budget | None, prices: PriceBook
 ) -> Iterator[Verdict | Problem]:
+    # Without times everything is at once: there is no pace to judge.
+    if budget is not None:
+        budget = budget.model_copy(update={"velocity": None, "rate_limits": {}})
     for line in lines:
         if isinstance(line, Problem):
             yield line
@@ -210,7 +270,8 @@ def _trajectories(
         try:
             trajectory = Trajectory.model_validate_json(line.data.strip())
             run = _Run(line.number, budget, prices)
-            for event in trajectory.events(budget, prices):
+            run.members.append(trajectory.run_id)
+            for event in trajectory.events(budget or _UNBOUNDED, prices):
                 run.tell(event)
             yield run.verdict(succeeded=trajectory.success, runaway=trajectory.runaway, timed=False)
         except ValidationError as error:
@@ -222,7 +283,7 @@ def _trajectories(
 class _Log:
     """Event logs: several runs in one file, one after the other or interleaved."""
 
-    def __init__(self, budget: Budget, prices: PriceBook) -> None:
+    def __init__(self, budget: Budget | None, prices: PriceBook) -> None:
         self._budget = budget
         self._prices = prices
         # Every run by its own id, sub-agents by the same object; the least recent first.

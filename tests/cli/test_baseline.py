@@ -76,7 +76,8 @@ def test_a_line_that_cannot_be_read_is_named_and_the_rest_is_recorded(write):
 
 
 @pytest.mark.parametrize(
-    ("lines", "sentence"), [([trajectory()], "tools must map 1 to 1024"), ([], "tools must map")]
+    ("lines", "sentence"),
+    [([trajectory()], "got none among 1 runs"), ([], "got none among 0 runs")],
 )
 def test_without_a_tool_call_there_is_nothing_to_record(write, lines, sentence):
     assert sentence in baseline(write(*lines), code=2).stderr

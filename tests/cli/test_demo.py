@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
 from http.client import HTTPConnection
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -46,12 +48,31 @@ def test_the_demonstration_stops_every_runaway_and_the_server_agrees(budgetguard
     assert words.count("model calls: 4 counted by the guard, 4 by the server") == len(shown)
     assert words.count("By the morning: from 23:00 to 08:00") == len(shown)
     assert "FAILED" not in words
+    table = text.partition("runaway in ")[2].splitlines()[1:]
+    assert [row.split("  ")[0] for row in table[: len(shown)]] == [one.title for one in shown]
+    assert all(re.search(r" \d+ \$0\.\d{4} +\$[\d,]{5,}", row) for row in table[: len(shown)])
+    for section in shown:
+        assert "\n".join(section.lines) in text
     assert "budget" not in words.partition("nudge to the model")[2].partition("max_iterations")[0]
 
 
+def test_the_lines_to_paste_are_true_of_the_adapters():
+    for section in SECTIONS:
+        name = re.search(r"bg\.(\w+)\(", section.use)[1]
+        assert name in import_module(section.adapter).__all__
+        assert max(map(len, section.lines)) <= 40
+
+
+# The one with the longest lines; the test above runs all of them.
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
 def test_without_a_terminal_the_output_is_plain_and_folded(budgetguard, columns):
-    done = budgetguard("demo", COLUMNS=columns, PYTHONIOENCODING="ascii", TERM="xterm-256color")
+    done = budgetguard(
+        *("demo", "--quick", "--framework", "openai-agents"),
+        COLUMNS=columns,
+        PYTHONIOENCODING="ascii",
+        TERM="xterm-256color",
+        FORCE_COLOR="1",
+    )
     text = done.stdout.decode("ascii")
     assert done.returncode == 0, done.stderr
     assert {char for char in text if not char.isprintable()} == {"\n"}
@@ -64,7 +85,7 @@ def test_on_a_terminal_the_bars_move_and_the_cursor_comes_back(columns):
     master, slave = os.openpty()
     environment = {**os.environ, "COLUMNS": columns, "TERM": "xterm-256color"}
     with subprocess.Popen(
-        [sys.executable, "-I", "-m", "budgetguard_cli", "demo"],
+        [sys.executable, "-I", "-m", "budgetguard_cli", "demo", "--framework", "loop"],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -88,11 +109,31 @@ def read_terminal(master):
         return b""
 
 
+def test_a_framework_that_is_not_known_is_refused(budgetguard):
+    done = budgetguard("demo", "--framework", "autogpt\x1b")
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines() == [
+        "budgetguard: --framework must be one of langgraph, loop, openai-agents, strands, got "
+        "autogpt\\x1b."
+    ]
+
+
+def test_quick_shows_one_runaway(budgetguard):
+    done = budgetguard("demo", "--quick", "--framework", "loop")
+    words = in_words(done.stdout.decode())
+    assert done.returncode == 0
+    assert words.count("outcome: terminated") == 1
+    assert "A plain Python loop 4 $0.0074" in words
+    assert "LangGraph" not in words
+
+
 # The sections
 
 
 def test_every_adapter_has_its_section():
-    assert [section.adapter for section in SECTIONS] == layout.adapters()
+    # Below the frameworks, the HTTP seam has no loop of its own to show.
+    shown = [adapter for adapter in layout.adapters() if adapter != "budgetguard_http"]
+    assert [section.adapter for section in SECTIONS] == shown
     names = [section.adapter.removeprefix("budgetguard_") for section in SECTIONS]
     assert [n for n in names if find_spec(f"budgetguard_cli.sections.{n}") is None] == []
 
@@ -200,11 +241,10 @@ def test_what_is_not_installed_is_named_and_is_no_failure():
 def test_a_failing_section_ends_the_command_with_1(monkeypatch):
     from typer.testing import CliRunner
 
-    from budgetguard_cli import demo
-    from budgetguard_cli.app import app
+    from budgetguard_cli import app
 
-    monkeypatch.setattr(demo.run_demo, "__defaults__", ((Planted("Broken", raises),),))
-    done = CliRunner().invoke(app, ["demo"])
+    monkeypatch.setattr(app, "SECTIONS", (Planted("Broken", raises),))
+    done = CliRunner().invoke(app.app, ["demo"])
     assert done.exit_code == 1
     assert "FAILED: Broken." in done.output
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,33 @@ def test_help_names_both_commands(budgetguard):
     assert done.returncode == 0
     assert b"demo" in done.stdout
     assert b"replay" in done.stdout
+
+
+def test_the_version_is_that_of_the_distribution(budgetguard):
+    done = budgetguard("--version")
+    assert (done.returncode, done.stdout.decode().strip()) == (
+        0,
+        f"budgetguard {metadata.version('budgetguard')}",
+    )
+
+
+def commands(group, path=()):
+    for name, one in group.commands.items():
+        yield from commands(one, (*path, name)) if hasattr(one, "commands") else [(*path, name)]
+
+
+COMMANDS = sorted(commands(typer.main.get_command(app)))
+# For people, or what they write is JSON already.
+NO_JSON = {("demo",), ("baseline",), ("export",)}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_an_example_and_json_where_a_machine_may_read_it(command):
+    done = CliRunner().invoke(app, [*command, "--help"])
+    assert done.exit_code == 0
+    text = " ".join(done.output.split())
+    assert re.search(rf"Examples?: (BUDGETGUARD_LOG=logs )?budgetguard {' '.join(command)}\b", text)
+    assert ("--json" in text) is (command not in NO_JSON)
 
 
 def test_help_names_every_cap(budgetguard):

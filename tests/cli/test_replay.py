@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import layout
 from budgetguard_cli.app import app
 from budgetguard_cli.lines import LONGEST_LINE
+from budgetguard_cli.money import in_dollars
 from budgetguard_core import (
     Budget,
     Guard,
@@ -270,6 +272,55 @@ def test_an_unknown_price_is_said_and_never_counted_as_nothing(write):
     both = in_words(replay(path, priced).stdout)
     assert "dollars saved at least $1.00 of at least $2.00 price unknown 4 of 8 calls" in both
     assert "8 model calls have neither a recorded cost nor a known price" in both
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [
+        ("0", "$0.00"),
+        ("0.00135", "$0.00135"),
+        ("0.0390549", "$0.03905"),
+        ("2", "$2.00"),
+        ("1.23456", "$1.235"),
+        ("12345.6", "$12,345.60"),
+        ("0.000000012345", "$0.00000001234"),
+    ],
+)
+def test_dollars_have_four_significant_digits(amount, shown):
+    assert in_dollars(Decimal(amount)) == shown
+
+
+def test_a_small_amount_is_not_shown_as_nothing(write):
+    shown = in_words(replay(write(trajectory(turns(8, cost=0.00012345)))).stdout)
+    assert "dollars saved $0.0004938 of $0.0009876" in shown
+
+
+def test_quotas_refuse_calls_and_the_run_goes_on(write):
+    path = write(trajectory([s for n in range(6) for s in turn(n, result=f"{n}")]))
+    found = in_all(path, "--tool-quota", "read_*=2", "--tool-quota", "other=1")
+    assert found["stopped"] == {}
+    assert found["breakers"] == {"tool_call_refused": 4}
+    shown = in_words(replay(path, "--tool-quota", "read_*=2").stdout)
+    assert "Budget: read_*=2; loop detection on." in shown
+    assert "tool calls refused 4" in shown
+
+
+@pytest.mark.parametrize("quota", ["read_file", "=3", "a=x", "a=-1", "a=²", "a=" + "9" * 30])
+def test_a_bad_quota_is_refused_in_one_sentence(write, quota):
+    done = replay(write(trajectory([])), "--tool-quota", quota, code=2)
+    assert "must be a tool and a whole number, such as search_web=3, got" in done.stderr
+    assert "must be whole numbers >= 1" in replay("-", "--tool-quota", "a=0", code=2).stderr
+
+
+def test_the_format_in_the_readme_is_the_one_that_is_read(write):
+    text = (layout.ROOT / "adapters" / "budgetguard_cli" / "README.md").read_text()
+    (block,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    path = write(json.dumps(json.loads(block)))
+    found = in_all(path)
+    assert found["lines_not_read"] == 0
+    assert found["recorded"]["model_calls"] == 2
+    assert found["recorded"]["tool_calls"] == 1
+    assert found["succeeded"] == 1
 
 
 def test_a_dollar_cap_refuses_an_unknown_price_unless_the_user_says_otherwise(write):

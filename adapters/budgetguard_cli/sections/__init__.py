@@ -43,6 +43,18 @@ class Section:
     """The framework's import package; None where there is no framework."""
     client: str | None = None
     """The import package that the section's agent speaks HTTP with."""
+    use: str = ""
+    """How it is put around an agent of one's own, in one line."""
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line."""
+        return self.adapter.removeprefix("budgetguard_").replace("_", "-")
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The two lines that a user pastes."""
+        return f"import {self.adapter} as bg", self.use
 
     def is_installed(self) -> bool:
         """Tell whether the adapter and its framework can be imported."""
@@ -56,8 +68,24 @@ class Section:
 
 
 SECTIONS = (
-    Section("budgetguard_langgraph", "A LangGraph graph", "langgraph"),
-    Section("budgetguard_loop", "A plain Python loop"),
-    Section("budgetguard_openai_agents", "OpenAI Agents SDK", "agents"),
-    Section("budgetguard_strands", "Strands Agents", "strands", "openai"),
+    Section(
+        "budgetguard_langgraph",
+        "A LangGraph graph",
+        "langgraph",
+        use="graph = bg.bounded(graph, budget)",
+    ),
+    Section("budgetguard_loop", "A plain Python loop", use="with bg.bounded(budget) as run:"),
+    Section(
+        "budgetguard_openai_agents",
+        "OpenAI Agents SDK",
+        "agents",
+        use="hooks = bg.BudgetHooks(budget)",
+    ),
+    Section(
+        "budgetguard_strands",
+        "Strands Agents",
+        "strands",
+        "openai",
+        use="hooks = [bg.BudgetHookProvider(budget)]",
+    ),
 )

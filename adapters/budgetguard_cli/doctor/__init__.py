@@ -1,0 +1,1 @@
+"""`budgetguard doctor`: what would hold here, before a script is started."""

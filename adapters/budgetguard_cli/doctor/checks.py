@@ -1,0 +1,156 @@
+"""What `doctor` looks at, one finding after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from budgetguard_cli.doctor.declared import Covered, Declared
+from budgetguard_cli.doctor.source import Source
+from budgetguard_core import BudgetGuardError, PriceBook
+from budgetguard_core.ledger import Ledger
+from budgetguard_core.profiles import Profiles, find_file, load_profile
+from budgetguard_http import is_provider
+
+Status: TypeAlias = Literal["ok", "note", "problem"]
+
+_PROVIDER: Final = "<provider>"
+_SQLITE: Final = "sqlite:///"
+_AMBIENT: Final = "budgetguard_http"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        kind: What it is: framework, client, way, model, ledger, profile or script.
+        name: Which one.
+        version: The release that is installed, where it is a package.
+        status: `problem` is what would not hold.
+        detail: One sentence.
+    """
+
+    kind: str
+    name: str
+    version: str | None = None
+    status: Status = "ok"
+    detail: str
+
+
+def packages(all_of: Declared, source: Source | None) -> Iterator[Finding]:
+    """Look at frameworks and clients: those that a script uses, or all that are installed."""
+    told: set[str] = set()
+    for one in all_of.covered:
+        used = source is not None and source.imports(one.module)
+        if source is not None and not used:
+            continue
+        if one.installed is None and not used:
+            continue
+        yield _package(one)
+        for gap in one.gaps:
+            if gap not in told:
+                told.add(gap)
+                yield Finding(kind="way", name=one.module, status="note", detail=gap)
+
+
+def _package(one: Covered) -> Finding:
+    version, supported = one.installed, one.supported
+    kind = "client" if one.adapter == _AMBIENT else "framework"
+    detail = f"covered by {one.adapter}"
+    is_supported = version is not None and supported.contains(version, prereleases=True)
+    if version is None:
+        detail = f"not installed. Install the extra {one.extra!r}"
+    elif not is_supported:
+        detail = f"supported are {supported}: its calls are bounded at HTTP alone"
+    elif supported:
+        detail += f" (supported: {supported})"
+    return Finding(
+        kind=kind,
+        name=one.distribution,
+        version=version,
+        status="ok" if is_supported else "problem",
+        detail=f"{detail}.",
+    )
+
+
+def ways(all_of: Declared, source: Source) -> Iterator[Finding]:
+    """Look for what a script uses and nothing covers."""
+    for one in all_of.uncovered:
+        if source.imports(one.module) and (
+            not one.texts or any(_names(source, text) for text in one.texts)
+        ):
+            yield Finding(
+                kind="way",
+                name=one.module,
+                status="problem",
+                detail=f"not covered: {one.why}. Way out: {one.instead}.",
+            )
+
+
+def _names(source: Source, text: str) -> bool:
+    if text != _PROVIDER:
+        return source.names(text)
+    return any(
+        is_provider(part) for one in source.texts for part in one.replace(":", "/").split("/")
+    )
+
+
+def models(names: list[str]) -> Iterator[Finding]:
+    """Look up the prices of models: a cap in dollars stops a run at one that has none."""
+    book = PriceBook()
+    for name in names:
+        # LangChain and pydantic-ai put the provider before a colon, litellm before a slash.
+        spellings = (name, name.partition(":")[2], name.partition("/")[2])
+        if any(one and book.rates_for(one) is not None for one in spellings):
+            yield Finding(kind="model", name=name, detail="its price is known.")
+        else:
+            yield Finding(
+                kind="model",
+                name=name,
+                status="problem",
+                detail="no price is known: a cap in dollars stops the run at its first call. Give "
+                "PriceBook(overrides=...), or --count-unpriced-as-zero.",
+            )
+
+
+def ledger(url: str) -> Finding:
+    """Try to reach a ledger."""
+    file = Path(url.removeprefix(_SQLITE))
+    shown = url.partition("://")[0]
+    if url.startswith(_SQLITE) and not file.exists():
+        return Finding(
+            kind="ledger",
+            name=shown,
+            status="problem",
+            detail=f"there is no file {file}. Make it with `budgetguard ledger set`.",
+        )
+    try:
+        with Ledger(url, timeout=5.0) as opened:
+            opened.runs()
+    except BudgetGuardError as error:
+        return Finding(kind="ledger", name=shown, status="problem", detail=str(error))
+    return Finding(kind="ledger", name=shown, detail="it can be reached.")
+
+
+def profile(name: str | None) -> Iterator[Finding]:
+    """Check the file of profiles, and the profile that is asked for."""
+    try:
+        path = find_file()
+        if path is not None:
+            found = Profiles(path)
+            listed = ", ".join(found.names) or "none"
+            yield Finding(kind="profile", name=path.name, detail=f"valid: {listed}.")
+        if name:
+            chosen = load_profile(name)
+            missing = ", ".join(chosen.budget.uncapped()) or "nothing"
+            yield Finding(
+                kind="profile",
+                name=name,
+                version=chosen.version,
+                detail=f"of {chosen.source}; it leaves open: {missing}.",
+            )
+    except BudgetGuardError as error:
+        yield Finding(kind="profile", name=name or "file", status="problem", detail=str(error))

@@ -1,0 +1,114 @@
+"""`budgetguard doctor`: its options, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from budgetguard_cli.ledger_option import AsJson, LedgerUrl, print_json, refuse, shown
+from budgetguard_cli.replay import printable
+
+if TYPE_CHECKING:
+    from budgetguard_cli.doctor.checks import Finding
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(doctor)
+
+
+def doctor(
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A Python script: what it imports is looked at, and nothing of it is run. "
+            "Without, everything that is installed.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A model whose price is needed; again for more.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="The profile that is to be used.",
+            envvar="BUDGETGUARD_PROFILE",
+            show_envvar=True,
+            show_default=False,
+        ),
+    ] = None,
+    ledger: LedgerUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what would hold here: frameworks, clients, prices, profile and ledger.
+
+    For a script: whether everything that it uses to call models is covered, in a supported
+    release. What it imports in a way that its text does not show is not seen.
+
+    Example: budgetguard doctor agent.py --model gpt-4o --profile research
+
+    Ends with 0; with 1 when something that is used is not covered or would not hold; with 2 when
+    the script cannot be found.
+    """
+    from budgetguard_cli.doctor import checks
+    from budgetguard_cli.doctor.declared import declared
+    from budgetguard_cli.doctor.source import read_source
+
+    source = None
+    if script is not None:
+        if not Path(script).is_file():
+            refuse(f"the script must be a file, got {shown(script)}. Check the path.")
+        source = read_source(Path(script))
+    everything = declared()
+    found = list(checks.packages(everything, source))
+    models = list(model or ())
+    if source is not None:
+        found += checks.ways(everything, source)
+        models += sorted(source.models - set(models))
+        found += [
+            checks.Finding(kind="script", name=script or "", status="problem", detail=problem)
+            for problem in source.problems
+        ]
+        if not any(one.kind in ("framework", "client", "way") for one in found):
+            found.append(
+                checks.Finding(
+                    kind="script",
+                    name=script or "",
+                    status="note",
+                    detail="nothing that calls models was found in its imports.",
+                )
+            )
+    found += checks.models(models)
+    found += checks.profile(profile)
+    if ledger is not None:
+        found.append(checks.ledger(ledger))
+    if as_json:
+        print_json(asdict(one) for one in found)
+    else:
+        _print(found)
+    if any(one.status == "problem" for one in found):
+        raise typer.Exit(1)
+
+
+def _print(found: Iterable[Finding]) -> None:
+    styles = {"problem": "bold red", "note": "yellow"}
+    table = Table("", "what", "name", "release", "finding")
+    for one in found:
+        table.add_row(
+            Text(one.status, style=styles.get(one.status, "")),
+            one.kind,
+            Text(printable(one.name)),
+            one.version or "",
+            Text(printable(one.detail)),
+        )
+    Console().print(table)

@@ -1,0 +1,215 @@
+"""`budgetguard export`: runs as labelled examples of an evaluation set."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from budgetguard_cli.lines import Problem, read_lines
+from budgetguard_cli.replay import STDIN, Unreadable, check, complain, opened, printable
+from budgetguard_core import BudgetGuardError, Event, read_events
+from budgetguard_core.events import (
+    HousekeepingBegan,
+    ModelCallAdmitted,
+    ModelCallRefused,
+    ModelCallSettled,
+    RunEnded,
+    RunRestored,
+    RunStarted,
+    ToolCallSettled,
+    ToolCallsRequested,
+    Tripped,
+)
+
+VERSION = 1
+_UNFINISHED = "unfinished"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(export)
+
+
+@dataclass
+class Example:
+    """One run, as its log tells it."""
+
+    run_id: str
+    parent_run_id: str | None = None
+    budget: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    stop: dict[str, Any] | None = None
+    end: RunEnded | None = None
+    _calls: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+
+    def take(self, event: Event) -> None:
+        """Take in an event of the run."""
+        if isinstance(event, ModelCallAdmitted):
+            self._begin(event.call_id, {"kind": "model", "model": event.call.model})
+        elif isinstance(event, ModelCallSettled):
+            step = self._calls.pop(event.call_id, {})
+            used = event.usage
+            tokens = None if used is None else [used.input_tokens, used.output_tokens]
+            step.update(tokens=tokens, cost_usd=event.cost_usd, error=event.error)
+            step["model"] = event.model or step.get("model")
+        elif isinstance(event, ModelCallRefused):
+            self.steps.append(
+                {"kind": "model", "model": event.call.model, "refused": str(event.reason)}
+            )
+        elif isinstance(event, ToolCallsRequested):
+            for call in event.calls:
+                asked: dict[str, Any] = {"kind": "tool", "name": call.name}
+                asked |= {"arguments_hash": call.fingerprint, "decision": call.decision}
+                if call.arguments is not None:
+                    asked["arguments"] = call.arguments
+                self._begin(call.call_id, asked)
+        elif isinstance(event, ToolCallSettled):
+            step = self._calls.pop(event.call_id, {})
+            step.update(result_hash=event.fingerprint, error=event.error)
+        elif isinstance(event, Tripped):
+            self.stop = event.trip.model_dump(mode="json")
+
+    def _begin(self, call_id: int | None, step: dict[str, Any]) -> None:
+        self.steps.append(step)
+        if call_id is not None:
+            self._calls[call_id] = step
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the example; its label is how the run ended."""
+        end = self.end
+        return {
+            "version": VERSION,
+            "run_id": self.run_id,
+            "parent_run_id": self.parent_run_id,
+            "label": _UNFINISHED if end is None else end.status,
+            "stop_reason": None if end is None else end.stop_reason,
+            "error": None if end is None else end.error,
+            "profile": None if end is None or end.profile is None else end.profile.model_dump(),
+            "budget": self.budget,
+            "usage": None if end is None else end.usage.model_dump(mode="json"),
+            "stop": self.stop,
+            "steps": self.steps,
+        }
+
+
+@dataclass
+class Reader:
+    """Reads the runs of logs.
+
+    Attributes:
+        problems: Lines that could not be read.
+    """
+
+    errors: Console
+    problems: int = 0
+
+    def examples(self, file: str) -> Iterator[Example]:
+        """Tell the runs of a log, each when it has ended; those that have not come last."""
+        runs: dict[str, Example] = {}
+        with opened(file) as raw:
+            for line in read_lines(raw):
+                if isinstance(line, Problem):
+                    self._complain(file, line.line, line.reason)
+                    continue
+                try:
+                    event = next(read_events([line.data]), None)
+                except BudgetGuardError as error:
+                    self._complain(file, line.number, str(error).partition(": ")[2] or str(error))
+                    continue
+                if event is None:
+                    if not line.last:
+                        self._complain(file, line.number, "half a line.")
+                    continue
+                yield from self._told(runs, event)
+        yield from runs.values()
+
+    def _told(self, runs: dict[str, Example], event: Event) -> Iterator[Example]:
+        if isinstance(event, RunStarted):
+            runs[event.run_id] = Example(event.run_id, event.parent_run_id, event.budget)
+        elif isinstance(event, RunRestored):
+            snapshot = event.snapshot
+            runs[event.run_id] = Example(
+                event.run_id, snapshot.get("parent_run_id"), snapshot.get("budget")
+            )
+        elif isinstance(event, HousekeepingBegan):
+            # It is work about a run, and nothing that a model is to be judged by.
+            runs.pop(event.run_id, None)
+        elif event.run_id in runs:
+            run = runs[event.run_id]
+            run.take(event)
+            if isinstance(event, RunEnded):
+                run.end = event
+                yield runs.pop(event.run_id)
+
+    def _complain(self, file: str, line: int, reason: str) -> None:
+        self.problems += 1
+        complain(self.errors, f"{printable(file)}:{line}: {printable(reason)}")
+
+
+def export(
+    logs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LOG...",
+            help="Event logs of BudgetGuard's, also gzipped; - is standard input.",
+        ),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The file to write; - is standard output.")
+    ] = STDIN,
+) -> None:
+    """Write runs as labelled examples of an evaluation set: JSON Lines, a run each.
+
+    The label is how the run ended: completed, terminated (with the limit that stopped it), failed,
+    or unfinished where its log ends before it does. Arguments of tool calls are in it only where
+    they were logged; their hashes always are. Ends with 0, with 1 when a line could not be read
+    (the rest is written), and with 2 when a file is wrong.
+
+    Example: budgetguard export logs/*.jsonl -o set.jsonl
+    """
+    reader = Reader(Console(stderr=True))
+    try:
+        check(logs)
+        written = _write(reader, logs, output)
+    except OSError as error:
+        problem = f"{printable(output)}: {error.strerror}. Name a file that can be written."
+        typer.echo(f"budgetguard: {problem}", err=True)
+        raise typer.Exit(2) from None
+    except Unreadable as error:
+        typer.echo(f"budgetguard: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{written:,} examples written, {reader.problems:,} lines not read.", err=True)
+    if reader.problems:
+        raise typer.Exit(1)
+
+
+def _write(reader: Reader, logs: Sequence[str], output: str) -> int:
+    lines = (
+        json.dumps(example.to_json(), ensure_ascii=False)
+        for log in logs
+        for example in reader.examples(log)
+    )
+    written = 0
+    if output == STDIN:
+        for line in lines:
+            sys.stdout.write(f"{line}\n")
+            written += 1
+        return written
+    # The set may be among the logs by mistake: nothing is lost before all is read.
+    part = Path(f"{output}.part")
+    try:
+        with part.open("w", encoding="utf-8", errors="replace") as file:
+            for line in lines:
+                file.write(f"{line}\n")
+                written += 1
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
+    return written

@@ -1,0 +1,241 @@
+"""`budgetguard report`: one self-contained page about many runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from budgetguard_cli.lines import Problem, read_lines
+from budgetguard_cli.money import in_dollars
+from budgetguard_cli.replay import Unreadable, check, complain, opened, printable
+from budgetguard_cli.timeline import Timeline, read_timelines
+from budgetguard_core import PriceBook
+from budgetguard_core.budget import DIMENSIONS
+
+_MOST_LINES = 40
+_MOST_BARS = 12
+_MOST_ROWS = 200
+_SHOWN = 20
+_NONE = "(none)"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(report)
+
+
+def report(
+    logs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LOG...",
+            help="Event logs, also gzipped, or folders of them; - is standard input.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The page's figures as one JSON object, and no page.")
+    ] = False,
+) -> None:
+    """Write one page about many runs: stops, burn-down against each cap, spend, near misses.
+
+    The page holds all that it needs and loads nothing. It can be read on a phone, and follows the
+    reader's dark mode.
+
+    Example: budgetguard report logs/ -o report.html
+
+    Ends with 0, with 1 when a line could not be read (the rest is in the page), and with 2 when a
+    log is missing, or the page cannot be written.
+    """
+    if not as_json and find_spec("plotly") is None:
+        _refuse(
+            "the page needs plotly, not installed here. Install the extra from the checkout: "
+            'pip install ".[report]"'
+        )
+    errors = Console(stderr=True)
+    runs: list[Timeline] = []
+    problems = 0
+    prices = PriceBook()
+    named = _files(logs)
+    try:
+        check(named)
+        for file in named:
+            with opened(file) as raw:
+                for one in read_timelines(read_lines(raw), prices):
+                    if isinstance(one, Problem):
+                        problems += 1
+                        if problems <= _SHOWN:
+                            where = f"{printable(file)}:{one.line}"
+                            complain(errors, f"{where}: {printable(one.reason)}")
+                    else:
+                        runs.append(one)
+    except Unreadable as error:
+        _refuse(str(error))
+    if not runs:
+        _refuse("the logs hold no run. Name event logs of BudgetGuard's.")
+    figures = _figures(sorted(runs, key=lambda run: run.started_ns), problems)
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        try:
+            output.write_text(_page(figures), encoding="utf-8")
+        except OSError as error:
+            _refuse(f"{output}: {error.strerror}. Name a file that can be written.")
+        typer.echo(f"{output}: {len(runs):,} runs, {problems:,} lines not read.", err=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _files(logs: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for log in logs:
+        path = Path(log)
+        if log != "-" and path.is_dir():
+            found += sorted(str(one) for one in path.glob("*.jsonl*"))
+            if not any(path.glob("*.jsonl*")):
+                _refuse(f"{printable(log)} holds no log (*.jsonl). Name a folder that does.")
+        else:
+            found.append(log)
+    return found
+
+
+def _page(figures: dict[str, Any]) -> str:
+    # No text of a log may end the script that holds it.
+    data = json.dumps(figures).replace("<", "\\u003c")
+    plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
+    page = files("budgetguard_cli").joinpath("report.html").read_text(encoding="utf-8")
+    return page.replace("__PLOTLY__", plotly).replace("__DATA__", data)
+
+
+def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
+    cost = sum((run.usage.cost_usd for run in runs), Decimal(0))
+    unpriced = sum(run.usage.unpriced_calls for run in runs)
+    near = [(run, name, share) for run in runs for name, share in run.near_misses().items()]
+    stopped = [run for run in runs if run.root.status == "terminated"]
+    latest = list(reversed(runs[-_MOST_ROWS:]))
+    notes = [f"{len(runs):,} runs"]
+    if problems:
+        notes.append(f"{problems:,} lines could not be read")
+    if unpriced:
+        notes.append(f"{unpriced:,} model calls of unknown price are not in the dollars")
+    damaged = sum(run.damaged is not None for run in runs)
+    if damaged:
+        notes.append(f"{damaged:,} logs do not fit together and are counted up to there")
+    return {
+        "about": f"{', '.join(notes)}.",
+        "tiles": [
+            [f"{len(runs):,}", "runs"],
+            [f"{len(stopped):,}", "stopped by a limit"],
+            [in_dollars(cost), "spent" if not unpriced else "spent, at least"],
+            [f"{sum(run.usage.total_tokens for run in runs):,}", "tokens"],
+            [f"{len({run.root.run_id for run, *_ in near}):,}", "near misses"],
+        ],
+        "statuses": _counted(run.root.status or "not ended" for run in runs),
+        "reasons": _counted(str(run.root.stop_reason) for run in stopped),
+        "burn": [found for name in DIMENSIONS if (found := _burn(name, runs)) is not None],
+        "tenants": _spent(runs, lambda run: ", ".join(run.root.tenant) or _NONE),
+        "profiles": _spent(runs, lambda run: run.root.profile or _NONE),
+        "models": _by_part(runs, "models"),
+        "tools": _by_part(runs, "tools"),
+        "near": [
+            [printable(run.root.run_id)[:40], name, f"{share:.0%}", run.root.profile or ""]
+            for run, name, share in sorted(near, key=lambda one: -one[2])[:_MOST_ROWS]
+        ],
+        "runs": [_row(run) for run in latest],
+        "runs_note": f"The latest {len(latest):,} of {len(runs):,}." if latest else "",
+    }
+
+
+def _burn(dimension: str, runs: Sequence[Timeline]) -> dict[str, Any] | None:
+    """Return what was left of a cap over time, of the latest runs that had it."""
+    capped = [run for run in runs if run.points and dimension in run.root.budget.caps()]
+    if not capped:
+        return None
+    shown = capped[-_MOST_LINES:]
+    lines: list[dict[str, Any]] = []
+    for run in shown:
+        points = [(point.seconds, point.shares.get(dimension)) for point in run.points]
+        known = [(seconds, share) for seconds, share in points if share is not None]
+        trip = run.root.trip
+        hit = trip is not None and any(str(one.reason) == dimension for one in trip.violations)
+        lines.append(
+            {
+                "name": printable(run.root.run_id)[:12],
+                "x": [0.0, *(round(seconds, 3) for seconds, _ in known)],
+                "y": [100.0, *(round(100 * (1 - share), 2) for _, share in known)],
+                "stopped": hit,
+            }
+        )
+    left_out = (
+        f", the latest {len(shown)} of {len(capped):,} runs" if len(capped) > _MOST_LINES else ""
+    )
+    hits = sum(line["stopped"] for line in lines)
+    return {
+        "dimension": dimension,
+        "note": f"Share of the cap that each run had left{left_out}; {hits} ended at it.",
+        "runs": lines,
+        "lowest": min(min(line["y"]) for line in lines),
+    }
+
+
+def _counted(names: Iterable[str]) -> list[list[Any]]:
+    return [[name, count] for name, count in Counter(names).most_common(_MOST_BARS)]
+
+
+def _spent(runs: Sequence[Timeline], key: Callable[[Timeline], str]) -> list[list[Any]]:
+    sums: dict[str, Decimal] = {}
+    for run in runs:
+        name = key(run)
+        sums[name] = sums.get(name, Decimal(0)) + run.usage.cost_usd
+    return _largest(sums)
+
+
+def _by_part(runs: Sequence[Timeline], part: str) -> list[list[Any]]:
+    sums: dict[str, Decimal] = {}
+    for run in runs:
+        for node in run.nodes.values():
+            for name, spent in getattr(node, part).items():
+                sums[name] = sums.get(name, Decimal(0)) + spent.cost_usd
+    return _largest(sums)
+
+
+def _largest(sums: dict[str, Decimal]) -> list[list[Any]]:
+    ordered = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+    rows: list[list[Any]] = [
+        [printable(name)[:80], float(sum_)] for name, sum_ in ordered[:_MOST_BARS]
+    ]
+    rest = sum((sum_ for _, sum_ in ordered[_MOST_BARS:]), Decimal(0))
+    return [*rows, [f"{len(ordered) - _MOST_BARS} others", float(rest)]] if rest else rows
+
+
+def _row(run: Timeline) -> list[str]:
+    root, used = run.root, run.usage
+    ending = root.status or "not ended"
+    if root.stop_reason is not None and root.status == "terminated":
+        ending = f"{ending}, {root.stop_reason}{', last answer' if root.finalized else ''}"
+    return [
+        printable(root.run_id)[:40],
+        ending,
+        root.profile or "",
+        printable(", ".join(root.tenant)),
+        in_dollars(used.cost_usd),
+        f"{used.total_tokens:,}",
+        f"{used.model_calls:,}",
+        f"{run.seconds:,.1f}",
+    ]
+
+
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"budgetguard: {sentence}", err=True)
+    raise typer.Exit(2)

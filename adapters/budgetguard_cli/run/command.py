@@ -1,0 +1,187 @@
+"""`budgetguard run`: its options, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from budgetguard_cli.ledger_option import dollars, refuse, shown
+from budgetguard_core import Budget, BudgetGuardError, Guard
+from budgetguard_core.profiles import load_profile
+
+STOPPED = 3
+NOTHING_SEEN = 4
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command(context_settings={"allow_interspersed_args": False})(run)
+
+
+def run(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT [ARGS]...",
+            help="A Python script and its arguments; with -m, a module.",
+            show_default=False,
+        ),
+    ],
+    is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="The profile that the caps come from; the options below win over it.",
+            envvar="BUDGETGUARD_PROFILE",
+            show_envvar=True,
+            show_default=False,
+        ),
+    ] = None,
+    max_iterations: Annotated[int | None, typer.Option(help="Turns of the loops.")] = None,
+    max_model_calls: Annotated[int | None, typer.Option(help="Model calls, with retries.")] = None,
+    max_tool_calls: Annotated[int | None, typer.Option(help="Tool calls.")] = None,
+    max_total_tokens: Annotated[
+        int | None, typer.Option(help="Tokens, prompt plus completion.")
+    ] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Seconds from the start on.")] = None,
+    max_cost_usd: Annotated[str | None, typer.Option(help="US dollars, exact.")] = None,
+    max_output_tokens_per_call: Annotated[
+        int | None, typer.Option(help="Completion tokens of one call.")
+    ] = None,
+    count_unpriced_as_zero: Annotated[
+        bool,
+        typer.Option(
+            "--count-unpriced-as-zero",
+            help="Let models of unknown price pass under --max-cost-usd.",
+        ),
+    ] = False,
+    loop_detection: Annotated[
+        bool, typer.Option(help="Stop conversations that bring nothing new.")
+    ] = True,
+    ledger: Annotated[
+        str | None,
+        typer.Option(help="The ledger that is charged as well; with --tenant.", show_default=False),
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Whom the run is for.", show_default=False)
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=3600,
+            help="Seconds that the script has to end after a stop; then it is interrupted, "
+            "terminated and killed, with as long in between.",
+        ),
+    ] = 10.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The report as one JSON object, not as a table.")
+    ] = False,
+) -> None:
+    """Run a script, unchanged, under a budget: with all its processes, threads and frameworks.
+
+    Calls of models are bounded at HTTP, below every client over httpx; runs of LangGraph, the
+    OpenAI Agents SDK and Strands end as their own partial results. Caps hold for all processes
+    together. The report goes to standard error.
+
+    Examples: budgetguard run --max-cost-usd 5 agent.py --verbose;
+    budgetguard run --profile research -m my.agent
+
+    Ends with 3 when a limit ended a run, whatever the script says; with 4 when the script ended
+    with 0 and no call of a model was seen; else as the script did (128 and the number of a signal
+    that killed it); with 2 when an option or a file is wrong.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        refuse("run needs Unix sockets, got a system without. Use the adapters in the script.")
+    from budgetguard_cli.run.messages import SOCKET
+
+    if SOCKET in os.environ:
+        refuse("this is bounded by a `budgetguard run` already, got a second. Use python instead.")
+    _check_script(script[0], is_module=is_module)
+    caps: dict[str, Any] = {
+        "max_iterations": max_iterations,
+        "max_model_calls": max_model_calls,
+        "max_tool_calls": max_tool_calls,
+        "max_total_tokens": max_total_tokens,
+        "max_seconds": max_seconds,
+        "max_cost_usd": None if max_cost_usd is None else dollars(max_cost_usd, "--max-cost-usd"),
+        "max_output_tokens_per_call": max_output_tokens_per_call,
+    }
+    given = {name: cap for name, cap in caps.items() if cap is not None}
+    if count_unpriced_as_zero:
+        given["on_unpriced"] = "count_zero"
+    if not loop_detection:
+        given["loop_detection"] = None
+    try:
+        budget = _budget(profile, given)
+        if (ledger is None) != (tenant is None):
+            refuse("--ledger and --tenant must be given together, got one. Give both.")
+        code = _supervised(
+            ["-m", *script] if is_module else script,
+            budget,
+            grace_s=grace,
+            ledger=ledger,
+            tenant=tenant,
+            as_json=as_json,
+        )
+    except BudgetGuardError as error:
+        refuse(str(error))
+    raise typer.Exit(code)
+
+
+def _budget(profile: str | None, given: dict[str, Any]) -> Budget:
+    own = Budget(**given)
+    if profile:
+        return load_profile(profile).under(own)
+    if not own.caps():
+        refuse(
+            "a run must have a budget, got neither a profile nor a cap. Use --max-cost-usd 5, or "
+            "--profile research."
+        )
+    return own
+
+
+def _supervised(
+    command: list[str],
+    budget: Budget,
+    *,
+    grace_s: float,
+    ledger: str | None,
+    tenant: str | None,
+    as_json: bool,
+) -> int:
+    from rich.console import Console
+
+    from budgetguard_cli.run.report import RunReport
+    from budgetguard_cli.run.script import run_script
+    from budgetguard_cli.run.supervisor import Findings, Spending, Supervisor, shared
+    from budgetguard_core.ending import end_run
+
+    findings = Findings()
+    guard = Guard(shared(budget), sinks=[Spending(findings)], ledger=ledger, tenant=tenant)
+    supervisor = Supervisor(guard, budget, findings)
+    own = run_script(command, supervisor, grace_s=grace_s)
+    outcome = end_run(guard, trip=guard.trip)
+    report = RunReport(budget, outcome, findings, own)
+    if as_json:
+        sys.stderr.write(report.as_json() + "\n")
+    else:
+        report.print(Console(stderr=True))
+    if report.stops:
+        return STOPPED
+    return NOTHING_SEEN if own == 0 and not report.saw_a_call else own
+
+
+def _check_script(name: str, *, is_module: bool) -> None:
+    if is_module:
+        top = name.partition(".")[0]
+        if PathFinder.find_spec(top, ["", *sys.path]) is None:
+            refuse(f"-m must name a module, got {shown(name)}, which is not installed here.")
+    elif not Path(name).exists():
+        refuse(f"the script must be a file, got {shown(name)}, which does not exist. Check it.")

@@ -1,0 +1,296 @@
+"""`budgetguard show`: one run as a tree, and how to go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from budgetguard_cli.lines import Problem, read_lines
+from budgetguard_cli.replay import Unreadable, check, complain, opened, printable
+from budgetguard_cli.timeline import (
+    SPENT_ON_ANSWERS,
+    Node,
+    Spent,
+    Timeline,
+    log_folder,
+    read_timelines,
+    short_number,
+    used_of,
+)
+from budgetguard_core import PriceBook
+
+_MOST_LISTED = 40
+_BAR = 20
+_GO_ON = {
+    "terminated": "Resume it under a fresh budget: its history is closed, no completed tool call "
+    "runs again.",
+    "paused": "It waits for a person; its counters go on with the answer.",
+    "failed": "An exception left it. What it had spent is above; its checkpoint can be resumed.",
+    None: "It has not ended: it is still going, or its process was killed. Its checkpoint can be "
+    "resumed.",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(show)
+
+
+def show(
+    log: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOG|RUN",
+            help="An event log, - for standard input, or a run's id: its log is looked for in the "
+            "folder that BUDGETGUARD_LOG names.",
+        ),
+    ],
+    run: Annotated[
+        str | None,
+        typer.Option(help="The run, where the log has several.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show one run: who spent what, calls, refusals, why it was stopped, and how to go on.
+
+    Example: budgetguard show logs/9f0c.jsonl
+
+    A log with several runs is listed. Ends with 0, with 1 when a line could not be read, and with
+    2 when there is no such log or run.
+    """
+    errors = Console(stderr=True)
+    file = _file(log)
+    found: list[Timeline] = []
+    problems = 0
+    try:
+        check([file])
+        with opened(file) as raw:
+            for one in read_timelines(read_lines(raw), PriceBook()):
+                if isinstance(one, Problem):
+                    problems += 1
+                    complain(errors, f"{printable(file)}:{one.line}: {printable(one.reason)}")
+                else:
+                    found.append(one)
+    except Unreadable as error:
+        _refuse(str(error))
+    wanted = run or (log if file != log else None)
+    if wanted is not None:
+        found = [one for one in found if wanted in one.nodes]
+        if not found:
+            _refuse(f"run {wanted[:80]!r} is not in {printable(file)}. Leave --run out for a list.")
+    if not found:
+        _refuse(f"{printable(file)} holds no run. Name an event log of BudgetGuard's.")
+    if len(found) > 1 and run is None:
+        _list(found, as_json)
+    elif as_json:
+        typer.echo(json.dumps(_plain(found[-1])))
+    else:
+        _show(Console(), found[-1])
+    if problems:
+        raise typer.Exit(1)
+
+
+def _file(log: str) -> str:
+    folder = log_folder()
+    if folder is not None and log != "-" and not Path(log).exists():
+        for candidate in sorted(Path(folder).glob("*.jsonl")):
+            if candidate.stem == log or candidate.stem.startswith(f"{log}-"):
+                return str(candidate)
+    return log
+
+
+def _list(found: Sequence[Timeline], as_json: bool) -> None:
+    if as_json:
+        for one in found:
+            typer.echo(json.dumps(_plain(one)))
+        return
+    console = Console()
+    for one in found[-_MOST_LISTED:]:
+        used = one.usage
+        _say(
+            console,
+            f"{one.root.run_id}  {_ending(one.root)}  {used.model_calls} model calls, "
+            f"{used.tool_calls} tool calls, {short_number(used.cost_usd)}",
+        )
+    if len(found) > _MOST_LISTED:
+        _say(console, f"and {len(found) - _MOST_LISTED:,} earlier ones")
+    _say(console, f"{len(found):,} runs. Show one with --run ID.")
+
+
+def _show(console: Console, run: Timeline) -> None:
+    root = run.root
+    tree = Tree(_text(f"run {root.run_id}: {_ending(root)}", "bold"))
+    _facts(tree, run)
+    caps = tree.add(_text("caps"))
+    for name, share in run.shares().items():
+        used, cap = used_of(run.usage, name), root.budget.caps().get(name)
+        if cap is not None:
+            caps.add(_text(f"{name}: {_bar(share)} {short_number(used)} of {short_number(cap)}"))
+    if not run.shares():
+        caps.add(_text("none"))
+    _spent(tree, root)
+    for child in root.children:
+        _branch(tree, child)
+    if root.trip is not None:
+        stop = tree.add(_text(f"stopped: {root.trip.reason}", "bold red"))
+        for one in root.trip.violations:
+            stop.add(_text(one.detail or str(one.reason)))
+        if root.next_step is not None:
+            stop.add(_text(f"it was about to: {root.next_step}"))
+        if root.finalized:
+            stop.add(_text("the model gave a last answer, from the reserve"))
+        for call in root.may_have_taken_effect:
+            stop.add(_text(f"may have taken effect: {call}"))
+    if root.observed is not None:
+        tree.add(_text(f"would have been stopped (observed): {root.observed.detail}"))
+    if run.damaged is not None:
+        tree.add(_text(f"the log does not fit together: {run.damaged}"))
+    if root.status != "completed":
+        tree.add(_text(f"to go on: {_GO_ON[root.status]}"))
+    # Not cut to a width that nobody looks at.
+    console.print(tree, soft_wrap=not console.is_terminal)
+
+
+def _facts(tree: Tree, run: Timeline) -> None:
+    root = run.root
+    used = run.usage
+    facts = [f"mode {root.mode}", f"{run.seconds:,.1f} seconds"]
+    if root.budget.profile is not None:
+        label = root.budget.profile
+        overlay = "" if label.overlay is None else f", overlay {label.overlay}"
+        facts.append(f"profile {label.name} version {label.version}{overlay}")
+    if root.tenant:
+        facts.append(f"tenant {', '.join(root.tenant)}")
+    tree.add(_text(", ".join(facts)))
+    estimated = f", {used.estimated_calls} calls estimated" if used.estimated_calls else ""
+    unpriced = f", {used.unpriced_calls} calls of unknown price" if used.unpriced_calls else ""
+    tree.add(
+        _text(
+            f"used {short_number(used.cost_usd)}, {used.total_tokens:,} tokens, "
+            f"{used.iterations} iterations, {used.model_calls} model calls, "
+            f"{used.tool_calls} tool calls{estimated}{unpriced}"
+        )
+    )
+
+
+def _branch(tree: Tree, node: Node) -> None:
+    name = f"run {node.run_id}: {_ending(node)}" if node.housekeeping is None else node.housekeeping
+    branch = tree.add(_text(name))
+    if node.trip is not None:
+        branch.add(_text(f"stopped: {node.trip.detail}"))
+    _spent(branch, node)
+    for child in node.children:
+        _branch(branch, child)
+
+
+def _spent(tree: Tree, node: Node) -> None:
+    if node.models:
+        models = tree.add(_text("models"))
+        for name, spent in _by_cost(node.models):
+            models.add(_text(f"{name}: {_calls(spent)}, {spent.tokens:,} tokens, {_cost(spent)}"))
+    if node.tools:
+        tools = tree.add(_text("tools, with the model calls that asked for them"))
+        for name, spent in _by_cost(node.tools):
+            calls = "" if name == SPENT_ON_ANSWERS else f"{_calls(spent)}, "
+            tools.add(_text(f"{name}: {calls}{_cost(spent)}"))
+    if node.refusals:
+        refused = ", ".join(f"{count} {reason}" for reason, count in node.refusals.most_common())
+        tree.add(_text(f"refused: {refused}"))
+    if node.delayed:
+        tree.add(_text(f"delayed by rate limits: {node.delayed:,} calls"))
+    if node.warned:
+        tree.add(_text(f"warned: {', '.join(node.warned)}"))
+
+
+def _by_cost(spent: dict[str, Spent]) -> list[tuple[str, Spent]]:
+    return sorted(spent.items(), key=lambda item: (-item[1].cost_usd, -item[1].calls, item[0]))
+
+
+def _calls(spent: Spent) -> str:
+    extra = [f"{spent.failed} failed"] if spent.failed else []
+    extra += [f"{spent.refused} refused"] if spent.refused else []
+    return f"{spent.calls} calls" + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _cost(spent: Spent) -> str:
+    return short_number(spent.cost_usd)
+
+
+def _ending(node: Node) -> str:
+    if node.status is None:
+        return "not ended"
+    if node.status == "terminated":
+        return f"terminated, {node.stop_reason}"
+    return node.status + (f", {node.error}" if node.error else "")
+
+
+def _bar(share: float) -> str:
+    full = min(_BAR, round(share * _BAR))
+    return f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%}"
+
+
+def _plain(run: Timeline) -> dict[str, Any]:
+    return {
+        "line": run.line,
+        "seconds": run.seconds,
+        "shares": run.shares(),
+        "usage": run.usage.model_dump(mode="json"),
+        "damaged": run.damaged,
+        **_plain_node(run.root),
+    }
+
+
+def _plain_node(node: Node) -> dict[str, Any]:
+    profile = node.budget.profile
+    return {
+        "run_id": node.run_id,
+        "status": node.status,
+        "stop_reason": node.stop_reason,
+        "finalized": node.finalized,
+        "housekeeping": node.housekeeping,
+        "delayed": node.delayed,
+        "mode": node.mode,
+        "profile": None if profile is None else profile.model_dump(),
+        "tenant": list(node.tenant),
+        "violations": []
+        if node.trip is None
+        else [one.model_dump(mode="json") for one in node.trip.violations],
+        "next_step": node.next_step,
+        "may_have_taken_effect": list(node.may_have_taken_effect),
+        "models": {name: _plain_spent(spent) for name, spent in node.models.items()},
+        "tools": {name: _plain_spent(spent) for name, spent in node.tools.items()},
+        "refusals": dict(node.refusals),
+        "warned": node.warned,
+        "to_go_on": None if node.housekeeping else _GO_ON.get(node.status),
+        "runs": [_plain_node(child) for child in node.children],
+    }
+
+
+def _plain_spent(spent: Spent) -> dict[str, Any]:
+    return {
+        "calls": spent.calls,
+        "failed": spent.failed,
+        "refused": spent.refused,
+        "tokens": spent.tokens,
+        "cost_usd": str(spent.cost_usd),
+    }
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(_text(text), soft_wrap=True)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"budgetguard: {sentence}", err=True)
+    raise typer.Exit(2)

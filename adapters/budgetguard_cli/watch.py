@@ -1,0 +1,322 @@
+"""`budgetguard watch`: every run on this machine, live, with a bar for each cap."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from budgetguard_cli.ledger_option import opened
+from budgetguard_cli.lines import LONGEST_LINE, Line
+from budgetguard_cli.replay import printable
+from budgetguard_cli.timeline import Timeline, Timelines, log_folder, short_number, used_of
+from budgetguard_core import PriceBook, SystemClock
+from budgetguard_core.ledger import AliveRun, WindowUsage
+
+_MOST_RUNS = 12
+_BAR_WIDTH = 24
+_SILENT_S = 30
+_CHUNK = 2**20
+_NS = 1_000_000_000
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(watch)
+
+
+def watch(
+    logs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[LOG...]",
+            help="Event logs that are being written, or folders of them; the folder that "
+            "BUDGETGUARD_LOG names if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(help="A ledger in place of logs: its URL.", show_default=False),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: one JSON object for each run.")
+    ] = False,
+) -> None:
+    """Watch runs while they go on: a bar for each cap, and those that have ended below.
+
+    Reads logs that are being written, or a ledger, whose bars are the tenants' ceilings. Ctrl-C
+    ends it.
+
+    Example: BUDGETGUARD_LOG=logs budgetguard watch
+
+    Ends with 0, and with 2 when there is nothing to watch.
+    """
+    if as_json and not once:
+        _refuse("--json needs --once: a live view is for people. Give both.")
+    if ledger is not None and logs:
+        _refuse("watch takes logs or --ledger, got both. Leave one out.")
+    if ledger is not None:
+        _watch_ledger(ledger, interval, once=once, as_json=as_json)
+        return
+    named = logs or [folder for folder in (log_folder(),) if folder is not None]
+    if not named:
+        _refuse("nothing to watch. Name logs or a folder, or set BUDGETGUARD_LOG.")
+    for name in named:
+        if not Path(name).exists() and name != log_folder():
+            _refuse(f"{printable(name)}: No such file or folder. Name one that exists.")
+    view = _Logs([Path(name) for name in named])
+    if once:
+        view.look()
+        if as_json:
+            for run in view.shown():
+                typer.echo(json.dumps(_plain(run, view.now_ns)))
+        else:
+            Console().print(view.render())
+        return
+    _live(interval, view.refreshed)
+
+
+def _live(interval: float, look: Callable[[], Group]) -> None:
+    never = threading.Event()
+    try:
+        with Live(look(), console=Console(), auto_refresh=False) as live:
+            while not never.wait(interval):
+                live.update(look(), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+@dataclass
+class _Tail:
+    """A log that grows; only whole lines are read."""
+
+    path: Path
+    runs: Timelines
+    offset: int = 0
+    number: int = 0
+    rest: bytes = b""
+    problems: int = 0
+    """Lines that could not be read."""
+    inode: int | None = None
+
+    def read(self) -> None:
+        """Read what is new."""
+        try:
+            with self.path.open("rb") as file:
+                found = self.path.stat()
+                if found.st_ino != self.inode or found.st_size < self.offset:
+                    # Another file of that name, or one that begins anew.
+                    self.inode, self.offset, self.rest, self.number = found.st_ino, 0, b"", 0
+                    self.problems = 0
+                file.seek(self.offset)
+                while data := file.read(_CHUNK):
+                    self.offset += len(data)
+                    *lines, self.rest = (self.rest + data).split(b"\n")
+                    if len(self.rest) > LONGEST_LINE:
+                        self.rest = b""
+                    for line in lines:
+                        self.number += 1
+                        if line.strip():
+                            told = self.runs.take(Line(self.number, line, last=False))
+                            self.problems += told is not None
+        except OSError:
+            # It went away, or may not be read any more: what it said stays.
+            return
+
+
+@dataclass
+class _Logs:
+    """All logs, and all runs in them."""
+
+    paths: Sequence[Path]
+    tails: dict[Path, _Tail] = field(default_factory=lambda: dict[Path, _Tail]())
+    prices: PriceBook = field(default_factory=PriceBook)
+    clock: SystemClock = field(default_factory=SystemClock)
+    now_ns: int = 0
+
+    def look(self) -> None:
+        """Read what is new in every log, and find new logs."""
+        self.now_ns = self.clock.wall_ns()
+        for path in self.paths:
+            for log in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+                if log not in self.tails:
+                    self.tails[log] = _Tail(log, Timelines(self.prices))
+        for tail in self.tails.values():
+            tail.read()
+
+    def refreshed(self) -> Group:
+        """Look, and return the view."""
+        self.look()
+        return self.render()
+
+    def shown(self) -> list[Timeline]:
+        """Return the runs that go on, the longest first, then those that have ended."""
+        runs = [run for tail in self.tails.values() for run in tail.runs.roots]
+        going = sorted((r for r in runs if r.root.status is None), key=lambda r: r.started_ns)
+        ended = sorted((r for r in runs if r.root.status is not None), key=lambda r: -r.last_ns)
+        return [*going, *ended]
+
+    def render(self) -> Group:
+        """Return the view."""
+        runs = self.shown()
+        going = sum(run.root.status is None for run in runs)
+        spent = sum((run.usage.cost_usd for run in runs), Decimal(0))
+        parts: list[Any] = [
+            Text(
+                f"{going:,} runs go on, {len(runs) - going:,} have ended, "
+                f"{short_number(spent)} spent",
+                "bold",
+            )
+        ]
+        parts += [_run(run, self.now_ns) for run in runs[:_MOST_RUNS]]
+        if len(runs) > _MOST_RUNS:
+            parts.append(Text(f"and {len(runs) - _MOST_RUNS:,} more"))
+        if not runs:
+            parts.append(Text("no run yet"))
+        parts += [
+            Text(f"{printable(str(log))}: {tail.problems:,} lines could not be read", "red")
+            for log, tail in self.tails.items()
+            if tail.problems
+        ]
+        return Group(*parts)
+
+
+def _run(run: Timeline, now_ns: int) -> Group:
+    root = run.root
+    labels = [root.profile or "", *root.tenant]
+    title = Text()
+    title.append(printable(root.run_id)[:40], "bold")
+    title.append(f"  {_state(run, now_ns)}  ", _style(root.status))
+    title.append(printable("  ".join(label for label in labels if label)), "dim")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=18)
+    table.add_column(width=_BAR_WIDTH)
+    table.add_column()
+    caps = root.budget.caps()
+    for name, share in _shares(run, now_ns).items():
+        cap = caps.get(name)
+        used = _seconds(run, now_ns) if name == "max_seconds" else used_of(run.usage, name)
+        style = "red" if share >= 1 else "yellow" if share >= root.budget.warn_at else "green"
+        table.add_row(
+            Text(name),
+            ProgressBar(
+                total=1.0,
+                completed=min(share, 1.0),
+                width=_BAR_WIDTH,
+                complete_style=style,
+                finished_style=style,
+            ),
+            Text(
+                f"{share:4.0%}  {short_number(used)} of {'' if cap is None else short_number(cap)}"
+            ),
+        )
+    return Group(title, table)
+
+
+def _state(run: Timeline, now_ns: int) -> str:
+    root = run.root
+    if root.status is None:
+        silent = (now_ns - run.last_ns) / _NS
+        return f"silent for {silent:,.0f} s" if silent > _SILENT_S else "goes on"
+    return f"{root.status}, {root.stop_reason}" if root.trip is not None else root.status
+
+
+def _style(status: str | None) -> str:
+    return {"terminated": "red", "failed": "red", None: "cyan"}.get(status, "green")
+
+
+def _seconds(run: Timeline, now_ns: int) -> float:
+    since = (now_ns - run.last_ns) / _NS if run.root.status is None else 0.0
+    return run.usage.seconds + max(since, 0.0)
+
+
+def _shares(run: Timeline, now_ns: int) -> dict[str, float]:
+    shares = run.shares()
+    if run.root.budget.max_seconds is not None and "max_seconds" in shares:
+        # Time goes on while nothing is written.
+        shares["max_seconds"] = _seconds(run, now_ns) / run.root.budget.max_seconds
+    return shares
+
+
+def _plain(run: Timeline, now_ns: int) -> dict[str, Any]:
+    return {
+        "run_id": run.root.run_id,
+        "status": run.root.status,
+        "stop_reason": run.root.stop_reason,
+        "profile": run.root.profile,
+        "tenant": list(run.root.tenant),
+        "shares": _shares(run, now_ns),
+        "usage": run.usage.model_dump(mode="json"),
+        "silent_seconds": max((now_ns - run.last_ns) / _NS, 0.0),
+    }
+
+
+# The ledger
+
+
+def _watch_ledger(url: str, interval: float, *, once: bool, as_json: bool) -> None:
+    with opened(url) as found:
+        if not once:
+            _live(interval, lambda: _ledger_view(found.windows(), found.runs()))
+        elif as_json:
+            for run in found.runs():
+                record = {"run_id": run.run, "tenant": list(run.tenant), "host": run.host}
+                typer.echo(json.dumps({**record, "pid": run.pid, "silent": run.silent}))
+        else:
+            Console().print(_ledger_view(found.windows(), found.runs()))
+
+
+def _ledger_view(windows: Iterable[WindowUsage], runs: Iterable[AliveRun]) -> Group:
+    alive = list(runs)
+    latest: dict[tuple[str, str], WindowUsage] = {}
+    for row in windows:
+        at = (row.key, row.window[0])
+        if at not in latest or row.window > latest[at].window:
+            latest[at] = row
+    table = Table.grid(padding=(0, 1))
+    for _ in range(4):
+        table.add_column()
+    for (key, kind), row in sorted(latest.items()):
+        used, ceiling = row.spent_usd + row.reserved_usd, row.ceiling_usd
+        share = 0.0 if not ceiling else float(used / ceiling)
+        style = "red" if share >= 1 else "yellow" if share >= 0.8 else "green"
+        table.add_row(
+            Text(printable(key)),
+            Text("today" if kind == "d" else "this month"),
+            ProgressBar(
+                total=1.0, completed=min(share, 1.0), width=_BAR_WIDTH, complete_style=style
+            )
+            if ceiling
+            else Text("no ceiling", "dim"),
+            Text(short_number(used) + (f" of {short_number(ceiling)}" if ceiling else "")),
+        )
+    lines = [
+        Text(
+            f"{printable(run.run)[:40]}  {printable(', '.join(run.tenant))}  {run.host}:{run.pid}"
+            f"{'  silent' if run.silent else ''}"
+        )
+        for run in alive[:_MOST_RUNS]
+    ]
+    more = [Text(f"and {len(alive) - _MOST_RUNS:,} more")] if len(alive) > _MOST_RUNS else []
+    return Group(Text(f"{len(alive):,} runs are alive", "bold"), table, *lines, *more)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"budgetguard: {sentence}", err=True)
+    raise typer.Exit(2)

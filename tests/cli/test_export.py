@@ -1,0 +1,119 @@
+"""`budgetguard export`: runs as labelled examples of an evaluation set."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
+from budgetguard_core import (
+    Admit,
+    Budget,
+    FinalizeReserve,
+    Guard,
+    JsonLinesSink,
+    ModelCall,
+    TokenUsage,
+    ToolCall,
+    end_run,
+)
+from budgetguard_core.kit import Answer, Envelope, last_answer
+from run_logs import write
+from sticky_runs import NEEDS, RUNS
+
+
+def export(*arguments, code=0):
+    done = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def examples(text):
+    return {one["run_id"]: one for one in map(json.loads, text.splitlines())}
+
+
+def test_runs_are_labelled_by_how_they_ended(tmp_path):
+    log, out = write(tmp_path / "log.jsonl"), tmp_path / "set.jsonl"
+    done = export(log, "-o", out)
+    found = examples(out.read_text())
+    assert f"{len(found)} examples written, 0 lines not read." in done.stderr
+    stopped = found["stopped"]
+    assert (stopped["label"], stopped["stop_reason"]) == ("terminated", "max_iterations")
+    assert stopped["profile"]["name"] == "research"
+    assert stopped["budget"]["max_iterations"] == 5
+    assert stopped["stop"]["violations"][0]["limit"] == 5
+    assert stopped["usage"]["model_calls"] == 5
+    assert [one["kind"] for one in stopped["steps"][:2]] == ["model", "tool"]
+    assert stopped["steps"][0]["tokens"] == [900, 100]
+    assert stopped["steps"][-1]["refused"] == "max_iterations"
+    assert found["helper"]["parent_run_id"] == "stopped"
+    assert {one["label"] for one in found.values()} >= {"completed", "failed", "unfinished"}
+    assert list(tmp_path.glob("*.part")) == []
+    assert examples(export(log).stdout) == found
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_arguments_are_there_only_if_they_were_logged(tmp_path, logged):
+    log = tmp_path / "log.jsonl"
+    with JsonLinesSink(log) as sink:
+        guard = Guard(Budget(), run_id="r", sinks=[sink], log_arguments=logged)
+        call = ToolCall(name="pay", id="1", arguments={"account": "secret"})
+        (asked,) = guard.admit_tool_calls([call])
+        assert isinstance(asked, Admit)
+        guard.settle_tool_call(asked, error=ValueError("no"))
+        end_run(guard, trip=None)
+    text = export(log).stdout
+    (step,) = examples(text)["r"]["steps"]
+    assert ("secret" in text) is logged
+    assert step.get("arguments") == ({"account": "secret"} if logged else None)
+    assert (step["decision"], step["error"]) == ("admit", "ValueError")
+    assert step["arguments_hash"]
+
+
+def test_a_last_answer_is_no_example(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with JsonLinesSink(log) as sink:
+        budget = Budget(max_iterations=1, finalize_reserve=FinalizeReserve(tokens=900))
+        run = Envelope(budget=budget, sinks=[sink]).open(run_id="r")
+        run.answered(run.model_call(ModelCall()), TokenUsage(10, 1))
+        run.model_call(ModelCall())
+        last_answer(run).ask(ModelCall(input_tokens=9), lambda _: Answer(text="42."))
+        run.end((), "42.")
+    assert list(examples(export(log).stdout)) == ["r"]
+
+
+def test_damaged_lines_and_missing_files_are_said(tmp_path):
+    log = write(tmp_path / "log.jsonl")
+    whole = log.read_bytes()
+    log.write_bytes(b"not json\n" + whole + b'{"event": "run_st')
+    done = export(log, code=1)
+    assert f"{log}:1: " in done.stderr.replace("\n", "")
+    assert "1 lines not read." in done.stderr
+    assert "stopped" in examples(done.stdout)
+    done = export(tmp_path / "none.jsonl", code=2)
+    assert "No such file" in done.stderr
+    done = export(log, "-o", tmp_path / "no folder" / "set.jsonl", code=2)
+    assert "no folder" in done.stderr
+    assert "Name a file that can be written." in done.stderr
+    done = export(log, "-o", tmp_path, code=2)
+    assert f"{tmp_path}: Is a directory. Name a file" in done.stderr.replace("\n", " ")
+    assert not list(tmp_path.parent.glob("*.part"))
+    assert "Example: budgetguard export" in export("--help").stdout
+
+
+@pytest.mark.parametrize("adapter", sorted(RUNS))
+def test_the_log_of_every_adapter_is_exported(tmp_path, monkeypatch, adapter):
+    pytest.importorskip(NEEDS[adapter])
+    monkeypatch.setenv("BUDGETGUARD_LOG", str(tmp_path))
+    outcome = RUNS[adapter](Budget(max_iterations=3))
+    (run,) = [
+        one
+        for one in examples(export(*tmp_path.glob("*.jsonl")).stdout).values()
+        if one["run_id"] == outcome.run_id
+    ]
+    assert (run["label"], run["stop_reason"]) == ("terminated", "max_iterations")
+    tools = [one for one in run["steps"] if one["kind"] == "tool"]
+    assert len(tools) == outcome.usage.tool_calls
+    assert not any("arguments" in one for one in tools)

@@ -1,0 +1,88 @@
+"""What breakers would have made of recorded runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
+from budgetguard_core import Admit, Budget, Guard, JsonLinesSink, TokenUsage, ToolCall, end_run
+from budgetguard_core.testing import ManualClock
+
+CIRCUIT = {"sliding_window_size": 4, "minimum_number_of_calls": 2, "stop_after_open_rounds": 9}
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A run in which a tool keeps failing, four times a second."""
+    path = tmp_path / "run.jsonl"
+    clock = ManualClock()
+    sink = JsonLinesSink(path)
+    guard = Guard(Budget(loop_detection=None), sinks=[sink], clock=clock)
+    for number in range(30):
+        guard.settle_model_call(guard.admit_model_call(), TokenUsage(100, 10))
+        call = guard.admit_tool_call(ToolCall(name="fetch", arguments=number))
+        assert isinstance(call, Admit)
+        clock.advance(0.25)
+        guard.settle_tool_call(call, error=TimeoutError(f"no answer to {number}"))
+    end_run(guard, trip=None, final="Done.")
+    sink.close()
+    return path
+
+
+def run(tmp_path, log, breakers, *options):
+    path = tmp_path / "breakers.json"
+    path.write_text(breakers if isinstance(breakers, str) else json.dumps(breakers))
+    arguments = ["replay", str(log), "--no-loop-detection", "--breakers", str(path), *options]
+    return CliRunner().invoke(app, arguments)
+
+
+def figures(tmp_path, log, breakers):
+    done = run(tmp_path, log, breakers, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_would_have_been_turned_away_and_stopped_is_reported(tmp_path, log):
+    found = figures(tmp_path, log, {"circuit_breaker": CIRCUIT})
+    # Two failures open it, and the nine rounds after that end the run.
+    assert found["breakers"] == {"circuit_breaker_changed": 1, "tool_call_turned_away": 9}
+    assert found["stopped"] == {"circuit_open": 1}
+    found = figures(tmp_path, log, {"velocity": {"max_tool_calls_per_minute": 20}})
+    assert found["stopped"] == {"velocity": 1}
+    assert found["breakers"] == {"call_delayed": 4}
+    found = figures(tmp_path, log, {"rate_limits": {"*": {"rate": 2, "burst": 3}}})
+    assert found["breakers"]["tool_call_turned_away"] > 5
+    text = run(tmp_path, log, {"circuit_breaker": CIRCUIT}).stdout
+    assert "tool calls turned away" in text
+    assert "circuit breakers changed" in text
+
+
+def test_recordings_without_times_have_no_pace(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    step = {"role": "user", "content_len": 4}
+    path.write_text(
+        json.dumps({"run_id": "r", "task": "t", "model": "m", "success": True, "steps": [step]})
+    )
+    found = figures(tmp_path, path, {"velocity": {"max_tool_calls_per_minute": 1}})
+    assert any("velocity and rate_limits were not judged for 1 runs" in n for n in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("breakers", "sentence"),
+    [
+        ("[1]", "holds no JSON object. Write the fields of a budget."),
+        ({"progress": {}}, "the recorded model was not asked to report"),
+        ({"max_iterations": 3}, "breakers must be among progress, velocity, "),
+        ({"velocity": {"max_tool_calls_per_minute": 0}}, "must be a whole number >= 1, got 0"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, log, breakers, sentence):
+    done = run(tmp_path, log, breakers)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    (tmp_path / "breakers.json").unlink()
+    missing = ["replay", str(log), "--breakers", str(tmp_path / "breakers.json")]
+    assert CliRunner().invoke(app, missing).exit_code == 2

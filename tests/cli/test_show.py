@@ -1,0 +1,173 @@
+"""`budgetguard show`, end to end."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+
+import pytest
+
+from budgetguard_core import Budget, Guard, JsonLinesSink, ToolCall
+from budgetguard_core.breakers import RateLimit
+from budgetguard_core.testing import ManualClock
+from run_logs import COST_OF_A_CALL, finalized, write
+from sticky_runs import NEEDS, RUNS
+
+
+@pytest.fixture
+def log(tmp_path):
+    return write(tmp_path / "log.jsonl")
+
+
+def shown(budgetguard, log, run):
+    done = budgetguard("show", log, "--run", run)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+def test_one_run_is_a_tree(budgetguard, log):
+    text = shown(budgetguard, log, "stopped")
+    for said in (
+        "run stopped: terminated, max_iterations",
+        "profile research version 3",
+        "5 model calls",
+        "gpt-4o: 4 calls",
+        "search: 2 calls (2 refused)",
+        "run helper: completed",
+        "read_page: 1 calls",
+        "refused: 2 tool_quota, 1 max_iterations",
+        "stopped: max_iterations",
+        "max_iterations=5 reached: 5 used",
+        "it was about to: call the model",
+        "to go on: Resume it under a fresh budget",
+    ):
+        assert said in text, said
+
+
+def test_who_spent_what_adds_up(budgetguard, log):
+    (run,) = [json.loads(budgetguard("show", log, "--run", "stopped", "--json").stdout)]
+
+    def costs(node, part):
+        own = sum(Decimal(one["cost_usd"]) for one in node[part].values())
+        return own + sum(costs(child, part) for child in node["runs"])
+
+    total = Decimal(run["usage"]["cost_usd"])
+    assert total == 5 * Decimal(COST_OF_A_CALL)
+    assert costs(run, "models") == total
+    assert costs(run, "tools") == total
+    assert run["shares"]["max_iterations"] == 1.0
+    assert run["violations"][0]["limit"] == 5
+    assert run["runs"][0]["run_id"] == "helper"
+
+
+def test_a_last_answer_is_told_apart_and_adds_up(budgetguard, tmp_path):
+    log = tmp_path / "log.jsonl"
+    with JsonLinesSink(log) as sink:
+        outcome = finalized(sink)
+    assert outcome.finalized
+    text = budgetguard("show", log).stdout.decode()
+    assert "last answer\n" in text
+    assert "the model gave a last answer, from the reserve" in text
+    assert "not ended" not in text
+    run = json.loads(budgetguard("show", log, "--json").stdout)
+    (answer,) = run["runs"]
+    assert (run["finalized"], answer["housekeeping"]) == (True, "last answer")
+    assert answer["to_go_on"] is None
+    total = Decimal(run["usage"]["cost_usd"])
+    assert total == 3 * Decimal(COST_OF_A_CALL) == outcome.usage.cost_usd
+    for part in ("models", "tools"):
+        spent = [*run[part].values(), *answer[part].values()]
+        assert sum(Decimal(one["cost_usd"]) for one in spent) == total, part
+
+
+def test_what_rate_limits_did_is_said(budgetguard, tmp_path):
+    log = tmp_path / "log.jsonl"
+    limits = {
+        "search": RateLimit(rate=0.01),
+        "fetch": RateLimit(rate=0.01, max_wait_duration=200.0),
+    }
+    with JsonLinesSink(log) as sink:
+        guard = Guard(Budget(rate_limits=limits), sinks=[sink], clock=ManualClock())
+        for name in ("search", "search", "fetch", "fetch"):
+            guard.admit_tool_calls([ToolCall(name=name, id=name, arguments={})])
+    text = budgetguard("show", log).stdout.decode()
+    assert "refused: 1 velocity" in text
+    assert "delayed by rate limits: 1 calls" in text
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("near", "run near: completed"),
+        ("failed", "run failed: failed, TimeoutError"),
+        ("killed", "It has not ended: it is still going, or its process was killed."),
+    ],
+)
+def test_every_ending_is_said(budgetguard, log, run, said):
+    assert said in shown(budgetguard, log, run)
+
+
+def test_a_log_with_several_runs_is_listed(budgetguard, log):
+    text = budgetguard("show", log).stdout.decode()
+    for run in ("stopped", "near", "failed", "killed"):
+        assert run in text
+    assert "4 runs. Show one with --run ID." in text
+
+
+def test_a_run_is_found_by_its_id(budgetguard, tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    write(folder / "near.jsonl")
+    done = budgetguard("show", "near", "--json", BUDGETGUARD_LOG=str(folder))
+    runs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["run_id"] for run in runs] == ["near"]
+
+
+@pytest.mark.parametrize("adapter", sorted(RUNS))
+def test_the_log_of_every_adapter_is_shown(budgetguard, tmp_path, monkeypatch, adapter):
+    pytest.importorskip(NEEDS[adapter])
+    monkeypatch.setenv("BUDGETGUARD_LOG", str(tmp_path))
+    outcome = RUNS[adapter](Budget(max_iterations=3))
+    done = budgetguard("show", outcome.run_id, "--json")
+    run = json.loads(done.stdout)
+    assert run["status"] == "terminated"
+    assert run["usage"]["total_tokens"] == outcome.usage.total_tokens
+    assert run["tools"]["read_page"]["calls"] == outcome.usage.tool_calls
+    assert run["damaged"] is None
+
+
+def test_half_a_line_at_the_end_is_a_run_that_goes_on(budgetguard, log):
+    log.write_bytes(log.read_bytes()[:-20])
+    assert budgetguard("show", log).returncode == 0
+
+
+def test_errors_are_clear(budgetguard, log, tmp_path):
+    missing = budgetguard("show", tmp_path / "none")
+    assert (missing.returncode, b"No such file" in missing.stderr) == (2, True)
+    unknown = budgetguard("show", log, "--run", "other")
+    assert (unknown.returncode, b"run 'other' is not in" in unknown.stderr) == (2, True)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_bytes(b"")
+    nothing = budgetguard("show", empty)
+    assert (nothing.returncode, b"holds no run" in nothing.stderr) == (2, True)
+    log.write_bytes(b"{broken}\n" + log.read_bytes())
+    damaged = budgetguard("show", log, "--run", "near")
+    assert (damaged.returncode, f"{log}:1:".encode() in damaged.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["show", "report", "watch"])
+def test_help_has_an_example(budgetguard, command):
+    text = " ".join(budgetguard(command, "--help").stdout.decode().split())
+    assert "Example: " in text
+    assert f"budgetguard {command}" in text
+
+
+def test_what_a_log_holds_cannot_write_to_the_terminal(budgetguard, tmp_path):
+    from budgetguard_core import Guard, JsonLinesSink, ModelCall
+
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        guard = Guard(run_id="\x1b]0;owned\x07", sinks=[sink])
+        guard.admit_model_call(ModelCall(model="[red]\x1b[2J"))
+    done = budgetguard("show", tmp_path / "log.jsonl")
+    assert b"\x1b" not in done.stdout
+    assert b"\x07" not in done.stdout
