@@ -13,63 +13,10 @@ import tracemalloc
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ModelCall, TokenUsage, ToolCall
+from benchmarks.steps import EVERYTHING, Steps
+from budgetguard_core import Guard
 
 pytestmark = pytest.mark.benchmark
-
-EVERYTHING = Budget(
-    max_iterations=10**9,
-    max_model_calls=10**9,
-    max_tool_calls=10**9,
-    max_total_tokens=10**15,
-    max_seconds=10**6,
-    max_cost_usd=10**9,
-    tool_quotas={"read_*": 10**9, "*": 10**9},
-    max_output_tokens_per_call=4096,
-)
-
-
-class Call:
-    __slots__ = ("arguments", "id", "name")
-
-    def __init__(self, id_, name, arguments):
-        self.id = id_
-        self.name = name
-        self.arguments = arguments
-
-
-class Response:
-    __slots__ = ("id", "model", "text", "tool_calls", "usage")
-
-    def __init__(self, id_, model, text, tool_calls, usage):
-        self.id = id_
-        self.model = model
-        self.text = text
-        self.tool_calls = tool_calls
-        self.usage = usage
-
-
-class Steps:
-    def __init__(self):
-        self.number = 0
-        self.guard = Guard(EVERYTHING)
-
-    def bare(self):
-        self.number += 1
-        arguments = {"path": "/srv/data/file.txt", "limit": self.number}
-        call = Call("call_1", "read_file", arguments)
-        response = Response("resp_1", "gpt-4o", "", [call], TokenUsage(1200, 85, 1000))
-        return response, arguments, f"line {self.number} of the file"
-
-    def guarded(self):
-        guard = self.guard
-        call = guard.admit_model_call(ModelCall(model="gpt-4o", input_tokens=1200))
-        response, arguments, result = self.bare()
-        guard.settle_model_call(call, response.usage)
-        tools = guard.admit_tool_calls(
-            [ToolCall(name="read_file", arguments=arguments, id="call_1")]
-        )
-        guard.settle_tool_call(tools[0], result)
 
 
 def seconds(step, turns=300):
@@ -126,6 +73,29 @@ def test_memory_is_constant():
         tracemalloc.stop()
     print(f"\n{grown} bytes after 50,000 steps")
     assert grown < 50_000
+
+
+@pytest.mark.parametrize(
+    ("most", "parent"), [(6_500, None), (5_000, Guard(EVERYTHING, sinks=None))], ids=["own", "one"]
+)
+def test_ten_thousand_runs_at_the_same_time_are_small(most, parent):
+    def run():
+        guard = Guard(EVERYTHING, sinks=None) if parent is None else parent.child()
+        Steps(guard).guarded()
+        return guard
+
+    run()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        runs = [run() for _ in range(10_000)]
+        gc.collect()
+        each = (tracemalloc.get_traced_memory()[0] - before) / len(runs)
+    finally:
+        tracemalloc.stop()
+    print(f"\n{each:.0f} bytes a run")
+    assert each <= most
 
 
 PYDANTIC = """

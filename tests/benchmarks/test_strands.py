@@ -1,11 +1,6 @@
-"""What the provider costs a cycle and a streamed chunk, beside the same run without it.
-
-Runs with and without take turns, and each counts with its best turn.
-"""
+"""What the provider costs a cycle and a streamed chunk, beside the same run without it."""
 
 import asyncio
-import gc
-import time
 
 import pytest
 
@@ -13,6 +8,7 @@ pytest.importorskip("strands")
 
 from strands import Agent, tool
 
+from benchmarks.framework_arms import compared, judge
 from budgetguard_core import Budget
 from budgetguard_core.testing import Call, Reply, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
@@ -20,8 +16,8 @@ from conformance.budgetguard_strands_driver import ScriptedModel
 
 pytestmark = pytest.mark.benchmark
 
-CYCLES = 40
-CHUNKS = 10_000
+CYCLES = 20
+CHUNKS = 5_000
 EVERYTHING = Budget(
     max_iterations=10**9,
     max_model_calls=10**9,
@@ -58,56 +54,35 @@ def agent_with(model, *hooks):
     return Agent(model=model, tools=[read_file], hooks=list(hooks), callback_handler=None)
 
 
-async def seconds(agent):
-    agent.messages.clear()
-    agent.event_loop_metrics.traces.clear()
-    started = time.thread_time()
-    async for _ in agent.stream_async("Go."):
-        pass
-    return time.thread_time() - started
+def arms(runner, model):
+    """Return the same run bare, bare again, and with the provider."""
+
+    async def through(agent):
+        agent.messages.clear()
+        agent.event_loop_metrics.traces.clear()
+        async for _ in agent.stream_async("Go."):
+            pass
+
+    def way(*hooks):
+        agent = agent_with(model(), *hooks)
+        return lambda: runner.run(through(agent))
+
+    return {"bare": way(), "null": way(), "guard": way(BudgetHookProvider(EVERYTHING))}
 
 
-def best_of(agents, rounds):
-    async def measure():
-        times = [[] for _ in agents]
-        for _ in range(rounds):
-            for agent, taken in zip(agents, times, strict=True):
-                gc.collect()
-                gc.disable()
-                try:
-                    taken.append(await seconds(agent))
-                finally:
-                    gc.enable()
-        return [min(taken) for taken in times]
-
-    return asyncio.run(measure())
+def test_a_cycle():
+    with asyncio.Runner() as runner:
+        ways = arms(runner, lambda: ScriptedModel(Script(replies)))
+        times, beyond = compared("a cycle", ways, units=CYCLES, rounds=40)
+    assert abs(beyond["null"]) < 60
+    assert beyond["guard"] <= 1_000
+    judge(times, "guard", 1.08)
 
 
-def test_a_cycle_costs_at_most_1_1_times_the_same_cycle_without():
-    bare, guarded = best_of(
-        [
-            agent_with(ScriptedModel(Script(replies))),
-            agent_with(ScriptedModel(Script(replies)), BudgetHookProvider(EVERYTHING)),
-        ],
-        rounds=40,
-    )
-    print(
-        f"\na cycle: {bare / CYCLES * 1e6:.0f} us without, {guarded / CYCLES * 1e6:.0f} us with, "
-        f"{guarded / bare:.3f} times"
-    )
-    assert guarded <= 1.1 * bare
-
-
-def test_a_streamed_chunk_costs_at_most_1_2_times_the_same_chunk_without():
-    bare, guarded = best_of(
-        [
-            agent_with(Chatty(Script([says("")]))),
-            agent_with(Chatty(Script([says("")])), BudgetHookProvider(EVERYTHING)),
-        ],
-        rounds=20,
-    )
-    print(
-        f"\na chunk: {bare / CHUNKS * 1e6:.2f} us without, {guarded / CHUNKS * 1e6:.2f} us with, "
-        f"{guarded / bare:.3f} times"
-    )
-    assert guarded <= 1.2 * bare
+def test_a_streamed_chunk():
+    with asyncio.Runner() as runner:
+        ways = arms(runner, lambda: Chatty(Script([says("")])))
+        times, beyond = compared("a chunk", ways, units=CHUNKS, rounds=20)
+    assert abs(beyond["null"]) < 1
+    assert beyond["guard"] <= 13
+    judge(times, "guard", 1.1)

@@ -1,0 +1,46 @@
+"""The table of what everything costs: `.venv/bin/python tests/benchmarks`.
+
+Names of rows, or parts of them, choose among them. `--counts` leaves out the times.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+# Started as a folder, Python knows this folder and not the one that the modules are named from.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.arms import Measured, instructions, measure
+from benchmarks.steps import ROWS
+
+
+def written(one: Measured) -> str:
+    """Write a row of the table."""
+    row = one.row
+    unit = "" if row.unit == "times" else " us"
+    low, middle, high = one.quartiles
+    counted = "" if one.counted is None else f"{one.counted:.2f}"
+    goal = "" if row.most is None else f"{row.most:g}{unit}"
+    return (
+        f"| {row.name} | {one.reference_us:.2f} | {one.null:.3f} "
+        f"| {middle:.2f}{unit} ({low:.2f} to {high:.2f}) | {counted} | {goal} | {one.verdict} |"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    wanted = [word for word in arguments if not word.startswith("--")]
+    rows = [row for row in ROWS if not wanted or any(word in row.name for word in wanted)]
+    if "--counts" in arguments:
+        for row in rows:
+            print(f"{row.name}: {instructions(row):.2f}", flush=True)
+        return
+    print("| what | reference, us | null arm | cost (quartiles) | instructions | goal | verdict |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(written(replace(measure(row), counted=instructions(row))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
