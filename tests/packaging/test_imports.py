@@ -42,3 +42,36 @@ def test_public_names_are_sorted_and_exist(package):
     names = getattr(module, "__all__", [])
     assert list(names) == sorted(set(names), key=constants_classes_functions)
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+# What each adapter stands on: without it, the error names the extra that brings it.
+NEEDED = {
+    "budgetguard_http": (["httpx", "httpx2"], "http"),
+    "budgetguard_langgraph": (["langgraph"], "langgraph"),
+    "budgetguard_openai_agents": (["agents"], "openai-agents"),
+    "budgetguard_strands": (["strands"], "strands"),
+}
+
+
+def test_every_adapter_of_a_framework_is_tried_without_it():
+    assert set(NEEDED) == set(layout.adapters()) - {"budgetguard_loop"}
+
+
+@pytest.mark.parametrize("adapter", NEEDED)
+def test_a_missing_framework_names_the_extra(adapter):
+    missing, extra = NEEDED[adapter]
+    program = (
+        "import importlib.machinery as machinery, sys\n"
+        "class Finder(machinery.PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        f"        return None if name in {missing!r} else super().find_spec(name, path, target)\n"
+        "sys.meta_path[sys.meta_path.index(machinery.PathFinder)] = Finder\n"
+        f"import {adapter}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: ")
+    assert f'pip install ".[{extra}]"' in done.stderr.splitlines()[-1]

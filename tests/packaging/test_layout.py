@@ -14,7 +14,7 @@ import layout
 PROJECT = layout.pyproject()
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 # Extras that are no framework.
-OTHER_EXTRAS = {"all", "cli", "postgres", "redis", "test"}
+OTHER_EXTRAS = {"all", "cli", "otel", "postgres", "redis", "report", "test"}
 # A framework that shares the adapter of another one.
 SHARED_ADAPTER = {"langchain": "budgetguard_langgraph"}
 # An adapter that needs no extra, because it needs no framework.

@@ -59,6 +59,14 @@ budget = Budget(
     loop_detection=LoopDetection(exempt=("wait",)),
 )
 gaps: tuple[str, ...] = budget.uncapped()
+Budget(max_cost_usd=0.5, loop_detection=None, stop_when=[when])
+Budget(max_iteration=25)  # type: ignore[arg-type]
+Budget(max_iterations="25")  # type: ignore[arg-type]
+Budget(25)  # type: ignore[call-arg]
+Budget(on_unpriced="ignore")  # type: ignore[arg-type]
+LoopDetection(stop_after=5, exempt=["wait"], ignore_results=("elapsed_ms",))
+LoopDetection(stop=5)  # type: ignore[call-arg]
+LoopDetection(stop_after="5")  # type: ignore[arg-type]
 
 
 def listen(event: Event) -> None:
@@ -72,6 +80,11 @@ guard = Guard(
     price_book=PriceBook({"house-model": Price(input=1, output=2)}),
 )
 child: Guard = guard.child(Budget(max_tool_calls=3))
+guard.extend(max_iterations=40, max_seconds=90, max_cost_usd=Decimal(2))
+guard.extend(max_iteration=40)  # type: ignore[arg-type]
+guard.extend(max_iterations="40")  # type: ignore[arg-type]
+guard.extend(max_iterations=None)  # type: ignore[arg-type]
+guard.extend(40)  # type: ignore[call-arg]
 unknown_option = Guard(budget, max_iterations=3)  # type: ignore[call-arg]
 
 

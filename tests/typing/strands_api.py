@@ -9,6 +9,7 @@ from budgetguard_core.kit import Envelope
 from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
 
 provider = BudgetHookProvider(Budget(max_iterations=25), store=SqliteStore("runs.db"))
+plugged = Agent(plugins=[provider])
 agent: Agent = provider.attach(Agent(hooks=[provider]))
 result = agent("Go.")
 stopped: bool = result.stop_reason == MAX_ITERATIONS
