@@ -6,6 +6,35 @@ from budgetguard_core.ledger import Ledger
 from ledger_servers import STORES, Place, need
 
 
+class Quiet:
+    """A heartbeat that beats only when the test says so."""
+
+    is_alive = False
+
+    def __init__(self, *_):
+        pass
+
+    def wake(self):
+        pass
+
+    def stop(self):
+        pass
+
+    def restart(self):
+        pass
+
+
+@pytest.fixture
+def heartbeat():
+    """Has the ledger's own thread beat; without it only the test does, with `Ledger.beat`."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(request, monkeypatch):
+    if "heartbeat" not in request.fixturenames:
+        monkeypatch.setattr("budgetguard_core.ledger.ledger.Heartbeat", Quiet)
+
+
 @pytest.fixture(params=STORES)
 def place(request, tmp_path):
     """An empty ledger in each of the stores."""

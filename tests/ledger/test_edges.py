@@ -20,23 +20,8 @@ CENT = 10**7
 NO_WAIT = LeaseOptions(recall=0.0)
 
 
-class Quiet:
-    """A heartbeat that beats only when the test says so."""
-
-    is_alive = False
-
-    def __init__(self, *_):
-        pass
-
-    def wake(self):
-        pass
-
-    stop = restart = wake
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("budgetguard_core.ledger.ledger.Heartbeat", Quiet)
     made = ManualClock()
     made.advance(3600)
     return made

@@ -19,27 +19,8 @@ from ledger_servers import wait_until
 CENT = 10**7
 
 
-class Quiet:
-    """A heartbeat that beats only when the test says so."""
-
-    is_alive = False
-
-    def __init__(self, *_):
-        pass
-
-    def wake(self):
-        pass
-
-    def stop(self):
-        pass
-
-    def restart(self):
-        pass
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("budgetguard_core.ledger.ledger.Heartbeat", Quiet)
     made = ManualClock()
     made.advance(3600)
     return made
