@@ -115,11 +115,11 @@ async def test_the_deadline_ends_a_hung_tool():
     slow = StructuredTool.from_function(
         coroutine=never, func=lambda value="": "", name="slow", description="Slow."
     )
-    guard = Guard(Budget(max_seconds=0.3))
+    guard = Guard(Budget(max_seconds=1))
     bounded = bounded_executor(executor(Script([calls("slow")]), slow), guard)
     result = await bounded.ainvoke({"input": "Go."})
     assert result["stop_reason"] == "max_seconds"
-    assert guard.usage.seconds < 5
+    assert guard.usage.seconds < 30
 
 
 def test_the_callback_alone_stops_before_the_call_and_raises():

@@ -280,7 +280,7 @@ def test_dollars_are_exact_and_stop_before_the_next_call(server):
 @pytest.mark.anyio
 async def test_the_deadline_closes_a_request_that_hangs(server):
     server.hold.clear()
-    guard = Guard(Budget(max_seconds=0.3))
+    guard = Guard(Budget(max_seconds=1))
     result = await bounded(create_agent(chat("openai", server), TOOLS), guard).ainvoke(user("Go."))
     assert result["stop_reason"] == "max_seconds"
     assert guard.usage.seconds < 5

@@ -277,7 +277,7 @@ def test_a_function_guarded_by_a_guard_is_charged_to_the_sub_agent_that_calls_it
 def test_concurrent_runs_on_one_guard_have_checkpoints_of_their_own():
     store = MemoryStore()
     guard = Guard(Budget())
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=60)
     ended = []
 
     def step(messages):

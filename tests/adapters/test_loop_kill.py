@@ -243,7 +243,7 @@ def test_of_two_processes_that_resume_at_once_one_goes_on(tmp_path):
     for _, said, code in ended:
         assert code == 0 or "RunFencedError: run 'run' was resumed elsewhere" in said
     # The one may be done before the other begins: then that one finds a run that has ended.
-    assert 1 <= len(winners) <= 2
+    assert winners
     assert all(outcome["status"] == "completed" for outcome in winners)
     after = (tmp_path / "done").read_text().splitlines()[len(done) :]
     assert "start write" not in after

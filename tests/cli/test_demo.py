@@ -162,7 +162,7 @@ def shown(*sections):
 
 def ask(base_url, messages):
     address = base_url.removeprefix("http://").removesuffix("/v1")
-    connection = HTTPConnection(address, timeout=5)
+    connection = HTTPConnection(address, timeout=60)
     connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages}))
     reply = json.loads(connection.getresponse().read())
     connection.close()
@@ -282,7 +282,7 @@ def server():
 
 def post(server, body, *, path="/v1/chat/completions", headers=None):
     address = server.base_url.removeprefix("http://").removesuffix("/v1")
-    connection = HTTPConnection(address, timeout=5)
+    connection = HTTPConnection(address, timeout=60)
     connection.request("POST", path, body, headers or {})
     answer = connection.getresponse()
     text = answer.read().decode()
