@@ -65,7 +65,7 @@ class Driver(ABC):
     usage_records: ClassVar[Sequence[tuple[Any, TokenUsage]]] = ()
     """Usage records in every form that the framework's providers send (`Reply.record`), those that
     do not add up as well, and what is to be read from each."""
-    patience: ClassVar[float] = 20.0
+    patience: ClassVar[float] = 60.0
     """Seconds after which a run that does not end fails its clause."""
 
     @abstractmethod
