@@ -38,7 +38,7 @@ from budgetguard_core.decision import (
 )
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.outcome import Status
-from budgetguard_core.records import line_of
+from budgetguard_core.records import encoded_line, line_of
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
@@ -70,23 +70,39 @@ class EventBase(BaseModel):
     """Nanoseconds since the Unix epoch."""
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> Self:
+    def of(cls, seq: int, run_id: str, at_ns: int, wall_ns: int, facts: dict[str, Any]) -> Self:
         """Make an event of what the engine says itself: only what is read has to be validated."""
-        return _unvalidated(cls, facts)
+        event = _unvalidated(cls, facts)
+        fields = event.__dict__
+        fields["seq"] = seq
+        fields["run_id"] = run_id
+        fields["at_ns"] = at_ns
+        fields["wall_ns"] = wall_ns
+        return event
 
 
 _M = TypeVar("_M", bound=BaseModel)
-_set = object.__setattr__
+_new = object.__new__
+# The slots themselves: an event is made in every step, and to set them by name takes twice as long.
+_set_dict, _set_names, _set_extra, _set_private = (
+    vars(BaseModel)[name].__set__
+    for name in (
+        "__dict__",
+        "__pydantic_fields_set__",
+        "__pydantic_extra__",
+        "__pydantic_private__",
+    )
+)
 
 
 def _unvalidated(kind: type[_M], facts: dict[str, Any]) -> _M:
-    """Make a record without validation, as `model_construct` does, at a fifth of its cost."""
-    record = kind.__new__(kind)
+    """Make a record without validation, as `model_construct` does, at a tenth of its cost."""
+    record = _new(kind)
     beginning, names = _beginning(kind)
-    _set(record, "__dict__", beginning | facts)
-    _set(record, "__pydantic_fields_set__", names)
-    _set(record, "__pydantic_extra__", None)
-    _set(record, "__pydantic_private__", None)
+    _set_dict(record, beginning | facts)
+    _set_names(record, names)
+    _set_extra(record, None)
+    _set_private(record, None)
     return record
 
 
@@ -549,14 +565,16 @@ class Sink(Protocol):
 
 
 class Listener:
-    """A plain callable as a sink."""
+    """A plain callable as a sink.
+
+    Attributes:
+        emit: The function itself, so that an event is one call.
+    """
+
+    __slots__ = ("emit",)
 
     def __init__(self, function: Callable[[Event], object]) -> None:
-        self._function = function
-
-    def emit(self, event: Event) -> None:
-        """Call the function with the event."""
-        self._function(event)
+        self.emit = function
 
     def flush(self) -> None:
         """Do nothing: a callable keeps nothing back."""
@@ -582,7 +600,7 @@ class JsonLinesSink:
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
-        line = line_of(event).encode() + b"\n"
+        line = encoded_line(event) + b"\n"
         if self._torn:
             line = b"\n" + line
         self._torn = True

@@ -44,8 +44,23 @@ def line_of(record: BaseModel) -> str:
     Raises:
         ValueError: The record holds what JSON cannot.
     """
-    text = dump(record)
-    return text if text.isascii() and "\x7f" not in text else _CONTROL.sub(_escaped, text)
+    return encoded_line(record).decode()
+
+
+def encoded_line(record: BaseModel) -> bytes:
+    """Return what `line_of` does, as it stands in a file.
+
+    Raises:
+        ValueError: The record holds what JSON cannot.
+    """
+    try:
+        # As `model_dump_json` does, without a text in between.
+        line = record.__pydantic_serializer__.to_json(record)
+    except PydanticSerializationError:
+        line = dump(record).encode()
+    if line.isascii() and b"\x7f" not in line:
+        return line
+    return _CONTROL.sub(_escaped, line.decode()).encode()
 
 
 def _escaped(found: re.Match[str]) -> str:

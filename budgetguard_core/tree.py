@@ -109,10 +109,10 @@ class Tree:
 
     def make(self, kind: type[_E], run_id: str, now: int, facts: dict[str, Any]) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""
-        seq = self.seq + bool(self.sinks)
-        facts.update(seq=seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns())
-        event = kind.of(facts)
-        if self.sinks:
+        followed = bool(self.sinks)
+        seq = self.seq + followed
+        event = kind.of(seq, run_id, now, self.clock.wall_ns(), facts)
+        if followed:
             # Last, and no call: an interrupt leaves no number without its event.
             self.outbox += (event,)  # type: ignore[arg-type]
             self.seq = seq
@@ -129,7 +129,8 @@ class Tree:
         # Whoever holds it is in the middle of the same: it takes these events with it, so that a
         # slow sink delays the step that wrote and no other. Asked again, because it may have been
         # through just before it let go.
-        while self.outbox and self.delivery.acquire(blocking=wait):
+        outbox, delivery = self.outbox, self.delivery
+        while outbox and delivery.acquire(wait):
             try:
                 if self.delivering:
                     # A listener acted on its guard: the loop that called it goes on with the event,
@@ -137,20 +138,17 @@ class Tree:
                     return
                 self.delivering = True
                 try:
-                    while self.outbox:
-                        event = self.outbox.pop(0)
+                    while outbox:
+                        event = outbox.pop(0)
                         for sink in self.sinks:
-                            self._emit(sink, event)
+                            try:
+                                sink.emit(event)
+                            except Exception as error:
+                                self.report(f"sink {type(sink).__name__}", error)
                 finally:
                     self.delivering = False
             finally:
-                self.delivery.release()
-
-    def _emit(self, sink: Sink, event: Event) -> None:
-        try:
-            sink.emit(event)
-        except Exception as error:
-            self.report(f"sink {type(sink).__name__}", error)
+                delivery.release()
 
     def postpone(self, act: Callable[[], object]) -> bool:
         """Let something wait for the end of the step that this thread is in the middle of.
