@@ -118,6 +118,7 @@ _DETAILS: Final = frozenset(
 )
 _COHERE: Final = frozenset({"billed_units", "tokens"})
 _NESTED: Final = _DETAILS | _COHERE
+_TELLING: Final = frozenset(_NAMES) | _NESTED | {"cacheDetails"}
 _ANTHROPIC_CACHE: Final = frozenset({"cache_creation_input_tokens", "cache_read_input_tokens"})
 _BEDROCK_PROMPT: Final = frozenset({"inputTokenCount", "inputTokens"})
 
@@ -204,6 +205,8 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     if not fields:
         # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
         fields = {name: part(record, name) for name in _NAMES}
+    if _TELLING.isdisjoint(fields):
+        return None
     if _is_free(fields):
         return TokenUsage()
     tally = _Tally()
