@@ -18,6 +18,8 @@ from budgetguard_core.pricing import PriceBook
 
 _LOG = logging.getLogger("budgetguard")
 _ERRORS_KEPT = 20
+# One for all: each empty one is an object of 216 bytes.
+_NOTHING: frozenset[int] = frozenset()
 UNPROJECTED = (
     "a model call without any projection was admitted under a cap on tokens or dollars: calls at "
     "the same time can pass the cap. Give ModelCall input_tokens, and set "
@@ -68,16 +70,16 @@ class Tree:
         self.now = clock.monotonic_ns
         self.price_book = price_book
         self.sinks = tuple(sinks)
-        self.failed: set[str] = set()
         self.log_arguments = log_arguments
         self.breakers = breakers
-        # Lists, because an empty deque takes as much memory as all else in here.
+        # Lists, because an empty deque or set takes as much memory as all else in here.
+        self.failed: list[str] = []
         self.errors: list[str] = []
         self.outbox: list[Event] = []
         self.postponed: list[Callable[[], object]] = []
         self.open: dict[int, Admit] = {}
         # Those of them that wait for a person, or were left by a process that is gone.
-        self.waiting: frozenset[int] = frozenset()
+        self.waiting = _NOTHING
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
@@ -170,7 +172,7 @@ class Tree:
     def warn_once(self, sentence: str) -> None:
         """Log a sentence that holds no text from outside, the first time."""
         if sentence not in self.failed:
-            self.failed.add(sentence)
+            self.failed.append(sentence)
             _LOG.warning(sentence)
 
     def keep_error(self, sentence: str) -> None:
@@ -182,7 +184,7 @@ class Tree:
         """Keep what failed for the outcome, and log it the first time, without its text."""
         self.keep_error(f"{what}: {type(error).__name__}: {text_of(error)}")
         if what not in self.failed:
-            self.failed.add(what)
+            self.failed.append(what)
             _LOG.warning("%s failed: %s", what, type(error).__name__)
 
 
