@@ -15,6 +15,9 @@ from budgetguard_core.errors import CheckpointError, ConfigurationError, RunFenc
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.snapshot import OpenCall, Snapshot, SnapshotParts
 
+if TYPE_CHECKING:
+    import sqlite3
+
 _BUSY_SECONDS = 30.0
 _MEMORY = ":memory:"
 _NO_END = 2**62
