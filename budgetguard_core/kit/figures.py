@@ -142,23 +142,29 @@ class _Tally:
 
     def take(self, fields: Mapping[Any, Any], names: Mapping[str, int], depth: int = 2) -> None:
         """Note all figures of a record and of the parts that belong to it."""
+        largest = self.largest
         for name, value in fields.items():
             if value is None or not isinstance(name, str):
+                continue
+            figure = names.get(name)
+            if figure is not None and type(value) is int and 0 <= value <= _MOST_TOKENS:
+                if value >= largest.get(figure, 0):
+                    largest[figure] = value
                 continue
             inner = fields_of(value) if name in _NESTED else None
             if inner is not None:
                 if depth:
                     of_cohere = name in _COHERE
                     self.take(inner, _NAMES if of_cohere else _NAMES_IN_DETAILS, depth - 1)
-            elif name in names:
-                self._note(names[name], value)
+            elif figure is not None:
+                self._note(figure, value)
             elif name == "cacheDetails":
                 self._note_lifetimes(value)
             elif names is _NAMES_IN_DETAILS:
                 self._note_tier(name, value)
 
     def _note(self, figure: int, value: object) -> None:
-        count = value if type(value) is int and 0 <= value <= _MOST_TOKENS else count_of(value)
+        count = count_of(value)
         if count is None:
             self.legible = False
         elif count >= self.largest.get(figure, 0):
