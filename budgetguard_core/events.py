@@ -528,16 +528,16 @@ class Sink(Protocol):
 
 
 class Listener:
-    """A plain callable as a sink.
+    """A plain callable as a sink."""
 
-    Attributes:
-        emit: The function itself, so that an event is one call.
-    """
-
-    __slots__ = ("emit",)
+    __slots__ = ("_function",)
 
     def __init__(self, function: Callable[[Event], object]) -> None:
-        self.emit = function
+        self._function = function
+
+    def emit(self, event: Event) -> None:
+        """Call the function with the event."""
+        self._function(event)
 
     def flush(self) -> None:
         """Do nothing: a callable keeps nothing back."""

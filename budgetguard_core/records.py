@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from inspect import get_annotations
 from typing import (
     Annotated,
@@ -150,9 +149,14 @@ class _Fields:
         return _schema_of(self._kind, handler)
 
 
-@cache
+_KNOWN: dict[type[Record], TypeAdapter[dict[str, Any]]] = {}
+
+
 def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
-    return TypeAdapter(Annotated[dict[str, Any], _Fields(kind)])
+    known = _KNOWN.get(kind)
+    if known is None:
+        known = _KNOWN[kind] = TypeAdapter(Annotated[dict[str, Any], _Fields(kind)])
+    return known
 
 
 def _schema_of(kind: type[Record], handler: GetCoreSchemaHandler) -> CoreSchema:
