@@ -120,10 +120,28 @@ class Record:
         raise ValueError(f"{name} is frozen. Make another record with model_copy(update=...).")
 
     @classmethod
+    def schema_of_fields(cls, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Make the schema of a dictionary of the record's fields."""
+        hints = get_type_hints(cls, include_extras=True)
+        fields: dict[str, core_schema.TypedDictField] = {}
+        for name, default in cls._beginning.items():
+            field = handler.generate_schema(hints[name])
+            required = name in cls._required
+            if not required:
+                field = core_schema.with_default_schema(field, default=default)
+            fields[name] = core_schema.typed_dict_field(field, required=required)
+        schema = core_schema.typed_dict_schema(
+            fields,
+            extra_behavior="forbid",
+            config=core_schema.CoreConfig(ser_json_inf_nan="strings"),
+        )
+        return core_schema.no_info_before_validator_function(cls.upgraded, schema)
+
+    @classmethod
     def __get_pydantic_core_schema__(
         cls, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        fields = _schema_of(cls, handler)
+        fields = cls.schema_of_fields(handler)
         return core_schema.no_info_after_validator_function(
             cls.made,
             fields,
@@ -146,7 +164,7 @@ class _Fields:
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return _schema_of(self._kind, handler)
+        return self._kind.schema_of_fields(handler)
 
 
 _KNOWN: dict[type[Record], TypeAdapter[dict[str, Any]]] = {}
@@ -157,23 +175,6 @@ def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
     if known is None:
         known = _KNOWN[kind] = TypeAdapter(Annotated[dict[str, Any], _Fields(kind)])
     return known
-
-
-def _schema_of(kind: type[Record], handler: GetCoreSchemaHandler) -> CoreSchema:
-    hints = get_type_hints(kind, include_extras=True)
-    fields: dict[str, core_schema.TypedDictField] = {}
-    for name, default in kind._beginning.items():  # noqa: SLF001 - the record's own fields
-        field = handler.generate_schema(hints[name])
-        required = name in kind._required  # noqa: SLF001
-        if not required:
-            field = core_schema.with_default_schema(field, default=default)
-        fields[name] = core_schema.typed_dict_field(field, required=required)
-    schema = core_schema.typed_dict_schema(
-        fields,
-        extra_behavior="forbid",
-        config=core_schema.CoreConfig(ser_json_inf_nan="strings"),
-    )
-    return core_schema.no_info_before_validator_function(kind.upgraded, schema)
 
 
 def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:
