@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from budgetguard_core.events import Event, RunStarted, Sink
-from budgetguard_core.records import line_of
+from budgetguard_core.records import encoded_line
 
 FOLDER = "BUDGETGUARD_LOG"
 """The environment variable that names the folder."""
@@ -42,7 +42,7 @@ class RunLog:
                 name = f"{_file_name(event.run_id)}.jsonl"
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / name
-        line = line_of(event).encode() + b"\n"
+        line = encoded_line(event) + b"\n"
         if self._torn:
             line = b"\n" + line
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -150,7 +150,7 @@ class RunState:
         self._exempt: frozenset[Self] = _NOBODY.union(*(one._exempt for one in above)) or _NOBODY
         self._asked: Chain = self._askable()
         # The stopped runs whose last answer this is.
-        self._answered: frozenset[Self] = frozenset()
+        self._answered: frozenset[Self] = _NOBODY
         self._tenant: TenantPlace | None = None
         self._tenants = self._payers()
         self._begin()

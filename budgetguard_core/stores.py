@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import CheckpointError, ConfigurationError, RunFencedError
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.snapshot import OpenCall, Snapshot, SnapshotParts
+
+if TYPE_CHECKING:
+    import sqlite3
 
 _BUSY_SECONDS = 30.0
 _MEMORY = ":memory:"
@@ -315,6 +317,9 @@ class SqliteStore:
 
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
+        # Not at import: it takes its time, and most runs keep no checkpoint.
+        import sqlite3
+
         if self._process != os.getpid():
             self._forked()
         with self._mutex:
@@ -337,6 +342,8 @@ class SqliteStore:
                 ) from error
 
     def _connect(self) -> sqlite3.Connection:
+        import sqlite3
+
         if not self._is_memory:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = FileLock(_beside(self._path, ".lock"), _BUSY_SECONDS)

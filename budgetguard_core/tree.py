@@ -18,6 +18,8 @@ from budgetguard_core.pricing import PriceBook
 
 _LOG = logging.getLogger("budgetguard")
 _ERRORS_KEPT = 20
+# One for all: each empty one is an object of 216 bytes.
+_NOTHING: frozenset[int] = frozenset()
 UNPROJECTED = (
     "a model call without any projection was admitted under a cap on tokens or dollars: calls at "
     "the same time can pass the cap. Give ModelCall input_tokens, and set "
@@ -68,16 +70,16 @@ class Tree:
         self.now = clock.monotonic_ns
         self.price_book = price_book
         self.sinks = tuple(sinks)
-        self.failed: set[str] = set()
         self.log_arguments = log_arguments
         self.breakers = breakers
-        # Lists, because an empty deque takes as much memory as all else in here.
+        # Lists, because an empty deque or set takes as much memory as all else in here.
+        self.failed: list[str] = []
         self.errors: list[str] = []
         self.outbox: list[Event] = []
         self.postponed: list[Callable[[], object]] = []
         self.open: dict[int, Admit] = {}
         # Those of them that wait for a person, or were left by a process that is gone.
-        self.waiting: frozenset[int] = frozenset()
+        self.waiting = _NOTHING
         self.attachments: dict[type, Any] = {}
         self.seq = 0
         self.call_id = 0
@@ -109,10 +111,10 @@ class Tree:
 
     def make(self, kind: type[_E], run_id: str, now: int, facts: dict[str, Any]) -> _E:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""
-        seq = self.seq + bool(self.sinks)
-        facts.update(seq=seq, run_id=run_id, at_ns=now, wall_ns=self.clock.wall_ns())
-        event = kind.of(facts)
-        if self.sinks:
+        followed = bool(self.sinks)
+        seq = self.seq + followed
+        event = kind.of(seq, run_id, now, self.clock.wall_ns(), facts)
+        if followed:
             # Last, and no call: an interrupt leaves no number without its event.
             self.outbox += (event,)  # type: ignore[arg-type]
             self.seq = seq
@@ -129,7 +131,8 @@ class Tree:
         # Whoever holds it is in the middle of the same: it takes these events with it, so that a
         # slow sink delays the step that wrote and no other. Asked again, because it may have been
         # through just before it let go.
-        while self.outbox and self.delivery.acquire(blocking=wait):
+        outbox, delivery = self.outbox, self.delivery
+        while outbox and delivery.acquire(wait):
             try:
                 if self.delivering:
                     # A listener acted on its guard: the loop that called it goes on with the event,
@@ -137,20 +140,17 @@ class Tree:
                     return
                 self.delivering = True
                 try:
-                    while self.outbox:
-                        event = self.outbox.pop(0)
+                    while outbox:
+                        event = outbox.pop(0)
                         for sink in self.sinks:
-                            self._emit(sink, event)
+                            try:
+                                sink.emit(event)
+                            except Exception as error:
+                                self.report(f"sink {type(sink).__name__}", error)
                 finally:
                     self.delivering = False
             finally:
-                self.delivery.release()
-
-    def _emit(self, sink: Sink, event: Event) -> None:
-        try:
-            sink.emit(event)
-        except Exception as error:
-            self.report(f"sink {type(sink).__name__}", error)
+                delivery.release()
 
     def postpone(self, act: Callable[[], object]) -> bool:
         """Let something wait for the end of the step that this thread is in the middle of.
@@ -172,7 +172,7 @@ class Tree:
     def warn_once(self, sentence: str) -> None:
         """Log a sentence that holds no text from outside, the first time."""
         if sentence not in self.failed:
-            self.failed.add(sentence)
+            self.failed.append(sentence)
             _LOG.warning(sentence)
 
     def keep_error(self, sentence: str) -> None:
@@ -184,7 +184,7 @@ class Tree:
         """Keep what failed for the outcome, and log it the first time, without its text."""
         self.keep_error(f"{what}: {type(error).__name__}: {text_of(error)}")
         if what not in self.failed:
-            self.failed.add(what)
+            self.failed.append(what)
             _LOG.warning("%s failed: %s", what, type(error).__name__)
 
 

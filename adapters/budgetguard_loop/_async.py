@@ -76,8 +76,7 @@ class Shell:
             case NextTool():
                 return await self._next_tool()
             case Save():
-                if self.run.is_saved:
-                    await asyncio.to_thread(self._loop.save)
+                await asyncio.to_thread(self._loop.save)
             case AskAtLast():
                 step = AskStep(self.run, self._plan.step, self._plan.settings)
                 return await step.ask_async(command.last, command.call, command.messages)

@@ -144,8 +144,10 @@ class Loop:
     """The calls that wait for a result, with their ids."""
     _prompt: Prompt = field(default_factory=Prompt)
     _schemas: tuple[object, ...] = ()
+    _is_saved: bool = False
 
     def __post_init__(self) -> None:
+        self._is_saved = self.run.is_saved
         # What the step sends of its tools is its own affair; this is about as much.
         self._schemas = tuple(
             {"name": name, "description": inspect.getdoc(tool), "parameters": parameters_of(tool)}
@@ -248,11 +250,12 @@ class Loop:
         for attempt in range(self.retries + 1):
             command = self._admit_model_call(retry=attempt > 0 or self.retry)
             self.retry = False
-            try:
-                yield Save()
-            except BaseException:
-                self.run.unmade(command.call)
-                raise
+            if self._is_saved:
+                try:
+                    yield Save()
+                except BaseException:
+                    self.run.unmade(command.call)
+                    raise
             try:
                 answer = yield command
             except Exception as error:
@@ -262,7 +265,8 @@ class Loop:
                     raise _Tripped(trip, "call the model") from None
                 if attempt == self.retries or command.shown or isinstance(error, AdapterError):
                     raise
-                yield Save()
+                if self._is_saved:
+                    yield Save()
                 cut: Cut | None = yield Wait(delay_after(error, attempt))
                 if cut is not None:
                     raise _Tripped(cut.trip, "call the model") from None
@@ -274,7 +278,8 @@ class Loop:
                     self.run.failed(command.call, "cut short", written=command.partial)
                     raise _Tripped(answer.trip, "call the model", command.partial)
                 self._take(command.call, answer)
-                yield Save()
+                if self._is_saved:
+                    yield Save()
                 return
 
     def _admit_model_call(self, *, retry: bool) -> CallModel:
@@ -335,7 +340,8 @@ class Loop:
             elif admitted.refusal is None:
                 admitted.function = self.tools[call.name]
                 jobs.append(ToolJob(admitted, self.tools[call.name], arguments))
-        yield Save()
+        if self._is_saved:
+            yield Save()
         trip = (yield from self._watch_tools(jobs)) if jobs else None
         self._settle_history()
         trip = trip or next((call.trip for call in batch if call.trip is not None), None)
@@ -353,7 +359,8 @@ class Loop:
                 self.run.finished(call, history.error_text(end.error), error=end.error)
             elif call.is_open:
                 self.run.finished(call, history.result_text(end.result))
-            yield Save()
+            if self._is_saved:
+                yield Save()
         return None
 
     def _request(self, call: RequestedCall) -> tuple[ToolCall, dict[str, Any] | str]:

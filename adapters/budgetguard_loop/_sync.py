@@ -9,14 +9,13 @@ from typing import Any
 from budgetguard_core import Outcome, Stop
 from budgetguard_core.kit import Watch
 from budgetguard_loop._last import AskStep
-from budgetguard_loop._plan import Plan, Todo, advance, ended
+from budgetguard_loop._plan import Plan, ended
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._run import (
     AskAtLast,
     CallModel,
     Command,
     Cut,
-    Finish,
     Loop,
     NextTool,
     Save,
@@ -32,15 +31,19 @@ def drive(plan: Plan) -> Outcome:
     loop = plan.begin()
     shell = _Shell(loop, plan)
     steps = loop.steps()
-    moved = advance(steps)
-    while isinstance(moved, Todo):
-        try:
-            answer = shell.act(moved.command)
-        except BaseException as error:
-            moved = advance(steps, error=error)
-        else:
-            moved = advance(steps, answer)
-    return ended(moved, loop)
+    outcome: Outcome
+    try:
+        command = next(steps)
+        while True:
+            try:
+                answer = shell.act(command)
+            except BaseException as error:
+                command = steps.throw(error)
+            else:
+                command = steps.send(answer)
+    except StopIteration as end:
+        outcome = end.value
+    return ended(outcome, loop)
 
 
 class _Shell:
@@ -51,28 +54,28 @@ class _Shell:
         self._jobs: deque[ToolJob] = deque()
 
     def act(self, command: Command) -> Any:
-        match command:
-            case CallModel():
-                call = self._run.wait(command.call)
-                if isinstance(call, Stop):
-                    return Cut(call.trip)
-                settings = self._plan.settings.for_call(self._run, call)
-                with self._run.entered(call):
-                    return read_reply(self._plan.step(command.messages, **settings))
-            case Wait():
-                return self._wait(command.seconds)
-            case StartTools():
-                self._jobs.extend(command.jobs)
-            case NextTool():
-                return self._run_tool(self._jobs.popleft())
-            case Save():
-                self._loop.save()
-            case AskAtLast():
-                step = AskStep(self._run, self._plan.step, self._plan.settings)
-                return step.ask(command.last, command.call, command.messages)
-            case Finish():
-                return command.end()
-        return None
+        # Those of every step first.
+        if isinstance(command, CallModel):
+            call = self._run.wait(command.call)
+            if isinstance(call, Stop):
+                return Cut(call.trip)
+            settings = self._plan.settings.for_call(self._run, call)
+            with self._run.entered(call):
+                return read_reply(self._plan.step(command.messages, **settings))
+        if isinstance(command, NextTool):
+            return self._run_tool(self._jobs.popleft())
+        if isinstance(command, StartTools):
+            self._jobs.extend(command.jobs)
+            return None
+        if isinstance(command, Save):
+            self._loop.save()
+            return None
+        if isinstance(command, Wait):
+            return self._wait(command.seconds)
+        if isinstance(command, AskAtLast):
+            step = AskStep(self._run, self._plan.step, self._plan.settings)
+            return step.ask(command.last, command.call, command.messages)
+        return command.end()
 
     def _wait(self, seconds: float) -> Cut | None:
         woken = threading.Event()

@@ -118,6 +118,7 @@ _DETAILS: Final = frozenset(
 )
 _COHERE: Final = frozenset({"billed_units", "tokens"})
 _NESTED: Final = _DETAILS | _COHERE
+_TELLING: Final = frozenset(_NAMES) | _NESTED | {"cacheDetails"}
 _ANTHROPIC_CACHE: Final = frozenset({"cache_creation_input_tokens", "cache_read_input_tokens"})
 _BEDROCK_PROMPT: Final = frozenset({"inputTokenCount", "inputTokens"})
 
@@ -141,23 +142,29 @@ class _Tally:
 
     def take(self, fields: Mapping[Any, Any], names: Mapping[str, int], depth: int = 2) -> None:
         """Note all figures of a record and of the parts that belong to it."""
+        largest = self.largest
         for name, value in fields.items():
             if value is None or not isinstance(name, str):
+                continue
+            figure = names.get(name)
+            if figure is not None and type(value) is int and 0 <= value <= _MOST_TOKENS:
+                if value >= largest.get(figure, 0):
+                    largest[figure] = value
                 continue
             inner = fields_of(value) if name in _NESTED else None
             if inner is not None:
                 if depth:
                     of_cohere = name in _COHERE
                     self.take(inner, _NAMES if of_cohere else _NAMES_IN_DETAILS, depth - 1)
-            elif name in names:
-                self._note(names[name], value)
+            elif figure is not None:
+                self._note(figure, value)
             elif name == "cacheDetails":
                 self._note_lifetimes(value)
             elif names is _NAMES_IN_DETAILS:
                 self._note_tier(name, value)
 
     def _note(self, figure: int, value: object) -> None:
-        count = value if type(value) is int and 0 <= value <= _MOST_TOKENS else count_of(value)
+        count = count_of(value)
         if count is None:
             self.legible = False
         elif count >= self.largest.get(figure, 0):
@@ -204,6 +211,8 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     if not fields:
         # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
         fields = {name: part(record, name) for name in _NAMES}
+    if _TELLING.isdisjoint(fields):
+        return None
     if _is_free(fields):
         return TokenUsage()
     tally = _Tally()

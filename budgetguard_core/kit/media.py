@@ -58,12 +58,15 @@ _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"}
 """Parts by their name: Gemini."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
 _ANY_MEDIA_TYPE: Final = frozenset(_MEDIA_TYPES)
+_SAYS_WHAT_IT_IS: Final = _ANY_MEDIA_TYPE | {"kind", "type"}
 _BYTES: Final = (bytes, bytearray, memoryview)
 _DATA_URL: Final = re.compile(r"data:(\w*)[^,\s]{0,200};base64,", re.ASCII)
 
 
 def block_tokens(block: Mapping[Any, Any]) -> int | None:
     """Return the allowance of a block that says what it is; None for one that is text."""
+    if _SAYS_WHAT_IT_IS.isdisjoint(block):
+        return None
     source = block.get("source")
     if source is not None:
         source = fields_of(source)

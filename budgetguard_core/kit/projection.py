@@ -65,6 +65,7 @@ _JSON: Final = frozenset(
 )
 """What is written as JSON for the model: all of it counts, whatever the names in it."""
 _ENCRYPTED: Final = frozenset({"encrypted_content", "redactedContent", "redacted_content"})
+_MAY_BE_ENCRYPTED: Final = _ENCRYPTED | {"data"}
 # Tuples, because a union is made anew wherever it is written.
 _NUMBERS: Final = (bool, int, float)
 _LISTS: Final = (list, tuple)
@@ -92,6 +93,13 @@ def estimate(content: object) -> int:
     total = 0
     parts = [content]
     for one in islice(parts, _MOST_PARTS):  # which grow meanwhile
+        # Nearly every part is one of these two.
+        if type(one) is dict:
+            total += _estimate_fields(cast("dict[Any, Any]", one), parts)
+            continue
+        if type(one) is str and not one.startswith("data:"):
+            total += estimate_tokens(one) if one else 0
+            continue
         if one is None or isinstance(one, _NUMBERS):
             continue
         if isinstance(one, _LISTS):
@@ -247,7 +255,7 @@ def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
         if name in _NOT_SENT or value is None:
             continue
         if isinstance(value, str):
-            if _is_encrypted(name, fields):
+            if name in _MAY_BE_ENCRYPTED and _is_encrypted(name, fields):
                 total += len(value) // _ENCRYPTED_BYTES + 1
             elif value:
                 parts.append(value)

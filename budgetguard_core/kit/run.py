@@ -541,7 +541,10 @@ class Run:
     @property
     def aborted(self) -> bool:
         """Whether the run, or one around it, was aborted."""
-        return any(guard.cancellation.cancelled for guard in self.guards)
+        for guard in self.guards:  # noqa: SIM110 - asked before each call
+            if guard.cancellation.cancelled:
+                return True
+        return False
 
     def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call back once when the run or one around it is aborted, in the aborting thread.

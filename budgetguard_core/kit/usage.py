@@ -37,6 +37,11 @@ _WRAPPERS: Final = (
     "x_groq",
 )
 """What a response is wrapped in: by events and chunks of streams, and by frameworks."""
+_WRAPS: Final = frozenset({*_WRAPPERS, "generations"})
+_HOLDS: Final = _WRAPS.union(_RECORDS)
+_COSTS: Final = frozenset({"cost", "cost_in_usd_ticks", "total_cost"})
+_HIDDEN: Final = frozenset({"_hidden_params"})
+_UNTOLD: Final = TokenUsage()
 _DEEPEST: Final = 4
 _MOST_RECORDS: Final = 32
 """Records that are looked at in one response; stand-ins for one (mocks) have every name."""
@@ -107,7 +112,7 @@ def answered_usage(record: object, *, projected_input: int, written: str = "") -
             return None
         return TokenUsage(projected_input, estimate_tokens(written), estimated=True)
     inputs, outputs = usage.input_tokens, usage.output_tokens
-    if usage == TokenUsage() or not (usage.estimated or not inputs or not outputs):
+    if usage == _UNTOLD or not (usage.estimated or not inputs or not outputs):
         return usage
     if usage.estimated or not inputs:
         inputs = max(inputs, projected_input)
@@ -132,11 +137,18 @@ def reported_cost(record: object) -> Decimal | None:
     Returns:
         US dollars, exact; None when no cost is told that can be read.
     """
-    cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
-    if cost is not None:
-        return cost
+    # A dictionary has none, and to be told so takes longer than to ask what it is.
+    if not _lacks(record, _HIDDEN):
+        cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
+        if cost is not None:
+            return cost
     costs = map(_cost_of, islice(_candidates(record), _MOST_RECORDS))
     return next((cost for cost in costs if cost is not None), None)
+
+
+def _lacks(record: object, names: frozenset[str]) -> bool:
+    """Tell whether a record is a dictionary with none of these names."""
+    return isinstance(record, dict) and names.isdisjoint(cast("dict[object, object]", record))
 
 
 def _candidates(record: object) -> Iterator[object]:
@@ -147,12 +159,14 @@ def _candidates(record: object) -> Iterator[object]:
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
     # Figures count under a name of usage only: what else is in there may be the user's own.
+    if _lacks(record, _HOLDS):
+        return
     held = parts_of(record)
     for name in _RECORDS:
         kept = held(name)
         if kept is not None:
             yield kept
-    if not depth:
+    if not depth or _lacks(record, _WRAPS):
         return
     for one in (_first(held("generations")), *map(held, _WRAPPERS)):
         if one is not None and not isinstance(one, _TEXTS):
@@ -168,6 +182,8 @@ def _first(answers: object) -> object:
 
 
 def _cost_of(usage: object) -> Decimal | None:
+    if _lacks(usage, _COSTS):
+        return None
     told = parts_of(usage)
     ticks = _amount(told("cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
     if ticks is not None:

@@ -38,6 +38,8 @@ class Row:
         most: The goal: the subject's share of the reference, or its microseconds beside it.
         unit: `times` the reference, or `us` more than it.
         steps: How many steps one call of an arm makes.
+        counted: Its instructions are counted; those of other threads, and what is written in C,
+            are not among them.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Row:
     most: float | None = None
     unit: Literal["times", "us"] = "times"
     steps: int = 1
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.arms import Arms, Row, Step
-from budgetguard_core import Budget, Guard, JsonLinesSink, ModelCall, TokenUsage, ToolCall
+from budgetguard_core import (
+    Budget,
+    Guard,
+    JsonLinesSink,
+    ModelCall,
+    SqliteStore,
+    TokenUsage,
+    ToolCall,
+)
 from budgetguard_core.breakers import (
     BulkheadConfig,
     CircuitBreakerConfig,
@@ -20,6 +30,8 @@ from budgetguard_core.breakers import (
     ToolMixBaseline,
     VelocityLimits,
 )
+from budgetguard_core.kit import Envelope
+from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_loop import bounded, run_bounded
 
 CAPS: dict[str, Any] = {
@@ -180,6 +192,94 @@ def logged(stack: ExitStack) -> Arms:
     return steps.bare, steps.guarded
 
 
+def checkpointed(stack: ExitStack) -> Arms:
+    """A checkpoint for each step beside a bare row of the same file system."""
+    folder = Path(stack.enter_context(TemporaryDirectory()))
+    store = stack.enter_context(closing(SqliteStore(folder / "store.sqlite3")))
+    run = Envelope(budget=EVERYTHING, store=store).open()
+    db = stack.enter_context(closing(sqlite3.connect(folder / "bare", isolation_level=None)))
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("CREATE TABLE rows(name TEXT PRIMARY KEY, text TEXT)")
+    steps = Steps(run.guard)
+
+    def bare() -> None:
+        steps.guarded()
+        db.execute("INSERT OR REPLACE INTO rows VALUES ('r', ?)", ("x" * 6000,))
+
+    def saved() -> None:
+        steps.guarded()
+        run.save()
+
+    return bare, saved
+
+
+def leased(stack: ExitStack) -> Arms:
+    """A step that a tenant's lease pays for, beside one that nobody is charged for."""
+    folder = Path(stack.enter_context(TemporaryDirectory()))
+    whole = LeaseOptions(least_calls=10**6, most_calls=10**6)
+    url = f"sqlite:///{folder / 'ledger.sqlite3'}"
+    ledger = stack.enter_context(Ledger(url, daily_usd=10**9, options=whole))
+    guard = Guard(EVERYTHING, sinks=None, ledger=ledger, tenant="acme")
+    return Steps().guarded, Steps(guard).guarded
+
+
+# Threads
+
+THREADS, TIMES = 64, 50
+
+
+class Threads:
+    """Threads that do the same at the same time, again and again."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._barrier = threading.Barrier(THREADS + 1)
+        self._act: Step | None = None
+        self._threads = [threading.Thread(target=self._work) for _ in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
+        stack.callback(self._end)
+
+    def all_do(self, act: Step | None) -> None:
+        self._act = act
+        self._barrier.wait()
+        if act is not None:
+            self._barrier.wait()
+
+    def _work(self) -> None:
+        while True:
+            self._barrier.wait()
+            act = self._act
+            if act is None:
+                return
+            for _ in range(TIMES):
+                act()
+            self._barrier.wait()
+
+    def _end(self) -> None:
+        self.all_do(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def threaded(stack: ExitStack) -> Arms:
+    """A model call of a guard that 64 threads share, beside two turns at a lock they share."""
+    threads = Threads(stack)
+    lock, counted = threading.RLock(), [0]
+    guard = Guard(EVERYTHING, sinks=None)
+
+    def bare() -> None:
+        for _ in range(2):
+            with lock:
+                counted[0] += 1
+
+    def guarded() -> None:
+        ticket = guard.admit_model_call(ModelCall(model="gpt-4o", input_tokens=1200))
+        guard.settle_model_call(ticket, TokenUsage(1200, 85, 1000))
+
+    return lambda: threads.all_do(bare), lambda: threads.all_do(guarded)
+
+
 # The loop adapter
 
 
@@ -268,6 +368,7 @@ def all_of_them() -> dict[str, Any]:
 ROWS = (
     Row("step, flat arguments", step(), 8),
     Row("step, nested arguments", step(arguments=nested), 10),
+    Row("step, result of 200 bytes", step(filler="x" * 200)),
     Row("step, result of 20 KB", step(filler="x" * 20_000)),
     Row("step, iterations capped only", step(Budget(max_iterations=10**9, loop_detection=None))),
     Row("step 10,000 beside step 1", beside_a_plain_one(lambda: aged(10_000)), 1.1),
@@ -276,6 +377,16 @@ ROWS = (
     Row("every breaker", step(Budget(**CAPS, **all_of_them())), 20),
     Row("listener", listened, 20),
     Row("JSON Lines", logged, 25),
+    Row("SQLite store beside a bare row", checkpointed, counted=False),
+    Row("lease beside no ledger", leased, 1.25),
+    # At least 15 % of a bare lock's rate.
+    Row(
+        "64 threads beside a bare lock",
+        threaded,
+        1 / 0.15,
+        steps=THREADS * TIMES,
+        counted=False,
+    ),
     Row("bounded", in_a_block, 20),
     Row("run_bounded", in_the_loop, 40, unit="us", steps=LOOP_STEPS),
     # A level costs at most a third of a run of its own: three more levels, one more run.
