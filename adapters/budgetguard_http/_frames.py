@@ -57,7 +57,7 @@ class ServerSentEvents:
         if not data or data == b"[DONE]":
             return ("", "[DONE]") if data else None
         try:
-            parsed: Any = json.loads(data)
+            parsed: Any = json.loads(data.decode())
         except ValueError:
             return None
         return (name, record(cast("Any", parsed))) if isinstance(parsed, dict) else None

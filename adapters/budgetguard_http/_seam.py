@@ -203,11 +203,9 @@ def _outgoing(mod: Any, request: Any, call: Call) -> Any:
     """Return the request as it goes out: with the bound, a nudge, and the time that is left."""
     content = call.content()
     if content is not None:
-        headers = [
-            (name, value)
-            for name, value in request.headers.raw
-            if name.lower() not in (b"content-length", b"transfer-encoding")
-        ]
+        headers = request.headers.copy()
+        headers.pop("transfer-encoding", None)
+        headers["content-length"] = str(len(content))
         request = mod.Request(
             request.method,
             request.url,
@@ -243,10 +241,11 @@ def _passing(response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
     headers = response.headers
     posted = call.posted
-    frames = frames_of(headers.get("content-type", ""), posted.path)
+    content_type = headers.get("content-type", "")
+    frames = frames_of(content_type, posted.path)
     if not posted.is_streamed and frames is None:
         return None
-    if headers.get("content-type", "").startswith("application/json"):
+    if content_type.startswith("application/json"):
         return None
     passing = Passing(call, frames, headers.get("content-encoding", ""))
     if passing.inflates:

@@ -137,7 +137,7 @@ def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[
         for data in inner:
             if out := passing.feed(data):
                 yield out
-            if not passing.call.is_settled and flight.is_late():
+            if flight.trip is not None and not passing.call.is_settled:
                 yield cut(None)
                 return
         if out := passing.last():
