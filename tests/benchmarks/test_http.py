@@ -1,6 +1,6 @@
-"""What the seam costs a call of OpenAI's client, beside the same call without it, and without again.
+"""What the seam costs a call of OpenAI's client, beside the same call without it.
 
-The provider is another process: what is timed is this one's. See `framework_arms` for the null arm
+The provider is another process: what is timed is this one's. See `framework_arms` for the null arm,
 and for what is judged where the machine is too busy for times.
 """
 
