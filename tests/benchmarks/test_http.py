@@ -18,7 +18,7 @@ from budgetguard_http import bounded_clients, install, uninstall
 
 pytestmark = pytest.mark.benchmark
 
-CALLS = 20
+CALLS = 100
 ROOMY = Budget(
     max_iterations=10**9,
     max_total_tokens=10**15,
@@ -85,9 +85,10 @@ def test_a_call(url, stream):
             return run
 
         arms = {name: arm(way) for name, way in WAYS.items()}
-        times, beyond = compared(kind, arms, units=CALLS, rounds=20)
-    assert abs(beyond["null"]) < 10
-    assert beyond["no guard"] < 40
+        times, beyond = compared(kind, arms, units=CALLS, rounds=12)
+    # How a stream is cut into pieces is the machine's business.
+    assert abs(beyond["null"]) < 50
+    assert beyond["no guard"] < 80
     assert beyond["guarded"] <= MOST_CALLS[kind]
     assert beyond["deadline"] <= MOST_CALLS[kind] + 30
     for name in ("guarded", "deadline"):
