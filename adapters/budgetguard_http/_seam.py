@@ -21,6 +21,7 @@ from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, async_stream, sync_stream
 
 _REDIRECTS = range(300, 400)
+_FIRST_PATH = "budgetguard_first_path"
 _PHASES = ("connect", "read", "write", "pool")
 # What a whole answer that was read here brings along that its content does not fit to any more.
 _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
@@ -79,7 +80,7 @@ class Seam:
                 outgoing.extensions = extensions
                 response = send(outgoing)
             flight.answered(response)
-            if not _is_an_answer(response, call):
+            if not _is_an_answer(request, response, call):
                 return response
             passing = _passing(response, call)
             if passing is None:
@@ -168,7 +169,7 @@ class Seam:
     ) -> Any:
         with call.run.entered(call.opened):
             response = await send(_outgoing(mod, request, call))
-        if not _is_an_answer(response, call):
+        if not _is_an_answer(request, response, call):
             return response
         passing = _passing(response, call)
         if passing is None:
@@ -185,7 +186,7 @@ class Seam:
         run = self._here()
         if run is None:
             return None
-        if not may_be_posted(request.url.host, request.url.path, self._policy_of(run)):
+        if not may_be_posted(request.url.host, _path_of(request), self._policy_of(run)):
             return None
         return None if is_off(run) else run
 
@@ -195,8 +196,14 @@ def _module_of(request: Any) -> Any:
 
 
 def _read(request: Any, policy: Policy) -> Posted | None:
-    url = request.url
-    return read_posted(url.host, url.path, request.headers, request.content, policy)
+    path = _path_of(request)
+    return read_posted(request.url.host, path, request.headers, request.content, policy)
+
+
+def _path_of(request: Any) -> str:
+    """Return where a request went before it was redirected: that tells its format."""
+    path: str = request.extensions.get(_FIRST_PATH) or request.url.path
+    return path
 
 
 def _outgoing(mod: Any, request: Any, call: Call) -> Any:
@@ -226,9 +233,11 @@ def _outgoing(mod: Any, request: Any, call: Call) -> Any:
     return request
 
 
-def _is_an_answer(response: Any, call: Call) -> bool:
+def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
     """Settle what is no answer of a model: a redirect, or an error."""
     if response.status_code in _REDIRECTS:
+        # The client takes the extensions along to wherever it is sent.
+        request.extensions = {**request.extensions, _FIRST_PATH: call.posted.path}
         call.unmade()
         return False
     if response.is_error:

@@ -149,8 +149,9 @@ def test_a_refusal_is_the_sdks_own_error_with_a_clear_text_and_is_not_tried_agai
     assert (block.outcome.usage.model_calls, block.guard.open_calls()) == (1, ())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/elsewhere"])
 @pytest.mark.parametrize("everywhere", [True, False], ids=["block", "transport"])
-def test_a_redirect_to_another_host_is_one_call_and_takes_no_key_along(everywhere):
+def test_a_redirect_to_another_host_is_one_call_and_takes_no_key_along(everywhere, path):
     sent = []
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     message = {"role": "assistant", "content": "ok"}
@@ -159,7 +160,7 @@ def test_a_redirect_to_another_host_is_one_call_and_takes_no_key_along(everywher
     def answer(request):
         sent.append(request)
         if request.url.host == "one":
-            return httpx2.Response(308, headers={"location": "http://two" + request.url.path})
+            return httpx2.Response(308, headers={"location": "http://two" + path})
         return httpx2.Response(200, json={"choices": [choice], "usage": usage})
 
     inner = httpx2.MockTransport(answer)
