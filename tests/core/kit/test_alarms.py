@@ -157,10 +157,10 @@ def test_a_watch_of_a_blocking_call_starts_no_thread_of_its_own():
     waiting = [one for one in threading.enumerate() if one.name == "budgetguard-alarms"]
     assert ALARMS.thread in waiting
     assert len(ALARMS) >= 50
-    before = len(ALARMS)
     for watch in watches:
         watch.close()
-    assert len(ALARMS) == before - 50
+    # Others of this process may have some.
+    assert all(watch._timer not in ALARMS._set for watch in watches)
 
 
 FORKING = """
