@@ -89,9 +89,10 @@ class Alarms:
         """Sleep until something may be due; tell whether anything is set."""
         with self._changed:
             now = self._clock.monotonic_ns()
-            self._wakes_ns = now + round(LONGEST_SLEEP * 1e9)
-            for alarm in self._set:
-                self._wakes_ns = min(self._wakes_ns, alarm.due_ns)
+            latest = now + round(LONGEST_SLEEP * 1e9)
+            # No name in this frame may hold an alarm while it sleeps.
+            nearest = min((alarm.due_ns for alarm in self._set), default=latest)
+            self._wakes_ns = min(nearest, latest)
             self._changed.wait((self._wakes_ns - now) / 1e9)
             if not self._set:
                 self._thread = None

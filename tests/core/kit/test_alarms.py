@@ -55,6 +55,9 @@ def test_one_that_is_taken_back_leaves_nothing(alarms):
     kept = Kept()
     gone = weakref.ref(kept)
     alarm = alarms.set(LATER, kept.ring)
+    heard = threading.Event()
+    alarms.set(0, heard.set)
+    assert heard.wait(PATIENCE)  # the thread has looked at them, and sleeps again
     alarm.cancel()
     alarm.cancel()
     del kept, alarm
