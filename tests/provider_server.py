@@ -34,8 +34,9 @@ class ProviderServer:
 
     Args:
         script: What becomes of each POST, in order; "ok" after the last: a status, "drop" (the
-            connection ends without an answer), "cut" (it ends in the middle), "hang" (no answer),
-            "hang_mid" (none after the first event), "redirect".
+            connection ends without an answer), "cut" (it ends in the middle), "end" (so it does in
+            good order), "hang" (no answer), "hang_mid" (none after the first events). The three in
+            the middle also with the number of events before, as `("cut", 5)`.
         calls: Tool calls in each answer that asks for tools.
         turns: Answers that ask for tools, before the final one; None for every one.
         encoding: "gzip" for compressed answers.
@@ -51,6 +52,7 @@ class ProviderServer:
         self.posts = []
         self.connections = set()
         self.asked = threading.Event()
+        self.hung = threading.Event()
         self.released = threading.Event()
         self.lock = threading.Lock()
         handler = type("Bound", (_Handler,), {"server_": self})
@@ -120,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         if step == "hang":
-            server.released.wait(20)
+            server.hung.set()
+            server.released.wait(60)
             self.close_connection = True
             return
         if step == "drop":
@@ -206,14 +209,18 @@ class _Handler(BaseHTTPRequestHandler):
         if packer:
             self.send_header("content-encoding", "gzip")
         self.end_headers()
+        how, last = step if isinstance(step, tuple) else (step, 3)
         for place, piece in enumerate(pieces):
-            if step == "hang_mid" and place == 3:
-                self.server_.released.wait(20)
+            if how == "hang_mid" and place == last:
+                self.server_.hung.set()
+                self.server_.released.wait(60)
                 self.close_connection = True
                 return
-            if step == "cut" and place == 3:
+            if how == "cut" and place == last:
                 self._drop()
                 return
+            if how == "end" and place == last:
+                break
             self._chunk(
                 packer.compress(piece) + packer.flush(zlib.Z_SYNC_FLUSH) if packer else piece
             )

@@ -80,7 +80,8 @@ class Conversations:
         self._run = run
         self._is_own = is_own
         self._lock = threading.Lock()
-        self._kept: OrderedDict[int, Conversation] = OrderedDict()
+        self._kept: OrderedDict[Conversation, None] = OrderedDict()
+        self._by_head: dict[bytes, dict[Conversation, None]] = {}
         self._seat: Conversation | None = None
         self.trip: Trip | None = None
         self.latest: Conversation | None = None
@@ -92,8 +93,7 @@ class Conversations:
         with self._lock:
             found = self._found(wire, body, turns, results, head)
             if found is not None:
-                self._kept.pop(id(found), None)
-                self._kept[id(found)] = found
+                self._keep(found)
         if found is None:
             return Conversation(head, turns=turns)
         self._settle(found, results)
@@ -122,9 +122,9 @@ class Conversations:
         conversation.answer_turn = wire.answer_turn(said) if conversation.final else None
         with self._lock:
             self.latest = conversation
-            self._kept[id(conversation)] = conversation
+            self._keep(conversation)
             while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+                self._drop(next(iter(self._kept)))
 
     def ask(self, conversation: Conversation, calls: Sequence[ToolCall]) -> list[bool]:
         """Ask for the tool calls of a reply; tell for each whether the client gets it."""
@@ -167,7 +167,7 @@ class Conversations:
     def close(self) -> None:
         """Settle the tool calls that the client has got and never answered: the run ends."""
         with self._lock:
-            kept = list(self._kept.values())
+            kept = list(self._kept)
         for conversation in kept:
             for call in conversation.pending:
                 (conversation.run or self._run).finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
@@ -192,6 +192,20 @@ class Conversations:
         conversation.is_busy = False
         self.latest = conversation
 
+    def _keep(self, conversation: Conversation) -> None:
+        """Keep a conversation as the latest."""
+        self._drop(conversation)
+        self._kept[conversation] = None
+        self._by_head.setdefault(conversation.head, {})[conversation] = None
+
+    def _drop(self, conversation: Conversation) -> None:
+        self._kept.pop(conversation, None)
+        alike = self._by_head.get(conversation.head)
+        if alike is not None:
+            alike.pop(conversation, None)
+            if not alike:
+                del self._by_head[conversation.head]
+
     def _found(
         self,
         wire: Wire,
@@ -201,12 +215,12 @@ class Conversations:
         head: bytes,
     ) -> Conversation | None:
         follows = wire.follows(body)
-        ids = {one.id or one.name for one in results}
-        known = list(reversed(self._kept.values()))
-        for one in known:
-            if follows is not None and one.answer_id == follows:
-                return one
-            if one.head == head and len(turns) > one.length:
+        if follows is not None:
+            for one in reversed(self._kept):
+                if one.answer_id == follows:
+                    return one
+        for one in reversed(self._by_head.get(head, {})):
+            if len(turns) > one.length:
                 marks: set[str | None] = set()
                 for turn in turns[one.length :]:
                     mark = wire.reply_mark(turn)
@@ -215,10 +229,12 @@ class Conversations:
                     marks.update(mark)
                 if marks & one.mark:
                     return one
-        for one in known:
-            # The client has cut its history, or the provider keeps it.
-            if ids and ids <= {call.call.id or call.call.name for call in one.pending}:
-                return one
+        ids = {one.id or one.name for one in results}
+        if ids:
+            for one in reversed(self._kept):
+                # The client has cut its history, or the provider keeps it.
+                if ids <= {call.call.id or call.call.name for call in one.pending}:
+                    return one
         return None
 
     def _settle(self, conversation: Conversation, results: Sequence[Result]) -> None:

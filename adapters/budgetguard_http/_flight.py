@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from budgetguard_core import Trip
 from budgetguard_core.kit import Run, Watch
+
+_CONNECTED: Final = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
 class Flight:
@@ -28,14 +30,12 @@ class Flight:
         self._stream: Any = None
         self._is_shared = False
         self._shut: Callable[[], object] | None = None
-        self._watch: Watch | None = None
-        if run.time_left() is not None or not run.aborted:
-            self._watch = Watch(run, self._cut)
+        self._watch = Watch(run, self._cut)
 
     @property
     def trip(self) -> Trip | None:
         """Why the request was cut; None where it was not."""
-        return None if self._watch is None else self._watch.trip
+        return self._watch.trip
 
     def is_late(self) -> bool:
         """Tell whether the run has ended while the request was in flight."""
@@ -48,10 +48,10 @@ class Flight:
 
     def traced(self, event: str, info: Any) -> None:
         """Take an event of the connection: httpx's extension `trace`."""
-        if event.startswith("http2."):
-            self._is_shared = True
-        elif event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+        if event in _CONNECTED:
             self._stream = info.get("return_value")
+        elif event[:6] == "http2.":
+            self._is_shared = True
 
     def answered(self, response: Any) -> None:
         """Take the beginning of the answer, which tells its connection."""
@@ -65,8 +65,7 @@ class Flight:
     def close(self) -> None:
         """Say that it is over; safe to call again."""
         self._stream = self._shut = None
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
 
     def _cut(self) -> None:
         shut = self._shut

@@ -12,11 +12,14 @@ from typing import Any, Final, Protocol, cast
 
 from budgetguard_http.wires.wire import Event, record
 
+_END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_LONGEST_END: Final = 4
 _END_OF_EVENT: Final = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)|(?<=\r\r)")
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SMALLEST_FRAME: Final = 16
 _TEXT_HEADER: Final = 7
+_HEAD_OF_DEFLATE: Final = 2
 # The bytes of a header's value by its type: two booleans, byte, short, integer, long; a length and
 # bytes or text; a time and a UUID.
 _HEADER_SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
@@ -25,8 +28,12 @@ _HEADER_SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
 class Frames(Protocol):
     """How the events of one stream are written as bytes."""
 
-    def split(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Cut bytes into whole events and the rest."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes; return the events that are whole with them."""
+        ...
+
+    def rest(self) -> bytes:
+        """Take out what is left of an event that is not whole."""
         ...
 
     def parse(self, event: bytes) -> Event | None:
@@ -40,6 +47,29 @@ class Frames(Protocol):
 
 class ServerSentEvents:
     """`text/event-stream`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[bytes] = []
+        self._tail = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Cut after each empty line; a long event, which comes in many pieces, is searched once."""
+        if self._waiting:
+            edge = self._tail + data
+            if _END.search(edge) is None:
+                self._waiting.append(data)
+                self._tail = edge[-_LONGEST_END:]
+                return []
+            data = self.rest() + data
+        events, rest = self.split(data)
+        if rest:
+            self._waiting, self._tail = [rest], rest[-_LONGEST_END:]
+        return events
+
+    def rest(self) -> bytes:
+        """Take out what no empty line has ended yet."""
+        rest, self._waiting = b"".join(self._waiting), []
+        return rest
 
     def split(self, data: bytes) -> tuple[list[bytes], bytes]:
         """Cut after each empty line."""
@@ -57,7 +87,7 @@ class ServerSentEvents:
         if not data or data == b"[DONE]":
             return ("", "[DONE]") if data else None
         try:
-            parsed: Any = json.loads(data)
+            parsed: Any = json.loads(data.decode())
         except ValueError:
             return None
         return (name, record(cast("Any", parsed))) if isinstance(parsed, dict) else None
@@ -79,6 +109,27 @@ class EventStream:
 
     def __init__(self, *, wrapped: bool) -> None:
         self._wrapped = wrapped
+        self._waiting: list[bytes] = []
+        self._size = 0
+        self._needed = _SMALLEST_FRAME
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Cut where the frame that has begun is whole."""
+        self._waiting.append(data)
+        self._size += len(data)
+        if self._size < self._needed:
+            return []
+        events, rest = self.split(self.rest())
+        self._waiting, self._size = [rest], len(rest)
+        if len(rest) >= _SMALLEST_FRAME:
+            self._needed = max(_PRELUDE.unpack_from(rest)[0], _SMALLEST_FRAME)
+        return events
+
+    def rest(self) -> bytes:
+        """Take out what is left of a frame."""
+        rest = b"".join(self._waiting)
+        self._waiting, self._size, self._needed = [], 0, _SMALLEST_FRAME
+        return rest
 
     def split(self, data: bytes) -> tuple[list[bytes], bytes]:
         """Cut by the lengths that the frames begin with."""
@@ -149,10 +200,46 @@ def frames_of(content_type: str, path: str) -> Frames | None:
 def inflater(encoding: str) -> Callable[[bytes], bytes] | None:
     """Return what decompresses a stream piece by piece; None for an encoding that is unknown."""
     if encoding == "gzip":
-        return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress
-    if encoding == "deflate":
-        return zlib.decompressobj().decompress
-    return None
+        return _Inflater(zlib.MAX_WBITS | 16).inflate
+    return _Inflater(zlib.MAX_WBITS).inflate if encoding == "deflate" else None
+
+
+class _Inflater:
+    """Decompresses a stream, of one member or of several.
+
+    Args:
+        bits: As zlib takes them.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+        self._inner = zlib.decompressobj(bits)
+        self._began = False
+        self._head = b""
+
+    def inflate(self, data: bytes) -> bytes:
+        """Decompress a piece."""
+        out = b""
+        if not self._began:
+            data = self._head + data
+            if len(data) < _HEAD_OF_DEFLATE:
+                self._head = data
+                return b""
+        while data:
+            try:
+                out += self._inner.decompress(data)
+            except zlib.error:
+                if self._began or self._bits != zlib.MAX_WBITS:
+                    raise
+                # Some servers leave out the head of what they call deflate.
+                self._bits = -zlib.MAX_WBITS
+                self._inner = zlib.decompressobj(self._bits)
+                continue
+            self._began = True
+            data = self._inner.unused_data
+            if data:
+                self._inner = zlib.decompressobj(self._bits)
+        return out
 
 
 def _text_header(name: str, value: str) -> bytes:

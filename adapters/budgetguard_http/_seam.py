@@ -21,6 +21,7 @@ from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, async_stream, sync_stream
 
 _REDIRECTS = range(300, 400)
+_FIRST_PATH = "budgetguard_first_path"
 _PHASES = ("connect", "read", "write", "pool")
 # What a whole answer that was read here brings along that its content does not fit to any more.
 _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
@@ -79,7 +80,7 @@ class Seam:
                 outgoing.extensions = extensions
                 response = send(outgoing)
             flight.answered(response)
-            if not _is_an_answer(response, call):
+            if not _is_an_answer(request, response, call):
                 return response
             passing = _passing(response, call)
             if passing is None:
@@ -168,7 +169,7 @@ class Seam:
     ) -> Any:
         with call.run.entered(call.opened):
             response = await send(_outgoing(mod, request, call))
-        if not _is_an_answer(response, call):
+        if not _is_an_answer(request, response, call):
             return response
         passing = _passing(response, call)
         if passing is None:
@@ -185,7 +186,7 @@ class Seam:
         run = self._here()
         if run is None:
             return None
-        if not may_be_posted(request.url.host, request.url.path, self._policy_of(run)):
+        if not may_be_posted(request.url.host, _path_of(request), self._policy_of(run)):
             return None
         return None if is_off(run) else run
 
@@ -195,19 +196,23 @@ def _module_of(request: Any) -> Any:
 
 
 def _read(request: Any, policy: Policy) -> Posted | None:
-    url = request.url
-    return read_posted(url.host, url.path, request.headers, request.content, policy)
+    path = _path_of(request)
+    return read_posted(request.url.host, path, request.headers, request.content, policy)
+
+
+def _path_of(request: Any) -> str:
+    """Return where a request went before it was redirected: that tells its format."""
+    path: str = request.extensions.get(_FIRST_PATH) or request.url.path
+    return path
 
 
 def _outgoing(mod: Any, request: Any, call: Call) -> Any:
     """Return the request as it goes out: with the bound, a nudge, and the time that is left."""
     content = call.content()
     if content is not None:
-        headers = [
-            (name, value)
-            for name, value in request.headers.raw
-            if name.lower() not in (b"content-length", b"transfer-encoding")
-        ]
+        headers = request.headers.copy()
+        headers.pop("transfer-encoding", None)
+        headers["content-length"] = str(len(content))
         request = mod.Request(
             request.method,
             request.url,
@@ -228,9 +233,11 @@ def _outgoing(mod: Any, request: Any, call: Call) -> Any:
     return request
 
 
-def _is_an_answer(response: Any, call: Call) -> bool:
+def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
     """Settle what is no answer of a model: a redirect, or an error."""
     if response.status_code in _REDIRECTS:
+        # The client takes the extensions along to wherever it is sent.
+        request.extensions = {**request.extensions, _FIRST_PATH: call.posted.path}
         call.unmade()
         return False
     if response.is_error:
@@ -243,10 +250,11 @@ def _passing(response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
     headers = response.headers
     posted = call.posted
-    frames = frames_of(headers.get("content-type", ""), posted.path)
+    content_type = headers.get("content-type", "")
+    frames = frames_of(content_type, posted.path)
     if not posted.is_streamed and frames is None:
         return None
-    if headers.get("content-type", "").startswith("application/json"):
+    if content_type.startswith("application/json"):
         return None
     passing = Passing(call, frames, headers.get("content-encoding", ""))
     if passing.inflates:

@@ -42,7 +42,6 @@ class Passing:
                 self._editor = None
         self.inflates = self._inflate is not None
         self.is_plain = False
-        self._buffer = b""
         self._began = False
 
     def feed(self, data: bytes) -> bytes:
@@ -51,8 +50,7 @@ class Passing:
             return data
         if self._inflate is not None and not self.is_plain:
             data = self._inflate(data)
-        events, self._buffer = self._frames.split(self._buffer + data)
-        return b"".join(map(self._passed, events))
+        return b"".join(map(self._passed, self._frames.feed(data)))
 
     def _passed(self, event: bytes) -> bytes:
         editor = self._editor
@@ -83,7 +81,7 @@ class Passing:
     def last(self) -> bytes:
         """Take the end of the stream; return what is left for the reader."""
         editor = self._editor
-        rest, self._buffer = self._buffer, b""
+        rest = self._frames.rest()
         out = b""
         if editor is not None:
             if rest.strip():
@@ -137,7 +135,7 @@ def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[
         for data in inner:
             if out := passing.feed(data):
                 yield out
-            if not passing.call.is_settled and flight.is_late():
+            if flight.trip is not None and not passing.call.is_settled:
                 yield cut(None)
                 return
         if out := passing.last():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from budgetguard_core.kit.alarms import ALARMS
 from budgetguard_core.kit.run import Run
 from budgetguard_core.stop import Trip
 
@@ -73,10 +74,7 @@ class Watch:
             if self._loop is not None:
                 self._timer = self._loop.call_later(seconds, self._look)
             else:
-                timer = threading.Timer(seconds, self._look)
-                timer.daemon = True
-                timer.start()
-                self._timer = timer
+                self._timer = ALARMS.set(seconds, self._look)
 
     def _aborted(self) -> None:
         loop = self._loop

@@ -13,7 +13,8 @@ import pytest
 SCRIPT = """
 import asyncio, json, sys, warnings
 warnings.simplefilter("ignore")
-import aiohttp, boto3, httpx, httpx2, requests, urllib.request, websockets, websockets.sync.client
+import aiohttp, boto3, httpx, httpx2, openai, requests
+import urllib.request, websockets, websockets.sync.client
 from botocore.config import Config
 from budgetguard_core import Budget
 from budgetguard_http import bounded_clients, install, uncovered_hosts
@@ -38,6 +39,12 @@ async def by_websockets(url):
     async with websockets.connect("wss" + url):
         pass
 
+def by_realtime(url):
+    base = "wss" + url.removesuffix("/chat/completions")
+    client = openai.OpenAI(api_key="k", websocket_base_url=base)
+    with client.realtime.connect(model="gpt-realtime"):
+        pass
+
 def by_boto3(url):
     session = boto3.Session("k", "s", region_name="us-east-1")
     config = Config(retries={"total_max_attempts": 1})
@@ -50,14 +57,22 @@ WAYS = {
     "aiohttp": lambda url: asyncio.run(by_aiohttp(url)),
     "websockets": lambda url: asyncio.run(by_websockets(url)),
     "websockets.sync": lambda url: websockets.sync.client.connect("wss" + url),
+    "realtime of openai": by_realtime,
     "httpx": lambda url: httpx.post("https" + url, json=ASK),
     "httpx2": lambda url: httpx2.post("https" + url, json=ASK),
     "httpx2, async": lambda url: asyncio.run(by_httpx(url)),
     "boto3": by_boto3,
 }
+# The last but one is what aiobotocore asks for, over aiohttp.
+HOSTS = (
+    "api.openai.com",
+    "API.Anthropic.com.",
+    "bedrock-runtime.eu-west-1.amazonaws.com",
+    "example.com",
+)
 seen = {}
 for name, act in WAYS.items():
-    for host in ("api.openai.com", "API.Anthropic.com.", "example.com"):
+    for host in HOSTS:
         before = sum(uncovered_hosts().values())
         with bounded_clients(Budget(loop_detection=None)) as block:
             try:
@@ -77,9 +92,16 @@ def told():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("way", ["requests", "urllib", "aiohttp", "websockets", "websockets.sync"])
+PAST = ["requests", "urllib", "aiohttp", "websockets", "websockets.sync", "realtime of openai"]
+
+
+@pytest.mark.parametrize("way", PAST)
 def test_what_goes_past_the_seam_is_counted_and_named_in_the_outcome(told, way):
-    for host, known in (("api.openai.com", "api.openai.com"), ("API.Anthropic.com.", "anthropic")):
+    for host, known in (
+        ("api.openai.com", "api.openai.com"),
+        ("API.Anthropic.com.", "anthropic"),
+        ("bedrock-runtime.eu-west-1.amazonaws.com", "bedrock-runtime.eu-west-1"),
+    ):
         is_seen, errors = told["seen"][f"{way} {host}"]
         assert is_seen
         assert any("went past the bounded clients" in one and known in one for one in errors)
@@ -91,4 +113,8 @@ def test_what_goes_through_the_seam_is_not(told, way):
 
 
 def test_other_hosts_are_nobodys_business(told):
-    assert sorted(told["hosts"]) == ["api.anthropic.com", "api.openai.com"]
+    assert sorted(told["hosts"]) == [
+        "api.anthropic.com",
+        "api.openai.com",
+        "bedrock-runtime.eu-west-1.amazonaws.com",
+    ]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import version
+from pathlib import Path
+
 import openai
 import pytest
 from pytest_examples import CodeExample, EvalExample, find_examples
 
+from http_flows import BY_SDK
 from layout import ROOT
 from provider_server import ProviderServer
 
@@ -51,3 +56,32 @@ def test_block_prints_what_it_says(block: CodeExample, eval_example: EvalExample
                 "confirm": lambda question: True,
             },
         )
+
+
+def table():
+    """Return the flows that the README names, and the releases they ran with, by SDK."""
+    _, found = README.read_text(encoding="utf-8").split("| SDK | flows |\n|---|---|\n")
+    flows, releases = {}, {}
+    for line in found.partition("\n\n")[0].splitlines():
+        name, told = line.strip("| ").split(" | ")
+        sdk, release = name.split()
+        releases[sdk] = release
+        flows[sdk] = told.split(", ")
+    return flows, releases
+
+
+def test_the_table_names_the_flows_that_are_tested():
+    flows, _ = table()
+    bedrock = (Path(__file__).parent / "test_http_bedrock.py").read_text(encoding="utf-8")
+    operations = set(
+        re.findall(r"client(?:_of\(server\))?\.(converse\w*|invoke_model\w*)\(", bedrock)
+    )
+    told = flows.pop("boto3")
+    assert sorted(told) == sorted(f"`{one}`" for one in operations)
+    assert flows == {sdk: list(named) for sdk, named in BY_SDK.items()}
+
+
+def test_the_table_names_the_generation_that_is_installed():
+    _, releases = table()
+    for sdk, release in releases.items():
+        assert release.split(".")[0] == version(sdk).split(".")[0]

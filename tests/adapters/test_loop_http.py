@@ -192,7 +192,7 @@ async def test_a_provider_that_hangs_is_cut_and_its_connection_closed(httpserver
     release = threading.Event()
 
     def hang(request):
-        release.wait(10)
+        release.wait(60)
         return Response("{}")
 
     httpserver.expect_request("/v1/chat/completions").respond_with_handler(hang)
@@ -205,7 +205,7 @@ async def test_a_provider_that_hangs_is_cut_and_its_connection_closed(httpserver
     release.set()
     wait_until(lambda: httpserver.log)  # or the next test would find it there
     assert outcome.stop_reason is StopReason.MAX_SECONDS
-    assert outcome.usage.seconds < 5
+    assert outcome.usage.seconds < 30
     check_history(normal(outcome.messages))
 
 

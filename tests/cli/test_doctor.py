@@ -64,7 +64,7 @@ def test_a_covered_script(doctor):
 @pytest.mark.parametrize(
     "script",
     [
-        "import boto3; boto3.client('bedrock-runtime')",
+        "import aiobotocore.session as s; s.get_session().create_client('bedrock-runtime')",
         "import requests\nrequests.post('https://api.openai.com/v1/completions')",
         "from urllib import request\nrequest.urlopen('http://localhost/v1/chat/completions')",
         "import agents.realtime",
@@ -79,6 +79,11 @@ def test_what_is_not_covered_ends_with_1(doctor, script):
     assert code == 1
     (problem,) = names(found, "problem")
     assert problem[0] in ("way", "script")
+
+
+def test_bedrock_through_boto3_is_covered(doctor):
+    code, found = doctor("import boto3; boto3.client('bedrock-runtime')")
+    assert (code, names(found, "ok")) == (0, [("client", "boto3")])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from budgetguard_http import (
     uncovered_hosts,
     uninstall,
 )
-from budgetguard_http.coverage import COVERED, UNCOVERED, gaps
 
 with bounded_clients(Budget(max_iterations=3), on_trip="raise", exempt=["mine-*"]) as block:
     guard: Guard = block.guard
@@ -53,7 +52,6 @@ install(watch_connections=True)
 uninstall()
 counts: dict[str, int] = uncovered_hosts()
 said: str = report_progress(["a"], "b", 3)
-names: list[str] = [way.name for way in (*COVERED, *UNCOVERED)] + gaps()
 
 bounded_clients(Budget(), on_unknown="perhaps")  # type: ignore[arg-type]
 BudgetTransport(Budget(), on_trip="never")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from budgetguard_cli.doctor.declared import Covered, Declared
+from budgetguard_cli.doctor.declared import Covered, Declared, Uncovered
 from budgetguard_cli.doctor.source import Source
 from budgetguard_core import BudgetGuardError, PriceBook
 from budgetguard_core.ledger import Ledger
@@ -44,7 +44,7 @@ def packages(all_of: Declared, source: Source | None) -> Iterator[Finding]:
     """Look at frameworks and clients: those that a script uses, or all that are installed."""
     told: set[str] = set()
     for one in all_of.covered:
-        used = source is not None and source.imports(one.module)
+        used = source is not None and _uses(source, one)
         if source is not None and not used:
             continue
         if one.installed is None and not used:
@@ -79,15 +79,19 @@ def _package(one: Covered) -> Finding:
 def ways(all_of: Declared, source: Source) -> Iterator[Finding]:
     """Look for what a script uses and nothing covers."""
     for one in all_of.uncovered:
-        if source.imports(one.module) and (
-            not one.texts or any(_names(source, text) for text in one.texts)
-        ):
+        if _uses(source, one):
             yield Finding(
                 kind="way",
                 name=one.module,
                 status="problem",
                 detail=f"not covered: {one.why}. Way out: {one.instead}.",
             )
+
+
+def _uses(source: Source, one: Covered | Uncovered) -> bool:
+    return source.imports(one.module) and (
+        not one.texts or any(_names(source, text) for text in one.texts)
+    )
 
 
 def _names(source: Source, text: str) -> bool:

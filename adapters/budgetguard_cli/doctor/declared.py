@@ -28,6 +28,7 @@ class Covered:
         module: What a script imports.
         distribution: What is installed.
         extra: The extra of ours that brings it, with its range of releases.
+        texts: It does other work, too: it counts where the script names one of these.
         gaps: What the adapter does not cover there.
     """
 
@@ -35,6 +36,7 @@ class Covered:
     module: str
     distribution: str
     extra: str
+    texts: Sequence[str] = ()
     gaps: Sequence[str] = ()
 
     @property

@@ -198,6 +198,12 @@ class MessagesEditor(Editor):
             self._open = None
         return None
 
+    def rest(self) -> list[Event]:
+        """Take an end without the last figures: those of the beginning are not the answer's."""
+        if self.answer.usage is not None and not self.is_settled:
+            self.answer.usage = self.answer.usage._replace(estimated=True)
+        return []
+
     def closing(self, text: str) -> list[Event]:
         """Close the open block and the message."""
         events: list[Event] = []

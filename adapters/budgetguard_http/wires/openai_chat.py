@@ -31,13 +31,7 @@ from budgetguard_http.wires.wire import (
 DONE: Final[Event] = ("", "[DONE]")
 _FORMS: Final = frozenset({"json_schema", "json_object"})
 _TEXT: Final = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
-_MORE_THAN_TEXT: Final = (
-    b'"tool_calls"',
-    b'"finish_reason":"',
-    b'"finish_reason": "',
-    b'"usage"',
-    b"[DONE]",
-)
+_MORE_THAN_TEXT: Final = re.compile(rb'"tool_calls"|"finish_reason": ?"|"usage"|\[DONE\]')
 _ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
 
 
@@ -63,6 +57,10 @@ class OpenAIChat(Wire):
             tools=items(body.get("tools")),
             output_schema=body.get("response_format"),
         )
+
+    def turns(self, body: Body) -> list[Any]:
+        """Return the messages."""
+        return items(body.get("messages"))
 
     def results(self, body: Body) -> list[Result]:
         """Return the tool messages at the end."""
@@ -180,13 +178,13 @@ class ChatEditor(Editor):
 
     def needs(self, event: bytes) -> bool:
         """Tell by the names of what is more than text."""
-        return bool(self._held) or any(mark in event for mark in _MORE_THAN_TEXT)
+        return bool(self._held) or _MORE_THAN_TEXT.search(event) is not None
 
     def skim(self, event: bytes) -> None:
         """Find the text without parsing JSON, which most of the time would go into."""
         for piece in _TEXT.findall(event):
             try:
-                self.answer.says(json.loads(piece))
+                self.answer.says(json.loads(piece.decode()))
             except ValueError:
                 continue
 

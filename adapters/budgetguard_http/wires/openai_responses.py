@@ -175,7 +175,10 @@ class ResponsesEditor(Editor):
         super().__init__(answer, ask)
         self._wire = wire
         self._response: Body = _response(model, [])
-        self._items: list[Body] = []
+        self._items: dict[int, Body] = {}
+        """The items that the reader has got, by their places; those in `_open` not to their end."""
+        self._open: set[int] = set()
+        self._open_parts: set[int] = set()
         self._held: list[Event] = []
         self._sent = 0
 
@@ -189,8 +192,6 @@ class ResponsesEditor(Editor):
         kind = str(data.get("type"))
         if kind == "response.created":
             self._response = record(data.get("response"))
-        elif kind == "response.output_item.done":
-            self._items.append(record(data.get("item")))
         elif kind.endswith("output_text.delta"):
             self.answer.says(data.get("delta"))
         elif kind.endswith(".delta"):
@@ -208,26 +209,75 @@ class ResponsesEditor(Editor):
             return []
         number = data.get("sequence_number")
         self._sent = number + 1 if isinstance(number, int) else self._sent
+        self._passed_on(kind, data)
         return None
 
+    def _passed_on(self, kind: str, data: Body) -> None:
+        """Note what the reader has got, to close it in good order where the answer is cut."""
+        place = data.get("output_index")
+        if not isinstance(place, int):
+            return
+        if kind == "response.output_item.added":
+            self._items[place] = {**record(data.get("item"))}
+            self._open.add(place)
+        elif kind == "response.output_item.done":
+            self._items[place] = record(data.get("item"))
+            self._open.discard(place)
+        elif place not in self._open:
+            return
+        elif kind == "response.content_part.added":
+            item = self._items[place]
+            item["content"] = [*items(item.get("content")), {**record(data.get("part"))}]
+            self._open_parts.add(place)
+        elif kind == "response.content_part.done":
+            self._items[place]["content"][-1:] = [record(data.get("part"))]
+            self._open_parts.discard(place)
+        elif kind == "response.output_text.delta" and place in self._open_parts:
+            part = self._items[place]["content"][-1]
+            part["text"] = f"{part.get('text') or ''}{data.get('delta') or ''}"
+
     def closing(self, text: str) -> list[Event]:
-        """Complete what there is; items that were begun and not done are left out."""
-        done = [item for item in self._items if item.get("type") not in _LOCAL]
+        """Complete what there is; tool calls, of which some were held back, are left out."""
+        said = bool(self.answer.said)
         events: list[Event] = []
-        said = "".join(self.answer.said)
+        for place in sorted(self._open):
+            item = self._items[place]
+            if item.get("type") == "message":
+                events += self._finished(place, item, "" if said else text)
+            elif not _is_call(item):
+                events.append(("response.output_item.done", {"output_index": place, "item": item}))
+        done = [self._items[place] for place in sorted(self._items)]
+        done = [item for item in done if not _is_call(item)]
         if not any(item.get("type") == "message" for item in done):
-            # A message that was begun is completed with what it has said so far.
-            place = len(done)
-            message = _message(said or text)
-            if not said:
-                events += _message_events(place, text)
-            else:
-                events.append(
-                    ("response.output_item.done", {"output_index": place, "item": message})
-                )
-            done = [*done, message]
+            events += _message_events(max(self._items, default=-1) + 1, text)
+            done.append(_message(text))
         response = {**self._response, "status": "completed", "output": done}
         return _numbered([*events, ("response.completed", {"response": response})], self._sent)
+
+    def _finished(self, place: int, item: Body, text: str) -> list[Event]:
+        """Finish a message that was begun, with a text where nothing was said."""
+        events: list[Event] = []
+        parts: list[Body] = items(item.get("content"))
+        at: Body = {"item_id": item.get("id"), "output_index": place}
+        if not parts:
+            empty: Body = {"type": "output_text", "text": "", "annotations": []}
+            parts = [{**empty}]
+            self._open_parts.add(place)
+            events.append(
+                ("response.content_part.added", {**at, "content_index": 0, "part": empty})
+            )
+        at["content_index"], part = len(parts) - 1, parts[-1]
+        if place in self._open_parts:
+            if part.get("type") == "output_text":
+                if text:
+                    part["text"] = text
+                    said: Body = {"delta": text, "logprobs": []}
+                    events.append(("response.output_text.delta", {**at, **said}))
+                whole: Body = {"text": part.get("text") or "", "logprobs": []}
+                events.append(("response.output_text.done", {**at, **whole}))
+            events.append(("response.content_part.done", {**at, "part": part}))
+        item.update(status="completed", content=parts)
+        return [*events, ("response.output_item.done", {"output_index": place, "item": item})]
 
     def _take_over(self, whole: Answer) -> None:
         answer = self.answer

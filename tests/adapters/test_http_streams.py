@@ -1,0 +1,221 @@
+"""Streams as no SDK's server sends them: cut anywhere, other line ends, comments, huge lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+
+import httpx2
+import pytest
+
+from budgetguard_core import Budget
+from budgetguard_http import BudgetTransport
+from budgetguard_http._frames import ServerSentEvents
+
+TEXT = "Grüße, 世界 🌍"
+USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+ASK = {"model": "gpt-4o", "messages": [{"role": "user", "content": "go"}], "stream": True}
+URL = "http://provider/v1/chat/completions"
+
+
+def events(text=TEXT, calls=1):
+    """A chat completion with a text and tool calls, its characters not escaped."""
+    base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "gpt-4o"}
+    deltas = [{"role": "assistant", "content": ""}, {"content": text[:3]}, {"content": text[3:]}]
+    for index in range(calls):
+        function = {"name": "read_file", "arguments": json.dumps({"path": f"ä{index}"})}
+        call = {"index": index, "id": f"call_{index}", "type": "function", "function": function}
+        deltas.append({"tool_calls": [call]})
+    finish = "tool_calls" if calls else "stop"
+    chunks = [
+        {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        for delta in deltas
+    ]
+    chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    chunks.append({**base, "choices": [], "usage": USAGE})
+    return [json.dumps(chunk, ensure_ascii=False) for chunk in chunks] + ["[DONE]"]
+
+
+def written(lines, end="\n", comment=False, name=False):
+    parts = []
+    for line in lines:
+        before = f": keep-alive{end}{end}: another{end}" if comment else ""
+        before += f"id: 7{end}event: chunk{end}retry: 10{end}" if name else ""
+        parts.append(f"{before}data: {line}{end}{end}")
+    return "".join(parts).encode()
+
+
+class Pieces(httpx2.SyncByteStream):
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def __iter__(self):
+        yield from self.pieces
+
+
+def exchange(pieces, *, encoding=None, budget=None, ask=ASK):
+    """Send a request through the seam; return what its client reads, and the outcome."""
+    headers = {"content-type": "text/event-stream; charset=utf-8"}
+    if encoding:
+        headers["content-encoding"] = encoding
+
+    def answer(request):
+        return httpx2.Response(200, headers=headers, stream=Pieces(pieces))
+
+    transport = BudgetTransport(
+        budget or Budget(loop_detection=None), httpx2.MockTransport(answer), ask_for_usage=False
+    )
+    with httpx2.Client(transport=transport) as client:
+        content = client.post(URL, json=ask).content
+    return content, transport.outcome
+
+
+def said_in(content):
+    found, calls = "", 0
+    for event in ServerSentEvents().split(content)[0]:
+        _, data = ServerSentEvents().parse(event) or ("", "[DONE]")
+        for choice in data["choices"] if data != "[DONE]" else ():
+            found += choice["delta"].get("content") or ""
+            calls += len(choice["delta"].get("tool_calls") or ())
+    return found, calls
+
+
+ENDS = pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+
+
+@ENDS
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("extra", ["plain", "comments", "names"])
+def test_a_stream_may_be_cut_anywhere(end, size, extra):
+    lines = written(events(), end, comment=extra == "comments", name=extra == "names")
+    pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
+    content, outcome = exchange(pieces)
+    assert said_in(content) == (TEXT, 1)
+    usage = outcome.usage
+    assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 1)
+
+
+@ENDS
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_stream_without_tool_calls_passes_byte_by_byte(end, size):
+    lines = written(events(calls=0), end, comment=True, name=True)
+    pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
+    content, outcome = exchange(pieces)
+    assert (content, outcome.usage.total_tokens) == (lines, 110)
+
+
+@ENDS
+@pytest.mark.parametrize("size", [1, 5])
+def test_calls_are_taken_out_of_it_all_the_same(end, size):
+    lines = written(events(calls=3), end, comment=True)
+    pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    content, outcome = exchange(pieces, budget=budget)
+    assert said_in(content) == (TEXT, 2)
+    assert outcome.usage.tool_calls == 2
+    assert content.rstrip().endswith(b"[DONE]")
+
+
+def test_the_last_event_needs_no_empty_line():
+    lines = written(events(calls=0)[:-1]).rstrip()
+    content, outcome = exchange([lines])
+    assert content == lines
+    assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
+
+
+def test_data_may_be_spread_over_lines():
+    first, *others = events()
+    spread = "data: " + first[:10] + "\ndata:" + first[10:] + "\n\n"
+    content, outcome = exchange([spread.encode() + written(others)])
+    assert said_in(content)[0] == TEXT
+    assert outcome.usage.total_tokens == 110
+
+
+def test_what_is_no_json_passes_as_it_came():
+    strange = b"data: {not json\n\ndata: [1, 2]\n\ndata:\n\nnonsense\n\n\xff\xfe\n\n"
+    lines = strange + written(events(calls=0))
+    content, outcome = exchange([lines])
+    assert content == lines
+    assert outcome.usage.total_tokens == 110
+
+
+def test_a_huge_line_is_looked_at_once():
+    """Cut into many pieces: work that grows with their square would not end in this test."""
+    text = "x" * 6_000_000
+    lines = written(events(text, calls=0))
+    pieces = [lines[at : at + 1_000] for at in range(0, len(lines), 1_000)]
+    content, outcome = exchange(pieces)
+    assert content == lines
+    assert outcome.usage.total_tokens == 110
+
+
+def packed(encoding, data):
+    if encoding == "gzip":
+        return gzip.compress(data)
+    if encoding == "deflate":
+        return zlib.compress(data)
+    packer = zlib.compressobj(wbits=-15)  # what some servers mean by deflate
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw deflate"])
+@pytest.mark.parametrize("size", [1, 50, 10**6])
+def test_a_compressed_stream_is_read_and_edited(encoding, size):
+    lines = packed(encoding, written(events(calls=3)))
+    pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    content, outcome = exchange(pieces, encoding=encoding.split()[-1], budget=budget)
+    assert said_in(content) == (TEXT, 2)
+    assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
+
+
+def test_a_stream_of_two_gzip_members_is_read_to_its_end():
+    one, two = written(events()[:3]), written(events()[3:])
+    content, outcome = exchange([gzip.compress(one) + gzip.compress(two)], encoding="gzip")
+    assert said_in(content) == (TEXT, 1)
+    assert outcome.usage.total_tokens == 110
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "x-unknown"])
+def test_an_encoding_that_nobody_reads_passes_as_it_came_and_is_estimated(encoding):
+    lines = b"\x01not what anybody can read\xff" * 10
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream", "content-encoding": encoding}
+        return httpx2.Response(200, headers=headers, stream=Pieces([lines]))
+
+    transport = BudgetTransport(Budget(loop_detection=None), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client:
+        with client.stream("POST", URL, json=ASK) as response:
+            assert b"".join(response.iter_raw()) == lines
+            assert response.headers["content-encoding"] == encoding
+    usage = transport.outcome.usage
+    assert (usage.model_calls, usage.estimated_calls) == (1, 1)
+    assert transport.run.guard.open_calls() == ()
+
+
+@pytest.mark.parametrize("how", ["left", "failed"])
+def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_open(how):
+    def pieces():
+        yield written(events()[:2])
+        if how == "failed":
+            raise httpx2.ReadError("reset")
+        yield written(events()[2:])
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, headers=headers, stream=Pieces(pieces()))
+
+    transport = BudgetTransport(Budget(max_total_tokens=9_000), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client:
+        with client.stream("POST", URL, json=ASK) as response:
+            try:
+                for _ in response.iter_bytes():
+                    if how == "left":
+                        break
+            except httpx2.ReadError:
+                assert how == "failed"
+    usage = transport.outcome.usage
+    assert (usage.model_calls, usage.estimated_calls, usage.reserved_tokens) == (1, 1, 0)
+    assert transport.run.guard.open_calls() == ()
