@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -165,11 +165,16 @@ class SqliteLedgerStore:
         return (found.st_dev, found.st_ino)
 
     def _disconnect(self) -> None:
-        if self._db is not None:
-            self._db.close()
-        if self._file is not None:
-            self._file.close()
+        db, file = self._db, self._file
         self._db = self._file = None
+        if db is not None:
+            # The last one to close a file writes its log back. A lock that nobody frees is no
+            # reason to stay open.
+            with suppress(TimeoutError), file or nullcontext():
+                db.close()
+            db.close()
+        if file is not None:
+            file.close()
 
     @contextmanager
     def _writing(self) -> Generator[sqlite3.Connection]:

@@ -308,3 +308,20 @@ def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
         ledger.close()
     finally:
         place.remove()
+
+
+def test_a_sqlite_file_is_closed_under_its_lock(sqlite):
+    """The last one to close it writes its log back, which must not meet a commit."""
+    store = sqlite.store()
+    real, held = store._db, []
+
+    class Closing:
+        def close(self):
+            other = FileLock(Path(f"{sqlite.path}.lock"), 0.0)
+            held.append(not other.acquire())
+            other.close()
+            real.close()
+
+    store._db = Closing()
+    store.close()
+    assert held[0] is True
