@@ -15,7 +15,7 @@ from typing import Any, cast
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.file_lock import FileLock
-from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.amounts import LARGEST_CEILING, ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -81,7 +81,7 @@ class SqliteLedgerStore:
         LedgerUnreachable: The file cannot be used.
     """
 
-    largest_ceiling = 2**62
+    largest_ceiling = LARGEST_CEILING
 
     def __init__(
         self,
