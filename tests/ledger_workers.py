@@ -15,9 +15,12 @@ import threading
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_dollars
+from ledger_servers import ZONE
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ledger_workers"])
+# What this module imports, and the drivers: importing them takes each process longer than what it
+# is started for. Not the module itself: before Python 3.13 the server does not know the path.
+CONTEXT.set_forkserver_preload(["pytest", "budgetguard_core.ledger", "redis", "psycopg"])
 
 
 def start(target, *arguments):
@@ -34,7 +37,8 @@ def pairs(url, keys, ceiling, count, mode, seed, queue, out):
         daily_usd=to_dollars(ceiling),
         monthly_usd=to_dollars(ceiling * 2),
         lease=mode,
-        timeout=30.0,
+        timeout=60.0,
+        time_zone=ZONE,
         queue=queue,
     )
     spent = refused = 0
@@ -71,8 +75,6 @@ def pairs(url, keys, ceiling, count, mode, seed, queue, out):
 
 def kill_many(url, keys, kills, folder, queue):
     """Start workers, two at a time, and kill each at a moment of its own."""
-    importlib.import_module("redis")  # once, and not in every child
-    importlib.import_module("psycopg")
     rnd = random.Random(5)
     pause = threading.Event()
     for number in range(0, kills, 2):
@@ -98,7 +100,8 @@ def kill_many(url, keys, kills, folder, queue):
 def bill_for_ever(url, keys, mode, path, seed, queue):
     """Spend until killed; each bill is one write before its settlement."""
     rnd = random.Random(seed)
-    ledger = Ledger(url, daily_usd=10**6, lease=mode, timeout=1.0, queue=queue)
+    options = {"lease": mode, "timeout": 1.0, "time_zone": ZONE, "queue": queue}
+    ledger = Ledger(url, daily_usd=10**6, **options)
     run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     while True:
@@ -122,7 +125,7 @@ def first_use(url, barrier, out):
     """Open an empty ledger at the same moment as others."""
     barrier.wait()
     try:
-        ledger = Ledger(url, timeout=20.0)
+        ledger = Ledger(url, timeout=60.0, time_zone=ZONE)
         ledger.reserve("acme", usd=1)
         out.put(ledger.id)
     except LedgerRefused as error:
@@ -134,7 +137,8 @@ def fill(url, queue, out):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
     spent, refused = 0, None
-    with Ledger(url, lease="exact", daily_usd=10**6, queue=queue) as ledger:
+    options = {"lease": "exact", "time_zone": ZONE, "queue": queue}
+    with Ledger(url, daily_usd=10**6, **options) as ledger:
         ledger.connection._pause_ns = 0
         for number in range(5000):
             try:
@@ -148,7 +152,8 @@ def fill(url, queue, out):
 
 def allowed_and_killed(url, queue):
     """Be allowed to spend while the store cannot be reached, and die before it can."""
-    ledger = Ledger(url, on_ledger_error="allow", timeout=0.1, queue=queue)
+    options = {"on_ledger_error": "allow", "timeout": 0.1, "time_zone": ZONE, "queue": queue}
+    ledger = Ledger(url, **options)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.settle(run.obtain(2 * 10**8, 5), Amount(2 * 10**8, 5), Amount(10**8, 5))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,10 @@ NANO_USD_PER_USD = 10**9
 """The unit of money in a ledger. One cached token may cost 25 of them."""
 LARGEST_STEP = 2**52 - 1
 """The most that one step may move, in either dimension: $4,503,599."""
+LARGEST_CEILING = 2**62
+"""What a ceiling has to be below, in either dimension, in SQLite and PostgreSQL."""
+LARGEST_CEILING_IN_LUA = 2**52
+"""The same in Redis: Lua's numbers are doubles, which hold the sum of two such figures exactly."""
 
 # Above any precision that an amount needs, whatever the caller's own context is.
 _CONTEXT = Context(prec=60, rounding=ROUND_CEILING)
@@ -39,7 +43,7 @@ def to_nano(dollars: Decimal | float) -> int:
             'Use Decimal("0.05") for five cents.'
         )
     # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
-    amount = dollars if isinstance(dollars, Decimal) else Decimal(repr(dollars))
+    amount = Decimal(repr(dollars)) if isinstance(dollars, float) else Decimal(dollars)
     if not (amount.is_finite() and amount >= 0 and amount.adjusted() < 30):
         raise ConfigurationError(
             f"usd must be finite, >= 0 and below 10**30, got {_show(dollars)}. Use 0 for nothing."
@@ -75,6 +79,20 @@ def to_amount(usd: Decimal | float, tokens: int) -> Amount:
     return amount
 
 
+def check_ceiling(ceiling: Amount, largest: int) -> Amount:
+    """Return a pair of ceilings that a store can count.
+
+    Raises:
+        ConfigurationError: One of them is not below `largest`.
+    """
+    if max(ceiling) >= largest:
+        raise ConfigurationError(
+            f"a ceiling in this store must be below ${to_dollars(largest)} and {largest} "
+            "tokens, got more. Use another store."
+        )
+    return ceiling
+
+
 def to_ceiling(usd: Decimal | float | None, tokens: int | None) -> Amount:
     """Check a pair of ceilings; None is no ceiling, which is kept as 0.
 
@@ -95,4 +113,6 @@ def to_ceiling(usd: Decimal | float | None, tokens: int | None) -> Amount:
 
 
 def _show(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 10**60:  # Python refuses to write very long ones
+        return "an int of more than 60 digits"
     return repr(value)[:60]

@@ -242,6 +242,7 @@ class Lease:
         self._draining: list[Part] = []
         self._open = 0
         self._blocked = False
+        self._blocks = 0
         self._low = ZERO
         self._runs_low = False
         self._mean_usd = 0
@@ -298,6 +299,7 @@ class Lease:
         """Admit nothing from memory, because a kill switch is set; or do so again."""
         with self._lock:
             self._blocked = blocked
+            self._blocks += blocked
 
     # Trips
 
@@ -409,6 +411,7 @@ class Lease:
             want = Amount(max(lack.usd, target.usd - usd), max(lack.tokens, target.tokens - tokens))
             op = part.message()
             self._runs_low = False
+            blocks = self._blocks
         flags = self.account.flags
         if run:
             flags = tuple(sorted((*flags, f"r:{run}")))
@@ -445,6 +448,8 @@ class Lease:
                 ttl = min(self._options.ttl * 0.8, min(w.end for w in windows) - answer.now)
                 part.grant(answer.granted, windows, now + int(ttl * _NS))
                 self._renewed_ns = now
+                if (lack != ZERO or want != ZERO) and blocks == self._blocks:
+                    self._blocked = False  # the store has just looked: it was revived
                 if need != ZERO and not self._blocked and part.take(*need, now):
                     self._open += 1
                     taken = part

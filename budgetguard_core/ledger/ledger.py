@@ -22,7 +22,14 @@ from budgetguard_core.charges import Amounts
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_ceiling, to_dollars
+from budgetguard_core.ledger.amounts import (
+    ZERO,
+    Amount,
+    check_ceiling,
+    to_amount,
+    to_ceiling,
+    to_dollars,
+)
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.exact import Exact
@@ -252,8 +259,8 @@ class Ledger:
         self.url = address.shown
         self._clock = clock or SystemClock()
         self._defaults = (
-            to_ceiling(daily_usd, daily_tokens),
-            to_ceiling(monthly_usd, monthly_tokens),
+            check_ceiling(to_ceiling(daily_usd, daily_tokens), address.largest_ceiling),
+            check_ceiling(to_ceiling(monthly_usd, monthly_tokens), address.largest_ceiling),
         )
         self._time_zone = time_zone
         self._exact = lease == "exact"
@@ -508,12 +515,7 @@ class Ledger:
 
         def put(store: Store) -> None:
             for ceiling in ceilings:
-                most = store.largest_ceiling
-                if max(ceiling) >= most:
-                    raise ConfigurationError(
-                        f"a ceiling in this store must be below ${to_dollars(most)} and {most} "
-                        "tokens, got more. Use another store."
-                    )
+                check_ceiling(ceiling, store.largest_ceiling)
             for kind, ceiling in zip(KINDS, ceilings, strict=True):
                 store.set_ceiling(key, kind, ceiling)
 

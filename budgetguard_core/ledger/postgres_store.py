@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.amounts import LARGEST_CEILING, ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -65,7 +65,7 @@ class PostgresLedgerStore:
         LedgerUnreachable: The server does not answer.
     """
 
-    largest_ceiling = 2**62
+    largest_ceiling = LARGEST_CEILING
 
     def __init__(self, url: str, *, timeout: float = 1.0) -> None:
         try:

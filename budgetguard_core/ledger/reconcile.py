@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import Amount, to_nano
+from budgetguard_core.ledger.amounts import Amount, to_amount
 from budgetguard_core.ledger.exact import TTL_OF_EXACT
 from budgetguard_core.ledger.lease import TTL_OF_LEASES
 from budgetguard_core.ledger.ledger import Ledger
@@ -71,26 +71,30 @@ def read_proofs(files: Iterable[Path]) -> Mapping[str, Proof]:
 
     Each admitted model call names the hold that it was set aside in (`holds`), and its settlement
     what it used. A hold is proved when all its calls are settled with a cost and all their runs
-    have ended.
+    have ended. A line that makes no sense proves nothing, and takes the proof from a hold that it
+    speaks of.
 
     Raises:
         ConfigurationError: A file cannot be read.
     """
-    calls: dict[tuple[str, int], list[str]] = {}
+    calls: dict[tuple[str, str], list[str]] = {}
     spent: dict[str, Amount] = {}
     runs: dict[str, set[str]] = {}
     broken: set[str] = set()
     ended: set[str] = set()
     for event in _events(files):
         run, kind = str(event.get("run_id")), event.get("event")
-        if kind == "model_call_admitted" and event.get("holds"):
+        call = (run, str(event.get("call_id")))
+        if kind == "model_call_admitted" and isinstance(event.get("holds"), list):
             holds = [str(one) for one in cast("list[Any]", event["holds"])]
-            calls[run, int(event["call_id"])] = holds
+            broken.update(calls.get(call, ()))  # two calls of one number: one has no settlement
+            calls[call] = holds
+            ended.discard(run)  # it goes on
             for hold in holds:
                 runs.setdefault(hold, set()).add(run)
                 spent.setdefault(hold, Amount())
         elif kind in ("model_call_settled", "model_call_withdrawn"):
-            for hold in calls.pop((run, int(event["call_id"])), []):
+            for hold in calls.pop(call, []):
                 used = _used(event)
                 if used is None:
                     broken.add(hold)
@@ -112,12 +116,21 @@ def _used(event: Mapping[str, Any]) -> Amount | None:
     usage, cost = event.get("usage"), event.get("cost_usd")
     if not isinstance(usage, list) or cost is None:
         return None
-    prompt, completion, *_ = cast("list[Any]", usage)
-    return Amount(to_nano(Decimal(str(cost))), int(prompt) + int(completion))
+    try:
+        prompt, completion, *_ = cast("list[Any]", usage)
+        return to_amount(Decimal(str(cost)), _whole(prompt) + _whole(completion))
+    except (ValueError, ArithmeticError, ConfigurationError):
+        return None
+
+
+def _whole(tokens: object) -> int:
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError
+    return tokens
 
 
 def _events(files: Iterable[Path]) -> Iterable[Mapping[str, Any]]:
-    for path in files:
+    for path in dict.fromkeys(path.absolute() for path in files):  # a file named twice counts once
         try:
             with path.open("rb") as lines:
                 for line in lines:

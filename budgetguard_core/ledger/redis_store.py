@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.amounts import LARGEST_CEILING_IN_LUA, Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -45,8 +45,7 @@ class RedisLedgerStore:
         LedgerError: The server would throw keys away.
     """
 
-    # Lua's numbers are doubles, which hold the sum of two figures below it exactly.
-    largest_ceiling = 2**52
+    largest_ceiling = LARGEST_CEILING_IN_LUA
 
     def __init__(self, url: str, *, name: str = "budgetguard", timeout: float = 1.0) -> None:
         try:

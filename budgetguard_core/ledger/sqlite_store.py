@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from typing import Any, cast
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.file_lock import FileLock
-from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.amounts import LARGEST_CEILING, ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -81,7 +81,7 @@ class SqliteLedgerStore:
         LedgerUnreachable: The file cannot be used.
     """
 
-    largest_ceiling = 2**62
+    largest_ceiling = LARGEST_CEILING
 
     def __init__(
         self,
@@ -165,11 +165,16 @@ class SqliteLedgerStore:
         return (found.st_dev, found.st_ino)
 
     def _disconnect(self) -> None:
-        if self._db is not None:
-            self._db.close()
-        if self._file is not None:
-            self._file.close()
+        db, file = self._db, self._file
         self._db = self._file = None
+        if db is not None:
+            # The last one to close a file writes its log back. A lock that nobody frees is no
+            # reason to stay open.
+            with suppress(TimeoutError), file or nullcontext():
+                db.close()
+            db.close()
+        if file is not None:
+            file.close()
 
     @contextmanager
     def _writing(self) -> Generator[sqlite3.Connection]:

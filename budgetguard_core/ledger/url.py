@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
 from budgetguard_core.ledger.step import Store
 from budgetguard_core.ledger.windows import check_name
 
@@ -26,6 +27,7 @@ class Address(NamedTuple):
     fingerprint: str
     """Tells ledgers apart on the disk, without saying which."""
     open: Callable[[], Store]
+    largest_ceiling: int = LARGEST_CEILING
 
 
 def default_path() -> Path:
@@ -74,7 +76,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
 
             return RedisLedgerStore(bare, name=name, timeout=timeout)
 
-        return _address(shown, open_redis)
+        return _address(shown, open_redis)._replace(largest_ceiling=LARGEST_CEILING_IN_LUA)
     if parts.scheme in _POSTGRES:
         _need("psycopg", "postgres", "PostgreSQL")
 

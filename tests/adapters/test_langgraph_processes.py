@@ -17,6 +17,7 @@ from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_core.testing import Call, ProviderError, Reply, Script, calls, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome, resume
 from langgraph_graphs import StrictChat, search, sticky, thread, user
+from ledger_servers import PATIENT, ZONE
 
 # Tenants
 
@@ -26,6 +27,8 @@ def ledger(tmp_path):
     made = Ledger(
         f"sqlite:///{tmp_path / 'ledger.sqlite3'}",
         queue=tmp_path / "queue",
+        time_zone=ZONE,
+        timeout=PATIENT,
         options=LeaseOptions(recall=0.0),
     )
     # A call of the scripted model uses 120 tokens.

@@ -17,6 +17,7 @@ from budgetguard_core.testing import Script, calls, says
 from budgetguard_core.testing.checks import act, check_stopped, search_tool
 from budgetguard_core.testing.script import MODEL
 from conformance.drivers import drivers_of, has_drivers, is_installed
+from ledger_servers import PATIENT, ZONE
 
 PRICES = PriceBook({MODEL: Price(input=1, output=2)})
 """A call of 100 and 20 tokens costs 0.00014 dollars."""
@@ -52,7 +53,8 @@ def test_a_tenant_pays_for_it_and_a_tenant_without_money_gets_none(driver, mode,
         ledger = Ledger(
             url,
             queue=queue,
-            timeout=10.0,
+            timeout=PATIENT,
+            time_zone=ZONE,
             options=LeaseOptions(recall=0.0),
             daily_usd=Decimal(daily),
         )

@@ -9,14 +9,17 @@ from budgetguard_core import Budget, ConfigurationError
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_strands import BudgetHookProvider
+from ledger_servers import PATIENT, ZONE, Quiet
 from strands_agents import Counter, made, run
 
 WAYS = ("sync", "async", "stream")
 
 
 @pytest.fixture
-def ledger(tmp_path):
-    made = Ledger(f"sqlite:///{tmp_path}/ledger.sqlite3", daily_tokens=100_000, lease="exact")
+def ledger(tmp_path, monkeypatch):
+    monkeypatch.setattr("budgetguard_core.ledger.ledger.Heartbeat", Quiet)
+    options = {"lease": "exact", "timeout": PATIENT, "time_zone": ZONE}
+    made = Ledger(f"sqlite:///{tmp_path}/ledger.sqlite3", daily_tokens=100_000, **options)
     yield made
     made.close()
 

@@ -66,6 +66,7 @@ def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
         ledger.set_ceilings("acme", daily_usd=1)
         guard = Guard(Budget(max_iterations=3), run_id="working", ledger=ledger, tenant="acme")
         guard.settle_model_call(guard.admit_model_call(ModelCall(model="gpt-4o")), USED)
+        ledger.beat()  # says that the run is alive
         text = budgetguard("watch", "--ledger", url, "--once").stdout.decode()
         record = json.loads(budgetguard("watch", "--ledger", url, "--once", "--json").stdout)
     assert "1 runs are alive" in text
@@ -102,7 +103,8 @@ def test_lines_that_cannot_be_read_are_counted(budgetguard, tmp_path):
     log = write(tmp_path / "log.jsonl")
     log.write_bytes(b"{broken}\n[1]\n" + log.read_bytes() + b'{"half')
     text = budgetguard("watch", log, "--once").stdout.decode()
-    assert "log.jsonl: 2 lines could not be read" in text.replace("\n", "")
+    # Where the line is broken depends on how long the folder's name is.
+    assert "log.jsonl:2linescouldnotberead" in "".join(text.split())
     assert "3 have ended" in text
 
 

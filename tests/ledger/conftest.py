@@ -3,25 +3,7 @@ from __future__ import annotations
 import pytest
 
 from budgetguard_core.ledger import Ledger
-from ledger_servers import STORES, Place, need
-
-
-class Quiet:
-    """A heartbeat that beats only when the test says so."""
-
-    is_alive = False
-
-    def __init__(self, *_):
-        pass
-
-    def wake(self):
-        pass
-
-    def stop(self):
-        pass
-
-    def restart(self):
-        pass
+from ledger_servers import PATIENT, STORES, ZONE, Place, Quiet, need
 
 
 @pytest.fixture
@@ -62,6 +44,9 @@ def opened(tmp_path):
     made = []
 
     def open_ledger(url, **options):
+        options.setdefault("timeout", PATIENT)
+        if "clock" not in options:
+            options.setdefault("time_zone", ZONE)
         made.append(Ledger(getattr(url, "url", url), queue=tmp_path / "queue", **options))
         return made[-1]
 

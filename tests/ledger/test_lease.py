@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,6 @@ from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import Answer
 from budgetguard_core.testing import ManualClock
-from ledger_servers import wait_until
 
 CENT = 10**7
 
@@ -106,19 +106,25 @@ def test_what_is_idle_is_given_back_to_who_is_refused(join, clock):
     assert charged(first) == (Decimal("0.1"), 0)
 
 
-def test_a_refused_call_waits_for_it_and_asks_once_more(join, clock, sqlite, opened):
+def test_a_refused_call_waits_for_it_and_asks_once_more(join, monkeypatch):
     first, run = join(daily_usd=0.1)
-    _other, neighbour = join(daily_usd=0.1, options=LeaseOptions(recall=1.0))
+    _other, neighbour = join(daily_usd=0.1, options=LeaseOptions(recall=0.75))
     spend(run)
     while sum(charged(first)) < Decimal("0.1"):
         spend(neighbour)
-    helper = threading.Thread(
-        target=wait_until, args=(lambda: first.beat() or charged(first)[1] == 0,)
+    waited = []
+
+    class Event:
+        def wait(self, seconds):
+            waited.append(seconds)
+            first.beat()  # while it waits, the other process sees the recall
+
+    monkeypatch.setattr(
+        "budgetguard_core.ledger.lease.threading", SimpleNamespace(Event=Event, Lock=threading.Lock)
     )
-    helper.start()
-    obtained = [spend(neighbour) for _ in range(3)]
-    helper.join()
-    assert None in obtained
+    while not waited:
+        obtained = spend(neighbour)
+    assert (obtained, waited) == (None, [0.75])
 
 
 def test_not_inside_an_event_loop(join):

@@ -340,7 +340,7 @@ def test_the_stores_clock_decides(sqlite, opened):
 
     ours, theirs = ManualClock(), ManualClock()
     theirs.advance(3 * 86400)
-    account = opened(sqlite)._account("acme")
+    account = opened(sqlite, time_zone="UTC")._account("acme")
     connection = Connection(lambda: sqlite.store(clock=theirs), ours)
     make = lambda w: Step(uuid.uuid4().hex, 1, w, need=Amount(5, 0), want=Amount(5, 0))  # noqa: E731
     answer, windows = connection.take(account, make)

@@ -13,6 +13,7 @@ from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
+from ledger_servers import ZONE
 
 WINDOWS = (Window("acme", "d:2026-11-22", 0.0, 0.0),)
 CENT = 10**7
@@ -69,7 +70,9 @@ def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
 
 def unreachable(sqlite, tmp_path, **options):
     sqlite.path.mkdir()  # a folder where the file should be
-    return module.Ledger(sqlite.url, on_ledger_error="allow", timeout=0.1, **options)
+    return module.Ledger(
+        sqlite.url, on_ledger_error="allow", timeout=0.1, time_zone=ZONE, **options
+    )
 
 
 def test_an_exact_call_that_is_allowed_is_charged_when_the_store_answers(sqlite, tmp_path):

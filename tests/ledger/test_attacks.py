@@ -1,0 +1,534 @@
+"""Time, figures, names, logs and connections that are out to get more than the ceiling gives."""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import io
+import json
+import os
+from decimal import Decimal
+from zoneinfo import ZoneInfo
+
+import pytest
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger import Key, LeaseOptions, Ledger, LedgerRefused, Refusal
+from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
+from budgetguard_core.ledger.reconcile import Proof, read_proofs
+from budgetguard_core.testing import ManualClock
+from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until
+
+CENT = 10**7
+NO_WAIT = LeaseOptions(recall=0.0)
+
+
+def clock_at(*when, zone="UTC"):
+    clock = ManualClock()
+    clock.advance(dt.datetime(*when, tzinfo=ZoneInfo(zone)).timestamp())
+    return clock
+
+
+def days(ledger, kind="d"):
+    return {row.window: row.spent_usd for row in ledger.windows() if row.window[0] == kind}
+
+
+# Time
+
+
+@pytest.mark.parametrize(
+    ("zone", "day", "hours"),
+    [
+        ("America/New_York", (2026, 3, 8), 23),
+        ("America/New_York", (2026, 11, 1), 25),
+        ("Europe/Berlin", (2026, 3, 29), 23),
+        ("Europe/Berlin", (2026, 10, 25), 25),
+        ("Australia/Lord_Howe", (2026, 10, 4), 23.5),
+        ("Australia/Lord_Howe", (2026, 4, 5), 24.5),
+    ],
+)
+def test_a_day_of_odd_length_has_one_ceiling(sqlite, opened, zone, day, hours):
+    clock, key = clock_at(*day, zone=zone), Key("acme", zone)
+    ledger = opened(sqlite, daily_usd=1, clock=clock)
+    label = f"d:{dt.date(*day)}"
+    ledger.reserve(key, usd=1).settle(1)  # at midnight
+    clock.advance(hours * 3600 - 1)
+    with pytest.raises(LedgerRefused, match=f"of the day {label[2:]}"):
+        ledger.reserve(key, usd=0.01)  # in its last second
+    clock.advance(1)
+    ledger.reserve(key, usd=1).settle(1)
+    assert days(ledger) == {label: 1, f"d:{dt.date(*day) + dt.timedelta(1)}": 1}
+
+
+@pytest.mark.parametrize(
+    ("last", "first"),
+    [
+        ((2028, 2, 29), (2028, 3, 1)),
+        ((2027, 2, 28), (2027, 3, 1)),
+        ((2100, 2, 28), (2100, 3, 1)),
+        ((2026, 12, 31), (2027, 1, 1)),
+        ((2026, 4, 30), (2026, 5, 1)),
+    ],
+)
+def test_a_month_ends_with_its_last_day(sqlite, opened, last, first):
+    clock = clock_at(*last, 23, 59, 59)
+    ledger = opened(sqlite, monthly_usd=1, clock=clock)
+    ledger.reserve("acme", usd=1).settle(1)
+    with pytest.raises(LedgerRefused) as refused:
+        ledger.reserve("acme", usd=0.01)
+    assert refused.value.reason == "tenant_monthly"
+    clock.advance(1)
+    ledger.reserve("acme", usd=1).settle(1)
+    assert days(ledger) == {f"d:{dt.date(*last)}": 1, f"d:{dt.date(*first)}": 1}
+    assert len(days(ledger, "m")) == 2
+
+
+def test_keys_of_different_zones_are_reserved_together(sqlite, opened):
+    clock = clock_at(2026, 12, 31, 12)
+    keys = (Key("acme"), Key("kiribati", "Pacific/Kiritimati"), Key("samoa", "Pacific/Pago_Pago"))
+    ledger = opened(sqlite, daily_usd=1, clock=clock)
+    for hours in (0, 12, 12, 12):
+        clock.advance(hours * 3600)
+        ledger.reserve(keys, usd=0.2).settle(0.2)
+    spent = {(row.key, row.window): row.spent_usd for row in ledger.windows()}
+    assert spent == {
+        ("acme", "d:2026-12-31"): Decimal("0.2"),
+        ("acme", "d:2027-01-01"): Decimal("0.4"),
+        ("acme", "d:2027-01-02"): Decimal("0.2"),
+        ("acme", "m:2026-12"): Decimal("0.2"),
+        ("acme", "m:2027-01"): Decimal("0.6"),
+        ("kiribati", "d:2027-01-01"): Decimal("0.4"),
+        ("kiribati", "d:2027-01-02"): Decimal("0.4"),
+        ("kiribati", "m:2027-01"): Decimal("0.8"),
+        ("samoa", "d:2026-12-31"): Decimal("0.4"),
+        ("samoa", "d:2027-01-01"): Decimal("0.4"),
+        ("samoa", "m:2026-12"): Decimal("0.4"),
+        ("samoa", "m:2027-01"): Decimal("0.4"),
+    }
+
+
+def test_a_zone_that_is_changed_in_the_middle_of_a_day_frees_nothing(sqlite, opened):
+    clock = clock_at(2026, 11, 22, 12)
+    ledger = opened(sqlite, daily_usd=1, clock=clock)
+    reservation = ledger.reserve(Key("acme"), usd=0.6)
+    with pytest.raises(LedgerRefused):
+        ledger.reserve(Key("acme", "Europe/Berlin"), usd=0.6)
+    tomorrow = ledger.reserve(Key("acme", "Pacific/Kiritimati"), usd=1)  # it is there already
+    tomorrow.settle(1)
+    reservation.settle(0.5)  # where it was made
+    assert days(ledger) == {"d:2026-11-22": Decimal("0.5"), "d:2026-11-23": 1}
+    clock.advance(12 * 3600)
+    with pytest.raises(LedgerRefused):  # and the same money when it comes for all
+        ledger.reserve(Key("acme"), usd=0.01)
+
+
+def test_midnight_between_reserving_and_settling_more_than_was_reserved(sqlite, opened):
+    clock = clock_at(2026, 11, 30, 23, 59, 59)
+    ledger = opened(sqlite, daily_usd=1, monthly_usd=5, clock=clock)
+    reservation = ledger.reserve("acme", usd=0.5)
+    clock.advance(2)
+    ledger.reserve("acme", usd=1).settle(1)
+    reservation.settle(3)
+    assert days(ledger) == {"d:2026-11-30": 3, "d:2026-12-01": 1}
+    assert days(ledger, "m") == {"m:2026-11": 3, "m:2026-12": 1}
+
+
+def test_a_lease_is_no_money_of_tomorrow(sqlite, opened):
+    clock = clock_at(2026, 11, 30, 23, 59, 50)
+    ledger = opened(sqlite, daily_usd=1, clock=clock, options=NO_WAIT)
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    part = run.obtain(20 * CENT, 1)  # and as much again, for later
+    clock.advance(9)
+    late = run.take(5 * CENT, 1)
+    assert late is part
+    clock.advance(1)
+    assert run.take(5 * CENT, 1) is None
+    fresh = run.obtain(90 * CENT, 1)
+    assert fresh is not part
+    run.settle(fresh, (90 * CENT, 1), (90 * CENT, 1))
+    run.settle(part, (20 * CENT, 1), (20 * CENT, 1))
+    run.settle(late, (5 * CENT, 1), (5 * CENT, 1))
+    ledger.close()
+    assert days(ledger) == {"d:2026-11-30": Decimal("0.25"), "d:2026-12-01": Decimal("0.9")}
+
+
+# Ceilings that change under way
+
+
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_ceiling_below_what_is_spent_refuses_and_takes_nothing_back(place, opened, lease):
+    ledger = opened(place, daily_usd=10, lease=lease, options=NO_WAIT)
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    part = run.obtain(5 * 10**9, 1)
+    ledger.set_ceilings("acme", daily_usd=1)
+    left = run.take(1, 1)  # what a lease has been granted stays granted
+    if left is not None:
+        run.settle(left, (1, 1), (0, 0))
+    run.settle(part, (5 * 10**9, 1), (4 * 10**9, 1))
+    ledger.beat()
+    if lease == "auto":
+        run.meter.recall()
+    refused = run.obtain(1, 1)
+    assert isinstance(refused, Refusal)
+    assert (refused.reason, refused.limit, refused.used) == ("tenant_daily", 1, 4)
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.remaining_usd) == (4, 0)
+    ledger.set_ceilings("acme", daily_usd=5)
+    assert not isinstance(run.obtain(10**9, 1), Refusal)
+
+
+def test_ceilings_that_come_while_leases_are_out_hold_for_what_is_asked_next(place, opened):
+    ledger, other = opened(place, options=NO_WAIT), opened(place, options=NO_WAIT)
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    part = run.obtain(10**9, 1)  # no ceiling: four calls' worth
+    other.set_ceilings("acme", daily_usd=4)
+    neighbour = other.attach("run-2", "acme", on_kill=id, on_warning=id)
+    assert neighbour.obtain(10**9, 1).reason == "tenant_daily"
+    run.settle(part, (10**9, 1), (10**9, 1))
+    ledger.close()
+    assert not isinstance(neighbour.obtain(10**9, 1), Refusal)
+    assert other.usage("acme").daily.remaining_usd >= 0
+
+
+@pytest.mark.parametrize(
+    ("url", "ceilings"),
+    [
+        ("sqlite:///l.sqlite3", {"daily_usd": 10**12}),
+        ("sqlite:///l.sqlite3", {"monthly_tokens": 2**62}),
+        ("postgresql://127.0.0.1:1/x", {"monthly_usd": 5e9}),
+        ("redis://127.0.0.1:1", {"daily_usd": 4_503_600}),
+        ("redis://127.0.0.1:1", {"daily_tokens": 2**52}),
+    ],
+)
+def test_a_default_that_the_store_cannot_count_is_refused_at_once(url, ceilings):
+    with pytest.raises(ConfigurationError, match="a ceiling in this store must be below"):
+        Ledger(url, **ceilings)
+
+
+# Kill and revive
+
+
+def test_a_tenant_that_was_revived_pays_before_the_next_beat(place, opened):
+    ledger, operator = opened(place, daily_usd=10), opened(place)
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    first = run.obtain(CENT, 1)
+    operator.kill(tenant="acme")
+    ledger.beat()
+    assert run.take(CENT, 1) is None
+    assert run.obtain(CENT, 1).reason == "aborted"
+    operator.revive(tenant="acme")
+    part = run.obtain(CENT, 1)
+    assert not isinstance(part, Refusal), part
+    assert run.take(CENT, 1) is not None
+    run.settle(first, (CENT, 1), (CENT, 1))
+
+
+def test_a_kill_that_is_seen_during_a_trip_is_not_forgotten_by_its_answer(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=10)
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    store, meter = ledger.connection.store(), run.meter
+    real = store.step
+
+    def step(message):
+        answer = real(message)
+        if message.need.usd:
+            store.write("f:t:acme", "{}")  # killed as the answer is on its way
+            meter.block(True)  # and the heartbeat has seen it
+        return answer
+
+    store.step = step
+    assert run.obtain(CENT, 1).reason == "aborted"
+    assert run.take(CENT, 1) is None
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("usd", "nano"),
+    [
+        (Decimal("1E-1000000"), 1),
+        (5e-324, 1),
+        (Decimal("-0"), 0),
+        (-0.0, 0),
+        (Decimal("0.0000000010000000000000000000000000000000000000000000000000000001"), 2),
+        (Decimal("0." + "9" * 80), 10**9),
+        (0.1 + 0.2, 300_000_001),  # not three tenths: rounded up
+    ],
+)
+def test_tiny_amounts_are_rounded_up_and_never_free(usd, nano):
+    assert to_nano(usd) == nano
+
+
+@pytest.mark.parametrize(
+    "usd",
+    [Decimal("sNaN"), Decimal("-NaN"), Decimal("-1E-30"), float("-inf"), -5e-324, 10**5000, 1e308],
+    ids=range(7),
+)
+def test_amounts_that_cannot_be_are_refused_in_a_sentence(usd):
+    with pytest.raises(ConfigurationError, match=r"^usd must be .* Use .*\.$") as refused:
+        to_amount(usd, 0)
+    assert len(str(refused.value)) < 300
+
+
+def test_numbers_too_long_to_be_written_are_refused_in_a_sentence(sqlite, opened):
+    for wrong in (lambda: to_amount(0, 10**5000), lambda: to_amount(0, -(10**5000))):
+        with pytest.raises(ConfigurationError, match="more than 60 digits"):
+            wrong()
+    with pytest.raises(ConfigurationError, match="must be below"):
+        opened(sqlite).set_ceilings("acme", daily_tokens=10**5000)
+    with pytest.raises(ConfigurationError):
+        to_ceiling(10**5000, None)
+
+
+# Logs
+
+
+def event(kind, run="r", call=1, **facts):
+    return {"event": kind, "run_id": run, "call_id": call, **facts}
+
+
+ADMITTED = event("model_call_admitted", holds=["h"])
+SETTLED = event("model_call_settled", usage=[3, 4], cost_usd="0.5")
+ENDED = event("run_ended")
+
+
+PROVED = Proof(Amount(5 * 10**8, 7), complete=True)
+
+
+def proof(folder, *events, times=1):
+    log = folder / "log.jsonl"
+    log.write_text("\n".join(map(json.dumps, events)))
+    return read_proofs([log] * times).get("h")
+
+
+def test_a_log_that_is_named_twice_counts_once(tmp_path):
+    assert proof(tmp_path, ADMITTED, SETTLED, ENDED, times=2) == PROVED
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"cost_usd": "many"},
+        {"cost_usd": "NaN"},
+        {"cost_usd": "-0.4"},
+        {"cost_usd": "1E+400"},
+        {"cost_usd": {}},
+        {"cost_usd": None},
+        {"usage": [3]},
+        {"usage": []},
+        {"usage": [-3, 4]},
+        {"usage": ["3", 4]},
+        {"usage": [2.5, 4]},
+        {"usage": None},
+        {"usage": {"input": 3}},
+    ],
+    ids=str,
+)
+def test_a_settlement_that_makes_no_sense_proves_nothing(tmp_path, forged):
+    found = proof(tmp_path, ADMITTED, {**SETTLED, **forged}, ENDED)
+    assert not found.complete
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (ADMITTED, ENDED),  # never settled
+        (ADMITTED, SETTLED),  # never ended
+        (ADMITTED, SETTLED, {**ENDED, "run_id": "other"}),
+        (ADMITTED, {**SETTLED, "run_id": "other"}, ENDED),
+        (ADMITTED, {**SETTLED, "call_id": 2}, ENDED),
+        (ADMITTED, ADMITTED, SETTLED, ENDED),  # two calls, one settlement
+        # A run that went on after it had ended may be alive.
+        (ADMITTED, SETTLED, ENDED, {**ADMITTED, "call_id": 2}, {**SETTLED, "call_id": 2}),
+    ],
+    ids=range(7),
+)
+def test_a_part_of_a_log_is_no_proof(tmp_path, events):
+    assert not proof(tmp_path, *events).complete
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "model_call_admitted"},
+        {"event": "model_call_admitted", "holds": "h"},
+        {"event": "model_call_admitted", "holds": 7, "call_id": []},
+        {"event": "model_call_settled", "call_id": {}},
+        {"event": ["run_ended"], "run_id": {}},
+        {},
+    ],
+    ids=str,
+)
+def test_lines_of_another_kind_change_nothing(tmp_path, line):
+    assert proof(tmp_path, ADMITTED, line, SETTLED, ENDED) == PROVED
+
+
+def test_a_log_that_knows_of_less_than_was_reported_settles_nothing(sqlite, opened, tmp_path):
+    ledger = opened(sqlite, daily_usd=10)
+    windows = ledger._account("acme").windows(ledger.now())
+    from budgetguard_core.ledger.step import Step
+
+    one = Amount(10**9, 10)
+    for step in (
+        Step("h", 1, windows, need=one, want=one, ttl=-100_000),
+        Step("h", 2, windows, spent=Amount(6 * 10**8, 7), keep=one, ttl=-100_000),
+    ):
+        ledger.connection.send(step)
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(map(json.dumps, (ADMITTED, SETTLED, ENDED))))
+    command = ["ledger", "reconcile", "--ledger", sqlite.url, "--log", str(log)]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert "the logs miss calls" in done.output
+    assert done.exit_code == 1
+    assert ledger.usage("acme").daily.reserved_usd == Decimal("0.4")
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(A1)", "=cmd|' /C calc'!A0"])
+def test_no_name_is_a_formula_in_an_exported_table(sqlite, opened, name):
+    opened(sqlite).reserve(name, usd=1)
+    done = CliRunner().invoke(app, ["ledger", "export", "--ledger", sqlite.url])
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert {row["key"] for row in rows} == {f"'{name}"}
+    assert not any(cell[:1] in "=+-@" for row in rows for cell in row.values() if cell)
+
+
+# Connections
+
+
+def test_a_process_that_forks_after_use_shares_nothing_but_the_ceiling(place, opened):
+    ledger = opened(place, daily_usd=1, lease="exact")
+    open_, kept = ledger.reserve("acme", usd=0.25), ledger.reserve("acme", usd=0.25)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ledger.reserve("acme", usd=0.25).settle(0.125)
+            open_.settle(0.125)  # its parent's, and its parent settles it again
+            ledger.close()
+            code = 0
+        finally:
+            os._exit(code)
+    kept.settle(0.125)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    open_.settle(0.125)
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.375"), 0)
+
+
+def test_a_connection_to_postgres_that_is_cut_costs_one_call_and_no_money(tmp_path, opened):
+    need("postgres")
+    import psycopg
+
+    place = Place("postgres", tmp_path)
+    ledger = opened(place, daily_usd=1, lease="exact")
+    ledger.connection._pause_ns = 0
+    reservation = ledger.reserve("acme", usd=0.5)
+
+    def cut():
+        pid = ledger.connection.store()._db.info.backend_pid
+        with psycopg.connect(place.url, autocommit=True) as db:
+            db.execute("SELECT pg_terminate_backend(%s, 60000)", (pid,))
+
+    cut()
+    with pytest.raises(LedgerRefused, match="must answer in time"):
+        ledger.reserve("acme", usd=0.25)
+    ledger.reserve("acme", usd=0.25).settle(0.125)
+    cut()
+    reservation.settle(0.5)  # not lost: sent with the next beat
+    ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.625"), 0)
+    ledger.close()
+    place.remove()
+
+
+def test_redis_that_forgets_its_scripts_or_cuts_the_connection(tmp_path, opened):
+    need("redis")
+    place = Place("redis", tmp_path)
+    ledger = opened(place, daily_usd=1, lease="exact")
+    ledger.connection._pause_ns = 0
+    client = ledger.connection.store()._client
+    reservation = ledger.reserve("acme", usd=0.5)
+    client.script_flush()
+    reservation.settle(0.25)
+    client.script_flush()
+    with pytest.raises(LedgerRefused, match="of the day"):
+        ledger.reserve("acme", usd=1)
+    with client.client() as one, Place("redis", tmp_path).store()._client as other:
+        assert other.client_kill_filter(_id=one.client_id()) == 1
+    wait_until(lambda: _reserves(ledger))
+    ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.25"), 0)
+    place.remove()
+
+
+def _reserves(ledger):
+    try:
+        ledger.reserve("acme", usd=0.5).release()
+    except LedgerRefused:
+        return False
+    return True
+
+
+# Since Redis 6.0 or earlier, as the manual of each says.
+OF_REDIS_6 = {
+    *("evalsha", "eval", "hget", "hset", "hsetnx", "hmget", "hdel", "hscan", "hgetall"),
+    *("get", "set", "del", "scan", "time", "info", "zadd", "zrem", "zcount", "zcard"),
+    *("hkeys", "zscore"),
+    *("zremrangebyscore", "hello", "client", "select", "ping", "script", "config", "expire"),
+}
+
+
+def test_redis_is_asked_only_what_version_6_knows(tmp_path):
+    need("redis")
+    with RedisServer("--appendonly", "yes") as server:
+        place = Place("redis", tmp_path, server.url)
+        options = {"timeout": PATIENT, "options": NO_WAIT, "queue": tmp_path / "q"}
+        with Ledger(place.url, daily_usd=5, **options) as ledger:
+            run = ledger.attach("run", ("acme", "u"), on_kill=id, on_warning=id)
+            part = run.obtain(10**9, 5)
+            ledger.beat()
+            run.meter.recall()
+            run.settle(part, (10**9, 5), (10**9, 5))
+            ledger.reserve("acme", usd=1).settle(0.5)
+            ledger.set_ceilings("acme", daily_usd=4)
+            ledger.kill(tenant="acme")
+            ledger.revive(tenant="acme")
+            found = (ledger.ceilings(), ledger.windows(), ledger.holds(), ledger.runs())
+            assert all(found)
+            ledger.clear_ceilings("acme")
+            ledger.adopt()
+            stats = ledger.connection.store()._client.info("commandstats")
+    asked = {name.removeprefix("cmdstat_").partition("|")[0] for name in stats}
+    assert asked <= OF_REDIS_6
+
+
+def test_a_replica_of_redis_admits_nothing_until_it_leads(tmp_path):
+    need("redis")
+    with RedisServer("--appendonly", "yes") as first, RedisServer("--appendonly", "yes") as second:
+        here, there = (Place("redis", tmp_path, one.url) for one in (first, second))
+        there.url = there.url.replace(there.name, here.name)
+        options = {"daily_usd": 1, "lease": "exact", "queue": tmp_path / "q"}
+        options |= {"timeout": PATIENT, "time_zone": ZONE}
+        with Ledger(here.url, **options) as ledger:
+            known = ledger.id
+            ledger.reserve("acme", usd=0.75).settle(0.75)
+        import redis
+
+        with redis.Redis(port=second.port) as client:
+            client.replicaof("127.0.0.1", first.port)
+            wait_until(lambda: client.keys("*:w:*") and client.info()["master_link_status"] == "up")
+            with Ledger(there.url, ledger_id=known, **options) as ledger:
+                ledger.connection._pause_ns = 0
+                with pytest.raises(LedgerRefused, match="ReadOnlyError"):
+                    ledger.reserve("acme", usd=0.125)
+                first.kill()
+                client.replicaof("NO", "ONE")
+                ledger.reserve("acme", usd=0.125).settle(0.125)
+                with pytest.raises(LedgerRefused, match="of the day"):
+                    ledger.reserve("acme", usd=0.25)
+                assert ledger.id == known
