@@ -131,7 +131,9 @@ class ToolCalls:
             self.stop(trip)
 
     def _opened(self, batch: list[Asked]) -> None:
-        for asked, opened in zip(batch, self.run.batch(one.call for one in batch), strict=True):
+        # What the provider has run already takes its places before anything else starts.
+        listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
+        for asked, opened in zip(listed, self.run.batch(one.call for one in listed), strict=True):
             self._attach(asked, opened)
 
     def _attach(self, asked: Asked, opened: OpenToolCall) -> OpenToolCall:
