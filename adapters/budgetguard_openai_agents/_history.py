@@ -137,9 +137,13 @@ class Turn:
 
 def part(item: object, name: str) -> Any:
     """Read a field of an item, which is a model of the client library or a mapping."""
-    if isinstance(item, Mapping):
+    if isinstance(item, dict):
+        found: dict[str, Any] = item
+        return found.get(name)
+    value = getattr(item, name, None)
+    if value is None and isinstance(item, Mapping):
         return cast("Mapping[str, Any]", item).get(name)
-    return getattr(item, name, None)
+    return value
 
 
 def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:

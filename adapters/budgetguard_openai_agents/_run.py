@@ -91,8 +91,9 @@ class Recorder(RunHooks[Any]):
     def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
         """Return what is to be sent, or what is kept of it where the window is nearly full."""
         # A server that keeps the conversation is sent what is new alone.
-        named = model_of(agent, self.run_config)
-        kept = None if self.is_server_side else self.run.pruned(sent.input, *named)
+        if self.is_server_side or self.run.envelope.prune is None:
+            return sent
+        kept = self.run.pruned(sent.input, *model_of(agent, self.run_config))
         if kept is None:
             return sent
         self._prompt = Prompt()
