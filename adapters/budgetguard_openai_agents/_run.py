@@ -305,6 +305,7 @@ class Recorder(RunHooks[Any]):
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
+        work.add_done_callback(_seen)
         if self.run.check() is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
@@ -325,6 +326,12 @@ class Recorder(RunHooks[Any]):
     def is_off(self) -> bool:
         """Whether no guard of the run enforces or looks on."""
         return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
+
+
+def _seen(work: asyncio.Task[Any]) -> None:
+    # Work that was cut may end with an exception that nobody waits for any more.
+    if not work.cancelled():
+        work.exception()
 
 
 def _in_known_objects(known: Sequence[Any], items: Sequence[Any]) -> list[Any]:
