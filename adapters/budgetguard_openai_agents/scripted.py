@@ -133,7 +133,9 @@ def _events(output: list[Any], response: Response) -> Iterator[TResponseStreamEv
     )
     for place, item in enumerate(output):
         where: dict[str, Any] = {"item_id": item.id, "output_index": place}
-        empty = {"arguments": ""} if item.type == "function_call" else {"content": []}
+        empty: dict[str, Any] = (
+            {"arguments": ""} if item.type == "function_call" else {"content": []}
+        )
         yield ResponseOutputItemAddedEvent(
             type="response.output_item.added",
             item=item.model_copy(update={**empty, "status": "in_progress"}),
@@ -147,12 +149,15 @@ def _events(output: list[Any], response: Response) -> Iterator[TResponseStreamEv
                 sequence_number=next(numbers),
                 **where,
             )
-            yield ResponseFunctionCallArgumentsDoneEvent(
-                type="response.function_call_arguments.done",
-                arguments=item.arguments,
-                name=item.name,
-                sequence_number=next(numbers),
-                **where,
+            # Older releases of the client ask for the name, newer ones do not know it.
+            yield ResponseFunctionCallArgumentsDoneEvent.model_validate(
+                {
+                    "type": "response.function_call_arguments.done",
+                    "arguments": item.arguments,
+                    "name": item.name,
+                    "sequence_number": next(numbers),
+                    **where,
+                }
             )
         else:
             yield from _text_events(item.content[0].text, where, numbers)
