@@ -138,8 +138,7 @@ class Turn:
 def part(item: object, name: str) -> Any:
     """Read a field of an item, which is a model of the client library or a mapping."""
     if isinstance(item, dict):
-        found: dict[str, Any] = item
-        return found.get(name)
+        return cast("dict[str, Any]", item).get(name)
     value = getattr(item, name, None)
     if value is None and isinstance(item, Mapping):
         return cast("Mapping[str, Any]", item).get(name)
@@ -306,7 +305,8 @@ def _turn_items(
 
 
 def _plain(item: Any) -> Any:
-    return item if isinstance(item, Mapping) else item.model_dump(exclude_unset=True)
+    dump = getattr(item, "model_dump", None)
+    return item if dump is None else dump(exclude_unset=True)
 
 
 def _call_item(agent: Agent[Any], one: Asked) -> RunItem:
