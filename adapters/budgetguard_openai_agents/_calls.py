@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from agents import (
     Agent,
@@ -57,6 +57,18 @@ class _Copied(NamedTuple):
     copy: Tool
 
 
+class CallBounds(Protocol):
+    """What the settings of a model call ask the run that it belongs to."""
+
+    def output_bound(self, own: int | None) -> int | None:
+        """Return the completion tokens that the next call may ask for."""
+        ...
+
+    async def admit_retry(self, error: BaseException | None) -> bool:
+        """Tell whether a failed call may be tried again, and count the attempt if so."""
+        ...
+
+
 class RunFrame(Frame):
     """Code of a run of the SDK."""
 
@@ -80,6 +92,7 @@ class ToolCalls:
         turn_frame: What the turn at hand runs in, its model call included.
         tools: The tools of the turn at hand.
         settings: The settings of its model call.
+        bounds: What they ask; None where nothing bounds them.
         earlier: The items of an earlier leg of the run.
         resumed: The calls that the earlier leg had asked for, and left to this one.
         stopping: Why the run ends, where it is no limit of the budget's.
@@ -91,6 +104,7 @@ class ToolCalls:
         self.frame = self.turn_frame = RunFrame(self)
         self.tools: list[Tool] = []
         self.settings: ModelSettings | None = None
+        self.bounds: CallBounds | None = None
         self.earlier: list[RunItem] = []
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
@@ -131,7 +145,9 @@ class ToolCalls:
             self.stop(trip)
 
     def _opened(self, batch: list[Asked]) -> None:
-        for asked, opened in zip(batch, self.run.batch(one.call for one in batch), strict=True):
+        # What the provider has run already takes its places before anything else starts.
+        listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
+        for asked, opened in zip(listed, self.run.batch(one.call for one in listed), strict=True):
             self._attach(asked, opened)
 
     def _attach(self, asked: Asked, opened: OpenToolCall) -> OpenToolCall:
@@ -154,12 +170,18 @@ class ToolCalls:
 
     def _find(self, context: Any, tool: Tool, *states: str) -> Asked | None:
         """Find a call: by the object in its response, or else the next one of its tool."""
-        raw, call_id = getattr(context, "tool_call", None), getattr(context, "tool_call_id", None)
-        here = [one for one in self._batch if one.opened and one.opened.state in states]
+        raw = getattr(context, "tool_call", None)
         if raw is not None:
-            found = next((one for one in here if one.raw is raw), None)
-            if found is not None or any(one.raw is raw for one in self._batch):
-                return found
+            known = False
+            for one in self._batch:
+                if one.raw is raw:
+                    known = True
+                    if one.opened is not None and one.opened.state in states:
+                        return one
+            if known:
+                return None
+        call_id = getattr(context, "tool_call_id", None)
+        here = [one for one in self._batch if one.opened and one.opened.state in states]
         if call_id is not None:
             # The SDK made another object of the call, as it does on a resume.
             return next((one for one in here if one.call.id == call_id), None)
@@ -198,6 +220,8 @@ class ToolCalls:
 
     def _begin(self, tool: Tool) -> None:
         """Come to the next call of a tool whose calls have no id in its hooks."""
+        if isinstance(tool, FunctionTool):
+            return
         for type_ in next((types for kind, types in _TYPES if isinstance(tool, kind)), ()):
             same = [one for one in self._batch if one.type == type_]
             for one in same:
@@ -336,9 +360,13 @@ def around() -> ToolCalls | None:
     """Return the tool calls of the run of the SDK around this code, an ended one included."""
     frame = FRAME.get()
     # What a tool's body has run and left behind is not around it.
-    while frame is not None and not isinstance(frame, RunFrame) and not frame.is_live:
+    while frame is not None:
+        if isinstance(frame, RunFrame):
+            return frame.calls
+        if frame.is_live:
+            return None
         frame = frame.above
-    return frame.calls if isinstance(frame, RunFrame) else None
+    return None
 
 
 GATES = Gates(around)

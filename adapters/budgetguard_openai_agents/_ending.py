@@ -229,17 +229,22 @@ def hand_over(recorder: Recorder, found: Outcome) -> None:
         calls.leave_partial(call, str(found.final))
 
 
-async def fail(recorder: Recorder, error: BaseException, given: Any) -> None:
-    """End a run that an exception or a cancellation left."""
+async def fail(
+    recorder: Recorder,
+    error: BaseException,
+    given: Any,
+    result: RunResultStreaming | None = None,
+) -> None:
+    """End a run that an exception or a cancellation left; who has its result may read it there."""
     recorder.close(error)
     data: RunErrorDetails | None = getattr(error, "run_data", None)
     messages = history_of(recorder, given, data)
     end: Callable[[], Outcome] = lambda: recorder.run.fail(error, messages, resume=_RESUME)  # noqa: E731
-    if isinstance(error, asyncio.CancelledError):
-        # Whoever cancels a run does not wait for its store.
-        end()
-    else:
-        await recorder.run.in_thread(end)
+    # Whoever cancels a run does not wait for its store.
+    cancelled = isinstance(error, asyncio.CancelledError)
+    found = end() if cancelled else await recorder.run.in_thread(end)
+    if result is not None:
+        remember(result, found)
 
 
 def _closed(

@@ -10,16 +10,20 @@ from typing import Any, cast
 
 from agents import (
     Agent,
+    CompactionItem,
     Handoff,
     HandoffCallItem,
     HandoffOutputItem,
     ItemHelpers,
+    MCPListToolsItem,
     MessageOutputItem,
     ModelResponse,
     ReasoningItem,
     RunItem,
     ToolCallItem,
     ToolCallOutputItem,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
     TResponseInputItem,
 )
 from openai.types.responses import (
@@ -47,6 +51,16 @@ _HOSTED = {
     "image_generation_call": "image_generation",
     "mcp_call": "",
     "web_search_call": "web_search",
+}
+# What a response holds beside calls and their results, as the SDK has it in a history.
+_REPORTED: dict[str, type[Any]] = {
+    "compaction": CompactionItem,
+    "mcp_list_tools": MCPListToolsItem,
+    "message": MessageOutputItem,
+    "program": ToolCallItem,
+    "reasoning": ReasoningItem,
+    "tool_search_call": ToolSearchCallItem,
+    "tool_search_output": ToolSearchOutputItem,
 }
 _PNG = "data:image/png;base64,"
 # The words "Not executed." and "Outcome unknown.", black on white.
@@ -123,9 +137,12 @@ class Turn:
 
 def part(item: object, name: str) -> Any:
     """Read a field of an item, which is a model of the client library or a mapping."""
-    if isinstance(item, Mapping):
+    if isinstance(item, dict):
+        return cast("dict[str, Any]", item).get(name)
+    value = getattr(item, name, None)
+    if value is None and isinstance(item, Mapping):
         return cast("Mapping[str, Any]", item).get(name)
-    return getattr(item, name, None)
+    return value
 
 
 def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
@@ -133,7 +150,7 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     found: list[Asked] = []
     listed = list(items)
     # A shell may be the provider's own.
-    answered = {part(item, "call_id") for item in listed if is_output(item)}
+    answered = {part(item, "call_id") for item in listed if is_output(item)} - {None}
     for item in listed:
         kind: ToolKind = "function"
         type_ = part(item, "type")
@@ -278,14 +295,18 @@ def _turn_items(
             continue
         elif one is not None:
             asked.append(ToolCallItem(agent=turn.agent, raw_item=cast("Any", item)))
-        elif type_ == "message":
-            asked.append(MessageOutputItem(agent=turn.agent, raw_item=cast("Any", item)))
-        elif type_ == "reasoning":
-            asked.append(ReasoningItem(agent=turn.agent, raw_item=cast("Any", item)))
+        elif type_ in _REPORTED:
+            raw: Any = _plain(item) if type_ == "compaction" else item
+            asked.append(_REPORTED[type_](agent=turn.agent, raw_item=raw))
         elif is_output(item):
-            raw, output = cast("Any", item), part(item, "output")
+            raw, output = item, part(item, "result" if type_ == "program_output" else "output")
             asked.append(ToolCallOutputItem(agent=turn.agent, raw_item=raw, output=output))
     return [*asked, *answered]
+
+
+def _plain(item: Any) -> Any:
+    dump = getattr(item, "model_dump", None)
+    return item if dump is None else dump(exclude_unset=True)
 
 
 def _call_item(agent: Agent[Any], one: Asked) -> RunItem:

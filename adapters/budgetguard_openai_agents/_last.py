@@ -16,6 +16,7 @@ from budgetguard_openai_agents import _session
 from budgetguard_openai_agents._ending import history_of
 from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents._settings import plain_settings
 from budgetguard_openai_agents._usage import model_of, usage_of
 
 
@@ -53,12 +54,11 @@ async def answer_of(
     call = ModelCall(model=name, provider=provider, input_tokens=tokens)
 
     async def say(opened: OpenModelCall) -> Answer:
-        settings = agent.model_settings.resolve(config.model_settings)
         response = await model.get_response(
             sent.instructions,
             sent.input,
             replace(
-                settings,
+                plain_settings(agent, config),
                 max_tokens=opened.max_output_tokens,
                 tool_choice=None,
                 parallel_tool_calls=None,

@@ -91,8 +91,9 @@ class Recorder(RunHooks[Any]):
     def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
         """Return what is to be sent, or what is kept of it where the window is nearly full."""
         # A server that keeps the conversation is sent what is new alone.
-        named = model_of(agent, self.run_config)
-        kept = None if self.is_server_side else self.run.pruned(sent.input, *named)
+        if self.is_server_side or self.run.envelope.prune is None:
+            return sent
+        kept = self.run.pruned(sent.input, *model_of(agent, self.run_config))
         if kept is None:
             return sent
         self._prompt = Prompt()
@@ -304,6 +305,7 @@ class Recorder(RunHooks[Any]):
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
+        work.add_done_callback(_seen)
         if self.run.check() is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
@@ -324,6 +326,12 @@ class Recorder(RunHooks[Any]):
     def is_off(self) -> bool:
         """Whether no guard of the run enforces or looks on."""
         return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
+
+
+def _seen(work: asyncio.Task[Any]) -> None:
+    # Work that was cut may end with an exception that nobody waits for any more.
+    if not work.cancelled():
+        work.exception()
 
 
 def _in_known_objects(known: Sequence[Any], items: Sequence[Any]) -> list[Any]:

@@ -218,6 +218,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     )
     if not recorder.is_off:
         options["run_config"] = bounded_config(options.get("run_config"), recorder)
+        recorder.calls.bounds = recorder
     options["hooks"] = recorder
     if goes_on:
         recorder.calls.go_on(given, agent)

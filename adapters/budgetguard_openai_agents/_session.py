@@ -11,8 +11,9 @@ from agents import TResponseInputItem
 
 from budgetguard_openai_agents._history import part
 
-_PATIENCE = 1.0
-"""Seconds that a session gets at the end of a run: one that hangs must not hold the result."""
+_PATIENCE = 5.0
+"""Seconds that a session gets at the end of a run: one that hangs must not hold the result, and one
+that is slow must not lose it."""
 _Key: TypeAlias = tuple[Any, ...]
 
 

@@ -1,10 +1,11 @@
-"""Settings of a run that ask its budget: model settings, and what is sent to the model."""
+"""What a run's model calls are made with: their settings, and what is sent to the model."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Awaitable, Callable
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Protocol, cast
 
@@ -13,18 +14,11 @@ from agents.run import CallModelData, ModelInputData
 from pydantic.dataclasses import dataclass
 
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
-
-_OWN = ("include_usage", "max_tokens", "retry")
+from budgetguard_openai_agents._calls import CallBounds, around
 
 
-class Bounds(Protocol):
-    """What the settings ask the run that they belong to."""
-
-    @property
-    def agent(self) -> Agent[Any]:
-        """The agent at work."""
-        ...
+class Bounds(CallBounds, Protocol):
+    """What the input of a model call asks the run that it belongs to."""
 
     def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
         """Return what is to be sent, or what is kept of it."""
@@ -33,76 +27,6 @@ class Bounds(Protocol):
     async def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
         """Ask for a model call that is about to be made, or stop the run."""
         ...
-
-    def output_bound(self, own: int | None) -> int | None:
-        """Return the completion tokens that the next call may ask for."""
-        ...
-
-    async def admit_retry(self, error: BaseException | None) -> bool:
-        """Tell whether a failed call may be tried again, and count the attempt if so."""
-        ...
-
-
-class BoundedSettings(ModelSettings):
-    """The run's settings, overlaid on every agent's: the runner reads them anew for each call.
-
-    Attributes:
-        base: The settings that the user gave for the run.
-    """
-
-    base: ModelSettings
-
-    def __init__(self, base: ModelSettings, bounds: Bounds) -> None:
-        for field in fields(ModelSettings):
-            if field.name not in _OWN:
-                object.__setattr__(self, field.name, getattr(base, field.name))
-        object.__setattr__(self, "base", base)
-        object.__setattr__(self, "_says_nothing", _says_nothing(base))
-        object.__setattr__(self, "_bounds", bounds)
-
-    @property
-    def _run(self) -> Bounds:
-        bounds: Bounds = self.__dict__["_bounds"]
-        return bounds
-
-    def own(self, name: str, agent: Agent[Any] | None = None) -> Any:
-        """Return what the run, or else the agent, says."""
-        own = getattr(self.base, name)
-        return getattr((agent or self._run.agent).model_settings, name) if own is None else own
-
-    def of_a_call(self, settings: ModelSettings) -> dict[str, Any] | None:
-        """Return an agent's settings with the bounds of a call; None where more is to be merged.
-
-        The SDK's way makes and checks every setting anew, twice a turn.
-        """
-        retry = self.retry
-        if not self.__dict__["_says_nothing"] or settings.extra_args or retry or settings.retry:
-            return None
-        found = {**vars(settings), "include_usage": self.include_usage}
-        bound = self.max_tokens
-        if bound is not None:
-            found["max_tokens"] = bound
-        return found
-
-    @property
-    def max_tokens(self) -> int | None:  # type: ignore[override]
-        """Completion tokens of the next call."""
-        return self._run.output_bound(self.own("max_tokens"))
-
-    @property
-    def include_usage(self) -> bool | None:  # type: ignore[override]
-        """Ask streams for their usage; some providers report it nowhere else."""
-        own: bool | None = self.own("include_usage")
-        return True if own is None else own
-
-    @property
-    def retry(self) -> ModelRetrySettings | None:  # type: ignore[override]
-        """The user's retries, each of them admitted before it is made."""
-        for given in (self.base.retry, self._run.agent.model_settings.retry):
-            if given is not None and given.policy is not None:
-                merged = self.base.retry or given
-                return replace(merged, policy=_admitted(given.policy, self._run))
-        return self.base.retry
 
 
 @dataclass
@@ -116,32 +40,46 @@ class _CallSettings(ModelSettings):
 
 
 def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings]:
-    """Wrap the method of settings that makes those of a call, so that it can be bounded."""
+    """Wrap the method of settings that makes those of a call, so that they ask the run around.
+
+    The run's configuration does not carry them: the SDK would evaluate all its annotations anew
+    for each run.
+    """
 
     @wraps(resolve)
     def resolved(self: ModelSettings, override: Any) -> ModelSettings:
-        if not isinstance(override, BoundedSettings):
-            return resolve(self, override)
-        own = override.of_a_call(self)
-        settings: Any = object.__new__(_CallSettings)
-        settings.__dict__.update(vars(resolve(self, override)) if own is None else own)
-        settings.__post_init__()
-        return cast("ModelSettings", settings)
+        made = resolve(self, override)
+        calls = around()
+        if calls is None or calls.bounds is None or calls.run.ended:
+            return made
+        bounds = calls.bounds
+        settings = object.__new__(_CallSettings)
+        found = settings.__dict__
+        found.update(made.__dict__)
+        if made.include_usage is None:
+            # Streams are asked for their usage; some providers report it nowhere else.
+            found["include_usage"] = True
+        found["max_tokens"] = bounds.output_bound(made.max_tokens)
+        if made.retry is not None:
+            found["retry"] = _admitted(made.retry, bounds)
+        calls.settings = settings
+        return settings
 
     return resolved
 
 
-def _says_nothing(settings: ModelSettings) -> bool:
-    names = (field.name for field in fields(ModelSettings) if field.name not in _OWN)
-    return all(getattr(settings, name) is None for name in names)
-
-
 class _Filter:
-    """What sees the input of each model call last, before the call's settings are read."""
+    """What sees the input of each model call last, before the call is made."""
 
-    def __init__(self, base: Callable[[CallModelData[Any]], Any] | None, settings: Any) -> None:
+    def __init__(
+        self,
+        base: Callable[[CallModelData[Any]], Any] | None,
+        settings: ModelSettings | None,
+        bounds: Bounds,
+    ) -> None:
         self.base = base
-        self._settings = settings
+        self._bound = None if settings is None else settings.max_tokens
+        self._bounds = bounds
 
     async def __call__(self, data: CallModelData[Any]) -> ModelInputData:
         sent: Any = data.model_data
@@ -150,11 +88,10 @@ class _Filter:
             if inspect.isawaitable(sent):
                 sent = await sent
         if isinstance(sent, ModelInputData):
-            settings: BoundedSettings = self._settings
-            own = settings.own("max_tokens", data.agent)
-            bounds: Bounds = settings.__dict__["_bounds"]
-            sent = bounds.pruned(data.agent, sent)
-            await bounds.admit(data.agent, sent, own)
+            agent = data.agent
+            own = agent.model_settings.max_tokens if self._bound is None else self._bound
+            sent = self._bounds.pruned(agent, sent)
+            await self._bounds.admit(agent, sent, own)
         # The SDK refuses what is none.
         return cast("ModelInputData", sent)
 
@@ -164,16 +101,10 @@ def bounded_config(
 ) -> RunConfig | dict[str, Any]:
     """Return the user's configuration of a run, asking the budget before each call."""
     own = config_of(config)
-    settings = BoundedSettings(own.model_settings or ModelSettings(), bounds)
-    changes: dict[str, Any] = {
-        "model_settings": settings,
-        "call_model_input_filter": _Filter(own.call_model_input_filter, settings),
-    }
-    if config is None and _seams.TAKES_MAPPING:
-        return changes
-    if isinstance(config, dict):
-        return {**config, **changes}
-    return replace(own, **changes)
+    asks = _Filter(own.call_model_input_filter, own.model_settings, bounds)
+    if isinstance(config, dict) or (config is None and _seams.TAKES_MAPPING):
+        return {**(config or {}), "call_model_input_filter": asks}
+    return _with_filter(own, asks)
 
 
 def config_of(config: RunConfig | dict[str, Any] | None) -> RunConfig:
@@ -182,15 +113,31 @@ def config_of(config: RunConfig | dict[str, Any] | None) -> RunConfig:
     A sub-agent inherits the one of the run above, whose bounds are not its own.
     """
     given = RunConfig(**config) if isinstance(config, dict) else config or RunConfig()
-    settings, filter_ = given.model_settings, given.call_model_input_filter
-    if isinstance(settings, BoundedSettings):
-        given = replace(given, model_settings=settings.base)
-    if isinstance(filter_, _Filter):
-        given = replace(given, call_model_input_filter=filter_.base)
-    return given
+    filter_ = given.call_model_input_filter
+    return _with_filter(given, filter_.base) if isinstance(filter_, _Filter) else given
 
 
-def _admitted(policy: Callable[[Any], Any], bounds: Bounds) -> Callable[[Any], Awaitable[Any]]:
+def _with_filter(config: RunConfig, filter_: Callable[..., Any] | None) -> RunConfig:
+    # Nothing of it is to be checked again.
+    made = copy.copy(config)
+    made.call_model_input_filter = filter_
+    return made
+
+
+def plain_settings(agent: Agent[Any], config: RunConfig) -> ModelSettings:
+    """Return an agent's settings under a run's, without the bounds of any run around."""
+    settings: ModelSettings = inspect.unwrap(ModelSettings.resolve)(
+        agent.model_settings, config.model_settings
+    )
+    return settings
+
+
+def _admitted(retry: ModelRetrySettings, bounds: CallBounds) -> ModelRetrySettings:
+    """Return retries of which each is admitted before it is made."""
+    policy = retry.policy
+    if policy is None:
+        return retry
+
     @wraps(policy)
     async def admit(context: Any) -> Any:
         decision = policy(context)
@@ -201,4 +148,4 @@ def _admitted(policy: Callable[[Any], Any], bounds: Bounds) -> Callable[[Any], A
             return decision
         return False
 
-    return admit
+    return replace(retry, policy=admit)

@@ -10,6 +10,7 @@ from agents import RunItem, RunResultStreaming
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import Trip
+from budgetguard_core.kit import outcome_of, remember
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._ending import (
     close_streamed,
@@ -53,7 +54,7 @@ class StreamEnding:
         self._work.cancel()
         if task.cancelled() and not self._recorder.run.ended:
             self._recorder.close(asyncio.CancelledError())
-            self._recorder.run.fail(asyncio.CancelledError())
+            remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
 
     async def _run(self) -> None:
         recorder, result, run = self._recorder, self._result, self._recorder.run
@@ -67,13 +68,14 @@ class StreamEnding:
         except BaseException as error:
             trip = await self._left_by(error)
             if trip is None:
-                await fail(recorder, error, self._given)
+                await fail(recorder, error, self._given, result)
                 raise
             recorder.cut_off(error)
         if trip is None and _seams.ran_out_of_turns(result):
             trip = recorder.calls.framework_limit(f"Max turns ({result.max_turns}) exceeded")
         if _seams.is_cancelled(result) and run.stopped_by is None:
-            await fail(recorder, asyncio.CancelledError("the stream was cancelled"), self._given)
+            left = asyncio.CancelledError("the stream was cancelled")
+            await fail(recorder, left, self._given, result)
             return
         trip = trip or recorder.calls.stopping or run.stopped_by
         if trip is not None and not result.interruptions and not is_answered(recorder, result):
@@ -106,6 +108,10 @@ class StreamEnding:
             shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
             await asyncio.wait({shell})
             if shell.cancelled() or shell.exception() or self._recorder.left_by(error) is None:
+                known = outcome_of(self._result, messages=self._result.to_input_list())
+                if known is not None and outcome_of(error) is None:
+                    # A judge's verdict that came with the stop.
+                    remember(error, known)
                 raise
             left = False
         finally:

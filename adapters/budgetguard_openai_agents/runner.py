@@ -81,7 +81,8 @@ def outcome(result: RunResult | RunResultStreaming | BaseException) -> Outcome:
     """Return how a run ended: status, stop reason, use, messages, how to go on.
 
     Args:
-        result: What the run returned, or the exception that left it.
+        result: What the run returned, a stream that was cancelled included, or the exception that
+            left it.
 
     Raises:
         AdapterError: The run had no budget, or is not over yet.

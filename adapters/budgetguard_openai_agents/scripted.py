@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from typing import Any
 
 from agents import Model, ModelResponse, Usage
+from agents.items import TResponseStreamEvent
 from openai.types.responses import (
+    Response,
+    ResponseCompletedEvent,
+    ResponseContentPartAddedEvent,
+    ResponseContentPartDoneEvent,
+    ResponseCreatedEvent,
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseFunctionCallArgumentsDoneEvent,
     ResponseFunctionToolCall,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
     ResponseOutputText,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+    ResponseUsage,
 )
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
+from budgetguard_core import TokenUsage
 from budgetguard_core.testing.scripted import Answers
 
 
 class ScriptedModel(Model):
-    """Gives scripted answers to `Runner.run` and `run_sync`; streams are not scripted."""
+    """Gives scripted answers to `Runner.run`, `run_sync` and `run_streamed`.
+
+    Args:
+        answers: The answers.
+
+    Attributes:
+        answers: The answers.
+        model: The name that prices and events go by.
+    """
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
         self.model = answers.model
+        self._numbers = count(1)
 
-    async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
-        """Give the next answer."""
-        del args, kwargs
+    def _next(self) -> tuple[list[Any], TokenUsage]:
         turn = self.answers.next()
         output: list[Any] = [
             ResponseFunctionToolCall(
                 type="function_call",
+                id=f"fc_{call.id}",
                 call_id=call.id,
                 name=call.name,
                 arguments=json.dumps(call.arguments),
@@ -37,29 +62,149 @@ class ScriptedModel(Model):
             for call in turn.calls
         ]
         if turn.text:
-            text = ResponseOutputText(text=turn.text, type="output_text", annotations=[])
             output.append(
                 ResponseOutputMessage(
-                    id=f"msg_{self.answers.calls}",
+                    id=f"msg_{next(self._numbers)}",
                     type="message",
                     role="assistant",
                     status="completed",
-                    content=[text],
+                    content=[_text(turn.text)],
                 )
             )
+        return output, turn.usage
+
+    async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
+        """Give the next answer."""
+        del args, kwargs
+        output, used = self._next()
         usage = Usage(
             requests=1,
-            input_tokens=turn.usage.input_tokens,
-            output_tokens=turn.usage.output_tokens,
-            total_tokens=turn.usage.total_tokens,
+            input_tokens=used.input_tokens,
+            output_tokens=used.output_tokens,
+            total_tokens=used.total_tokens,
         )
         return ModelResponse(output=output, usage=usage, response_id=None)
 
-    def stream_response(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Refuse: use `Runner.run`, or the SDK's own `agents.testing`."""
-        raise NotImplementedError("a scripted model does not stream. Use Runner.run.")
+    async def stream_response(
+        self, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[TResponseStreamEvent]:
+        """Give the next answer in the events of a real stream; a text comes word by word."""
+        del args, kwargs
+        output, used = self._next()
+        response = _response(f"resp_{next(self._numbers)}", self.model, output, used)
+        for event in _events(output, response):
+            yield event
 
 
 def scripted_model(answers: Answers) -> ScriptedModel:
     """Make a model that gives these answers."""
     return ScriptedModel(answers)
+
+
+def _response(id_: str, model: str, output: list[Any], used: TokenUsage) -> Response:
+    return Response(
+        id=id_,
+        created_at=0,
+        model=model,
+        object="response",
+        output=output,
+        status="completed",
+        tool_choice="auto",
+        tools=[],
+        parallel_tool_calls=True,
+        usage=ResponseUsage(
+            input_tokens=used.input_tokens,
+            output_tokens=used.output_tokens,
+            total_tokens=used.total_tokens,
+            # Releases of the client differ in what they ask for here.
+            input_tokens_details=InputTokensDetails.model_construct(
+                cached_tokens=0, cache_write_tokens=0
+            ),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        ),
+    )
+
+
+def _events(output: list[Any], response: Response) -> Iterator[TResponseStreamEvent]:
+    numbers = count()
+    begun = response.model_copy(update={"output": [], "status": "in_progress", "usage": None})
+    yield ResponseCreatedEvent(
+        type="response.created", response=begun, sequence_number=next(numbers)
+    )
+    for place, item in enumerate(output):
+        where: dict[str, Any] = {"item_id": item.id, "output_index": place}
+        empty: dict[str, Any] = (
+            {"arguments": ""} if item.type == "function_call" else {"content": []}
+        )
+        yield ResponseOutputItemAddedEvent(
+            type="response.output_item.added",
+            item=item.model_copy(update={**empty, "status": "in_progress"}),
+            output_index=place,
+            sequence_number=next(numbers),
+        )
+        if item.type == "function_call":
+            yield ResponseFunctionCallArgumentsDeltaEvent(
+                type="response.function_call_arguments.delta",
+                delta=item.arguments,
+                sequence_number=next(numbers),
+                **where,
+            )
+            # Older releases of the client ask for the name, newer ones do not know it.
+            yield ResponseFunctionCallArgumentsDoneEvent.model_validate(
+                {
+                    "type": "response.function_call_arguments.done",
+                    "arguments": item.arguments,
+                    "name": item.name,
+                    "sequence_number": next(numbers),
+                    **where,
+                }
+            )
+        else:
+            yield from _text_events(item.content[0].text, where, numbers)
+        yield ResponseOutputItemDoneEvent(
+            type="response.output_item.done",
+            item=item,
+            output_index=place,
+            sequence_number=next(numbers),
+        )
+    yield ResponseCompletedEvent(
+        type="response.completed", response=response, sequence_number=next(numbers)
+    )
+
+
+def _text_events(
+    text: str, where: dict[str, Any], numbers: Iterator[int]
+) -> Iterator[TResponseStreamEvent]:
+    where = {**where, "content_index": 0}
+    yield ResponseContentPartAddedEvent(
+        type="response.content_part.added",
+        part=_text(""),
+        sequence_number=next(numbers),
+        **where,
+    )
+    for word in re.findall(r"\s*\S+|\s+", text):
+        # The text is its deltas in a row, so that every word brings what stands before it.
+        yield ResponseTextDeltaEvent(
+            type="response.output_text.delta",
+            delta=word,
+            logprobs=[],
+            sequence_number=next(numbers),
+            **where,
+        )
+    yield ResponseTextDoneEvent(
+        type="response.output_text.done",
+        text=text,
+        logprobs=[],
+        sequence_number=next(numbers),
+        **where,
+    )
+    yield ResponseContentPartDoneEvent(
+        type="response.content_part.done",
+        part=_text(text),
+        sequence_number=next(numbers),
+        **where,
+    )
+
+
+def _text(text: str) -> ResponseOutputText:
+    return ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])

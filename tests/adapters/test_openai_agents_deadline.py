@@ -25,8 +25,8 @@ modes = pytest.mark.parametrize("mode", MODES)
 SHORT = 0.05
 """A deadline that passes when a test moves its clock: no machine is too slow for it."""
 DEADLINE = 1.0
-# In real time. A machine under load is slow, and that is no failure.
-SLOW = 10 * DEADLINE
+# In real time. A machine under load is slow, and that is no failure; a run that hangs never ends.
+SLOW = 60 * DEADLINE
 
 
 def late(clock: ManualClock, *replies: Reply) -> Any:
@@ -277,7 +277,7 @@ async def test_cancelling_the_callers_task_is_no_trip(mode):
 
 @pytest.mark.parametrize("how", ["immediate", "after_turn"])
 async def test_cancelling_a_stream_is_no_trip(how):
-    guard = Guard(Budget(max_seconds=20))
+    guard = Guard(Budget(max_seconds=3600))
     agent = agent_of(calls("search"), tools=[tool("search", [])])
     result = bounded_run_streamed(agent, "Go.", budget=guard)
     async for event in result.stream_events():
@@ -309,7 +309,7 @@ async def test_the_models_own_time_limit_stays_its_own(mode):
     if not hasattr(ModelSettings(), "timeout"):
         pytest.skip("this version of the SDK has no time limit of a model call")
     agent = agent_of(Reply(hang=True), model_settings=ModelSettings(timeout=0.1))
-    guard = Guard(Budget(max_seconds=20))
+    guard = Guard(Budget(max_seconds=3600))
     with pytest.raises(Exception, match="timed out"):
         await go(mode, agent, hooks=BudgetHooks(guard))
     assert guard.trip is None

@@ -30,7 +30,7 @@ from budgetguard_core import (
     StopReason,
     ToolCall,
 )
-from budgetguard_core.testing import Reply
+from budgetguard_core.testing import ManualClock, Reply
 from budgetguard_openai_agents import (
     BudgetHooks,
     RunStopped,
@@ -584,7 +584,10 @@ async def test_a_call_that_a_person_rejected_costs_nothing(mode):
 
 @modes
 async def test_an_approved_call_that_hangs_may_have_taken_effect(mode):
+    clock = ManualClock()
+
     async def send() -> str:
+        clock.advance(1)
         await asyncio.get_running_loop().create_future()
         return "never"
 
@@ -592,7 +595,7 @@ async def test_an_approved_call_that_hangs_may_have_taken_effect(mode):
     first = await go(mode, agent, hooks=BudgetHooks(Budget()))
     state = first.to_state()
     state.approve(first.interruptions[0])
-    guard = Guard(Budget(max_seconds=0.3))
+    guard = Guard(Budget(max_seconds=0.3), clock=clock)
     result = await go(mode, agent, state, hooks=BudgetHooks(guard))
     assert outcome(result).stop_reason is StopReason.MAX_SECONDS
     assert [i["output"] for i in result.to_input_list() if "output" in i] == [OUTCOME_UNKNOWN]

@@ -24,7 +24,7 @@ from openai import AsyncOpenAI
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.kit import entered
 from budgetguard_core.testing import Reply
-from budgetguard_openai_agents import BudgetHooks, outcome
+from budgetguard_openai_agents import BudgetHooks, _session, outcome
 from budgetguard_openai_agents._session import compare
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
@@ -218,7 +218,8 @@ async def test_an_input_filter_loses_no_message(mode, server, client):
 
 
 @modes
-async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client):
+async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client, monkeypatch):
+    monkeypatch.setattr(_session, "_PATIENCE", 0.05)
     session = MemorySession("s")
     server.calls = [("search", "{}")]
     agent = Agent(name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])])

@@ -50,6 +50,15 @@ def test_every_bucket_is_read():
     )
 
 
+def test_a_figure_with_a_fraction_is_read():
+    usage = Usage(requests=1)
+    usage.input_tokens, usage.output_tokens = 10.5, 5.5  # type: ignore[assignment]
+    used = token_usage(usage)
+    assert used is not None
+    assert used.input_tokens in (10, 11)
+    assert used.output_tokens in (5, 6)
+
+
 def test_buckets_that_overlap_or_are_missing_make_no_call_free():
     usage = token_usage(usage_of(100, 50, cached=90, written=90, reasoning=99))
     assert usage is not None
@@ -272,9 +281,10 @@ async def test_tools_handoffs_and_output_schemas_are_projected(mode):
         assert script_of(agent).calls == 0
 
 
-@pytest.mark.parametrize("figures", [(-5, 20), (100, -20), (-1, -1)])
+@pytest.mark.parametrize("figures", [(-5, 20), (100, -20), (-1, -1), (10.0, 5.0)])
 @modes
 async def test_figures_that_a_provider_gets_wrong_never_raise(mode, figures):
+    # A figure with a fraction is refused by the SDK itself, with or without a budget.
     agent = Agent(name="main", model=RawModel([text_item("Hi.")], usage=figures))
     guard = Guard(Budget(max_total_tokens=10_000))
     result = await go(mode, agent, hooks=BudgetHooks(guard))
