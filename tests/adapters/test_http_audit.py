@@ -77,6 +77,7 @@ def told():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["requests", "urllib", "aiohttp", "websockets", "websockets.sync"])
 def test_what_goes_past_the_seam_is_counted_and_named_in_the_outcome(told, way):
     for host, known in (("api.openai.com", "api.openai.com"), ("API.Anthropic.com.", "anthropic")):

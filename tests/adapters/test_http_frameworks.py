@@ -113,6 +113,7 @@ async def act(framework, server, guard=None):
         return ended if isinstance(ended, str) else await ended
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 async def test_without_an_adapter_a_framework_ends_at_the_cap(framework):
     text = None
@@ -126,6 +127,7 @@ async def test_without_an_adapter_a_framework_ends_at_the_cap(framework):
     assert text is None or text.startswith("This run was stopped before it finished.")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 async def test_without_an_adapter_retries_are_calls_and_no_iterations(framework):
     with ProviderServer(SCRIPT) as server:

@@ -98,6 +98,7 @@ def test_conversations_that_go_on_side_by_side_are_no_loop():
     assert server.hits == 12
 
 
+@pytest.mark.slow
 def test_single_calls_with_the_same_answer_are_no_loop():
     with ProviderServer(calls=0, text="yes") as server, bounded_clients(Budget()) as block:
         for number in range(20):
@@ -305,6 +306,7 @@ def test_threads_share_the_budget_of_a_transport():
     assert server.hits == transport.outcome.usage.iterations == 37
 
 
+@pytest.mark.slow
 async def test_a_thousand_tasks_share_a_budget():
     class Provider(httpx2.AsyncBaseTransport):
         hits = 0
@@ -329,6 +331,7 @@ async def test_a_thousand_tasks_share_a_budget():
 # The ambient way in
 
 
+@pytest.mark.slow
 def test_importing_patches_nothing():
     code = (
         "import httpx, httpx2\n"

@@ -78,6 +78,7 @@ def post(mod, url, path, body, **options):
         return client.post(f"{url}{path}?key={SECRET}&alt=sse", json=body)
 
 
+@pytest.mark.sample(13)
 @BOTH
 @pytest.mark.parametrize("step", ["ok", 401, 429, 500, "drop", "cut"])
 @pytest.mark.parametrize("kind", REQUESTS)
@@ -135,6 +136,7 @@ def test_an_answer_that_nobody_understands(mod, content, caplog):
     heard.check()
 
 
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("end", ["deadline", "raise"])
 def test_errors_of_our_own(mod, end, caplog):

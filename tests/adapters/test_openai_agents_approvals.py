@@ -218,6 +218,7 @@ asyncio.run(main(sys.argv[1], sys.stdin.read()))
 """
 
 
+@pytest.mark.slow
 async def test_a_second_process_answers_and_the_counters_go_on(httpserver):
     server = StrictServer(httpserver)
     server.calls = [("send", "{}")]

@@ -64,6 +64,7 @@ class Answered(RunHooks[Any]):
         self.at.append(now())
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_tool_call_waits_for_its_token(mode, api, server, client):

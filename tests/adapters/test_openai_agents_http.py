@@ -52,6 +52,7 @@ def agent_of(api: str, client: AsyncOpenAI, *tools: Any, **options: Any) -> Agen
     return Agent(name=options.pop("name", "main"), model=model, tools=list(tools), **options)
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_sticky_model(provider, client, api, mode):
@@ -261,6 +262,7 @@ async def test_a_chain_of_responses_goes_on_from_its_state(provider, client, mod
     assert provider.requests[-1]["previous_response_id"] == "resp_1"
 
 
+@pytest.mark.sample(2)
 @apis
 async def test_50_concurrent_runs_on_one_guard(provider, client, api):
     agent = agent_of(api, client, tool("search", []))

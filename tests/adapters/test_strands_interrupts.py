@@ -251,6 +251,7 @@ print(outcome.status, outcome.usage.iterations, script.calls, len(counter.starte
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["graph", "swarm"])
 def test_a_waiting_graph_or_swarm_is_answered_in_a_new_process(kind, counter, tmp_path):
     script = Script([calls("search")])

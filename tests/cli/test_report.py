@@ -86,6 +86,7 @@ def test_a_folder_of_logs_is_one_report(budgetguard, tmp_path):
     assert figures["tiles"][0] == ["8", "runs"]
 
 
+@pytest.mark.slow
 def test_errors_are_clear(budgetguard, log, tmp_path):
     cases = [
         ((tmp_path / "none.jsonl",), "No such file"),

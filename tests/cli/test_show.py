@@ -95,6 +95,7 @@ def test_what_rate_limits_did_is_said(budgetguard, tmp_path):
     assert "delayed by rate limits: 1 calls" in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("run", "said"),
     [
@@ -123,6 +124,7 @@ def test_a_run_is_found_by_its_id(budgetguard, tmp_path):
     assert [run["run_id"] for run in runs] == ["near"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("adapter", sorted(RUNS))
 def test_the_log_of_every_adapter_is_shown(budgetguard, tmp_path, monkeypatch, adapter):
     pytest.importorskip(NEEDS[adapter])
@@ -141,6 +143,7 @@ def test_half_a_line_at_the_end_is_a_run_that_goes_on(budgetguard, log):
     assert budgetguard("show", log).returncode == 0
 
 
+@pytest.mark.slow
 def test_errors_are_clear(budgetguard, log, tmp_path):
     missing = budgetguard("show", tmp_path / "none")
     assert (missing.returncode, b"No such file" in missing.stderr) == (2, True)
@@ -155,6 +158,7 @@ def test_errors_are_clear(budgetguard, log, tmp_path):
     assert (damaged.returncode, f"{log}:1:".encode() in damaged.stderr) == (1, True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("command", ["show", "report", "watch"])
 def test_help_has_an_example(budgetguard, command):
     text = " ".join(budgetguard(command, "--help").stdout.decode().split())

@@ -81,6 +81,7 @@ def test_the_folder_is_that_of_the_variable(budgetguard, tmp_path):
     assert b"3 have ended" in done.stdout
 
 
+@pytest.mark.slow
 def test_errors_are_clear(budgetguard, tmp_path):
     cases = [
         (("watch", "--once"), b"nothing to watch"),

@@ -248,6 +248,7 @@ def test_a_store_that_is_closed_may_be_closed_and_forked_again(place):
     again.close()
 
 
+@pytest.mark.slow
 def test_long_lists_in_redis_come_in_whole(tmp_path):
     need("redis")
     place = Place("redis", tmp_path)

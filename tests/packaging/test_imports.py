@@ -22,6 +22,7 @@ def modules_after(statement):
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
+@pytest.mark.slow
 def test_the_core_brings_no_framework_and_no_prices():
     (forbidden,) = [
         set(contract["forbidden_modules"])
@@ -57,6 +58,7 @@ def test_every_adapter_of_a_framework_is_tried_without_it():
     assert set(NEEDED) == set(layout.adapters()) - {"budgetguard_loop"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("adapter", NEEDED)
 def test_a_missing_framework_names_the_extra(adapter):
     missing, extra = NEEDED[adapter]

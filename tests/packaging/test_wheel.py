@@ -50,6 +50,7 @@ def sdist(built):
         yield archive
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_our_packages_and_nothing_else(wheel):
     top = {name.partition("/")[0] for name in wheel.namelist()}
     version = layout.pyproject()["project"]["version"]
