@@ -233,6 +233,7 @@ def test_a_tool_that_flaps_is_left_alone_until_it_works_again(run, provider):
     assert [one["retry_after_seconds"] for one in refused] == [15, 10, 5]
 
 
+@pytest.mark.sample(4)
 def test_a_tool_that_stays_down_ends_the_run(run, provider):
     config = CircuitBreakerConfig(
         sliding_window_size=4,

@@ -137,6 +137,7 @@ async def test_without_an_adapter_retries_are_calls_and_no_iterations(framework)
     assert (server.hits, usage.model_calls, usage.iterations, usage.failed_calls) == (5, 5, CAP, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["langchain", "openai-agents", "strands"])
 async def test_below_an_adapter_every_attempt_is_counted_once(name):
     outcomes = []
@@ -156,6 +157,7 @@ async def test_below_an_adapter_every_attempt_is_counted_once(name):
     assert str(outcome.stop_reason) == "max_iterations"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["langchain", "openai-agents", "strands"])
 async def test_below_an_adapter_nothing_counts_twice(name):
     outcomes = []

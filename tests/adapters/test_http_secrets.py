@@ -125,6 +125,7 @@ def test_a_provider_that_quotes_the_key(mod, caplog):
     heard.check()
 
 
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("content", [b"\xff not JSON", b"[]", b'{"choices": 7, "usage": "x"}'])
 def test_an_answer_that_nobody_understands(mod, content, caplog):

@@ -82,6 +82,7 @@ def test_an_exception_that_is_wanted_carries_it(driver, mode):
     assert (outcome.finalized, outcome.final, script.calls) == (True, KNOWN, 3)
 
 
+@pytest.mark.sample(5)
 @every_way
 def test_a_checkpoint_holds_it_and_its_cost(driver, mode):
     store, outcomes = MemoryStore(), []

@@ -253,6 +253,7 @@ def test_of_two_processes_that_resume_at_once_one_goes_on(tmp_path):
     assert "start fetch" not in after
 
 
+@pytest.mark.slow
 def test_rolled_back_no_completed_tool_call_runs_again(tmp_path):
     killed(tmp_path, "sync", "send")
     store = SqliteStore(tmp_path / "checkpoints")

@@ -51,6 +51,7 @@ def agent_with(bodies: list[str], kinds: Any, *responses: Any) -> Agent[Any]:
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("other", KINDS[1:])
 @modes
 async def test_what_fits_runs_once_and_is_counted_once(mode, other):

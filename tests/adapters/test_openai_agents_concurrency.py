@@ -61,6 +61,7 @@ async def test_50_runs_with_a_guard_each_on_one_agent_do_not_mix(mode):
     assert not search.tool_input_guardrails
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_runs_started_with_one_hooks_object_do_not_share_anything():
     agent = agent_of(calls("search"), tools=[tool("search", [])])

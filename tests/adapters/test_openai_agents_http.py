@@ -80,6 +80,7 @@ async def test_a_sticky_model(provider, client, api, mode):
         assert [i.get("id") for i in provider.requests[-1]["input"] if i.get("role")] == [None] * 3
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_parallel_calls_past_the_cap(provider, client, api, mode):
@@ -93,6 +94,7 @@ async def test_parallel_calls_past_the_cap(provider, client, api, mode):
     assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_ping_pong_handoffs(provider, client, api, mode):
@@ -113,6 +115,7 @@ async def test_ping_pong_handoffs(provider, client, api, mode):
     assert len(provider.server.log) == guard.usage.model_calls <= 12
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_repeated_tool_call_id(provider, client, api, mode):
@@ -128,6 +131,7 @@ async def test_a_repeated_tool_call_id(provider, client, api, mode):
         assert outcome(ran[0]).status == "terminated"
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_429s(provider, client, api, mode):

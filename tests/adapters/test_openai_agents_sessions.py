@@ -219,6 +219,7 @@ async def test_an_input_filter_loses_no_message(mode, server, client):
     assert users == ["One.", "Two.", "Three."]
 
 
+@pytest.mark.slow
 @modes
 async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client):
     session = MemorySession("s")

@@ -366,6 +366,7 @@ def swarm_of(scripts: dict[str, Script], tool: Any, folder: Path | None, provide
     return swarm if provider is None else provider.attach(swarm)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["same object", "new object"])
 @pytest.mark.parametrize("cap", [2, 3])

@@ -54,6 +54,7 @@ def counter():
     return Counter()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["budget", "guard"])
 @pytest.mark.parametrize("place", ["same object", "new object"])

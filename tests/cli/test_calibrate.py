@@ -66,6 +66,7 @@ def test_what_it_proposes_can_be_pasted(budgetguard, tmp_path):
     assert b"truncates" not in again.stdout
 
 
+@pytest.mark.slow
 def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", [*range(1, 31), *[100] * 30], max_iterations=31)
     done = budgetguard("calibrate", log, "--json", "--labelled")
@@ -205,6 +206,7 @@ def test_a_missing_file_is_said(budgetguard, tmp_path, command):
     assert b"No such file" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_line_is_said_and_the_rest_is_used(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", range(1, 41))
     log.write_bytes(b"{broken\n" + log.read_bytes())

@@ -305,6 +305,7 @@ def test_quotas_refuse_calls_and_the_run_goes_on(write):
     assert "tool calls refused 4" in shown
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("quota", ["read_file", "=3", "a=x", "a=-1", "a=²", "a=" + "9" * 30])
 def test_a_bad_quota_is_refused_in_one_sentence(write, quota):
     done = replay(write(trajectory([])), "--tool-quota", quota, code=2)
@@ -741,6 +742,7 @@ def test_without_a_terminal_the_output_is_plain_and_folded(budgetguard, write, c
     assert done.stderr == b""
 
 
+@pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show_is_escaped(budgetguard, write):
     path = write(trajectory([]), name="läufe.jsonl")
     done = budgetguard("replay", path, COLUMNS="300", PYTHONIOENCODING="ascii")
@@ -764,6 +766,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(write, arguments):
     assert done.stderr == "budgetguard: the output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_to_talk_about(write):
     path = write(*[trajectory(turns(8))] * 300)
     with subprocess.Popen(

@@ -382,6 +382,7 @@ def test_the_users_own_sitecustomize_runs_and_a_killed_script_says_so(start, tmp
     assert run.out == f"{own / 'sitecustomize.py'} True\n"
 
 
+@pytest.mark.slow
 def test_a_module_in_which_no_call_is_seen(start):
     module = ["-m", "calendar", "2026", "2"]
     with start("", "--max-seconds", 60, arguments=module) as run:

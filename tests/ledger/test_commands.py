@@ -99,6 +99,7 @@ def test_kill_revive_and_runs(place, opened):
     assert "no run is alive" in run(place, "runs").output
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
     opened(sqlite).reserve("acme", usd=1)
     for arguments in (

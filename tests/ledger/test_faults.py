@@ -59,6 +59,7 @@ def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronous", ["FULL", "NORMAL"])
 def test_a_file_that_lost_its_power_is_an_earlier_ledger_and_a_sound_one(
     synchronous, tmp_path, opened

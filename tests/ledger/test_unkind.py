@@ -134,6 +134,7 @@ def made(guard, call, usage, **facts):
     return None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["tokens", "dollars"])
 def test_usage_that_nobody_reports_holds_a_run_under_a_tenants_ceiling(place, opened, kind):
     options = {"daily_tokens": 1000} if kind == "tokens" else {"monthly_usd": 5}

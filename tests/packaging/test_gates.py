@@ -201,6 +201,7 @@ def rules_that_fire(path, source):
     return {found["code"] for found in json.loads(done.stdout)}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("path", "source", "rule"), RUFF)
 def test_the_lint_rules_fire(path, source, rule):
     fired = rules_that_fire(path, source)

@@ -66,6 +66,7 @@ def test_the_wheel_holds_every_source_file(wheel):
         assert sources <= names
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_says_that_it_is_typed(wheel, package):
     assert f"{package}/py.typed" in wheel.namelist()
