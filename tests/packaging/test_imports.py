@@ -48,7 +48,7 @@ def test_public_names_are_sorted_and_exist(package):
 # What each adapter stands on: without it, the error names the extra that brings it.
 NEEDED = {
     "budgetguard_http": (["httpx", "httpx2"], "http"),
-    "budgetguard_langgraph": (["langgraph"], "langgraph"),
+    "budgetguard_langgraph": (["langchain_core", "langgraph"], "langgraph"),
     "budgetguard_openai_agents": (["agents"], "openai-agents"),
     "budgetguard_strands": (["strands"], "strands"),
 }

@@ -16,7 +16,10 @@ FILES = sorted(
         *layout.ROOT.iterdir(),
         *(path for name in FOLDERS for path in (layout.ROOT / name).rglob("*")),
     ]
-    if path.is_file() and path.suffix not in BINARY and not path.name.startswith(".coverage")
+    if path.is_file()
+    and path.suffix not in BINARY
+    # Neither what coverage writes, nor the file by which git knows a worktree.
+    and not path.name.startswith((".coverage", ".git"))
 )
 BANNED = {
     "a path of one machine": r"(?<![\w.])/(?:work|root|home|Users)/[A-Za-z.]",
