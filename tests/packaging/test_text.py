@@ -18,8 +18,7 @@ FILES = sorted(
     ]
     if path.is_file()
     and path.suffix not in BINARY
-    # Neither what coverage writes, nor the file by which git knows a worktree.
-    and not (path.name.startswith(".coverage") or path.name == ".git")
+    and not path.name.startswith((".git", ".coverage"))
 )
 BANNED = {
     "a path of one machine": r"(?<![\w.])/(?:work|root|home|Users)/[A-Za-z.]",
