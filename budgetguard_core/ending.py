@@ -22,9 +22,8 @@ def synthetic_text(guard: Guard) -> str:
     """
     done = sum(record.status == "completed" for record in guard.tool_calls)
     calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
-    return (
-        f"This run was stopped before it finished. So far {calls} completed; see the results above."
-    )
+    so_far = f"{calls} completed; see the results above" if done else "no tool call was completed"
+    return f"This run was stopped before it finished. So far {so_far}."
 
 
 def synthetic_metadata(guard: Guard, trip: Trip, *, finalized: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 
@@ -9,6 +10,36 @@ import pytest
 def anyio_backend():
     # The frameworks run on asyncio only.
     return "asyncio"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    # A worker is told by the process that started it.
+    if hasattr(config, "workerinput"):
+        return
+    options = config.option
+    if config.args_source is config.ArgsSource.ARGS:
+        # Files that are named run whole, in one process.
+        if options.markexpr == "not slow and not benchmark":
+            options.markexpr = "not benchmark"
+        return
+    # The suite runs in parallel. Coverage would have to know it earlier: by `-n` beside `--cov`.
+    decided = options.collectonly or config.pluginmanager.hasplugin("_cov")
+    if not decided and getattr(options, "numprocesses", 0) is None:
+        options.numprocesses = "auto"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    # Of many cases of one test some run by default, as `sample` says; the others are slow.
+    seen = Counter()
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sample.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 def pytest_collection_finish():

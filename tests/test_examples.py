@@ -74,6 +74,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs(path):
     done = subprocess.run(

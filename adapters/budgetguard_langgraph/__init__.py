@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from budgetguard_core.kit import required
 
 with required("LangGraph", module="langgraph", extra="langgraph"):
+    import langgraph.errors as _first  # where it is missing, LangChain's core is often missing too
+
     import budgetguard_langgraph._ambient as _ambient  # installs the hook of the run around
     from budgetguard_langgraph._outcomes import outcome
     from budgetguard_langgraph.bounded import bounded
@@ -41,7 +43,7 @@ _LAZY = {
 }
 _FILES = {"BudgetMiddleware": "middleware", "bounded_executor": "executor"}
 
-del _ambient
+del _ambient, _first
 
 
 def __getattr__(name: str) -> Any:

@@ -112,9 +112,9 @@ def _with_messages(found: Outcome | None, messages: list[Any]) -> Outcome | None
         }
         done = sum(call.status == "completed" for call in found.tool_calls)
         calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
-        text = (
-            f"This run was stopped before it finished. So far {calls} completed; "
-            "see the results above."
+        so_far = (
+            f"{calls} completed; see the results above" if done else "no tool call was completed"
         )
+        text = f"This run was stopped before it finished. So far {so_far}."
         messages = closed(messages, results_for(messages, started), text, metadata)
     return found.model_copy(update={"messages": tuple(messages), "final": final_text(messages)})

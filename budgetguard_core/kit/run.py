@@ -86,6 +86,7 @@ class Run:
         ended: The run is over. Nothing that it left behind is a part of it any more.
         finalized: The model gave a last answer when the run was stopped.
         is_loose: It is single calls that belong together; nobody tells their end.
+        said: What the last run inside this one has answered.
     """
 
     def __init__(
@@ -113,8 +114,7 @@ class Run:
         self._children: weakref.WeakSet[Run] = weakref.WeakSet()
         self._parts: dict[object, Run] = {}
         self.is_loose = loose
-        # Of a conversation that the runs inside this one have with each other.
-        self._said = ""
+        self.said = ""
         self._is_answer = False
         self._note: str | None = None
         self._prunes = False
@@ -156,15 +156,16 @@ class Run:
     def told(self, text: str) -> None:
         """Say what a run was asked, before its first call.
 
-        Where it is what the run before it in the run around has answered, the two talk to each
-        other: their answers are looked at for repetition there, as the replies of one conversation.
+        Where it is what the run before it has answered, in the same run or `activate` block around
+        them, the two talk to each other: their answers are looked at for repetition there, as the
+        replies of one conversation.
         """
-        around = self._parent
+        around = self._parent or self.above
         if around is None or not text.strip():
             return
-        self._is_answer = text.strip() == around._said  # noqa: SLF001 - another run's own field
-        if self._is_answer and around.check() is None:
-            self._note = around.nudge()
+        self._is_answer = text.strip() == around.said
+        if self._is_answer and around.guard.check() is None:
+            self._note = around.guard.take_nudge()
 
     # Model calls
 
@@ -654,9 +655,9 @@ class Run:
             resume: How to go on, for the outcome of a stopped run.
         """
         self.trip = trip or self.stopped_by
-        around = self._parent
+        around = self._parent or self.above
         if around is not None and self.trip is None and isinstance(final, str):
-            around._said = final.strip()  # noqa: SLF001 - another run's own field
+            around.said = final.strip()
             if self._is_answer:
                 around.guard.report_reply(final)
         return self._concluded(

@@ -199,6 +199,7 @@ def test_every_adapter_is_here():
     assert set(adapters()) - framework_free == set(RUNS)
 
 
+@pytest.mark.sample(4)
 def test_a_tool_that_flaps_is_left_alone_until_it_works_again(run, provider):
     clock = ManualClock()
     bench = Bench(
@@ -232,6 +233,7 @@ def test_a_tool_that_flaps_is_left_alone_until_it_works_again(run, provider):
     assert [one["retry_after_seconds"] for one in refused] == [15, 10, 5]
 
 
+@pytest.mark.sample(4)
 def test_a_tool_that_stays_down_ends_the_run(run, provider):
     config = CircuitBreakerConfig(
         sliding_window_size=4,
@@ -246,6 +248,7 @@ def test_a_tool_that_stays_down_ends_the_run(run, provider):
     assert len(provider.asked) == 5
 
 
+@pytest.mark.sample(4)
 def test_a_burst_of_200_calls_is_cut_at_the_ceiling(run, provider):
     limits = VelocityLimits(max_tool_calls_per_minute=50, throttle_at=0.99)
     bench = Bench(velocity=limits)
@@ -257,6 +260,7 @@ def test_a_burst_of_200_calls_is_cut_at_the_ceiling(run, provider):
     assert len(provider.asked) == 1
 
 
+@pytest.mark.sample(4)
 def test_a_burst_beyond_a_rate_limit_is_answered_with_when_to_try_again(run, provider):
     bench = Bench(rate_limits={"sea*": RateLimit(rate=0.01, burst=20)})
     provider.ask = lambda number, _: ["search"] * 200 if number == 0 else "Done."
@@ -269,6 +273,7 @@ def test_a_burst_beyond_a_rate_limit_is_answered_with_when_to_try_again(run, pro
     assert all(1 <= json.loads(text)["retry_after_seconds"] <= 100 for text in refused)
 
 
+@pytest.mark.sample(4)
 def test_a_planner_that_wanders_is_corrected_then_stopped(run, provider):
     bench = Bench(progress=ProgressReports(every_iterations=3), max_tool_calls=60)
 
@@ -296,6 +301,7 @@ def test_a_planner_that_wanders_is_corrected_then_stopped(run, provider):
     assert outcome.usage.tool_calls == len(bench.started) < 30
 
 
+@pytest.mark.sample(4)
 def test_200_files_are_read_and_nothing_is_searched(run, provider):
     baseline = ToolMixBaseline.of(
         [{"search": 6, "read_file": 5}, {"search": 9, "read_file": 8}] * 40

@@ -95,6 +95,7 @@ def told():
 PAST = ["requests", "urllib", "aiohttp", "websockets", "websockets.sync", "realtime of openai"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", PAST)
 def test_what_goes_past_the_seam_is_counted_and_named_in_the_outcome(told, way):
     for host, known in (

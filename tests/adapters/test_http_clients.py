@@ -36,6 +36,7 @@ class Answer(pydantic.BaseModel):
     x: int
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 def test_a_loop_that_never_ends_ends_at_its_cap(flow):
     budget = Budget(max_iterations=CAP, loop_detection=None)
@@ -51,6 +52,7 @@ def test_a_loop_that_never_ends_ends_at_its_cap(flow):
     assert block.guard.open_calls() == ()
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 def test_a_loop_within_its_caps_is_what_it_would_be_without(flow):
     with ProviderServer(turns=2) as server:
@@ -67,6 +69,7 @@ def test_a_loop_within_its_caps_is_what_it_would_be_without(flow):
     assert block.outcome.usage.total_tokens == 3 * TOKENS
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 def test_exactly_so_many_tool_bodies_run(flow):
     budget = Budget(max_tool_calls=7, loop_detection=None)
@@ -76,6 +79,7 @@ def test_exactly_so_many_tool_bodies_run(flow):
     assert str(block.outcome.stop_reason) == "max_tool_calls"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("encoding", [None, "gzip"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])

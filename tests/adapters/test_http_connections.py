@@ -38,6 +38,7 @@ def path_of(server):
     return server.url + "/v1/chat/completions"
 
 
+@pytest.mark.sample(4)
 @BOTH
 @STREAMED
 def test_a_loop_over_http2_is_exact(mod, stream):
@@ -53,6 +54,7 @@ def test_a_loop_over_http2_is_exact(mod, stream):
     assert loop.text.startswith("This run was stopped")
 
 
+@pytest.mark.sample(4)
 @BOTH
 @STREAMED
 async def test_many_streams_on_one_connection_share_a_budget(mod, stream):

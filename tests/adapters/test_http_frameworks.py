@@ -113,6 +113,7 @@ async def act(framework, server, guard=None):
         return ended if isinstance(ended, str) else await ended
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 async def test_without_an_adapter_a_framework_ends_at_the_cap(framework):
     text = None
@@ -126,6 +127,7 @@ async def test_without_an_adapter_a_framework_ends_at_the_cap(framework):
     assert text is None or text.startswith("This run was stopped before it finished.")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 async def test_without_an_adapter_retries_are_calls_and_no_iterations(framework):
     with ProviderServer(SCRIPT) as server:
@@ -135,6 +137,7 @@ async def test_without_an_adapter_retries_are_calls_and_no_iterations(framework)
     assert (server.hits, usage.model_calls, usage.iterations, usage.failed_calls) == (5, 5, CAP, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["langchain", "openai-agents", "strands"])
 async def test_below_an_adapter_every_attempt_is_counted_once(name):
     outcomes = []
@@ -154,6 +157,7 @@ async def test_below_an_adapter_every_attempt_is_counted_once(name):
     assert str(outcome.stop_reason) == "max_iterations"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["langchain", "openai-agents", "strands"])
 async def test_below_an_adapter_nothing_counts_twice(name):
     outcomes = []

@@ -85,6 +85,7 @@ def act(flow, server):
         return asyncio.run(ended) if asyncio.iscoroutine(ended) else ended
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_loop_that_never_ends_ends_at_its_cap(flow, calls):
@@ -99,6 +100,7 @@ def test_a_loop_that_never_ends_ends_at_its_cap(flow, calls):
     assert block.guard.open_calls() == ()
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 def test_a_loop_within_its_caps_is_what_it_would_be_without(flow):
     with ProviderServer(turns=2) as server:
@@ -109,6 +111,7 @@ def test_a_loop_within_its_caps_is_what_it_would_be_without(flow):
     assert (block.outcome.status, block.outcome.usage.total_tokens) == ("completed", 3 * TOKENS)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 def test_raise_leaves_every_client_past_its_retries(flow):
     with ProviderServer() as server, pytest.raises(BudgetExceeded) as raised:

@@ -63,6 +63,7 @@ def create(client, text="go", **options):
 # Limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_is_seen_in_the_results_of_the_next_request(stream):
     with ProviderServer() as server, bounded_clients(Budget()) as block:
@@ -76,6 +77,7 @@ def test_a_loop_is_seen_in_the_results_of_the_next_request(stream):
     assert loop.bodies == server.hits
 
 
+@pytest.mark.slow
 def test_results_that_change_are_progress():
     with ProviderServer(turns=30) as server, bounded_clients(Budget()) as block:
         loops.chat(client_of(server), loops.Loop(lambda number: f"line {number}"))
@@ -98,6 +100,7 @@ def test_conversations_that_go_on_side_by_side_are_no_loop():
     assert server.hits == 12
 
 
+@pytest.mark.slow
 def test_single_calls_with_the_same_answer_are_no_loop():
     with ProviderServer(calls=0, text="yes") as server, bounded_clients(Budget()) as block:
         for number in range(20):
@@ -105,6 +108,7 @@ def test_single_calls_with_the_same_answer_are_no_loop():
     assert (block.outcome.status, server.hits) == ("completed", 20)
 
 
+@pytest.mark.slow
 def test_the_completion_bound_is_written_into_the_request():
     budget = Budget(max_output_tokens_per_call=50)
     with ProviderServer(calls=0) as server, bounded_clients(budget):
@@ -130,6 +134,7 @@ def test_a_quota_takes_its_calls_out_and_tells_the_model_to_go_on():
     assert block.outcome.usage.tool_calls == 2
 
 
+@pytest.mark.slow
 def test_raise_leaves_the_block_past_every_except():
     budget = Budget(max_iterations=1)
     with ProviderServer(calls=0) as server:
@@ -168,6 +173,7 @@ def test_a_storm_of_429_ends_at_max_model_calls():
     assert block.outcome.usage.total_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_redirect_is_one_call():
     with ProviderServer(calls=0) as server, bounded_clients(FREE) as block:
         create(openai.OpenAI(api_key="k", base_url=server.url + "/redirect/v1"))
@@ -185,6 +191,7 @@ def test_a_redirect_below_a_transport_is_one_call():
     assert (server.hits, transport.outcome.usage.model_calls) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_cut_is_charged_for_what_came():
     with ProviderServer(["cut"], calls=0) as server, bounded_clients(FREE) as block:
         with pytest.raises((httpx2.HTTPError, openai.APIError)):
@@ -203,6 +210,7 @@ def five_calls(server, **options):
     return server.hits, len(server.connections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"stream": True}], ids=["whole", "streamed"])
 def test_connections_are_kept_as_they_are_without_a_block(options):
     with ProviderServer(calls=0) as server:
@@ -211,6 +219,7 @@ def test_connections_are_kept_as_they_are_without_a_block(options):
         assert five_calls(server, **options) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["close", "collect"])
 def test_a_stream_that_is_left_early_leaves_no_reservation(way):
     budget = Budget(max_total_tokens=10_000)
@@ -250,6 +259,7 @@ def test_the_deadline_ends_a_call_that_hangs(step):
     assert block.guard.open_calls() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["hang", "hang_mid"])
 async def test_the_deadline_ends_a_call_that_hangs_on_a_loop(step):
     with ProviderServer([step], calls=0) as server:
@@ -305,6 +315,7 @@ def test_threads_share_the_budget_of_a_transport():
     assert server.hits == transport.outcome.usage.iterations == 37
 
 
+@pytest.mark.slow
 async def test_a_thousand_tasks_share_a_budget():
     class Provider(httpx2.AsyncBaseTransport):
         hits = 0
@@ -329,6 +340,7 @@ async def test_a_thousand_tasks_share_a_budget():
 # The ambient way in
 
 
+@pytest.mark.slow
 def test_importing_patches_nothing():
     code = (
         "import httpx, httpx2\n"
@@ -462,6 +474,7 @@ def test_an_embedding_over_the_cap_is_refused_by_an_error():
     assert server.hits == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_unknown", "hits", "calls"), [("admit", 1, 1), ("pass", 2, 0), ("refuse", 0, 0)]
 )
@@ -509,6 +522,7 @@ def test_a_wrong_setting_is_said_where_it_is_given():
         BudgetTransport(FREE, exempt="model")
 
 
+@pytest.mark.slow
 def test_secrets_are_in_no_log_event_or_error(caplog):
     secret, events = "sk-very-secret", []
     caplog.set_level(logging.DEBUG, logger="budgetguard_core")

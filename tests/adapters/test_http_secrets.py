@@ -78,6 +78,7 @@ def post(mod, url, path, body, **options):
         return client.post(f"{url}{path}?key={SECRET}&alt=sse", json=body)
 
 
+@pytest.mark.sample(13)
 @BOTH
 @pytest.mark.parametrize("step", ["ok", 401, 429, 500, "drop", "cut"])
 @pytest.mark.parametrize("kind", REQUESTS)
@@ -124,6 +125,7 @@ def test_a_provider_that_quotes_the_key(mod, caplog):
     heard.check()
 
 
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("content", [b"\xff not JSON", b"[]", b'{"choices": 7, "usage": "x"}'])
 def test_an_answer_that_nobody_understands(mod, content, caplog):
@@ -135,6 +137,7 @@ def test_an_answer_that_nobody_understands(mod, content, caplog):
     heard.check()
 
 
+@pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("end", ["deadline", "raise"])
 def test_errors_of_our_own(mod, end, caplog):

@@ -18,6 +18,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["sync", "streamed"])
 @pytest.mark.parametrize("usage", ["reported", "missing"])

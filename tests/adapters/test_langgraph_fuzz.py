@@ -446,6 +446,7 @@ async def one_run(seed):
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_whatever_is_combined_the_caps_hold_and_nothing_is_lost(block):

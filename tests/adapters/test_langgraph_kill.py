@@ -132,6 +132,7 @@ def start(folder, form, hang_at, given):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sync", "async"])
 @pytest.mark.parametrize("hang_at", ["fetch", "model1", "send", "model2"])
 def test_a_killed_run_goes_on_in_another_process(tmp_path, form, hang_at):

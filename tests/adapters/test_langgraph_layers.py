@@ -348,6 +348,7 @@ def test_hosted_tools_are_counted_when_they_are_reported(provider):
     assert result["stop_reason"] == "max_tool_calls"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
 @pytest.mark.parametrize("provider", BLOCKS)
 @pytest.mark.parametrize(
@@ -443,6 +444,7 @@ def test_a_subgraph_with_a_history_of_its_own(below):
     assert inner.calls == (6 if below == "bounded" else 9)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("trip", ["model", "tool"])
@@ -530,6 +532,7 @@ def test_calls_that_are_no_calls_are_closed_too():
 # Streams
 
 
+@pytest.mark.sample(4)
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["debug", "tasks", "checkpoints", "updates", "values"])
 async def test_no_mode_of_a_stream_shows_a_budget_interrupt(mode):

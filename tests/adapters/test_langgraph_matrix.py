@@ -84,6 +84,7 @@ async def called(name, graph, given, config):
     return result[-1] if isinstance(result, list) else result
 
 
+@pytest.mark.sample(13)
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["bare", "checkpointed"])
@@ -114,6 +115,7 @@ async def test_bounded_ends_closed(kind, trip, checkpointed, name):
     check_history([message(one) for one in again["messages"]])
 
 
+@pytest.mark.sample(13)
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["bare", "checkpointed"])

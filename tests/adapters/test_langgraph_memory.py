@@ -72,6 +72,7 @@ def runner(way, given, script):
     return run
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("form", ["budget", "guard"])
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_on_one_object_leave_nothing_behind(way, form):
@@ -92,6 +93,7 @@ def test_runs_on_one_object_leave_nothing_behind(way, form):
     assert len(OWNERS) == entries
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_stopped_runs_leave_nothing_behind_either(way):
     script = Script([says("Done.")])
@@ -176,6 +178,7 @@ async def test_cancelled_tools_leave_no_open_call_on_a_shared_guard():
         assert guard.open_calls() == ()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["bounded", "callback"])
 def test_threads_beside_paused_runs_do_not_disturb_each_other(way):
     """24 threads beside many runs that wait: none of them looks through the others."""

@@ -48,6 +48,7 @@ def test_summaries_count(order):
     assert outcome(result).status == "terminated"
 
 
+@pytest.mark.sample(2)
 @ORDER
 def test_their_tokens_count(order):
     main, summaries = sticky(), Script([says("A summary.")])

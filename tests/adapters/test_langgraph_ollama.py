@@ -60,6 +60,7 @@ def attached(server, way, guard, **options):
     return graph, {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["sync", "async", "streamed"])
 @pytest.mark.parametrize("way", WAYS)

@@ -55,6 +55,7 @@ def attached(way, script, envelope):
     return graph, {"callbacks": [BudgetCallback(envelope)]} if way == "callback" else {}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["sync", "async", "batch", "bound"])
 @pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])

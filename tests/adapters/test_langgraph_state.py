@@ -82,6 +82,7 @@ TRIPS = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ENTRIES)
 @pytest.mark.parametrize("trip", TRIPS)

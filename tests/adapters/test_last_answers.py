@@ -42,6 +42,7 @@ def answering():
     return Script([calls("search"), calls("search"), says(KNOWN)])
 
 
+@pytest.mark.sample(7)
 @every_way
 def test_a_tenant_pays_for_it_and_a_tenant_without_money_gets_none(driver, mode, tmp_path):
     url = f"sqlite:///{tmp_path}/ledger.sqlite3?synchronous=normal"
@@ -71,6 +72,7 @@ def test_a_tenant_pays_for_it_and_a_tenant_without_money_gets_none(driver, mode,
         assert (day.spent_tokens, day.reserved_usd) == (120 * made, 0)
 
 
+@pytest.mark.sample(7)
 @every_way
 def test_an_exception_that_is_wanted_carries_it(driver, mode):
     script, outcomes = answering(), []
@@ -82,6 +84,7 @@ def test_an_exception_that_is_wanted_carries_it(driver, mode):
     assert (outcome.finalized, outcome.final, script.calls) == (True, KNOWN, 3)
 
 
+@pytest.mark.sample(5)
 @every_way
 def test_a_checkpoint_holds_it_and_its_cost(driver, mode):
     store, outcomes = MemoryStore(), []

@@ -89,6 +89,7 @@ def paid(ledger, tenant="acme", **options):
     return Envelope(budget=budget, ledger=ledger, tenant=tenant, price_book=PRICES, **options)
 
 
+@pytest.mark.sample(11)
 @every_way
 def test_a_tenants_ceiling_ends_the_run_as_any_limit_does(driver, mode, opened):
     ledger = opened(daily_usd=Decimal("0.002"))
@@ -111,6 +112,7 @@ def test_a_tenants_ceiling_ends_the_run_as_any_limit_does(driver, mode, opened):
     assert ledger.usage("beta").daily.spent_tokens == 120
 
 
+@pytest.mark.sample(11)
 @every_way
 def test_a_kill_ends_the_run_before_its_next_call(driver, mode, opened):
     ledger, operator = opened(), opened()
@@ -136,6 +138,7 @@ def test_a_kill_ends_the_run_before_its_next_call(driver, mode, opened):
     check_completed(ran)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("what", ["model", "tool"])
 @every_async_way
 def test_a_kill_reaches_a_call_that_hangs(driver, mode, what, opened, heartbeat):
@@ -158,6 +161,7 @@ def test_a_kill_reaches_a_call_that_hangs(driver, mode, what, opened, heartbeat)
     assert took < PATIENCE
 
 
+@pytest.mark.sample(11)
 @every_way
 def test_80_percent_are_told_once_per_window(driver, mode, opened):
     ledger, told = opened(daily_tokens=1600, lease="exact"), []
@@ -174,6 +178,7 @@ def test_80_percent_are_told_once_per_window(driver, mode, opened):
     assert told == ["tenant_daily"]
 
 
+@pytest.mark.sample(7)
 @every_way
 def test_a_guard_of_the_users_own_pays_through_every_way_in(driver, mode, opened):
     ledger = opened()
@@ -185,6 +190,7 @@ def test_a_guard_of_the_users_own_pays_through_every_way_in(driver, mode, opened
         assert ledger.usage(key).daily.spent_tokens == 360
 
 
+@pytest.mark.sample(7)
 @every_way
 def test_a_store_that_is_gone_ends_the_run_as_any_limit_does(driver, mode, tmp_path):
     with Ledger("redis://127.0.0.1:1/0", timeout=0.2, queue=tmp_path / "queue") as ledger:

@@ -340,6 +340,7 @@ def test_an_exception_of_the_step_comes_out_after_the_checkpoint():
     assert (outcome.status, outcome.usage.model_calls, started) == ("completed", 3, [])
 
 
+@pytest.mark.slow
 def test_retries_are_charged_and_are_no_iterations():
     step = scripted(TimeoutError(), TimeoutError(), says("Done."))
     outcome = run_bounded(step, Budget(max_iterations=1), messages="Go", retries=2)

@@ -154,6 +154,7 @@ def test_a_tool_that_changes_its_arguments_does_not_change_the_history():
     assert call["function"]["arguments"] == {"items": [1]}
 
 
+@pytest.mark.slow
 async def test_many_parallel_calls_cost_no_more_each():
     async def f(number):
         await asyncio.sleep(0)

@@ -146,6 +146,7 @@ def killed(folder, form, hang_at):
         program.communicate()
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("form", ["sync", "async"])
 @pytest.mark.parametrize("hang_at", ["model0", "model1", "fetch", "write"])
 def test_killed_and_resumed(tmp_path, form, hang_at):
@@ -202,6 +203,7 @@ def test_a_fresh_budget_counts_from_zero_and_keeps_what_was_used(tmp_path):
     assert (outcome.earlier_usage.model_calls, outcome.earlier_usage.tool_calls) == (2, 2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", ["sync", "async"])
 @pytest.mark.parametrize("hang_at", ["model1", "write"])
 def test_a_process_whose_run_was_resumed_elsewhere_starts_nothing_more(tmp_path, form, hang_at):
@@ -226,6 +228,7 @@ def test_a_process_whose_run_was_resumed_elsewhere_starts_nothing_more(tmp_path,
     store.close()
 
 
+@pytest.mark.slow
 def test_of_two_processes_that_resume_at_once_one_goes_on(tmp_path):
     killed(tmp_path, "sync", "write")
     done = (tmp_path / "done").read_text().splitlines()
@@ -250,6 +253,7 @@ def test_of_two_processes_that_resume_at_once_one_goes_on(tmp_path):
     assert "start fetch" not in after
 
 
+@pytest.mark.slow
 def test_rolled_back_no_completed_tool_call_runs_again(tmp_path):
     killed(tmp_path, "sync", "send")
     store = SqliteStore(tmp_path / "checkpoints")

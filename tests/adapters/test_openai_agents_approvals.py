@@ -42,6 +42,7 @@ async def answered(agent: Agent[Any], result: Any, *, through_json: bool, no: bo
     return state
 
 
+@pytest.mark.sample(4)
 @places
 @modes
 async def test_twenty_legs_stop_at_the_cap(mode, through_json):
@@ -62,6 +63,7 @@ async def test_twenty_legs_stop_at_the_cap(mode, through_json):
     assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.sample(4)
 @places
 @modes
 async def test_the_sdks_own_turns_are_not_lifted_by_a_resume(mode, through_json):
@@ -117,6 +119,7 @@ async def test_a_trip_and_a_pause_in_one_batch_lose_neither(mode, batch, through
     assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.sample(4)
 @places
 @modes
 async def test_equal_calls_that_are_approved_are_no_repetition_of_themselves(mode, through_json):
@@ -218,6 +221,7 @@ asyncio.run(main(sys.argv[1], sys.stdin.read()))
 """
 
 
+@pytest.mark.slow
 async def test_a_second_process_answers_and_the_counters_go_on(httpserver):
     server = StrictServer(httpserver)
     server.calls = [("send", "{}")]
@@ -253,6 +257,7 @@ async def test_a_second_process_answers_and_the_counters_go_on(httpserver):
     assert server.refusals == []
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", ["shell", "apply_patch", "custom"])
 @places
 @modes

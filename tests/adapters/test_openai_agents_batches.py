@@ -51,6 +51,7 @@ def agent_with(bodies: list[str], kinds: Any, *responses: Any) -> Agent[Any]:
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("other", KINDS[1:])
 @modes
 async def test_what_fits_runs_once_and_is_counted_once(mode, other):
@@ -68,6 +69,7 @@ async def test_what_fits_runs_once_and_is_counted_once(mode, other):
     assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("seed", range(20))
 @modes
 async def test_a_mixed_batch_runs_what_fits_in_the_models_order(mode, seed):

@@ -64,6 +64,7 @@ class Answered(RunHooks[Any]):
         self.at.append(now())
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_tool_call_waits_for_its_token(mode, api, server, client):
@@ -85,6 +86,7 @@ async def test_a_tool_call_waits_for_its_token(mode, api, server, client):
     assert max(at) - answered.at[0] >= 2 * SHORT
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", ["custom", "shell", "local_shell", "apply_patch", "computer"])
 @modes
 async def test_calls_of_every_kind_wait(mode, kind):
@@ -182,6 +184,7 @@ async def test_an_abort_ends_a_wait(mode, server, client):
     assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_run_that_asks_for_reports_offers_the_tool_for_them(mode, api, server, client):

@@ -17,6 +17,7 @@ RUNS = 50
 modes = pytest.mark.parametrize("mode", MODES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.anyio
 @modes
 async def test_50_runs_on_one_guard_are_exact_together(mode):
@@ -35,6 +36,7 @@ async def test_50_runs_on_one_guard_are_exact_together(mode):
         assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @modes
 async def test_50_runs_with_a_guard_each_on_one_agent_do_not_mix(mode):
@@ -59,6 +61,7 @@ async def test_50_runs_with_a_guard_each_on_one_agent_do_not_mix(mode):
     assert not search.tool_input_guardrails
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_runs_started_with_one_hooks_object_do_not_share_anything():
     agent = agent_of(calls("search"), tools=[tool("search", [])])

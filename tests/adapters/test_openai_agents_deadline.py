@@ -65,6 +65,7 @@ def nothing_left() -> set[Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["run", "run_sync", "run_streamed"])
 def test_in_real_time(entry):
     clock = SystemClock()

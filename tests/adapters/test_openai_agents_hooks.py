@@ -232,6 +232,7 @@ def test_every_private_name_that_is_used_is_looked_for():
 # What stays
 
 
+@pytest.mark.sample(2)
 @modes
 async def test_nothing_stays_of_runs_on_one_object(mode):
     agent = agent_of(calls("a"), says("Done."), tools=[tool("a", [])])

@@ -52,6 +52,7 @@ def agent_of(api: str, client: AsyncOpenAI, *tools: Any, **options: Any) -> Agen
     return Agent(name=options.pop("name", "main"), model=model, tools=list(tools), **options)
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_sticky_model(provider, client, api, mode):
@@ -79,6 +80,7 @@ async def test_a_sticky_model(provider, client, api, mode):
         assert [i.get("id") for i in provider.requests[-1]["input"] if i.get("role")] == [None] * 3
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_parallel_calls_past_the_cap(provider, client, api, mode):
@@ -92,6 +94,7 @@ async def test_parallel_calls_past_the_cap(provider, client, api, mode):
     assert not unpaired(result.to_input_list())
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_ping_pong_handoffs(provider, client, api, mode):
@@ -112,6 +115,7 @@ async def test_ping_pong_handoffs(provider, client, api, mode):
     assert len(provider.server.log) == guard.usage.model_calls <= 12
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_a_repeated_tool_call_id(provider, client, api, mode):
@@ -127,6 +131,7 @@ async def test_a_repeated_tool_call_id(provider, client, api, mode):
         assert outcome(ran[0]).status == "terminated"
 
 
+@pytest.mark.sample(4)
 @apis
 @modes
 async def test_429s(provider, client, api, mode):
@@ -261,6 +266,7 @@ async def test_a_chain_of_responses_goes_on_from_its_state(provider, client, mod
     assert provider.requests[-1]["previous_response_id"] == "resp_1"
 
 
+@pytest.mark.sample(2)
 @apis
 async def test_50_concurrent_runs_on_one_guard(provider, client, api):
     agent = agent_of(api, client, tool("search", []))

@@ -70,6 +70,7 @@ async def test_a_model_of_litellm(mode, server, httpserver):
     assert again.final_output == "Here you are."
 
 
+@pytest.mark.slow
 @modes
 async def test_a_server_of_tools_in_a_process_of_its_own(mode, tmp_path):
     log = tmp_path / "log"

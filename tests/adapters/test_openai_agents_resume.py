@@ -144,6 +144,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 async def test_the_run_of_a_process_that_was_killed_goes_on(httpserver, tmp_path):
     server = StrictServer(httpserver)
     server.calls = [("act", "{}")]

@@ -93,6 +93,7 @@ class Stage:
 MOMENTS = ("load", "input", "instructions", "tool", "output", "final")
 
 
+@pytest.mark.sample(7)
 @sessions
 @pytest.mark.parametrize("moment", MOMENTS)
 @modes
@@ -167,6 +168,7 @@ async def test_an_abort_at_any_moment(mode, moment, kind, server, client, sessio
     assert plain(await session.get_items())[: len(stored)] == plain(stored)
 
 
+@pytest.mark.sample(5)
 @sessions
 @pytest.mark.parametrize("budget", [{"max_iterations": 2}, {"max_tool_calls": 3}], ids=str)
 @modes
@@ -217,6 +219,7 @@ async def test_an_input_filter_loses_no_message(mode, server, client):
     assert users == ["One.", "Two.", "Three."]
 
 
+@pytest.mark.slow
 @modes
 async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client, monkeypatch):
     monkeypatch.setattr(_session, "_PATIENCE", 0.05)

@@ -311,6 +311,7 @@ async def test_the_parent_gets_what_its_sub_agent_had_said_so_far(mode):
     assert guard.usage.model_calls == 3
 
 
+@pytest.mark.slow
 @modes
 async def test_parallel_sub_agents_never_overshoot(mode):
     bodies: list[str] = []
@@ -404,6 +405,7 @@ async def test_a_nudge_reaches_the_model_and_not_the_session(mode):
     assert "try another approach" not in json.dumps(result.to_input_list())
 
 
+@pytest.mark.slow
 @modes
 async def test_loop_detection_can_be_turned_off(mode):
     agent = agent_of(

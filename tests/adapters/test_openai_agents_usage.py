@@ -333,6 +333,7 @@ async def test_an_agent_to_hand_over_to_counts_as_what_is_sent_of_it(mode):
     assert result.final_output == "Done."
 
 
+@pytest.mark.slow
 @modes
 async def test_what_a_prompt_consists_of_is_looked_at_once(mode, monkeypatch):
     from budgetguard_core.kit import projection

@@ -53,6 +53,7 @@ def test_the_variable_names_the_profile_where_code_names_nothing(run, monkeypatc
     assert run().usage.model_calls == 3
 
 
+@pytest.mark.sample(4)
 def test_a_cap_in_a_variable_wins_over_the_profile(run, monkeypatch):
     monkeypatch.setenv("BUDGETGUARD_MAX_ITERATIONS", "2")
     assert run(profile="small").usage.model_calls == 2

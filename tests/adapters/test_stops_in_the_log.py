@@ -36,6 +36,7 @@ def test_one_warning_for_each_stop(run, caplog):
     assert stop.run_id == outcome.run_id
 
 
+@pytest.mark.sample(4)
 def test_a_folder_gets_the_log_of_every_run(run, monkeypatch, tmp_path):
     folder = tmp_path / "made" / "logs"
     monkeypatch.setenv("BUDGETGUARD_LOG", str(folder))

@@ -589,6 +589,7 @@ def test_a_model_that_hangs_mid_stream_is_left_in_time(way):
     assert is_valid(agent)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("executor", [ConcurrentToolExecutor, SequentialToolExecutor])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hung_async_tool_is_left_in_time_and_its_sibling_is_kept(executor, way, counter):

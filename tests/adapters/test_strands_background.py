@@ -36,7 +36,12 @@ class Work:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled.set()
-        await asyncio.to_thread(self.answered.wait, 20)
+        try:
+            await asyncio.to_thread(self.answered.wait, 20)
+        except asyncio.CancelledError:
+            # The loop ends when its threads have.
+            self.answered.set()
+            raise
         self.answered.clear()
         return f"result {self.started}"
 

@@ -310,6 +310,7 @@ def check_orchestrator(world: World, seed: int) -> None:
                 check_request([*agent.messages, GO_ON])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_fuzz(part):
     for seed in range(part, SEEDS, PARTS):

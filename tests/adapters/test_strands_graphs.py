@@ -220,6 +220,7 @@ print(result.status.value, *(scripts[name].calls for name in "abc"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["graph", "swarm"])
 def test_a_stopped_graph_or_swarm_goes_on_in_a_new_process(kind, counter, tmp_path):
     provider = BudgetHookProvider(Budget(max_iterations=2))
@@ -365,6 +366,7 @@ def swarm_of(scripts: dict[str, Script], tool: Any, folder: Path | None, provide
     return swarm if provider is None else provider.attach(swarm)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["same object", "new object"])
 @pytest.mark.parametrize("cap", [2, 3])

@@ -54,6 +54,7 @@ def counter():
     return Counter()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["budget", "guard"])
 @pytest.mark.parametrize("place", ["same object", "new object"])
@@ -251,6 +252,7 @@ print(outcome.status, outcome.usage.iterations, script.calls, len(counter.starte
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["graph", "swarm"])
 def test_a_waiting_graph_or_swarm_is_answered_in_a_new_process(kind, counter, tmp_path):
     script = Script([calls("search")])

@@ -216,7 +216,7 @@ def test_detached_by_its_own_tool_the_run_ends_as_it_began():
 
 @pytest.fixture
 def strands_tools():
-    return pytest.importorskip("strands_tools", reason="comes with the test extra")
+    return pytest.importorskip("strands_tools", reason="comes with the dependency group `slow`")
 
 
 PROMPTS = {"prompt": "Work.", "system_prompt": "You work."}
@@ -267,6 +267,7 @@ THIRD_PARTY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["think", "use_agent", "swarm", "graph"])
 def test_agents_of_third_party_tools_spend_the_budget(name, strands_tools, counter, monkeypatch):
     from importlib import import_module

@@ -210,6 +210,7 @@ def provided(request, httpserver):
     return made, server, bound
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_a_sticky_model_of_each_provider(provided, way):
     import asyncio
@@ -233,6 +234,7 @@ def test_a_sticky_model_of_each_provider(provided, way):
     check_request([*agent.messages, GO_ON])
 
 
+@pytest.mark.sample(4)
 def test_the_bound_of_each_provider_is_in_its_requests(provided):
     from budgetguard_strands import _seams
 
@@ -273,6 +275,7 @@ server.run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provided", ["openai"], indirect=True)
 def test_tools_of_an_mcp_server_over_stdio(provided, tmp_path):
     mcp = pytest.importorskip("mcp")

@@ -48,6 +48,7 @@ def plain(messages):
     return [{"role": one["role"], "content": one["content"]} for one in messages]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("prompts", [(None, None), (None, "And now?"), ("And now?", None)])
@@ -168,6 +169,7 @@ print(provider.outcome(agent).usage.iterations)
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_agent_goes_on_in_a_new_process(counter, tmp_path):
     script = Script([calls("search", Call("search", "other"))])
     at(tmp_path, script, counter.tool, BudgetHookProvider(Budget(max_tool_calls=3)))("Go.")

@@ -46,6 +46,7 @@ def lines(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_what_it_proposes_can_be_pasted(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", range(1, 41), profile="research")
     done = budgetguard("calibrate", log, "--labelled")
@@ -65,6 +66,7 @@ def test_what_it_proposes_can_be_pasted(budgetguard, tmp_path):
     assert b"truncates" not in again.stdout
 
 
+@pytest.mark.slow
 def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", [*range(1, 31), *[100] * 30], max_iterations=31)
     done = budgetguard("calibrate", log, "--json", "--labelled")
@@ -75,6 +77,7 @@ def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     assert profile["stopped"] == {"max_iterations": 30}
 
 
+@pytest.mark.slow
 def test_logs_are_unlabelled_until_somebody_says_otherwise(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", range(1, 41))
     one = lines(budgetguard("calibrate", log, "--json"))[0]
@@ -86,6 +89,7 @@ def trajectory(number, length, **facts):
     return {"run_id": f"t{number}", "model": "gpt-4o", "steps": [step] * length, **facts}
 
 
+@pytest.mark.slow
 def test_recorded_runs_are_labelled_by_their_success(budgetguard, tmp_path):
     runs = [trajectory(n, n + 1, success=True) for n in range(12)]
     runs += [trajectory(20 + n, 90, success=False) for n in range(5)]
@@ -106,6 +110,7 @@ def test_with_fewer_than_ten_runs_nothing_is_proposed(budgetguard, tmp_path):
     assert b"10 runs of one profile that ended by themselves are needed, got 9" in done.stderr
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("adapter", sorted(RUNS))
 def test_the_log_of_every_adapter_is_read(budgetguard, tmp_path, adapter):
     pytest.importorskip(NEEDS[adapter])
@@ -116,6 +121,7 @@ def test_the_log_of_every_adapter_is_read(budgetguard, tmp_path, adapter):
     assert (profile["runs"], profile["stopped"]) == (1, {"max_iterations": 1})
 
 
+@pytest.mark.slow
 def test_the_audit_names_caps_that_cut_and_caps_that_never_fire(budgetguard, tmp_path):
     log = record(
         tmp_path / "log.jsonl",
@@ -135,6 +141,7 @@ def test_the_audit_names_caps_that_cut_and_caps_that_never_fire(budgetguard, tmp
     assert b"max_iterations 12 truncates real work: p99 of healthy runs is 20" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_audit_says_when_limits_always_fire(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", [9] * 12, max_iterations=3)
     done = budgetguard("audit", log)
@@ -142,6 +149,7 @@ def test_the_audit_says_when_limits_always_fire(budgetguard, tmp_path):
     assert b"of 12 runs every one was stopped by a limit" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_held_back_for_a_last_answer_is_no_room_for_work(budgetguard, tmp_path):
     reserve = FinalizeReserve(tokens=4000, cost_usd=Decimal("0.05"))
     # Runs of up to 2,000 tokens; work ends at 5,500 - 4,000 of them.
@@ -184,11 +192,13 @@ def proposed(done):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", ["calibrate", "audit"])
 def test_help_has_an_example(budgetguard, command):
     assert b"Example: budgetguard " in budgetguard(command, "--help").stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", ["calibrate", "audit"])
 def test_a_missing_file_is_said(budgetguard, tmp_path, command):
     done = budgetguard(command, tmp_path / "none.jsonl")
@@ -196,6 +206,7 @@ def test_a_missing_file_is_said(budgetguard, tmp_path, command):
     assert b"No such file" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_line_is_said_and_the_rest_is_used(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", range(1, 41))
     log.write_bytes(b"{broken\n" + log.read_bytes())

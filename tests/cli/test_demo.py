@@ -33,6 +33,7 @@ def in_words(text):
 # The command
 
 
+@pytest.mark.slow
 def test_the_demonstration_stops_every_runaway_and_the_server_agrees(budgetguard):
     done = budgetguard("demo")
     text = done.stdout.decode()
@@ -64,6 +65,7 @@ def test_the_lines_to_paste_are_true_of_the_adapters():
 
 
 # The one with the longest lines; the test above runs all of them.
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
 def test_without_a_terminal_the_output_is_plain_and_folded(budgetguard, columns):
     done = budgetguard(

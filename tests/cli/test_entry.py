@@ -59,6 +59,7 @@ COMMANDS = sorted(commands(typer.main.get_command(app)))
 NO_JSON = {("demo",), ("baseline",), ("export",)}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_has_an_example_and_json_where_a_machine_may_read_it(command):
     done = CliRunner().invoke(app, [*command, "--help"])
@@ -68,6 +69,7 @@ def test_every_command_has_an_example_and_json_where_a_machine_may_read_it(comma
     assert ("--json" in text) is (command not in NO_JSON)
 
 
+@pytest.mark.slow
 def test_help_names_every_cap(budgetguard):
     from budgetguard_core.budget import DIMENSIONS
 

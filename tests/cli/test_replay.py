@@ -305,6 +305,7 @@ def test_quotas_refuse_calls_and_the_run_goes_on(write):
     assert "tool calls refused 4" in shown
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("quota", ["read_file", "=3", "a=x", "a=-1", "a=²", "a=" + "9" * 30])
 def test_a_bad_quota_is_refused_in_one_sentence(write, quota):
     done = replay(write(trajectory([])), "--tool-quota", quota, code=2)
@@ -556,6 +557,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("what", BAD)
 def test_a_malformed_line_is_named_and_the_rest_goes_on(write, what):
     line, reason = BAD[what]
@@ -580,6 +582,7 @@ def test_arguments_may_be_anything(write):
     assert in_all(path)["recorded"]["tool_calls"] == 4
 
 
+@pytest.mark.slow
 def test_a_line_of_100_megabytes_is_not_held_in_memory(tmp_path):
     long = b'{"run_id": "' + b"x" * (100 * 2**20) + b'"}\n'
     good = trajectory([]).encode() + b"\n"
@@ -596,6 +599,7 @@ def test_a_line_of_100_megabytes_is_not_held_in_memory(tmp_path):
         assert in_all(path, code=1)["runs"] == 2
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_runs(tmp_path):
     few, many = tmp_path / "few", tmp_path / "many"
     line = trajectory(turns(2)) + "\n"
@@ -622,6 +626,7 @@ def peak_memory(path, *, code):
     return int(kibibytes) * 1024
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "header only"])
 def test_a_damaged_gzip_is_read_as_far_as_it_goes(tmp_path, damage):
     path = tmp_path / "runs.jsonl.gz"
@@ -701,6 +706,7 @@ def test_nothing_from_a_file_controls_the_terminal(write, tmp_path):
 # The process
 
 
+@pytest.mark.slow
 def test_standard_input_and_a_pipe(budgetguard, write):
     data = (trajectory(turns(8)) + "\n").encode()
     done = budgetguard("replay", "-", "--json", stdin=gzip.compress(data))
@@ -708,6 +714,7 @@ def test_standard_input_and_a_pipe(budgetguard, write):
     assert json.loads(done.stdout.splitlines()[-1])["runs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_a_pipe_is_opened_once(write, tmp_path):
     pipe = tmp_path / "pipe"
@@ -722,6 +729,7 @@ def test_a_pipe_is_opened_once(write, tmp_path):
     assert json.loads(out.splitlines()[-1])["runs"] == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_without_a_terminal_the_output_is_plain_and_folded(budgetguard, write, columns):
     path = write(trajectory(turns(8, usage=None)), name="a.jsonl")
@@ -734,12 +742,14 @@ def test_without_a_terminal_the_output_is_plain_and_folded(budgetguard, write, c
     assert done.stderr == b""
 
 
+@pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show_is_escaped(budgetguard, write):
     path = write(trajectory([]), name="läufe.jsonl")
     done = budgetguard("replay", path, COLUMNS="300", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_a_full_disk_is_one_line_and_exit_code_1(write, arguments):
@@ -756,6 +766,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(write, arguments):
     assert done.stderr == "budgetguard: the output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_to_talk_about(write):
     path = write(*[trajectory(turns(8))] * 300)
     with subprocess.Popen(

@@ -35,6 +35,7 @@ def figures(budgetguard, log):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_runs_stops_and_near_misses_are_counted(figures):
     assert dict(figures["statuses"]) == {
         "terminated": 1,
@@ -47,6 +48,7 @@ def test_runs_stops_and_near_misses_are_counted(figures):
     assert [row[0] for row in figures["runs"]] == ["killed", "failed", "near", "stopped"]
 
 
+@pytest.mark.slow
 def test_spend_by_tenant_profile_model_and_tool_is_the_same_sum(figures):
     calls = 5 + 9 + 1 + 2
     total = float(calls * Decimal(COST_OF_A_CALL))
@@ -56,6 +58,7 @@ def test_spend_by_tenant_profile_model_and_tool_is_the_same_sum(figures):
     assert {name for name, _ in figures["profiles"]} == {"research", "quick_qa"}
 
 
+@pytest.mark.slow
 def test_a_last_answer_is_in_the_row_and_in_the_sums(budgetguard, tmp_path):
     with JsonLinesSink(tmp_path / "log.jsonl") as sink:
         finalized(sink)
@@ -68,6 +71,7 @@ def test_a_last_answer_is_in_the_row_and_in_the_sums(budgetguard, tmp_path):
         assert sum(amount for _, amount in figures[part]) == pytest.approx(0.00975), part
 
 
+@pytest.mark.slow
 def test_the_burn_down_ends_where_the_cap_does(figures):
     burns = {one["dimension"]: one for one in figures["burn"]}
     assert set(burns) == {"max_iterations", "max_cost_usd"}
@@ -77,6 +81,7 @@ def test_the_burn_down_ends_where_the_cap_does(figures):
     assert stopped["x"] == sorted(stopped["x"])
 
 
+@pytest.mark.slow
 def test_a_folder_of_logs_is_one_report(budgetguard, tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
@@ -86,6 +91,7 @@ def test_a_folder_of_logs_is_one_report(budgetguard, tmp_path):
     assert figures["tiles"][0] == ["8", "runs"]
 
 
+@pytest.mark.slow
 def test_errors_are_clear(budgetguard, log, tmp_path):
     cases = [
         ((tmp_path / "none.jsonl",), "No such file"),
@@ -112,6 +118,7 @@ def test_the_page_loads_nothing(budgetguard, log, tmp_path):
     assert "default-src 'none'" in own
 
 
+@pytest.mark.slow
 def test_a_name_in_a_log_cannot_end_the_script(budgetguard, tmp_path):
     with JsonLinesSink(tmp_path / "log.jsonl") as sink:
         Guard(run_id="</script><script>alert(1)</script>", sinks=[sink])

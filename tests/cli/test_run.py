@@ -194,6 +194,7 @@ def start(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_script_spend_one_budget_exactly(start):
     """Threads, a loop, fork, spawn and a subprocess, with every exception swallowed."""
     with start(PROCESSES, "--max-model-calls", 10, arguments=["script.py", "--help"]) as run:
@@ -206,6 +207,7 @@ def test_all_processes_of_a_script_spend_one_budget_exactly(start):
     assert "claude-sonnet-4-5" in run.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -245,6 +247,7 @@ while True:
 )
 
 
+@pytest.mark.slow
 def test_a_script_that_ignores_every_hint_is_killed(start):
     with start(STUBBORN, "--max-iterations", CAP, "--grace", 0.2, "--json") as run:
         assert run.end() == 3, run.err
@@ -271,6 +274,7 @@ except Exception:
 )
 
 
+@pytest.mark.slow
 def test_a_loop_is_found_within_its_process_and_is_a_stop(start):
     with start(CIRCLES, "--profile", "research", "--json") as run:
         assert run.end() == 3, run.err
@@ -293,6 +297,7 @@ print("CHILD", subprocess.run([sys.executable, "ask.py", "child"]).returncode)
 )
 
 
+@pytest.mark.slow
 def test_without_its_supervisor_nothing_leaves_a_script_any_more(start):
     with start(LONELY, "--max-iterations", 99) as run:
         assert run.process.stdout.readline() == "ready\n"
@@ -325,6 +330,7 @@ with httpx.Client(transport=BudgetTransport(Budget(max_iterations=2))) as client
 )
 
 
+@pytest.mark.slow
 def test_budgets_of_the_scripts_own_hold_within_that_of_the_run(start):
     with start(BUDGETS_OF_ITS_OWN, "--max-model-calls", 20, "--json") as run:
         code = run.end()
@@ -352,6 +358,7 @@ def test_signals_are_passed_on_and_the_code_is_the_scripts(start):
         assert run.end() == 7
 
 
+@pytest.mark.slow
 def test_a_script_that_sleeps_past_its_deadline_is_interrupted(start):
     script = "try:\n import time; time.sleep(99)\nexcept KeyboardInterrupt: print('interrupted')"
     # The time runs while the interpreter starts, too.
@@ -375,6 +382,7 @@ def test_the_users_own_sitecustomize_runs_and_a_killed_script_says_so(start, tmp
     assert run.out == f"{own / 'sitecustomize.py'} True\n"
 
 
+@pytest.mark.slow
 def test_a_module_in_which_no_call_is_seen(start):
     module = ["-m", "calendar", "2026", "2"]
     with start("", "--max-seconds", 60, arguments=module) as run:

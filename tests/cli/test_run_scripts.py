@@ -43,6 +43,7 @@ for _ in range(9):
 )
 
 
+@pytest.mark.slow
 def test_a_script_that_forks_after_its_threads(start):
     with start(FORKS, "--max-model-calls", 3) as run:
         assert run.end() == 3, run.err
@@ -59,6 +60,7 @@ os.execv(sys.executable, [sys.executable, "ask.py", "after"])
 )
 
 
+@pytest.mark.slow
 def test_a_script_that_becomes_another_is_bounded_on(start):
     with start(EXECS, "--max-model-calls", 1, "--json") as run:
         assert run.end() == 3, run.err
@@ -83,6 +85,7 @@ def test_standard_input_arguments_and_a_text_as_exit_code_are_the_scripts_own(st
     assert "ENDED: é" in run.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("code", "ends"), [("None", 4), ("300", 300 % 256)])
 def test_numbers_as_exit_codes(start, code, ends):
     with start(f"import sys; sys.exit({code})", "--max-seconds", 60) as run:
@@ -98,6 +101,7 @@ print(__package__, sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["agentic", "prüfung"])
 def test_a_package_with_relative_imports(start, tmp_path, name):
     package = tmp_path / name
@@ -111,6 +115,7 @@ def test_a_package_with_relative_imports(start, tmp_path, name):
     assert run.out == f"{name} ['-x', 'é']\n"
 
 
+@pytest.mark.slow
 def test_a_script_and_a_folder_with_other_letters(start, tmp_path):
     folder = tmp_path / "ordner mit ü"
     folder.mkdir()
@@ -122,6 +127,7 @@ def test_a_script_and_a_folder_with_other_letters(start, tmp_path):
     assert run.out == f"helfer ['{script}']\n"
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_main_is_a_script(start, tmp_path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__main__.py").write_text("print(__name__)")
@@ -130,6 +136,7 @@ def test_a_folder_with_a_main_is_a_script(start, tmp_path):
     assert run.out == "__main__\n"
 
 
+@pytest.mark.slow
 def test_a_ledger_is_charged_by_every_process_and_its_tenant_is_a_limit(start, tmp_path):
     url = f"sqlite:///{tmp_path}/ledger.sqlite3"
     script = (

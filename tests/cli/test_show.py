@@ -44,6 +44,7 @@ def test_one_run_is_a_tree(budgetguard, log):
         assert said in text, said
 
 
+@pytest.mark.slow
 def test_who_spent_what_adds_up(budgetguard, log):
     (run,) = [json.loads(budgetguard("show", log, "--run", "stopped", "--json").stdout)]
 
@@ -60,6 +61,7 @@ def test_who_spent_what_adds_up(budgetguard, log):
     assert run["runs"][0]["run_id"] == "helper"
 
 
+@pytest.mark.slow
 def test_a_last_answer_is_told_apart_and_adds_up(budgetguard, tmp_path):
     log = tmp_path / "log.jsonl"
     with JsonLinesSink(log) as sink:
@@ -80,6 +82,7 @@ def test_a_last_answer_is_told_apart_and_adds_up(budgetguard, tmp_path):
         assert sum(Decimal(one["cost_usd"]) for one in spent) == total, part
 
 
+@pytest.mark.slow
 def test_what_rate_limits_did_is_said(budgetguard, tmp_path):
     log = tmp_path / "log.jsonl"
     limits = {
@@ -95,6 +98,7 @@ def test_what_rate_limits_did_is_said(budgetguard, tmp_path):
     assert "delayed by rate limits: 1 calls" in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("run", "said"),
     [
@@ -114,6 +118,7 @@ def test_a_log_with_several_runs_is_listed(budgetguard, log):
     assert "4 runs. Show one with --run ID." in text
 
 
+@pytest.mark.slow
 def test_a_run_is_found_by_its_id(budgetguard, tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
@@ -123,6 +128,7 @@ def test_a_run_is_found_by_its_id(budgetguard, tmp_path):
     assert [run["run_id"] for run in runs] == ["near"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("adapter", sorted(RUNS))
 def test_the_log_of_every_adapter_is_shown(budgetguard, tmp_path, monkeypatch, adapter):
     pytest.importorskip(NEEDS[adapter])
@@ -136,11 +142,13 @@ def test_the_log_of_every_adapter_is_shown(budgetguard, tmp_path, monkeypatch, a
     assert run["damaged"] is None
 
 
+@pytest.mark.slow
 def test_half_a_line_at_the_end_is_a_run_that_goes_on(budgetguard, log):
     log.write_bytes(log.read_bytes()[:-20])
     assert budgetguard("show", log).returncode == 0
 
 
+@pytest.mark.slow
 def test_errors_are_clear(budgetguard, log, tmp_path):
     missing = budgetguard("show", tmp_path / "none")
     assert (missing.returncode, b"No such file" in missing.stderr) == (2, True)
@@ -155,6 +163,7 @@ def test_errors_are_clear(budgetguard, log, tmp_path):
     assert (damaged.returncode, f"{log}:1:".encode() in damaged.stderr) == (1, True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("command", ["show", "report", "watch"])
 def test_help_has_an_example(budgetguard, command):
     text = " ".join(budgetguard(command, "--help").stdout.decode().split())
@@ -162,6 +171,7 @@ def test_help_has_an_example(budgetguard, command):
     assert f"budgetguard {command}" in text
 
 
+@pytest.mark.slow
 def test_what_a_log_holds_cannot_write_to_the_terminal(budgetguard, tmp_path):
     from budgetguard_core import Guard, JsonLinesSink, ModelCall
 

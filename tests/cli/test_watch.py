@@ -51,6 +51,7 @@ def test_what_is_written_is_seen_also_while_a_line_is(tmp_path):
     assert view.shown()[0].shares() == {"max_iterations": 1.0}
 
 
+@pytest.mark.slow
 def test_a_run_for_machines(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")
     done = budgetguard("watch", tmp_path / "log.jsonl", "--once", "--json")
@@ -60,6 +61,7 @@ def test_a_run_for_machines(budgetguard, tmp_path):
     assert runs["killed"]["shares"]["max_iterations"] == 0.2
 
 
+@pytest.mark.slow
 def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
     url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
     with Ledger(url) as ledger:
@@ -75,6 +77,7 @@ def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
     assert (record["run_id"], record["tenant"]) == ("working", ["acme"])
 
 
+@pytest.mark.slow
 def test_the_folder_is_that_of_the_variable(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")
     done = budgetguard("watch", "--once", BUDGETGUARD_LOG=str(tmp_path))
@@ -82,6 +85,7 @@ def test_the_folder_is_that_of_the_variable(budgetguard, tmp_path):
     assert b"3 have ended" in done.stdout
 
 
+@pytest.mark.slow
 def test_errors_are_clear(budgetguard, tmp_path):
     cases = [
         (("watch", "--once"), b"nothing to watch"),
@@ -99,6 +103,7 @@ def test_errors_are_clear(budgetguard, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_lines_that_cannot_be_read_are_counted(budgetguard, tmp_path):
     log = write(tmp_path / "log.jsonl")
     log.write_bytes(b"{broken}\n[1]\n" + log.read_bytes() + b'{"half')
@@ -108,6 +113,7 @@ def test_lines_that_cannot_be_read_are_counted(budgetguard, tmp_path):
     assert "3 have ended" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_the_live_view_goes_on_until_it_is_interrupted(tmp_path):
     write(tmp_path / "log.jsonl")

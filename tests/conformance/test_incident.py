@@ -148,6 +148,43 @@ def test_two_plain_loops(way):
     check(ended(talk if way == "sync" else talk_async, way), *scripts)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_two_plain_loops_in_an_activate_block(way):
+    from budgetguard_core import Guard
+    from budgetguard_loop import run_bounded, run_bounded_async
+
+    scripts = Script([says(REPORT)]), Script([says(DOUBT)])
+    guard = Guard(CAPS)
+
+    def step(script):
+        def ask(messages):
+            return script.next(str(messages)).text
+
+        async def aask(messages):
+            return ask(messages)
+
+        return ask if way == "sync" else aask
+
+    async def talk():
+        said = "Analyze the market."
+        for turn in range(2 * TURNS):
+            ask = step(scripts[turn % 2])
+            if way == "sync":
+                part = run_bounded(ask, Budget(), messages=said)
+            else:
+                part = await run_bounded_async(ask, Budget(), messages=said)
+            if part.status != "completed":
+                return part
+            said = part.final
+        raise AssertionError("nobody stopped them")
+
+    with guard.activate():
+        part = asyncio.run(talk())
+    assert part.status == "terminated"
+    assert part.stop_reason in (StopReason.OSCILLATION, StopReason.NO_PROGRESS)
+    assert [sent for script in scripts for sent in script.sent if "circle" in sent]
+
+
 def test_two_voices_in_one_plain_loop():
     from budgetguard_loop import bounded
 
@@ -166,6 +203,7 @@ def test_two_voices_in_one_plain_loop():
 
 def test_a_part_that_is_asked_the_same_again_and_again_is_no_conversation():
     """A vote of ten, or the same question for each of many items, is asked by the code around."""
+    from budgetguard_core import Guard
     from budgetguard_loop import bounded, run_bounded
 
     script = Script([says("Yes.")])
@@ -178,3 +216,7 @@ def test_a_part_that_is_asked_the_same_again_and_again_is_no_conversation():
             run_bounded(step, Budget(), messages=f"Is item {number % 2} fine?")
     assert run.outcome.status == "completed"
     assert script.calls == 20
+    with Guard(CAPS).activate():
+        for number in range(20):
+            part = run_bounded(step, Budget(), messages=f"Is item {number % 2} fine?")
+            assert part.status == "completed"

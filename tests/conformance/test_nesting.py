@@ -45,12 +45,14 @@ EACH = pytest.mark.parametrize("driver", DRIVERS, ids=name)
 IN_EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 
 
+@pytest.mark.sample(11)
 @IN_EVERY_MODE
 @pytest.mark.parametrize(("outer", "inner"), PAIRS)
 def test_a_run_inside_spends_the_budget_around_it(outer, inner, mode):
     check_nesting(outer, inner, mode)
 
 
+@pytest.mark.sample(7)
 @IN_EVERY_MODE
 @pytest.mark.parametrize(
     ("outer", "inner"),
@@ -73,6 +75,7 @@ def test_an_agent_in_a_tool_of_a_plain_loop_stops_at_the_loops_cap(mode):
     check_stopped(ran, StopReason.MAX_MODEL_CALLS)
 
 
+@pytest.mark.sample(5)
 @IN_EVERY_MODE
 @EACH
 def test_three_deep(driver, mode):
@@ -96,6 +99,7 @@ def test_three_deep(driver, mode):
         assert guard.usage.model_calls == sum(made)
 
 
+@pytest.mark.sample(5)
 @IN_EVERY_MODE
 @EACH
 def test_activate_around_a_run_that_has_another_one_inside(driver, mode):

@@ -16,6 +16,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("clause", "mode"), CASES)
 def test_clause(clause, mode):
     clause.judge(Toy(), mode)

@@ -6,6 +6,8 @@ import gc
 import threading
 import weakref
 
+import pytest
+
 from budgetguard_core import CancellationToken, Guard
 from budgetguard_core.testing import ManualClock
 
@@ -67,6 +69,7 @@ def test_a_child_of_a_cancelled_token_is_cancelled():
     assert CancellationToken(parent).cancelled
 
 
+@pytest.mark.slow
 def test_tokens_of_sub_agents_that_are_gone_are_not_kept():
     parent = CancellationToken()
     gone = weakref.ref(CancellationToken(parent))

@@ -227,6 +227,7 @@ def test_no_value_crashes_or_hangs():
     assert len(fingerprint_result("\ud800" * 5_000_000)) == 16
 
 
+@pytest.mark.slow
 def test_what_is_very_large_is_looked_at_in_whole():
     numbers = dict.fromkeys(range(100_001), "x")
     assert canonical(numbers) != canonical({**numbers, 99_999: "y"})
@@ -346,6 +347,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @fixed
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_json_text_in_any_order_equals_the_object(arguments):
@@ -365,6 +367,7 @@ def test_the_digest_of_a_key_is_the_fingerprint(value):
     assert len(fingerprint(value)) == 16
 
 
+@pytest.mark.slow
 @fixed
 @given(
     st.dictionaries(st.text(), json_values, max_size=4),

@@ -271,6 +271,7 @@ store.close()
 """
 
 
+@pytest.mark.slow
 def test_several_processes_write_to_one_file(tmp_path):
     path = tmp_path / "c.sqlite3"
     writers = [

@@ -235,6 +235,7 @@ def test_what_reads_a_guard_sees_whole_steps():
     in_threads(work, 8)
 
 
+@pytest.mark.slow
 def test_10_000_tasks_get_exactly_the_cap():
     guard = Guard(Budget(max_iterations=1234, max_tool_calls=2000, loop_detection=None))
     child = guard.child(Budget(max_tool_calls=500))

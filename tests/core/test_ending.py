@@ -215,7 +215,10 @@ def test_the_marker_of_the_last_message():
     }
 
 
-@pytest.mark.parametrize(("calls", "phrase"), [(0, "0 tool calls were"), (1, "1 tool call was")])
+@pytest.mark.parametrize(
+    ("calls", "phrase"),
+    [(0, "So far no tool call was completed."), (1, "1 tool call was completed; see the results")],
+)
 def test_the_text_of_the_last_message_is_neutral(calls, phrase):
     guard = Guard(Budget(max_cost_usd=1), clock=ManualClock())
     for _ in range(calls):

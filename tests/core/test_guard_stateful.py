@@ -480,7 +480,7 @@ class Interleavings(RuleBasedStateMachine):
         return decision
 
 
-TestInterleavings = Interleavings.TestCase
+TestInterleavings = pytest.mark.slow(Interleavings.TestCase)
 TestInterleavings.settings = settings(
     derandomize=True,
     max_examples=150,

@@ -784,6 +784,7 @@ options = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(fixed, max_examples=300)
 @given(options, moves, st.integers(0, 60))
 def test_the_detector_is_the_naive_model_also_through_its_state(chosen, steps, given_from):

@@ -125,6 +125,7 @@ def test_it_trips_where_enforce_does_and_counts_as_without_caps(budget, steps):
     assert not observing.cancellation.cancelled
 
 
+@pytest.mark.slow
 @given(budgets, budgets, steps, st.booleans())
 @fixed
 def test_it_bounds_neither_its_parent_nor_its_child(outer, inner, steps, above):

@@ -30,6 +30,7 @@ def tests_of_a_user(pytester):
     return run
 
 
+@pytest.mark.slow
 def test_the_fixtures_are_there(tests_of_a_user):
     done = tests_of_a_user(
         """
@@ -67,6 +68,7 @@ LOOP = """
 """
 
 
+@pytest.mark.slow
 def test_the_marker_fails_a_test_that_passes_its_envelope(tests_of_a_user):
     done = tests_of_a_user(
         LOOP
@@ -102,6 +104,7 @@ def test_the_marker_fails_a_test_that_passes_its_envelope(tests_of_a_user):
     assert outcomes["failed"] == 3
 
 
+@pytest.mark.slow
 def test_the_marker_says_where_it_would_watch_nothing(tests_of_a_user):
     done = tests_of_a_user(
         """
@@ -133,6 +136,7 @@ def test_an_async_function_is_not_taken_for_one_that_ran():
         assert_bounded(agent, within=Budget(max_iterations=1))
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_a_fixture(tests_of_a_user, pytester):
     folder = pytester.mkdir("runs")
     log = write(folder / "all.jsonl")
@@ -217,6 +221,7 @@ FRAMEWORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
 def test_a_scripted_model_for_every_installed_framework(tests_of_a_user, framework):
     module, agent = FRAMEWORKS[framework]

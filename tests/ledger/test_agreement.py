@@ -376,6 +376,7 @@ def warned_by_reports(stores):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("sqlite",), STORES], ids=["sqlite", "all stores"])
 def test_the_stores_and_a_naive_model_agree(kinds, tmp_path):
     for kind in kinds:

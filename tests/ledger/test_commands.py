@@ -32,6 +32,7 @@ def run(place, *arguments):
     return CliRunner().invoke(app, list(arguments), env=environment)
 
 
+@pytest.mark.sample(3)
 def test_show_set_and_export(place, opened):
     assert run(place, "ledger", "set", "acme", "--daily-usd", "20").exit_code == 0
     told = run(place, "ledger", "set", "acme", "--monthly-tokens", "5000")
@@ -72,6 +73,7 @@ def test_show_set_and_export(place, opened):
     assert set(ledger.ceilings()) == {""}
 
 
+@pytest.mark.sample(3)
 def test_kill_revive_and_runs(place, opened):
     ledger = opened(place)
     attached = ledger.attach("run-1", "acme", on_kill=id, on_warning=id)
@@ -97,6 +99,7 @@ def test_kill_revive_and_runs(place, opened):
     assert "no run is alive" in run(place, "runs").output
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
     opened(sqlite).reserve("acme", usd=1)
     for arguments in (
@@ -164,6 +167,7 @@ def test_json_of_the_rest(sqlite, opened):
     assert "in the window" in json.loads(damaged.stdout)["problem"]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "name", ["x'; DROP TABLE windows; --", "*", "a\u202eb", "=1+1", "[red]x", ":x:"]
 )
@@ -192,6 +196,7 @@ def test_hostile_names_in_the_commands(place, opened, name):
     attached.close()
 
 
+@pytest.mark.slow
 def test_the_commands_reach_a_process_of_their_own(sqlite, opened, budgetguard_process):
     ledger = opened(sqlite, daily_usd=1)
     ledger.reserve("acme", usd=0.1)

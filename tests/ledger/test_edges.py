@@ -177,6 +177,7 @@ def test_a_connection_that_was_never_opened_crosses_a_fork():
     connection.close()
 
 
+@pytest.mark.slow
 def test_what_is_told_to_a_guard_that_nobody_keeps_is_told_to_nobody():
     guard = Guard()
     tell = _weakly(guard.abort)

@@ -39,6 +39,7 @@ def billed(folder):
     return sum(int(line) for text in texts for line in text.rpartition("\n")[0].splitlines())
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     folder = tmp_path / "billed"
     folder.mkdir()
@@ -61,6 +62,7 @@ def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronous", ["FULL", "NORMAL"])
 def test_a_file_that_lost_its_power_is_an_earlier_ledger_and_a_sound_one(
     synchronous, tmp_path, opened
@@ -158,6 +160,7 @@ def _fails(call):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -233,6 +236,7 @@ def fill(ledger):
         ledger.reserve("acme", usd=0.01, reservation_id=f"{number:0100d}")
 
 
+@pytest.mark.slow
 def test_redis_that_evicts_is_refused(tmp_path):
     need_server("redis")
     with (
@@ -248,6 +252,7 @@ def test_redis_that_evicts_is_refused(tmp_path):
                 fill(ledger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "postgres"])
 def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_path):
     need_server(kind)
@@ -319,6 +324,7 @@ def test_a_full_disk_is_refused_and_the_file_stays_sound(sqlite, tmp_path):
     assert day.reserved_usd == 0
 
 
+@pytest.mark.slow
 def test_ten_processes_open_an_empty_ledger_at_once(place):
     barrier, out = workers.CONTEXT.Barrier(10), workers.CONTEXT.Queue()
     processes = [workers.start(workers.first_use, place.url, barrier, out) for _ in range(10)]
@@ -389,6 +395,7 @@ def test_what_was_folded_into_its_window_is_still_there(sqlite, opened, monkeypa
     assert ledger.check() == []
 
 
+@pytest.mark.slow
 def test_ceilings_hold_where_the_data_base_defaults_to_repeatable_read(tmp_path):
     need_server("postgres")
     with PostgresServer("default_transaction_isolation=repeatable read") as server:
@@ -404,6 +411,7 @@ def test_ceilings_hold_where_the_data_base_defaults_to_repeatable_read(tmp_path)
         assert day.spent_usd <= 5
 
 
+@pytest.mark.slow
 def test_a_data_base_of_another_encoding_is_refused(tmp_path):
     need_server("postgres")
     import psycopg

@@ -192,6 +192,7 @@ def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
     assert told[1:] == [(400, 410)]
 
 
+@pytest.mark.slow
 def test_a_kill_switch_aborts_runs_in_every_process(place, opened, heartbeat):
     ledger, operator = opened(place), opened(place)
     cancelled = threading.Event()

@@ -312,6 +312,7 @@ class Lossy:
         return answer
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("lease", ["auto", "exact"])
 def test_lost_messages_are_charged_to_the_unit(place, opened, lease):
     ledger = opened(place, daily_usd=10**5, lease=lease)

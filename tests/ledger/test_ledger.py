@@ -143,6 +143,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_names_reach_no_other_row_and_no_log_line(place, opened, caplog):
     ledger = opened(place, daily_usd=1)
     ledger.reserve("acme", usd=0.9).settle(0.9)
@@ -290,6 +291,7 @@ def test_a_call_that_cost_more_than_it_set_aside_warns_without_another(place, op
     assert len(told) == 1
 
 
+@pytest.mark.slow
 def test_a_warning_that_no_run_was_left_to_hear_is_told_to_the_next(place, opened):
     ledger, told = opened(place, daily_usd=10, lease="exact"), []
     run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)

@@ -15,6 +15,7 @@ PROCESSES = 8
 PAIRS = int(os.environ.get("BUDGETGUARD_TEST_PAIRS", "300"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "auto"])
 def test_the_ceiling_holds_and_the_sums_agree(place, mode, tmp_path):
     # Exact on a server waits for the disk at each step: all 2,000 on request, as in

@@ -36,6 +36,7 @@ def leave(place, ledger, name, granted, spent, ago):
     store.close()
 
 
+@pytest.mark.slow
 def test_expired_holds_stay_charged_and_are_listed(place, opened):
     ledger = opened(place, daily_usd=1)
     ledger.reserve("acme", usd=0.1)  # alive

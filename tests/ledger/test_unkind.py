@@ -134,6 +134,7 @@ def made(guard, call, usage, **facts):
     return None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["tokens", "dollars"])
 def test_usage_that_nobody_reports_holds_a_run_under_a_tenants_ceiling(place, opened, kind):
     options = {"daily_tokens": 1000} if kind == "tokens" else {"monthly_usd": 5}
@@ -248,6 +249,7 @@ def test_a_store_that_is_closed_may_be_closed_and_forked_again(place):
     again.close()
 
 
+@pytest.mark.slow
 def test_long_lists_in_redis_come_in_whole(tmp_path, monkeypatch):
     need("redis")
     monkeypatch.setattr("budgetguard_core.ledger.redis_store._AT_ONCE", 50)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -21,9 +22,9 @@ def public_packages():
 PACKAGES = public_packages()
 
 
-def with_docstrings(package):
-    """Names of data that have a text below them, in any module of a package."""
-    top = package.partition(".")[0]
+@cache
+def with_docstrings(top):
+    """Names of data that have a text below them, in any module of a top-level package."""
     home = layout.ROOT / ("" if top == "budgetguard_core" else "adapters") / top
     names = set()
     for file in home.rglob("*.py"):
@@ -51,7 +52,7 @@ def members(owner):
 
 def undocumented(package):
     module = import_module(package)
-    texts = with_docstrings(package)
+    texts = with_docstrings(package.partition(".")[0])
     for name in module.__all__:
         public = getattr(module, name)
         if inspect.isclass(public) or inspect.isroutine(public):

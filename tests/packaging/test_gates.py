@@ -62,6 +62,7 @@ ALLOWED = (
 )
 
 
+@pytest.mark.slow
 def test_the_import_rules_hold_and_fire(tree):
     clean = lint_imports(tree)
     assert clean.returncode == 0, clean.stdout + clean.stderr
@@ -134,6 +135,7 @@ def planted(tree, files):
                 file.write_text(text)
 
 
+@pytest.mark.slow
 def test_the_layers_hold_and_fire(tree):
     files = {"budgetguard_core/kit.py": KIT}
     for added, _ in ROOMS:
@@ -146,6 +148,7 @@ def test_the_layers_hold_and_fire(tree):
         assert "The layers of the core KEPT" in lint_imports(tree).stdout
 
 
+@pytest.mark.slow
 def test_every_circle_is_seen(tree):
     files = {}
     for package, (imports, rest) in CIRCLES.items():
@@ -198,6 +201,7 @@ def rules_that_fire(path, source):
     return {found["code"] for found in json.loads(done.stdout)}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("path", "source", "rule"), RUFF)
 def test_the_lint_rules_fire(path, source, rule):
     fired = rules_that_fire(path, source)

@@ -50,6 +50,7 @@ def sdist(built):
         yield archive
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_our_packages_and_nothing_else(wheel):
     top = {name.partition("/")[0] for name in wheel.namelist()}
     version = layout.pyproject()["project"]["version"]
@@ -65,6 +66,7 @@ def test_the_wheel_holds_every_source_file(wheel):
         assert sources <= names
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_says_that_it_is_typed(wheel, package):
     assert f"{package}/py.typed" in wheel.namelist()

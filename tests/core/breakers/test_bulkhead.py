@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ def test_the_defaults_are_the_documented_ones():
     assert Bulkhead().config.model_dump() == {"max_concurrent_calls": 25, "max_wait_duration": 0}
 
 
+@pytest.mark.slow
 @fixed
 @given(
     places=st.integers(1, 4),

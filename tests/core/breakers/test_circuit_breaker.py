@@ -615,7 +615,7 @@ class BreakerMachine(RuleBasedStateMachine):
             assert metrics.number_of_slow_calls == sum(one[2] for one in window)
 
 
-TestAnyInterleaving = BreakerMachine.TestCase
+TestAnyInterleaving = pytest.mark.slow(BreakerMachine.TestCase)
 TestAnyInterleaving.settings = settings(
     derandomize=True, deadline=None, max_examples=40, stateful_step_count=30, database=None
 )

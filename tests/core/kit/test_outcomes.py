@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from budgetguard_core import Budget
 from budgetguard_core.kit import Envelope, outcome_of, remember
 
@@ -27,6 +29,7 @@ def test_an_unknown_result_has_none():
     assert outcome_of(None) is None
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_when_the_result_is_gone():
     message = Message()
     remember(message, outcome([message]))

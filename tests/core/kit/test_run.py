@@ -174,6 +174,7 @@ class TestWhoPays:
         first.end()
         assert opened(guard).guard is guard
 
+    @pytest.mark.slow
     def test_a_seat_is_free_again_when_its_run_was_never_begun(self):
         guard = Guard()
         run = opened(guard)
@@ -675,6 +676,7 @@ class TestTheEnd:
         assert (await run.in_thread(run.end)).status == "completed"
         assert loops == [None]
 
+    @pytest.mark.slow
     def test_nothing_is_kept_of_ended_runs(self):
         guard = Guard()
         runs = []

@@ -549,6 +549,7 @@ RECORDS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(RECORDS, RECORDS, st.integers(0, 100), st.text(max_size=20))
 def test_no_record_raises_and_every_result_can_be_settled(one, other, projected, written):
     usages = [token_usage(one), token_usage(other)]
