@@ -486,8 +486,10 @@ class RunState:
                 kind=open_call.tool_kind,
                 fingerprint=open_call.fingerprint,
             )
-        reserved = open_call.reserved_tokens, open_call.reserved_cost
-        ticket = Admit(self, call, first + open_call.call_id, None, rates, *reserved)
+        ticket = Admit(self, call, first + open_call.call_id)
+        ticket.rates = rates
+        ticket.reserved_tokens = open_call.reserved_tokens
+        ticket.reserved_cost = open_call.reserved_cost
         ticket.take_over(open_call.occurrence, open_call.expected)
         return ticket
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from budgetguard_core.breakers.bulkhead import Bulkhead, Place
@@ -64,7 +65,9 @@ class CallBreakers:
         """Say that the call is a success to each, where the user's code could not."""
         return ["success" for _ in self.circuits]
 
-    def end(self, outcomes: list[CallOutcome], duration_ns: int, now: int) -> list[StateTransition]:
+    def end(
+        self, outcomes: Sequence[CallOutcome], duration_ns: int, now: int
+    ) -> list[StateTransition]:
         """Tell the breakers how the call ended, and give its places back."""
         changes: list[StateTransition] = []
         for (breaker, generation), outcome in zip(self.circuits, outcomes, strict=False):
