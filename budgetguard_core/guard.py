@@ -176,9 +176,10 @@ class Guard(RunRelations):
             if not far:
                 warnings = self._foresee(now, call, rates, bound, tokens, cost)
             if not warnings:
-                held = unpriced
+                held, start = unpriced, now
                 if self._watched:
-                    held = self._is_held(call, now) or held
+                    fits, start = self._pace_of(call, now)
+                    held = held or not fits
                     # A turn that begins may be one too many without progress.
                     far = far and not self._meter.halt
                 trip: Trip | None = None
@@ -218,9 +219,9 @@ class Guard(RunRelations):
                         ticket.charges = charges
                     tree.open[call_id] = ticket
                     reserve(asked, call.retry, kept_tokens, kept_cost)
-                    if self._watched:
+                    if self._paced:
                         ticket.breakers = hold_model_call(
-                            self._watched, now, kept_tokens, kept_cost
+                            self._paced, start, kept_tokens, kept_cost
                         )
                     if tree.sinks:
                         self._record_admitted(ticket, now, message)
@@ -320,7 +321,7 @@ class Guard(RunRelations):
             if ticket.breakers is not None:
                 tokens = used.total_tokens - ticket.reserved_tokens
                 dollars = (cost or 0) - ticket.reserved_cost
-                correct_model_call(guard._watched, ticket.breakers, now, tokens, dollars)
+                correct_model_call(guard._paced, ticket.breakers, now, tokens, dollars)
             if (usage is None or cost is None) and not failed:
                 guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
@@ -361,7 +362,7 @@ class Guard(RunRelations):
             release(guard._asked, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
             if ticket.breakers is not None:
                 taken = ticket.reserved_tokens, ticket.reserved_cost
-                correct_model_call(guard._watched, ticket.breakers, now, -taken[0], -taken[1])
+                correct_model_call(guard._paced, ticket.breakers, now, -taken[0], -taken[1])
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
@@ -640,7 +641,7 @@ class Guard(RunRelations):
                     self._standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
-            if self._watched:
+            if self._gated:
                 answer = self._ask_breakers(call, now, shut)
                 if isinstance(answer, Stop):
                     uncount_tool_call(self._chain, call.name)

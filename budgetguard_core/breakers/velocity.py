@@ -128,11 +128,15 @@ class VelocityMeter:
             tokens: Tokens that are reserved for it.
             cost: Femto-dollars that are reserved for it.
         """
-        second = start_ns // NS_PER_SECOND
-        if tokens and self._tokens is not None:
-            self._tokens.add(second, tokens)
-        if cost and self._cost is not None:
-            self._cost.add(second, cost)
+        place = start_ns // NS_PER_SECOND % _RING
+        window = self._tokens
+        if window is not None and tokens:
+            window.ring[place] += tokens
+            window.total += tokens
+        window = self._cost
+        if window is not None and cost:
+            window.ring[place] += cost
+            window.total += cost
 
     def book_tool_call(self, start_ns: int) -> None:
         """Enter a tool call that is admitted."""
@@ -155,10 +159,11 @@ class VelocityMeter:
         """
         if now_ns // NS_PER_SECOND > self._latest:
             self._pass_time(now_ns)
+        second, latest = start_ns // NS_PER_SECOND, self._latest
         if tokens and self._tokens is not None:
-            self._tokens.correct(start_ns // NS_PER_SECOND, self._latest, tokens)
+            self._tokens.correct(second, latest, tokens)
         if cost and self._cost is not None:
-            self._cost.correct(start_ns // NS_PER_SECOND, self._latest, cost)
+            self._cost.correct(second, latest, cost)
 
     def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
         """Take out a tool call that did not start."""
@@ -275,10 +280,15 @@ class _Window:
         self.total += amount
 
     def correct(self, second: int, now: int, amount: int) -> None:
+        place = second % _RING
         if amount > 0:
-            self.add(now, amount)
-        elif second >= now - _WINDOW:
-            self.add(second, max(amount, -self.ring[second % _RING]))
+            place = now % _RING
+        elif second < now - _WINDOW:
+            return
+        elif self.ring[place] + amount < 0:
+            amount = -self.ring[place]
+        self.ring[place] += amount
+        self.total += amount
 
     def state(self, second: int) -> list[list[int]]:
         seconds = range(second - _WINDOW, second + _WINDOW + 2)
