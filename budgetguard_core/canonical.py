@@ -79,10 +79,12 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """
     if type(value) is str:
         value = _parsed(value)
-    elif ignore and _kind_of(value) is not dict and isinstance(value, BaseModel):
+    kind = _kind_of(value)
+    if ignore and kind is not dict and isinstance(value, BaseModel):
         value = _model_fields(value)
+        kind = dict
     try:
-        if _kind_of(value) is dict:
+        if kind is dict:
             if ignore and not ignore.isdisjoint(value):
                 value = {name: value[name] for name in value if name not in ignore}
             if len(value) <= _FEW_NAMES:

@@ -125,7 +125,10 @@ class Guard(RunRelations):
         """
         if call is None:
             call = ModelCall()
-        asked, tree, model, given = self._asked, self._tree, call.model, call.input_tokens
+        asked = self._asked
+        tree = self._tree
+        model = call.model
+        given = call.input_tokens
         if not asked:
             ticket = Admit(self, call, 0)
             ticket.max_output_tokens = call.max_output_tokens
@@ -378,7 +381,9 @@ class Guard(RunRelations):
             this call may not start, the run goes on; `Stop`: this call may not start, and the run
             ends before its next model call.
         """
-        asked, tree, standing = self._asked, self._tree, self._standing
+        asked = self._asked
+        tree = self._tree
+        standing = self._standing
         if not asked:
             return [Admit(self, call, 0) for call in calls]
         detector = standing.detector
@@ -449,7 +454,8 @@ class Guard(RunRelations):
             False when the call was settled before.
         """
         guard: Guard = ticket.guard
-        tree, standing = guard._tree, guard._standing
+        tree = guard._tree
+        standing = guard._standing
         call: ToolCall = ticket.call
         held = ticket.breakers
         detector = standing.detector

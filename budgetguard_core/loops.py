@@ -281,6 +281,7 @@ class LoopDetector:
         # begins a generation, so what was seen at or after it is of the current one.
         self._seen: dict[_Key, int] = {}
         self._generation = 0
+        # The latest calls; more of them than are looked at, or each would cost a cut.
         self._recent: list[_Key] = []
         # How often the latest call was made in a row.
         self._alike = 0
@@ -324,8 +325,10 @@ class LoopDetector:
         seen[key] = self._generation
         if self._quiet and not generation and error is None:
             self._alike = 1
-            self._recent.append(key)
-            del self._recent[:-_RECENT_KEPT]
+            recent = self._recent
+            recent.append(key)
+            if len(recent) > self._window:
+                del recent[:-_RECENT_KEPT]
             return
         self._count(key, generation, error)
 
@@ -335,7 +338,8 @@ class LoopDetector:
         again = bool(recent) and key == recent[-1]
         self._alike = self._alike + 1 if again else 1
         recent.append(key)
-        del recent[:-_RECENT_KEPT]
+        if len(recent) > self._window:
+            del recent[:-_RECENT_KEPT]
         failed_again = again and error is not None and rows.same_error.length > 0
         if failed_again:
             rows.same_error.grow()
@@ -440,7 +444,7 @@ class LoopDetector:
         return f"{what}; {_ADVICE}"
 
     def _stale_in_words(self) -> str:
-        period, names = _cycle(self._recent, self._rows.stale.length)
+        period, names = _cycle(self._recent[-_RECENT_KEPT:], self._rows.stale.length)
         if period == 1:
             return (
                 f"You have called {names} with these arguments {self._alike} times and got the "
@@ -485,7 +489,7 @@ class LoopDetector:
         elif row is rows.stale:
             setting = "stop_after"
             what = "calls in a row brought a result already seen for the same arguments"
-            period, names = _cycle(self._recent, row.length)
+            period, names = _cycle(self._recent[-_RECENT_KEPT:], row.length)
         else:
             setting = "stop_after_replies"
             what = "replies in a row were made before, word for word"
@@ -505,7 +509,7 @@ class LoopDetector:
         return {
             "seen": [list(key) for key in self._seen],
             "fresh": sum(last == generation for last in self._seen.values()),
-            "recent": [list(key) for key in self._recent],
+            "recent": [list(key) for key in self._recent[-_RECENT_KEPT:]],
             "alike": self._alike,
             "error": None if self._error is None else list(self._error),
             "said": [list(reply) for reply in self._said],
