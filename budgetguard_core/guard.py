@@ -218,8 +218,9 @@ class Guard(RunRelations):
                     if expected:
                         first = projected_cost(call, rates, None)
                         ticket.expected = expected, kept_cost - first
-                    if charges:
-                        ticket.charges = charges
+                    ticket.charges = charges
+                    ticket.breakers = None
+                    ticket.charged = 0
                     tree.open[call_id] = ticket
                     reserve(asked, call.retry, kept_tokens, kept_cost)
                     if self._paced:
@@ -670,8 +671,7 @@ class Guard(RunRelations):
         tree = self._tree
         tree.call_id = call_id = tree.call_id + 1
         ticket = Admit(self, call, call_id)
-        if held is not None:
-            ticket.breakers = held
+        ticket.breakers = held
         if call.id:
             ticket.occurrence = self._occurrences.count(call)
         if kind != "hosted":

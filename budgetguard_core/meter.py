@@ -152,7 +152,10 @@ class Marks:
         share = caps.budget.warn_at
 
         def mark(dimension: str, cap: float) -> float:
-            return cap if dimension in warned else cap * share
+            if dimension in warned or cap == INFINITY:
+                return cap
+            # Whole, for whole numbers are compared with it: with a fraction that takes longer.
+            return math.ceil(cap * share)
 
         self.iterations = mark("max_iterations", caps.iterations)
         self.model_calls = mark("max_model_calls", caps.model_calls)
