@@ -60,9 +60,8 @@ class BrakedRun(RunNotices):
                     detail=away.detail,
                 )
             return Refuse(away.reason, away.detail, away.message)
-        for guard in self._braked:
-            mix = None if guard._breakers is None else guard._breakers.mix
-            alarm = None if mix is None else mix.observe(call.name)
+        for guard, one in self._mixed:
+            alarm = None if one.mix is None else one.mix.observe(call.name)
             if alarm is not None and self._tree.sinks:
                 guard._record(
                     ToolMixUnusual,
@@ -97,11 +96,10 @@ class BrakedRun(RunNotices):
 
     def _end_round(self, shut: bool) -> None:
         """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
-        for guard in self._braked:
-            if guard._breakers is not None:
-                violation = guard._breakers.round_ended(shut)
-                if violation is not None:
-                    guard._standing.hold(violation)
+        for guard, one in zip(self._braked, self._watched, strict=True):
+            violation = one.round_ended(shut)
+            if violation is not None:
+                guard._standing.hold(violation)
 
     def _judge(
         self, held: CallBreakers, result: object, error: BaseException | str | None

@@ -53,7 +53,7 @@ _VARIABLE = re.compile(
 _kind_of: Callable[[Any], Any] = type
 
 
-def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def canonical(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Write the arguments of a call as text that cosmetic variation does not change.
 
     Keys are sorted and white space around strings is trimmed. A string that is the canonical
@@ -132,17 +132,17 @@ KEY_MARKS = frozenset("=#")
 # Keys: a digest costs as much as the rest, so it is made only where something leaves the process
 
 
-def arguments_key(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def arguments_key(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Return what stands for the arguments of a call within this process.
 
     Small arguments stand for themselves. A key is never logged or stored: its `digest_of` is,
     and equals their `fingerprint`.
     """
-    text = canonical(value, ignore=ignore)
+    text = canonical(value, ignore)
     return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"
 
 
-def result_key(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def result_key(result: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Return what stands for the result of a call within this process, as `arguments_key` does."""
     text = result.strip() if type(result) is str and not ignore else _result(result, ignore)
     return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"

@@ -391,7 +391,7 @@ class Guard(RunRelations):
         ignored = _NOTHING if detector is None else detector.ignored
         for call in calls:
             if call.key is None:
-                call.key = arguments_key(call.arguments, ignore=ignored)
+                call.key = arguments_key(call.arguments, ignored)
             # A report is about the run, so it has no place among what the run may do.
             if call.name == REPORT_PROGRESS and call.kind == "function" and standing.asks:
                 call.kind = "output"
@@ -471,7 +471,7 @@ class Guard(RunRelations):
             kind = error_fingerprint or fingerprint_error(text)
         elif key is None:
             ignored = _NOTHING if detector is None else detector.ignored_results
-            key = result_key(result, ignore=ignored)
+            key = result_key(result, ignored)
         # Before the lock: the user's code says what a failure is.
         judged = () if held is None else tuple(outcomes or guard._judge(held, result, error))
         warnings: Sequence[Notice] = ()
@@ -482,7 +482,7 @@ class Guard(RunRelations):
             # As `show` does; each step pays for a call.
             detector = standing.detector
             if detector is not None and not (call.name == REPORT_PROGRESS and standing.asks):
-                detector.observe(call.name, call.key or "", key, error=kind)
+                detector.observe(call.name, call.key or "", key, kind)
                 if detector.tripped:
                     standing.weigh()
             now = tree.now()

@@ -295,7 +295,7 @@ class LoopDetector:
         self.due = False
         self.tripped = False
 
-    def observe(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
+    def observe(self, tool: str, arguments: str, result: str, error: str | None = None) -> None:
         """Take in a call that has ended, failed ones included.
 
         Args:
@@ -318,28 +318,27 @@ class LoopDetector:
         key = (tool, arguments, result)
         seen = self._seen
         generation = seen.pop(key, 0)
-        if not generation:
-            self._generation += 1
+        if generation:
+            seen[key] = self._generation
+        else:
+            self._generation = newest = self._generation + 1
             if len(seen) == self._window:
                 del seen[next(iter(seen))]
-        seen[key] = self._generation
-        if self._quiet and not generation and error is None:
+            seen[key] = newest
+        recent = self._recent
+        if generation or error is not None or not self._quiet:
+            self._count(key, generation, error)
+        else:
             self._alike = 1
-            recent = self._recent
-            recent.append(key)
-            if len(recent) > self._window:
-                del recent[:-_RECENT_KEPT]
-            return
-        self._count(key, generation, error)
+        recent.append(key)
+        if len(recent) > self._window:
+            del recent[:-_RECENT_KEPT]
 
     def _count(self, key: _Key, generation: int, error: str | None) -> None:
         rows = self._rows
         recent = self._recent
         again = bool(recent) and key == recent[-1]
         self._alike = self._alike + 1 if again else 1
-        recent.append(key)
-        if len(recent) > self._window:
-            del recent[:-_RECENT_KEPT]
         failed_again = again and error is not None and rows.same_error.length > 0
         if failed_again:
             rows.same_error.grow()

@@ -82,6 +82,7 @@ class RunState:
         "_is_housekeeping",
         "_line",
         "_meter",
+        "_mixed",
         "_needs_price",
         "_occurrences",
         "_on_warning",
@@ -238,10 +239,13 @@ class RunState:
             guard._breakers for guard in braked if guard._breakers is not None
         )
         self._paced: BreakerLine = tuple(one for one in self._watched if one.velocity is not None)
-        # Whether there is anything to ask before a tool call: progress is about the turns.
-        self._gated = any(
-            one.gates or one.velocity is not None or one.mix is not None for one in self._watched
+        self._mixed: tuple[tuple[Self, RunBreakers], ...] = tuple(
+            (guard, one)
+            for guard, one in zip(braked, self._watched, strict=True)
+            if one.mix is not None
         )
+        # Whether there is anything to ask before a tool call: progress is about the turns.
+        self._gated = bool(self._paced or self._mixed) or any(one.gates for one in self._watched)
 
     def _announce(self) -> None:
         if self._tree.sinks:

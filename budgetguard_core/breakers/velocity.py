@@ -60,7 +60,7 @@ class VelocityMeter:
         limits: The ceilings.
     """
 
-    __slots__ = ("_cost", "_latest", "_tokens", "_tool_calls", "_windows", "limits")
+    __slots__ = ("_cost", "_latest", "_over_ns", "_tokens", "_tool_calls", "_windows", "limits")
 
     def __init__(self, limits: VelocityLimits) -> None:
         self.limits = limits
@@ -77,12 +77,14 @@ class VelocityMeter:
         # The second that the windows reach up to. Threads read the clock before they get the lock,
         # so a reading may be a little older.
         self._latest = 0
+        # When that second is over.
+        self._over_ns = NS_PER_SECOND
 
     # Each step asks these: the windows are looked at in place, and a call is saved.
 
     def model_call_fits(self, now_ns: int) -> bool:
         """Whether a model call may start: neither tokens nor dollars have reached their ceiling."""
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         tokens, cost = self._tokens, self._cost
         if tokens is not None and tokens.total >= tokens.ceiling:
@@ -94,13 +96,13 @@ class VelocityMeter:
         calls = self._tool_calls
         if calls is None:
             return True
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         return calls.total < calls.ceiling
 
     def start_of_model_call(self, now_ns: int) -> int:
         """When a model call may start that is admitted now: at once, or later in the band."""
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         start = now_ns
         tokens, cost = self._tokens, self._cost
@@ -115,7 +117,7 @@ class VelocityMeter:
         calls = self._tool_calls
         if calls is None:
             return now_ns
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         return now_ns if calls.total < calls.band else calls.start(self._latest)
 
@@ -157,7 +159,7 @@ class VelocityMeter:
             tokens: Tokens measured minus tokens reserved.
             cost: Femto-dollars measured minus femto-dollars reserved.
         """
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         second, latest = start_ns // NS_PER_SECOND, self._latest
         if tokens and self._tokens is not None:
@@ -242,6 +244,7 @@ class VelocityMeter:
                 if window is not None:
                     window.pass_time(self._latest, second)
             self._latest = second
+            self._over_ns = (second + 1) * NS_PER_SECOND
         return self._latest
 
 
