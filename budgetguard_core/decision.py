@@ -178,8 +178,8 @@ class Occurrences:
                     del self._free[digest]
                 return number
         counts = self._counts
-        number = counts.pop(alike, None)
-        if number is None:
+        number = counts.pop(alike, -1)
+        if number < 0:
             number = self._floor
             if self._restored:
                 number = max(number, self._restored.get(_alike_digest(*alike), 0))

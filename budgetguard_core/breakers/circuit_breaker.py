@@ -490,16 +490,17 @@ class CircuitBreaker:
 class _CountWindow:
     """The last calls, one digit each: 1 for a failure, 2 for a slow call, 3 for both."""
 
-    __slots__ = ("_calls", "failed", "slow", "total")
+    __slots__ = ("_calls", "_size", "failed", "slow", "total")
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._calls: deque[int] = deque(maxlen=size)
         self.total = self.failed = self.slow = 0
 
     def record(self, now: int, failed: bool, slow: bool) -> None:
         del now
         calls = self._calls
-        if len(calls) < calls.maxlen:  # type: ignore[operator] - it has one
+        if len(calls) < self._size:
             self.total += 1
         elif oldest := calls[0]:
             self.failed -= oldest & 1
