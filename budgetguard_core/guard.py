@@ -159,7 +159,7 @@ class Guard(RunRelations):
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         # Before the lock: a lease that is dry makes a trip to its store.
         charges: Charges = ()
-        if self._tenants and self.trip is None:
+        if self._tenants and self._standing.trip is None:
             unknown = rates is None and call.cost_usd is None
             last = self if self._answered else None
             charges = charge_ahead(
