@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from budgetguard_core.breakers import StateTransition
 from budgetguard_core.breakers.call import CallBreakers
@@ -12,10 +12,11 @@ from budgetguard_core.events import CircuitBreakerChanged, ToolCallTurnedAway, T
 from budgetguard_core.notices import RunNotices
 from budgetguard_core.run_breakers import (
     hold_tool_call,
-    model_call_within_pace,
-    tool_call_within_pace,
+    pace_of_model_call,
+    pace_of_tool_call,
 )
 from budgetguard_core.state import NAME_LENGTH
+from budgetguard_core.stop import Trip
 
 
 class BrakedRun(RunNotices):
@@ -23,31 +24,29 @@ class BrakedRun(RunNotices):
 
     __slots__ = ()
 
-    def _is_held(self, call: ModelCall, now: int) -> bool:
-        """Ask the breakers whether a model call may start; a new turn ends the one before."""
+    def _pace_of(self, call: ModelCall, now: int) -> tuple[bool, int]:
+        """Ask the breakers whether a model call may start, and when.
+
+        A new turn ends the one before.
+        """
         own = self._breakers
         if own is not None and own.progress is not None and not call.retry:
             own.progress.iteration()
-            if own.tripped:
+            if own.progress.tripped:
                 self._standing.weigh()
-        return not model_call_within_pace(self._watched, now)
+        return pace_of_model_call(self._paced, now) if self._paced else (True, now)
 
     def _ask_breakers(
         self, call: ToolCall, now: int, shut: list[bool]
     ) -> CallBreakers | Refuse | Stop:
         """Ask the breakers whether a tool call may start."""
-        if not tool_call_within_pace(self._watched, now):
-            trip = self._stop(
-                now,
-                [
-                    (guard, guard._breakers.velocity.tool_call_violations(now))
-                    for guard in self._braked
-                    if guard._breakers is not None and guard._breakers.velocity is not None
-                ],
-            )
+        start = now
+        if self._paced:
+            fits, start = pace_of_tool_call(self._paced, now)
+            trip = None if fits else self._stop_for_pace(now)
             if trip is not None:
                 return Stop(trip)
-        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, now)
+        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, now, start)
         shut.append(is_shut)
         if changes:
             self._record_changes(changes, now)
@@ -61,7 +60,7 @@ class BrakedRun(RunNotices):
                     detail=away.detail,
                 )
             return Refuse(away.reason, away.detail, away.message)
-        for one, guard in zip(self._watched, self._braked, strict=True):
+        for guard, one in self._mixed:
             alarm = None if one.mix is None else one.mix.observe(call.name)
             if alarm is not None and self._tree.sinks:
                 guard._record(
@@ -72,6 +71,16 @@ class BrakedRun(RunNotices):
                     detail=alarm.detail,
                 )
         return held
+
+    def _stop_for_pace(self, now: int) -> Trip | None:
+        return self._stop(
+            now,
+            [
+                (guard, guard._breakers.velocity.tool_call_violations(now))
+                for guard in self._braked
+                if guard._breakers is not None and guard._breakers.velocity is not None
+            ],
+        )
 
     def _record_changes(self, changes: Iterable[StateTransition], now: int) -> None:
         if self._tree.sinks:
@@ -87,14 +96,16 @@ class BrakedRun(RunNotices):
 
     def _end_round(self, shut: bool) -> None:
         """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
-        for one, guard in zip(self._watched, self._braked, strict=True):
+        for guard, one in zip(self._braked, self._watched, strict=True):
             violation = one.round_ended(shut)
             if violation is not None:
                 guard._standing.hold(violation)
 
     def _judge(
         self, held: CallBreakers, result: object, error: BaseException | str | None
-    ) -> list[CallOutcome]:
+    ) -> Sequence[CallOutcome]:
+        if not held.circuits:
+            return ()
         try:
             return held.outcomes(result, error)
         except Exception as raised:

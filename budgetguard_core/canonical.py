@@ -28,7 +28,7 @@ _LONGEST_NUMBER = 32
 _BIGGEST_WHOLE = 10**_LONGEST_NUMBER
 _SMALLEST_WHOLE = -_BIGGEST_WHOLE
 _FEW_NAMES = 64
-_LONGEST_KEY = 128
+_LONGEST_KEY = 256
 _ERROR_READ = 4000
 _ERROR_KEPT = 400
 
@@ -53,7 +53,7 @@ _VARIABLE = re.compile(
 _kind_of: Callable[[Any], Any] = type
 
 
-def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def canonical(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Write the arguments of a call as text that cosmetic variation does not change.
 
     Keys are sorted and white space around strings is trimmed. A string that is the canonical
@@ -79,10 +79,12 @@ def canonical(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
     """
     if type(value) is str:
         value = _parsed(value)
-    elif ignore and _kind_of(value) is not dict and isinstance(value, BaseModel):
+    kind = _kind_of(value)
+    if ignore and kind is not dict and isinstance(value, BaseModel):
         value = _model_fields(value)
+        kind = dict
     try:
-        if _kind_of(value) is dict:
+        if kind is dict:
             if ignore and not ignore.isdisjoint(value):
                 value = {name: value[name] for name in value if name not in ignore}
             if len(value) <= _FEW_NAMES:
@@ -130,18 +132,20 @@ KEY_MARKS = frozenset("=#")
 # Keys: a digest costs as much as the rest, so it is made only where something leaves the process
 
 
-def arguments_key(value: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def arguments_key(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Return what stands for the arguments of a call within this process.
 
     Small arguments stand for themselves. A key is never logged or stored: its `digest_of` is,
     and equals their `fingerprint`.
     """
-    return _key(canonical(value, ignore=ignore))
+    text = canonical(value, ignore)
+    return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"
 
 
-def result_key(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> str:
+def result_key(result: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Return what stands for the result of a call within this process, as `arguments_key` does."""
-    return _key(_result(result, ignore))
+    text = result.strip() if type(result) is str and not ignore else _result(result, ignore)
+    return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"
 
 
 def digest_of(key: str) -> str:
@@ -160,10 +164,6 @@ def _result(result: Any, ignore: AbstractSet[str]) -> str:
         return text
     found = _parsed(text)
     return text if found is text else canonical(found, ignore=ignore)
-
-
-def _key(text: str) -> str:
-    return f"={text}" if len(text) <= _LONGEST_KEY else f"#{_digest(text)}"
 
 
 def _digest(text: str) -> str:
@@ -187,22 +187,18 @@ class _Walk:
         digests: None while the text is written in full. For what is too large for that, the
             digest of each container, with the container, or its id would be given to another: so
             the cost is that of the memory that the value takes, however it shares its parts.
+        direct: Down to which level the containers that are built in are just gone through.
         left: How many more parts may be written.
         made_up: How many more parts of containers that are not built in are looked at.
     """
 
-    __slots__ = ("digests", "left", "made_up")
+    __slots__ = ("digests", "direct", "left", "made_up")
 
     def __init__(self, digests: dict[int, tuple[object, Any]] | None = None) -> None:
         self.digests = digests
+        self.direct = _DEEPEST if digests is None else -1
         self.left: float = _MOST_PARTS if digests is None else inf
         self.made_up = _MOST_PARTS
-
-    def take(self, count: int) -> None:
-        """Count the parts of a container before they are looked at."""
-        self.left -= count
-        if self.left < 0:
-            raise _TooManyParts
 
     def some(self, values: Iterable[Any], count: int) -> Iterable[Any]:
         """Return what is looked at of a container that may make up its parts on demand."""
@@ -229,16 +225,13 @@ def _parsed(text: str) -> object:
 
 
 def _named(value: dict[Any, Any]) -> str:
-    """Write a mapping of few names, as arguments are, without a copy of it that is then written."""
+    """Write a mapping of few names, as arguments are: a flat one without a copy of it."""
     try:
         keys = sorted(value)
     except TypeError:
-        return ascii(_plain(value, 0, _Walk()))
+        return ascii(_mapping(value, 0, _Walk()))
     parts: list[str] = []
-    walk = None
     for key in keys:
-        if type(key) is not str:
-            return ascii(_plain(value, 0, _Walk()))
         item = value[key]
         kind = _kind_of(item)
         if kind is str:
@@ -249,10 +242,9 @@ def _named(value: dict[Any, Any]) -> str:
             if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
                 item = _whole(item)
         elif kind is not bool and item is not None:
-            if walk is None:
-                walk = _Walk()
-                walk.take(len(keys))
-            item = _plain(item, 1, walk)
+            return ascii(_mapping(value, 0, _Walk()))
+        if type(key) is not str:
+            return ascii(_mapping(value, 0, _Walk()))
         parts.append(f"{key!a}: {item!a}")
     return f"{{{', '.join(parts)}}}"
 
@@ -299,7 +291,9 @@ def _contents(value: Any, depth: int, walk: _Walk) -> Any:
 
 
 def _mapping(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
-    walk.take(len(value))
+    walk.left -= len(value)
+    if walk.left < 0:
+        raise _TooManyParts
     plain: dict[str, Any] = {}
     try:
         keys = sorted(value)
@@ -316,10 +310,15 @@ def _mapping(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
             item = item.strip()
             if item[:1] in _CODED:
                 item = _coded(item)
+        elif kind is dict and depth < walk.direct:
+            item = _mapping(item, depth + 1, walk)
+        elif kind is list and depth < walk.direct:
+            item = _items(item, len(item), depth + 1, walk)
         elif not (
             kind is bool
             or item is None
             or (kind is int and _SMALLEST_WHOLE < item < _BIGGEST_WHOLE)
+            or (kind is float and not item.is_integer())
         ):
             item = _plain(item, depth + 1, walk)
         plain[key] = item
@@ -383,7 +382,9 @@ def _real(number: float) -> int | float:
 
 
 def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[Any]:
-    walk.take(count)
+    walk.left -= count
+    if walk.left < 0:
+        raise _TooManyParts
     plain: list[Any] = []
     for item in values:
         kind = _kind_of(item)
@@ -391,10 +392,15 @@ def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[A
             item = item.strip()
             if item[:1] in _CODED:
                 item = _coded(item)
+        elif kind is dict and depth < walk.direct:
+            item = _mapping(item, depth + 1, walk)
+        elif kind is list and depth < walk.direct:
+            item = _items(item, len(item), depth + 1, walk)
         elif not (
             kind is bool
             or item is None
             or (kind is int and _SMALLEST_WHOLE < item < _BIGGEST_WHOLE)
+            or (kind is float and not item.is_integer())
         ):
             item = _plain(item, depth + 1, walk)
         plain.append(item)

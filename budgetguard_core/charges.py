@@ -38,7 +38,7 @@ def measured(cost: int, tokens: int) -> Amounts:
 def set_aside(cost: int, tokens: int) -> Amounts:
     """Return what a call reserves: at least one unit, or a used-up ceiling would admit it."""
     usd, count = measured(cost, tokens)
-    return max(usd, 1), max(count, 1)
+    return usd or 1, count or 1
 
 
 def settle_charges(charges: Charges, spent: Amounts) -> None:

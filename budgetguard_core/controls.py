@@ -135,7 +135,7 @@ class RunControls(BrakedRun):
         this not. None in OBSERVE: a message would change the run.
         """
         with self._tree.lock:
-            message = self._standing.take_nudge() or self._standing.take_request()
+            message = self._standing.take_message()
             if message is not None and self._tree.sinks:
                 self._record(NudgeTaken, self._now(), message=message)
         self._tree.deliver()

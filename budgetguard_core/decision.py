@@ -177,15 +177,17 @@ class Occurrences:
                 if not free:
                     del self._free[digest]
                 return number
-        number = self._counts.pop(alike, -1)
+        counts = self._counts
+        number = counts.pop(alike, -1)
         if number < 0:
             number = self._floor
             if self._restored:
                 number = max(number, self._restored.get(_alike_digest(*alike), 0))
-        self._counts[alike] = number + 1
-        if len(self._counts) > _ALIKE_KEPT:
-            oldest = next(iter(self._counts))
-            self._floor = max(self._floor, self._counts.pop(oldest))
+            if len(counts) == _ALIKE_KEPT:
+                forgotten = counts.pop(next(iter(counts)))
+                if forgotten > self._floor:
+                    self._floor = forgotten
+        counts[alike] = number + 1
         return number
 
     def give_back(self, call: ToolCall, number: int) -> None:
@@ -240,25 +242,11 @@ class Admit:
     occurrence = 0
     expected = _NO_GUESS
 
-    def __init__(
-        self,
-        guard: Admitting,
-        call: Any,
-        call_id: int,
-        max_output_tokens: int | None = None,
-        rates: Rates | None = None,
-        reserved_tokens: int = 0,
-        reserved_cost: int = 0,
-    ) -> None:
+    def __init__(self, guard: Admitting, call: Any, call_id: int) -> None:
         # Whoever settles the call knows what it is; this module must not.
         self.guard: Any = guard
         self.call = call
         self.call_id = call_id
-        if isinstance(call, ModelCall):
-            self.max_output_tokens = max_output_tokens
-            self.rates = rates
-            self.reserved_tokens = reserved_tokens
-            self.reserved_cost = reserved_cost
 
     def take_over(self, occurrence: int, expected: tuple[int, int]) -> None:
         """Be the ticket of a call that was open in an earlier leg of the run."""
@@ -300,16 +288,8 @@ class Nudge(Admit):
 
     __slots__ = ("message",)
 
-    def __init__(self, ticket: Admit, message: str) -> None:
-        super().__init__(
-            ticket.guard,
-            ticket.call,
-            ticket.call_id,
-            ticket.max_output_tokens,
-            ticket.rates,
-            ticket.reserved_tokens,
-            ticket.reserved_cost,
-        )
+    def __init__(self, guard: Admitting, call: Any, call_id: int, message: str) -> None:
+        super().__init__(guard, call, call_id)
         self.message = message
 
 

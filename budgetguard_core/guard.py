@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Self, TypeAlias, TypeVar
 
 from budgetguard_core import limits
+from budgetguard_core.breakers import REPORT_PROGRESS
 from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.canonical import (
@@ -54,12 +55,11 @@ from budgetguard_core.meter import (
     model_call_fits,
     release,
     reserve,
-    take_place,
     tool_calls_fit,
     uncount_tool_call,
 )
 from budgetguard_core.notices import Notice
-from budgetguard_core.pricing import Rates, to_usd
+from budgetguard_core.pricing import to_usd
 from budgetguard_core.relations import RunRelations
 from budgetguard_core.run_breakers import (
     correct_model_call,
@@ -125,15 +125,20 @@ class Guard(RunRelations):
         """
         if call is None:
             call = ModelCall()
-        if not self._chain:
-            return Admit(self, call, 0, call.max_output_tokens)
+        asked = self._asked
         tree = self._tree
+        model = call.model
+        given = call.input_tokens
+        if not asked:
+            ticket = Admit(self, call, 0)
+            ticket.max_output_tokens = call.max_output_tokens
+            return ticket
         # Before the lock: the first price of a process is looked up in a large table.
         rates = None
-        if call.model is not None:
-            if type(call.model) is not str:
-                raise ConfigurationError(wrong_model(call.model))
-            rates = tree.price_book.rates_for(call.model, call.provider)
+        if model is not None:
+            if type(model) is not str:
+                raise ConfigurationError(wrong_model(model))
+            rates = tree.price_book.rates_for(model, call.provider)
         if tree.postponed:
             tree.deliver()
         if self._conditional:
@@ -144,17 +149,17 @@ class Guard(RunRelations):
             bound = own if bound is None or call.output_is_fixed else min(bound, own)
         # Put so that NaN fails too: reserved, it would be above no cap for ever.
         if (
-            not call.input_tokens >= 0
+            not given >= 0
             or not call.min_output_tokens >= 1
             or (bound is not None and not bound >= 1)
         ):
             raise ConfigurationError(wrong_projection(call))
-        tokens = call.input_tokens if bound is None else call.input_tokens + bound
+        tokens = given if bound is None else given + bound
         cost = projected_cost(call, rates, bound)
         unpriced = self._needs_price and rates is None and call.cost_usd is None
         # Before the lock: a lease that is dry makes a trip to its store.
         charges: Charges = ()
-        if self._tenants and self.trip is None:
+        if self._tenants and self._standing.trip is None:
             unknown = rates is None and call.cost_usd is None
             last = self if self._answered else None
             charges = charge_ahead(
@@ -162,50 +167,74 @@ class Guard(RunRelations):
             )
         warnings: Sequence[Notice] = ()
         decision: ModelDecision | None = None
-        clamped_by: StopReason | None = None
         with tree.lock:
             now = tree.now()
-            expected, kept = 0, (tokens, cost)
+            kept_tokens, kept_cost, expected = tokens, cost, 0
             if bound is None and self._expects:
                 expected = largest_completion(self._chain)
-                kept = tokens + expected, projected_cost(call, rates, expected)
+                kept_tokens, kept_cost = tokens + expected, projected_cost(call, rates, expected)
                 if expected and in_flight(self._chain):
-                    tokens, cost = kept
-            far = far_from_caps(self._asked, now, *kept)
+                    tokens, cost = kept_tokens, kept_cost
+            far = far_from_caps(asked, now, kept_tokens, kept_cost)
             if not far:
                 warnings = self._foresee(now, call, rates, bound, tokens, cost)
             if not warnings:
-                held = bool(self._watched) and self._is_held(call, now)
-                # A turn that begins may be one too many without progress.
-                far = far and not (unpriced or held or self._meter.halt)
-                trip = None
-                if not far and (
-                    not model_call_fits(self._asked, now, call.retry, tokens, cost)
-                    or unpriced
-                    or held
-                ):
+                held, start = unpriced, now
+                if self._watched:
+                    fits, start = self._pace_of(call, now)
+                    held = held or not fits
+                    # A turn that begins may be one too many without progress.
+                    far = far and not self._meter.halt
+                trip: Trip | None = None
+                clamped_by: StopReason | None = None
+                if not (far or model_call_fits(asked, now, call.retry, tokens, cost)) or held:
                     if bound is not None and not call.output_is_fixed:
                         bound, clamped_by = clamp(self._binding, call, rates, bound)
-                        tokens = call.input_tokens + bound
-                        cost = projected_cost(call, rates, bound)
-                        kept = tokens, cost
+                        tokens = kept_tokens = given + bound
+                        cost = kept_cost = projected_cost(call, rates, bound)
                     trip = self._stop_model_call(now, call, tokens, cost, unpriced)
                 if trip is not None:
                     decision = Stop(trip)
                 else:
-                    decision = self._start_model_call(call, rates, bound, *kept, now, charges)
-                    decision.clamped_by = clamped_by
+                    # From here to the end of the block nothing refuses the call.
+                    standing = self._standing
+                    detector = standing.detector
+                    message = None
+                    if self._breakers is not None or (detector is not None and detector.due):
+                        message = standing.take_message()
+                    tree.call_id = call_id = tree.call_id + 1
+                    # A message would change the run, and OBSERVE only looks on.
+                    if message is not None and self.mode is Mode.ENFORCE:
+                        ticket = Nudge(self, call, call_id, message)
+                    else:
+                        ticket = Admit(self, call, call_id)
+                    decision = ticket
+                    ticket.max_output_tokens = bound if self._enforced else call.max_output_tokens
+                    ticket.rates = rates
+                    ticket.reserved_tokens = kept_tokens
+                    ticket.reserved_cost = kept_cost
+                    if clamped_by is not None:
+                        ticket.clamped_by = clamped_by
                     if expected:
                         first = projected_cost(call, rates, None)
-                        decision.expected = expected, kept[1] - first
+                        ticket.expected = expected, kept_cost - first
+                    ticket.charges = charges
+                    ticket.breakers = None
+                    ticket.charged = 0
+                    tree.open[call_id] = ticket
+                    reserve(asked, call.retry, kept_tokens, kept_cost)
+                    if self._paced:
+                        ticket.breakers = hold_model_call(
+                            self._paced, start, kept_tokens, kept_cost
+                        )
+                    if tree.sinks:
+                        self._record_admitted(ticket, now, message)
                     if not far:
                         warnings = self._look(now)
-                    if rates is not None and rates.context_window is not None and call.input_tokens:
-                        full = call.input_tokens >= rates.context_window * self._warn_at
+                    if rates is not None and rates.context_window is not None and given:
+                        full = given >= rates.context_window * self._warn_at
                         if full is not self._window_warned:
-                            warnings = self._watch_window(
-                                now, call, rates, call.input_tokens, warnings
-                            )
+                            warnings = self._watch_window(now, call, rates, given, warnings)
         if charges and not isinstance(decision, Admit):
             settle_charges(charges, NOTHING)
         if warnings or tree.outbox or tree.postponed:
@@ -213,7 +242,7 @@ class Guard(RunRelations):
         if decision is None:
             # Whoever was warned may have raised the cap. A dimension is warned of once.
             return self.admit_model_call(call)
-        if self._expects and not any(kept) and call.cost_usd is None:
+        if self._expects and not (kept_tokens or kept_cost) and call.cost_usd is None:
             tree.warn_once(UNPROJECTED)
         return decision
 
@@ -245,18 +274,19 @@ class Guard(RunRelations):
         """
         guard: Guard = ticket.guard
         tree = guard._tree
+        rates = ticket.rates
         problem: ConfigurationError | None = None
         if usage is not None:
             try:
                 check_token_usage(usage)
             except ConfigurationError as wrong:
                 usage, problem = None, wrong
-        rates = ticket.rates
-        if model is not None and not isinstance(model, str):
-            model, problem = None, problem or ConfigurationError(wrong_model(model))
-        if model is not None and model != ticket.call.model:
-            # The provider's name may be a deployment's that no price is known for.
-            rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
+        if model is not None:
+            if not isinstance(model, str):
+                model, problem = None, problem or ConfigurationError(wrong_model(model))
+            elif model != ticket.call.model:
+                # The provider's name may be a deployment's that no price is known for.
+                rates = tree.price_book.rates_for(model, ticket.call.provider) or rates
         cost: int | None = None
         if cost_usd is not None:
             try:
@@ -266,37 +296,36 @@ class Guard(RunRelations):
         if cost_usd is None:
             if usage is not None and rates is not None:
                 cost = rates.cost(usage)
-            else:
-                unknown = rates is None and ticket.call.cost_usd is None
-                cost = None if unknown else ticket.reserved_cost - ticket.expected[1]
+            elif rates is not None or ticket.call.cost_usd is not None:
+                cost = ticket.reserved_cost - ticket.expected[1]
+        failed = error is not None
+        used = ticket.estimate() if usage is None else usage
+        call_id = ticket.call_id
         warnings: Sequence[Notice] = ()
         with tree.lock:
-            if tree.open.get(ticket.call_id) is not ticket:
+            if tree.open.get(call_id) is not ticket:
                 return False
             now = tree.now()
-            failed = error is not None
-            used = ticket.estimate() if usage is None else usage
-            said = model, usage, cost, cost_usd, error
             written = False
             try:
                 near = charge(guard._chain, ticket, used, cost, failed, now)
                 if tree.sinks:
-                    guard._record_settled(ticket, now, *said)
+                    guard._record_settled(ticket, now, model, usage, cost, cost_usd, error)
                 written = True
-                del tree.open[ticket.call_id]
+                del tree.open[call_id]
             except BaseException:
                 # An interrupt, which goes on its way once the call is charged and written in whole.
                 charge(guard._chain, ticket, used, cost, failed, now)
                 if tree.sinks and not written:
-                    guard._record_settled(ticket, now, *said)
-                tree.open.pop(ticket.call_id, None)
+                    guard._record_settled(ticket, now, model, usage, cost, cost_usd, error)
+                tree.open.pop(call_id, None)
                 raise
             if near:
                 warnings = guard._look(now)
             if ticket.breakers is not None:
                 tokens = used.total_tokens - ticket.reserved_tokens
                 dollars = (cost or 0) - ticket.reserved_cost
-                correct_model_call(guard._watched, ticket.breakers, now, tokens, dollars)
+                correct_model_call(guard._paced, ticket.breakers, now, tokens, dollars)
             if (usage is None or cost is None) and not failed:
                 guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
@@ -337,7 +366,7 @@ class Guard(RunRelations):
             release(guard._asked, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
             if ticket.breakers is not None:
                 taken = ticket.reserved_tokens, ticket.reserved_cost
-                correct_model_call(guard._watched, ticket.breakers, now, -taken[0], -taken[1])
+                correct_model_call(guard._paced, ticket.breakers, now, -taken[0], -taken[1])
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ModelCallWithdrawn, now, call_id=ticket.call_id)
@@ -353,16 +382,18 @@ class Guard(RunRelations):
             this call may not start, the run goes on; `Stop`: this call may not start, and the run
             ends before its next model call.
         """
-        if not self._chain:
-            return [Admit(self, call, 0) for call in calls]
+        asked = self._asked
         tree = self._tree
-        detector = self._standing.detector
+        standing = self._standing
+        if not asked:
+            return [Admit(self, call, 0) for call in calls]
+        detector = standing.detector
         ignored = _NOTHING if detector is None else detector.ignored
         for call in calls:
             if call.key is None:
-                call.key = arguments_key(call.arguments, ignore=ignored)
-            if call.kind == "function" and self._standing.is_report(call.name):
-                # It is about the run, so it has no place among what the run may do.
+                call.key = arguments_key(call.arguments, ignored)
+            # A report is about the run, so it has no place among what the run may do.
+            if call.name == REPORT_PROGRESS and call.kind == "function" and standing.asks:
                 call.kind = "output"
         if tree.postponed:
             tree.deliver()
@@ -372,8 +403,8 @@ class Guard(RunRelations):
         decisions: list[ToolDecision] = []
         with tree.lock:
             now = tree.now()
-            far = far_from_tool_caps(self._asked, now, len(calls))
-            trip = None if far or tool_calls_fit(self._asked, now) else self._stop(now)
+            far = far_from_tool_caps(asked, now, len(calls))
+            trip = None if far or tool_calls_fit(asked, now) else self._stop(now)
             shut: list[bool] = []
             for call in calls:
                 decision = self._decide_tool_call(call, trip, now, shut)
@@ -425,8 +456,13 @@ class Guard(RunRelations):
         """
         guard: Guard = ticket.guard
         tree = guard._tree
-        detector = guard._standing.detector
-        key, kind = result_fingerprint, None
+        standing = guard._standing
+        call: ToolCall = ticket.call
+        held = ticket.breakers
+        detector = standing.detector
+        key, kind, status = result_fingerprint, None, "completed"
+        if error is not None:
+            status = "failed"
         if detector is None and not tree.sinks:
             key = ""  # nobody asks whether it was seen before
         elif error is not None:
@@ -435,25 +471,20 @@ class Guard(RunRelations):
             kind = error_fingerprint or fingerprint_error(text)
         elif key is None:
             ignored = _NOTHING if detector is None else detector.ignored_results
-            key = result_key(result, ignore=ignored)
-        call: ToolCall = ticket.call
-        held = ticket.breakers
+            key = result_key(result, ignored)
         # Before the lock: the user's code says what a failure is.
-        judged = [] if held is None else list(outcomes or guard._judge(held, result, error))
+        judged = () if held is None else tuple(outcomes or guard._judge(held, result, error))
         warnings: Sequence[Notice] = ()
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
-            status = "completed" if error is None else "failed"
             guard._keep_record(call, status)
-            # As `show` does; each step pays for a call. A report of progress is no function.
-            detector = guard._standing.detector
-            if detector is not None and (
-                call.kind == "function" or not guard._standing.is_report(call.name)
-            ):
-                detector.observe(call.name, call.key or "", key, error=kind)
+            # As `show` does; each step pays for a call.
+            detector = standing.detector
+            if detector is not None and not (call.name == REPORT_PROGRESS and standing.asks):
+                detector.observe(call.name, call.key or "", key, kind)
                 if detector.tripped:
-                    guard._standing.weigh()
+                    standing.weigh()
             now = tree.now()
             if held is not None:
                 took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
@@ -473,7 +504,7 @@ class Guard(RunRelations):
                     fingerprint=digest_of(key),
                     error=_error_name(error),
                     error_fingerprint=kind,
-                    outcomes=tuple(judged),
+                    outcomes=judged,
                     duration_ns=duration_ns,
                 )
         if warnings or tree.outbox or tree.postponed:
@@ -544,53 +575,17 @@ class Guard(RunRelations):
             self._record(ModelCallRefused, now, call=call.copied(), reason=trip.reason)
         return trip
 
-    def _start_model_call(
-        self,
-        call: ModelCall,
-        rates: Rates | None,
-        bound: int | None,
-        tokens: int,
-        cost: int,
-        now: int,
-        charges: Charges,
-    ) -> Admit:
-        tree = self._tree
-        tree.call_id += 1
-        ticket = Admit(
-            self,
-            call,
-            tree.call_id,
-            bound if self._enforced else call.max_output_tokens,
-            rates,
-            tokens,
-            cost,
+    def _record_admitted(self, ticket: Admit, now: int, message: str | None) -> None:
+        self._record(
+            ModelCallAdmitted,
+            now,
+            call_id=ticket.call_id,
+            call=ticket.call.copied(),
+            admitted_output_tokens=ticket.max_output_tokens,
+            nudge=message,
+            holds=tuple(part.id for _, part, _ in ticket.charges if part is not None),
         )
-        message = None
-        detector = self._standing.detector
-        if detector is not None and detector.due:
-            message = self._standing.take_nudge()
-        if message is None and self._breakers is not None:
-            message = self._standing.take_request()
-        # A message would change the run, and OBSERVE only looks on.
-        if message is not None and self.mode is Mode.ENFORCE:
-            ticket = Nudge(ticket, message)
-        ticket.charges = charges
-        tree.open[tree.call_id] = ticket
-        reserve(self._asked, call.retry, tokens, cost)
-        if self._watched:
-            ticket.breakers = hold_model_call(self._watched, now, tokens, cost)
-        if tree.sinks:
-            self._record(
-                ModelCallAdmitted,
-                now,
-                call_id=ticket.call_id,
-                call=call.copied(),
-                admitted_output_tokens=ticket.max_output_tokens,
-                nudge=message,
-                holds=tuple(part.id for _, part, _ in charges if part is not None),
-            )
-            self._record_delay(ticket, now)
-        return ticket
+        self._record_delay(ticket, now)
 
     def _record_settled(
         self,
@@ -642,7 +637,8 @@ class Guard(RunRelations):
                 message = self._standing.take_nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
-            if not take_place(self._chain, call.name):
+            if not count_tool_call(self._chain, call.name):
+                uncount_tool_call(self._chain, call.name)
                 trip = self._stop_tool_calls(now)
                 if trip is not None:
                     return self._refused(call, Stop(trip))
@@ -652,7 +648,7 @@ class Guard(RunRelations):
                     self._standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
-            if self._watched:
+            if self._gated:
                 answer = self._ask_breakers(call, now, shut)
                 if isinstance(answer, Stop):
                     uncount_tool_call(self._chain, call.name)
@@ -673,13 +669,13 @@ class Guard(RunRelations):
         elif kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         tree = self._tree
-        tree.call_id += 1
-        ticket = Admit(self, call, tree.call_id)
+        tree.call_id = call_id = tree.call_id + 1
+        ticket = Admit(self, call, call_id)
         ticket.breakers = held
         if call.id:
             ticket.occurrence = self._occurrences.count(call)
         if kind != "hosted":
-            tree.open[tree.call_id] = ticket
+            tree.open[call_id] = ticket
         return ticket
 
     def _refused(self, call: ToolCall, decision: _Refusal) -> _Refusal:

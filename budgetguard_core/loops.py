@@ -281,6 +281,7 @@ class LoopDetector:
         # begins a generation, so what was seen at or after it is of the current one.
         self._seen: dict[_Key, int] = {}
         self._generation = 0
+        # The latest calls; more of them than are looked at, or each would cost a cut.
         self._recent: list[_Key] = []
         # How often the latest call was made in a row.
         self._alike = 0
@@ -294,7 +295,7 @@ class LoopDetector:
         self.due = False
         self.tripped = False
 
-    def observe(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
+    def observe(self, tool: str, arguments: str, result: str, error: str | None = None) -> None:
         """Take in a call that has ended, failed ones included.
 
         Args:
@@ -317,25 +318,27 @@ class LoopDetector:
         key = (tool, arguments, result)
         seen = self._seen
         generation = seen.pop(key, 0)
-        if not generation:
-            self._generation += 1
+        if generation:
+            seen[key] = self._generation
+        else:
+            self._generation = newest = self._generation + 1
             if len(seen) == self._window:
                 del seen[next(iter(seen))]
-        seen[key] = self._generation
-        if self._quiet and not generation and error is None:
+            seen[key] = newest
+        recent = self._recent
+        if generation or error is not None or not self._quiet:
+            self._count(key, generation, error)
+        else:
             self._alike = 1
-            self._recent.append(key)
-            del self._recent[:-_RECENT_KEPT]
-            return
-        self._count(key, generation, error)
+        recent.append(key)
+        if len(recent) > self._window:
+            del recent[:-_RECENT_KEPT]
 
     def _count(self, key: _Key, generation: int, error: str | None) -> None:
         rows = self._rows
         recent = self._recent
         again = bool(recent) and key == recent[-1]
         self._alike = self._alike + 1 if again else 1
-        recent.append(key)
-        del recent[:-_RECENT_KEPT]
         failed_again = again and error is not None and rows.same_error.length > 0
         if failed_again:
             rows.same_error.grow()
@@ -440,7 +443,7 @@ class LoopDetector:
         return f"{what}; {_ADVICE}"
 
     def _stale_in_words(self) -> str:
-        period, names = _cycle(self._recent, self._rows.stale.length)
+        period, names = _cycle(self._recent[-_RECENT_KEPT:], self._rows.stale.length)
         if period == 1:
             return (
                 f"You have called {names} with these arguments {self._alike} times and got the "
@@ -485,7 +488,7 @@ class LoopDetector:
         elif row is rows.stale:
             setting = "stop_after"
             what = "calls in a row brought a result already seen for the same arguments"
-            period, names = _cycle(self._recent, row.length)
+            period, names = _cycle(self._recent[-_RECENT_KEPT:], row.length)
         else:
             setting = "stop_after_replies"
             what = "replies in a row were made before, word for word"
@@ -505,7 +508,7 @@ class LoopDetector:
         return {
             "seen": [list(key) for key in self._seen],
             "fresh": sum(last == generation for last in self._seen.values()),
-            "recent": [list(key) for key in self._recent],
+            "recent": [list(key) for key in self._recent[-_RECENT_KEPT:]],
             "alike": self._alike,
             "error": None if self._error is None else list(self._error),
             "said": [list(reply) for reply in self._said],

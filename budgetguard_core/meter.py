@@ -152,7 +152,10 @@ class Marks:
         share = caps.budget.warn_at
 
         def mark(dimension: str, cap: float) -> float:
-            return cap if dimension in warned else cap * share
+            if dimension in warned or cap == INFINITY:
+                return cap
+            # Whole, for whole numbers are compared with it: with a fraction that takes longer.
+            return math.ceil(cap * share)
 
         self.iterations = mark("max_iterations", caps.iterations)
         self.model_calls = mark("max_model_calls", caps.model_calls)
@@ -168,7 +171,8 @@ class Meter:
     Attributes:
         caps: The budget, compiled.
         marks: From where a step is looked at closely.
-        mark_at: The same for the time, as a reading of the clock.
+        mark_at: The same for the time, as a reading of the clock; long past while every step is.
+        mark_calls: The same for the model calls, with the iterations among them.
         halt: Something other than a cap stands against every step.
         largest_output: Tokens of the largest completion so far.
         looks_on: The caps hold nothing back: an advisory envelope has recorded its trip.
@@ -188,6 +192,7 @@ class Meter:
         "largest_output",
         "looks_on",
         "mark_at",
+        "mark_calls",
         "marks",
         "pauses",
         "started_ns",
@@ -263,15 +268,17 @@ class Meter:
         """Take in what stands against the run besides its caps."""
         self.halt = halt
         self.looks_on = looks_on
+        self._set_mark_at()
 
     def warn(self, dimension: str) -> None:
         """Remember that a dimension was warned of; its mark is its cap from now on."""
         self.warned[dimension] = None
-        self._set_marks()
+        self.set_marks()
 
     def restart_iterations(self) -> None:
         """Begin the iterations anew."""
         self.iterations = 0
+        self.set_marks()
 
     def saw_completion(self, tokens: int) -> None:
         """Take over how large the completions of an earlier leg were."""
@@ -408,16 +415,21 @@ class Meter:
         self.tools = {
             name: Tool(caps.quotas_of(name), tool.started) for name, tool in self.tools.items()
         }
-        self._set_marks()
+        self.set_marks()
 
-    def _set_marks(self) -> None:
-        self.marks = Marks(self.caps, self.warned)
+    def set_marks(self) -> None:
+        """Work out from where a step is looked at closely."""
+        self.marks = marks = Marks(self.caps, self.warned)
+        # No more iterations begin than model calls: up to here, neither reaches its mark.
+        left = min(marks.iterations - self.iterations, marks.model_calls - self.model_calls)
+        self.mark_calls = self.model_calls + left
         self._set_mark_at()
 
     def _set_mark_at(self) -> None:
-        # Also the first step, which starts the time, and every one during a pause or housekeeping.
+        # Also the first step, which starts the time, every one during a pause or housekeeping, and
+        # whatever something other than a cap stands against.
         started = self.started_ns
-        if started is None or self.may_stand:
+        if started is None or self.halt or self.may_stand:
             self.mark_at = -INFINITY
         else:
             self.mark_at = started + self.marks.nanoseconds
@@ -455,6 +467,11 @@ class ExemptMeter:
         marks: Marks = copy(self._meter.marks)
         marks.iterations = marks.nanoseconds = INFINITY
         return marks
+
+    @property
+    def mark_calls(self) -> float:
+        """The mark of the model calls."""
+        return self.marks.model_calls
 
     def fits_model_call(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
         """Tell whether one more model call is within what is left."""
@@ -508,10 +525,8 @@ def far_from_caps(chain: Chain, now: int, tokens: int, cost: int) -> bool:
     for meter in chain:
         marks = meter.marks
         if (
-            meter.halt
-            or now >= meter.mark_at
-            or meter.iterations + 1 >= marks.iterations
-            or meter.model_calls + 1 >= marks.model_calls
+            now >= meter.mark_at
+            or meter.model_calls + 1 >= meter.mark_calls
             or meter.tokens + meter.reserved_tokens + tokens >= marks.tokens
             or meter.cost + meter.reserved_cost + cost >= marks.cost
             or meter.tool_calls >= marks.tool_calls
@@ -525,8 +540,7 @@ def far_from_tool_caps(chain: Chain, now: int, calls: int) -> bool:
     for meter in chain:
         marks = meter.marks
         if (
-            meter.halt
-            or now >= meter.mark_at
+            now >= meter.mark_at
             or meter.tokens >= marks.tokens
             or meter.cost >= marks.cost
             or meter.tool_calls + calls >= marks.tool_calls
@@ -601,6 +615,8 @@ def release(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
         meter.model_calls -= 1
         meter.reserved_tokens -= tokens
         meter.reserved_cost -= cost
+        # Of a retry, iterations were not taken back: what was worked out does not hold any more.
+        meter.set_marks()
 
 
 def charge(
@@ -620,7 +636,7 @@ def charge(
     reserved_tokens, reserved_cost = ticket.reserved_tokens, ticket.reserved_cost
     inputs, outputs, read, write, write_1h, reasoning, estimated = usage
     money = cost or 0
-    rare = read or write or reasoning or estimated or failed or cost is None
+    rare = write or reasoning or estimated or failed or cost is None
     for meter in chain[ticket.charged :] if ticket.charged else chain:
         marks = meter.marks
         largest = meter.largest_output
@@ -669,6 +685,7 @@ def charge(
                 meter.tokens,
                 meter.cost,
                 meter.largest_output,
+                meter.cache_read_tokens,
             ) = (
                 ticket.charged + 1,
                 meter.reserved_tokens - reserved_tokens,
@@ -678,39 +695,27 @@ def charge(
                 meter.tokens + inputs + outputs,
                 meter.cost + money,
                 outputs if outputs > largest else largest,
+                meter.cache_read_tokens + read,
             )
         if meter.tokens >= marks.tokens or now >= meter.mark_at or meter.cost >= marks.cost:
             near = True
     return near
 
 
-def take_place(chain: Chain, name: str) -> bool:
-    """Count a tool call if every meter has a place for it."""
-    tools: list[Tool] = []
+def count_tool_call(chain: Chain, name: str) -> bool:
+    """Count a tool call that starts; False where a meter had no place left for it."""
+    fits = True
     for meter in chain:
         tool = meter.tools.get(name) or meter.tool(name)
-        if not meter.looks_on:
-            if meter.tool_calls >= meter.caps.tool_calls:
-                return False
-            for quota in tool.quotas:
-                if quota.used >= quota.limit:
-                    return False
-        tools.append(tool)
-    _count_tool_call(chain, tools)
-    return True
-
-
-def count_tool_call(chain: Chain, name: str) -> None:
-    """Count a tool call that starts."""
-    _count_tool_call(chain, [meter.tool(name) for meter in chain])
-
-
-def _count_tool_call(chain: Chain, tools: list[Tool]) -> None:
-    for meter, tool in zip(chain, tools):  # noqa: B905 - each step pays for it
-        meter.tool_calls += 1
         tool.started += 1
+        meter.tool_calls = calls = meter.tool_calls + 1
+        if calls > meter.caps.tool_calls and not meter.looks_on:
+            fits = False
         for quota in tool.quotas:
-            quota.used += 1
+            quota.used = used = quota.used + 1
+            if used > quota.limit and not meter.looks_on:
+                fits = False
+    return fits
 
 
 def uncount_tool_call(chain: Chain, name: str) -> None:

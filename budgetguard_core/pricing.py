@@ -314,7 +314,8 @@ class Rates:
         """Return the most that a call of this size can cost: `input_cost` plus `output_cost`."""
         bounds = self._bounds
         bound = bounds[0] if self._untiered is not None else _reached(bounds, input_tokens)
-        return input_tokens * bound.input + output_tokens * bound.output + bound.per_request
+        _, per_input, _, _, _, per_output, per_request = bound
+        return input_tokens * per_input + output_tokens * per_output + per_request
 
     def input_cost(self, tokens: int) -> int:
         """Return the most that a call with up to this many input tokens can cost for them.

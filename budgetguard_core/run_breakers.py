@@ -39,6 +39,7 @@ class RunBreakers:
 
     Attributes:
         enforced: False in OBSERVE, where nothing is delayed or turned away.
+        gates: Whether tools have circuit breakers, rate limits or bulkheads.
         progress: What the model says of its work. None in OBSERVE as well: to ask for it would
             change the run.
         velocity: The pace of the last minute.
@@ -51,6 +52,7 @@ class RunBreakers:
         "_registry",
         "_tools",
         "enforced",
+        "gates",
         "mix",
         "progress",
         "velocity",
@@ -60,6 +62,7 @@ class RunBreakers:
         self._budget = budget
         self._registry = registry
         self.enforced = enforced
+        self.gates = bool(budget.circuit_breaker or budget.rate_limits or budget.bulkheads)
         self.begin()
 
     @classmethod
@@ -96,7 +99,10 @@ class RunBreakers:
         config = self._budget.circuit_breaker
         if config is None:
             return None
-        self._open_rounds = self._open_rounds + 1 if shut else 0
+        if not shut:
+            self._open_rounds = 0
+            return None
+        self._open_rounds += 1
         most = config.stop_after_open_rounds
         if self._open_rounds < most:
             return None
@@ -128,24 +134,23 @@ class RunBreakers:
         breaker, limiters, bulkheads = self._tools.get(name) or self._look_up(name, now)
         changes: tuple[StateTransition, ...] = ()
         if breaker is not None and not (others and any(breaker is one for one, _ in held.circuits)):
-            answer = breaker.try_acquire_permission(now)
-            changes = answer.transitions
-            if not answer.permitted:
+            permitted, generation, _, changes = breaker.try_acquire_permission(now)
+            if not permitted:
                 detail = f"the circuit breaker of {name[:200]!r} is {breaker.circuit_state(now)}"
                 after = breaker.retry_after(now)
                 return turned_away("tool_unavailable", name, detail, after), changes
-            held.circuits.append((breaker, answer.generation))
+            held.circuits += ((breaker, generation),)
         for pattern, limiter in limiters:
             if others and any(limiter is one for one in held.limiters):
                 continue
-            turn = limiter.acquire(now)
-            if not turn.admitted:
+            admitted, wait_ns = turn = limiter.acquire(now)
+            if not admitted:
                 rate = limiter.limit.rate
                 detail = f"rate_limits[{pattern!r}]: {rate:g} calls a second are passed"
                 return turned_away("rate_limited", name, detail, turn.seconds), changes
-            held.limiters.append(limiter)
-            if turn.wait_ns and self.enforced:
-                held.put_off(now + turn.wait_ns)
+            held.limiters += (limiter,)
+            if wait_ns and self.enforced:
+                held.put_off(now + wait_ns)
         for pattern, bulkhead in bulkheads:
             if others and any(bulkhead is one for one, _, _ in held.places):
                 continue
@@ -154,7 +159,7 @@ class RunBreakers:
                 most = bulkhead.config.max_concurrent_calls
                 detail = f"bulkheads[{pattern!r}]: {most} calls are running"
                 return turned_away("busy", name, detail, None), changes
-            held.places.append((bulkhead, place, self.enforced))
+            held.places += ((bulkhead, place, self.enforced),)
         return None, changes
 
     def _look_up(self, name: str, now: int) -> _Tool:
@@ -225,32 +230,39 @@ BreakerLine: TypeAlias = Sequence[RunBreakers]
 """The breakers that a step is asked of: the asking run's first, then those above it."""
 
 
-def model_call_within_pace(line: BreakerLine, now: int) -> bool:
-    """Tell whether no ceiling holds against one more model call."""
-    for one in line:
-        if one.velocity is not None and not one.velocity.model_call_fits(now):
-            return False
-    return True
+def pace_of_model_call(paced: BreakerLine, now: int) -> tuple[bool, int]:
+    """Tell whether no ceiling holds against a model call, and when it may start."""
+    fits, start = True, now
+    for one in paced:
+        velocity = one.velocity
+        if velocity is not None:
+            begin = velocity.start_of_model_call(now)
+            # Below the band no ceiling is reached.
+            if begin > now:
+                fits = fits and velocity.model_call_fits(now)
+                if one.enforced and begin > start:
+                    start = begin
+    return fits, start
 
 
-def tool_call_within_pace(line: BreakerLine, now: int) -> bool:
-    """Tell whether no ceiling holds against one more tool call."""
-    for one in line:
-        if one.velocity is not None and not one.velocity.tool_call_fits(now):
-            return False
-    return True
+def pace_of_tool_call(paced: BreakerLine, now: int) -> tuple[bool, int]:
+    """Tell whether no ceiling holds against a tool call, and when it may start."""
+    fits, start = True, now
+    for one in paced:
+        velocity = one.velocity
+        if velocity is not None:
+            begin = velocity.start_of_tool_call(now)
+            if begin > now:
+                fits = fits and velocity.tool_call_fits(now)
+                if one.enforced and begin > start:
+                    start = begin
+    return fits, start
 
 
-def hold_model_call(line: BreakerLine, now: int, tokens: int, cost: int) -> CallBreakers:
+def hold_model_call(paced: BreakerLine, start: int, tokens: int, cost: int) -> CallBreakers:
     """Enter a model call that is admitted."""
-    start = now
-    for one in line:
-        if one.enforced and one.velocity is not None:
-            begin = one.velocity.start_of_model_call(now)
-            if begin > start:
-                start = begin
     if tokens or cost:
-        for one in line:
+        for one in paced:
             if one.velocity is not None:
                 one.velocity.book_model_call(start, tokens, cost)
     return CallBreakers(start)
@@ -266,7 +278,7 @@ def correct_model_call(
 
 
 def hold_tool_call(
-    line: BreakerLine, name: str, now: int
+    line: BreakerLine, name: str, now: int, start: int
 ) -> tuple[CallBreakers, TurnedAway | None, tuple[StateTransition, ...], bool]:
     """Ask for a tool call, and enter it where it is admitted.
 
@@ -274,6 +286,7 @@ def hold_tool_call(
         line: The breakers.
         name: The tool's name.
         now: The time.
+        start: When it may start, as far as the pace goes.
 
     Returns:
         What is held for it; why it may not start, or None; what changed in circuit breakers; and
@@ -283,21 +296,18 @@ def hold_tool_call(
     changes: tuple[StateTransition, ...] = ()
     shut = others = False
     for one in line:
-        away, changed = one.turn_away(held, name, now, others)
-        others = True
-        if changed:
-            changes += changed
-        if away is not None:
-            shut = shut or away.kind == "tool_unavailable"
-            if one.enforced:
-                held.give_back()
-                return held, away, changes, shut
-    start = held.start_ns
-    for one in line:
-        if one.enforced and one.velocity is not None:
-            begin = one.velocity.start_of_tool_call(now)
-            if begin > start:
-                start = begin
+        if one.gates:
+            away, changed = one.turn_away(held, name, now, others)
+            others = True
+            if changed:
+                changes += changed
+            if away is not None:
+                shut = shut or away.kind == "tool_unavailable"
+                if one.enforced:
+                    held.give_back()
+                    return held, away, changes, shut
+    if held.start_ns > start:
+        start = held.start_ns
     if start > now:
         # A rate limit may hold it longer than a meter is kept ahead.
         held.book(start, min(start, now + FARTHEST_NS))

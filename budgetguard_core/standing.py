@@ -134,19 +134,20 @@ class Standing:
             return None
         return progress.nudge()
 
-    def is_report(self, tool: str) -> bool:
-        """Whether a tool is the one that the model says with how far it is."""
-        return (
-            tool == REPORT_PROGRESS
-            and self._breakers is not None
-            and self._breakers.progress is not None
-        )
+    def take_message(self) -> str | None:
+        """Take what the model should be told before its next call: at most one sentence."""
+        return self.take_nudge() or self.take_request()
+
+    @property
+    def asks(self) -> bool:
+        """Whether the model is asked how far it is."""
+        return self._breakers is not None and self._breakers.progress is not None
 
     def show(self, tool: str, arguments: str, result: str, *, error: str | None = None) -> None:
         """Show the loop detector a call that ended, by its fingerprints."""
         detector = self.detector
         # What a report says is looked at; that it is made again is as it should be.
-        if detector is not None and not self.is_report(tool):
+        if detector is not None and not (tool == REPORT_PROGRESS and self.asks):
             detector.observe(tool, arguments, result, error=error)
             if detector.tripped:
                 self.weigh()

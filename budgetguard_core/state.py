@@ -78,13 +78,16 @@ class RunState:
         "_enforced",
         "_exempt",
         "_expects",
+        "_gated",
         "_is_housekeeping",
         "_line",
         "_meter",
+        "_mixed",
         "_needs_price",
         "_occurrences",
         "_on_warning",
         "_output_bound",
+        "_paced",
         "_records",
         "_standing",
         "_tenant",
@@ -195,12 +198,7 @@ class RunState:
         # Asked on every step and never changed by `extend`, so worked out once.
         self._warn_at = self.budget.warn_at
         self._needs_price = any(meter.caps.refuses_unpriced for meter in self._chain)
-        self._braked: tuple[Self, ...] = tuple(
-            guard for guard in self._line if guard._breakers is not None
-        )
-        self._watched: BreakerLine = tuple(
-            guard._breakers for guard in self._braked if guard._breakers is not None
-        )
+        self._brake_with(tuple(guard for guard in self._line if guard._breakers is not None))
         self._conditional = any(guard._standing.conditions for guard in self._line)
         # An advisory envelope must not cut what the enforced ones allow.
         enforced = tuple(guard for guard in self._line if guard.mode is Mode.ENFORCE)
@@ -232,8 +230,22 @@ class RunState:
             for guard, meter in zip(self._line, self._asked, strict=True)
             if guard.mode is Mode.ENFORCE
         )
-        self._braked = tuple(one for one in self._braked if one not in stopped)
-        self._watched = tuple(one._breakers for one in self._braked if one._breakers is not None)
+        self._brake_with(tuple(one for one in self._braked if one not in stopped))
+
+    def _brake_with(self, braked: tuple[Self, ...]) -> None:
+        """Ask the breakers of these runs before a step."""
+        self._braked = braked
+        self._watched: BreakerLine = tuple(
+            guard._breakers for guard in braked if guard._breakers is not None
+        )
+        self._paced: BreakerLine = tuple(one for one in self._watched if one.velocity is not None)
+        self._mixed: tuple[tuple[Self, RunBreakers], ...] = tuple(
+            (guard, one)
+            for guard, one in zip(braked, self._watched, strict=True)
+            if one.mix is not None
+        )
+        # Whether there is anything to ask before a tool call: progress is about the turns.
+        self._gated = bool(self._paced or self._mixed) or any(one.gates for one in self._watched)
 
     def _announce(self) -> None:
         if self._tree.sinks:
@@ -486,8 +498,10 @@ class RunState:
                 kind=open_call.tool_kind,
                 fingerprint=open_call.fingerprint,
             )
-        reserved = open_call.reserved_tokens, open_call.reserved_cost
-        ticket = Admit(self, call, first + open_call.call_id, None, rates, *reserved)
+        ticket = Admit(self, call, first + open_call.call_id)
+        ticket.rates = rates
+        ticket.reserved_tokens = open_call.reserved_tokens
+        ticket.reserved_cost = open_call.reserved_cost
         ticket.take_over(open_call.occurrence, open_call.expected)
         return ticket
 

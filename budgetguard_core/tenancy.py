@@ -87,19 +87,18 @@ class TenantPlace:
             run.open()
         part = None
         if guard.observed_trip is None:
-            enforced = guard.mode is Mode.ENFORCE
             if unpriced and guard.budget.on_unpriced == "stop" and run.caps_dollars():
                 unknown = limits.unpriced_model(model, "a tenant's ceiling in dollars")
                 for one in (guard,) if last_answer is None else (guard, last_answer):
                     one.hold(unknown)
-                if enforced:
+                if guard.mode is Mode.ENFORCE:
                     return None
             part = run.take(*amount) or run.obtain(*amount)
             if part.refusal is not None:
                 self._stand_against(guard, part.refusal)
                 if last_answer is not None:
                     self._stand_against(last_answer, part.refusal)
-                if enforced:
+                if guard.mode is Mode.ENFORCE:
                     return None
                 part = None
         return run, part, amount
@@ -141,13 +140,13 @@ def charge_ahead(
 ) -> Charges:
     """Charge a model call to every tenant that pays for it, up to the first that refuses it."""
     amount = set_aside(cost, tokens)
-    charges: list[Charge] = []
+    charges: Charges = ()
     for place in places:
         charge = place.charge(amount, call.model, unpriced=unpriced, last_answer=last_answer)
         if charge is None:
             break
-        charges.append(charge)
-    return tuple(charges)
+        charges += (charge,)
+    return charges
 
 
 def tenant_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from budgetguard_core.breakers.bulkhead import Bulkhead, Place
@@ -39,9 +40,9 @@ class CallBreakers:
     def __init__(self, start_ns: int) -> None:
         self.start_ns = start_ns
         self.booked_ns = start_ns
-        self.circuits: list[tuple[CircuitBreaker, int]] = []
-        self.limiters: list[RateLimiter] = []
-        self.places: list[tuple[Bulkhead, Place, bool]] = []
+        self.circuits: tuple[tuple[CircuitBreaker, int], ...] = ()
+        self.limiters: tuple[RateLimiter, ...] = ()
+        self.places: tuple[tuple[Bulkhead, Place, bool], ...] = ()
 
     def put_off(self, start_ns: int) -> None:
         """Let the call start no sooner than this."""
@@ -64,9 +65,11 @@ class CallBreakers:
         """Say that the call is a success to each, where the user's code could not."""
         return ["success" for _ in self.circuits]
 
-    def end(self, outcomes: list[CallOutcome], duration_ns: int, now: int) -> list[StateTransition]:
+    def end(
+        self, outcomes: Sequence[CallOutcome], duration_ns: int, now: int
+    ) -> tuple[StateTransition, ...]:
         """Tell the breakers how the call ended, and give its places back."""
-        changes: list[StateTransition] = []
+        changes: tuple[StateTransition, ...] = ()
         for (breaker, generation), outcome in zip(self.circuits, outcomes, strict=False):
             if outcome == "ignored":
                 breaker.release_permission(generation)

@@ -465,7 +465,7 @@ class CircuitBreaker:
                 return transitions
             window = self._window
             window.record(now, failed, duration_ns > self._slow_ns)
-            if window.total < self._enough:
+            if window.total < self._enough or not (trial or window.failed or window.slow):
                 return transitions
             config = self.config
             detail = None
@@ -490,24 +490,26 @@ class CircuitBreaker:
 class _CountWindow:
     """The last calls, one digit each: 1 for a failure, 2 for a slow call, 3 for both."""
 
-    __slots__ = ("_calls", "failed", "slow", "total")
+    __slots__ = ("_calls", "_size", "failed", "slow", "total")
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._calls: deque[int] = deque(maxlen=size)
         self.total = self.failed = self.slow = 0
 
     def record(self, now: int, failed: bool, slow: bool) -> None:
         del now
         calls = self._calls
-        if len(calls) == calls.maxlen:
-            oldest = calls[0]
-            self.total -= 1
+        if len(calls) < self._size:
+            self.total += 1
+        elif oldest := calls[0]:
             self.failed -= oldest & 1
             self.slow -= oldest >> 1
-        calls.append(failed + 2 * slow)
-        self.total += 1
-        self.failed += failed
-        self.slow += slow
+        call = failed + 2 * slow
+        calls.append(call)
+        if call:
+            self.failed += failed
+            self.slow += slow
 
     def pass_time(self, now: int) -> None:
         """Do nothing: these calls grow no older."""

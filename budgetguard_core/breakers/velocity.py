@@ -60,7 +60,7 @@ class VelocityMeter:
         limits: The ceilings.
     """
 
-    __slots__ = ("_cost", "_latest", "_tokens", "_tool_calls", "_windows", "limits")
+    __slots__ = ("_cost", "_latest", "_over_ns", "_tokens", "_tool_calls", "_windows", "limits")
 
     def __init__(self, limits: VelocityLimits) -> None:
         self.limits = limits
@@ -77,12 +77,14 @@ class VelocityMeter:
         # The second that the windows reach up to. Threads read the clock before they get the lock,
         # so a reading may be a little older.
         self._latest = 0
+        # When that second is over.
+        self._over_ns = NS_PER_SECOND
 
     # Each step asks these: the windows are looked at in place, and a call is saved.
 
     def model_call_fits(self, now_ns: int) -> bool:
         """Whether a model call may start: neither tokens nor dollars have reached their ceiling."""
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         tokens, cost = self._tokens, self._cost
         if tokens is not None and tokens.total >= tokens.ceiling:
@@ -94,13 +96,13 @@ class VelocityMeter:
         calls = self._tool_calls
         if calls is None:
             return True
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         return calls.total < calls.ceiling
 
     def start_of_model_call(self, now_ns: int) -> int:
         """When a model call may start that is admitted now: at once, or later in the band."""
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         start = now_ns
         tokens, cost = self._tokens, self._cost
@@ -115,7 +117,7 @@ class VelocityMeter:
         calls = self._tool_calls
         if calls is None:
             return now_ns
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         return now_ns if calls.total < calls.band else calls.start(self._latest)
 
@@ -128,11 +130,15 @@ class VelocityMeter:
             tokens: Tokens that are reserved for it.
             cost: Femto-dollars that are reserved for it.
         """
-        second = start_ns // NS_PER_SECOND
-        if tokens and self._tokens is not None:
-            self._tokens.add(second, tokens)
-        if cost and self._cost is not None:
-            self._cost.add(second, cost)
+        place = start_ns // NS_PER_SECOND % _RING
+        window = self._tokens
+        if window is not None and tokens:
+            window.ring[place] += tokens
+            window.total += tokens
+        window = self._cost
+        if window is not None and cost:
+            window.ring[place] += cost
+            window.total += cost
 
     def book_tool_call(self, start_ns: int) -> None:
         """Enter a tool call that is admitted."""
@@ -153,12 +159,13 @@ class VelocityMeter:
             tokens: Tokens measured minus tokens reserved.
             cost: Femto-dollars measured minus femto-dollars reserved.
         """
-        if now_ns // NS_PER_SECOND > self._latest:
+        if now_ns >= self._over_ns:
             self._pass_time(now_ns)
+        second, latest = start_ns // NS_PER_SECOND, self._latest
         if tokens and self._tokens is not None:
-            self._tokens.correct(start_ns // NS_PER_SECOND, self._latest, tokens)
+            self._tokens.correct(second, latest, tokens)
         if cost and self._cost is not None:
-            self._cost.correct(start_ns // NS_PER_SECOND, self._latest, cost)
+            self._cost.correct(second, latest, cost)
 
     def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
         """Take out a tool call that did not start."""
@@ -237,6 +244,7 @@ class VelocityMeter:
                 if window is not None:
                     window.pass_time(self._latest, second)
             self._latest = second
+            self._over_ns = (second + 1) * NS_PER_SECOND
         return self._latest
 
 
@@ -275,10 +283,15 @@ class _Window:
         self.total += amount
 
     def correct(self, second: int, now: int, amount: int) -> None:
+        place = second % _RING
         if amount > 0:
-            self.add(now, amount)
-        elif second >= now - _WINDOW:
-            self.add(second, max(amount, -self.ring[second % _RING]))
+            place = now % _RING
+        elif second < now - _WINDOW:
+            return
+        elif self.ring[place] + amount < 0:
+            amount = -self.ring[place]
+        self.ring[place] += amount
+        self.total += amount
 
     def state(self, second: int) -> list[list[int]]:
         seconds = range(second - _WINDOW, second + _WINDOW + 2)

@@ -16,7 +16,15 @@ from budgetguard_core.limits import (
     model_call_violations,
     tool_call_violations,
 )
-from budgetguard_core.meter import COUNTERS, Caps, Marks, Meter
+from budgetguard_core.meter import (
+    COUNTERS,
+    Caps,
+    Marks,
+    Meter,
+    far_from_caps,
+    release,
+    reserve,
+)
 from budgetguard_core.stop import PRECEDENCE
 
 FEMTO = 10**15
@@ -146,6 +154,29 @@ def test_below_every_mark_nothing_holds_and_no_warning_is_due(budget, counters, 
         assert counters.fits_tool_calls(ns)
         assert counters.iterations < counters.caps.iterations
         assert counters.model_calls < counters.caps.model_calls
+
+
+@given(
+    st.builds(Budget, max_iterations=st.integers(1, 12), max_model_calls=st.integers(1, 12)),
+    st.lists(st.sampled_from(["call", "retry", "back", "retry back", "restart"]), max_size=30),
+)
+@fixed
+def test_one_mark_stands_for_iterations_and_model_calls(budget, steps):
+    meter = metered(budget)
+    flying = {"back": 0, "retry back": 0}
+    for step in steps:
+        if step in ("call", "retry"):
+            reserve((meter,), step == "retry", 0, 0)
+            flying["retry back" if step == "retry" else "back"] += 1
+        elif step == "restart":
+            meter.restart_iterations()
+            flying["back"] = 0
+        elif flying[step]:
+            release((meter,), step == "retry back", 0, 0)
+            flying[step] -= 1
+        if far_from_caps((meter,), 0, 0, 0):
+            assert meter.iterations + 1 < meter.marks.iterations
+            assert meter.model_calls + 1 < meter.marks.model_calls
 
 
 def test_a_warning_is_due_from_its_share_on_and_only_once():
