@@ -200,6 +200,17 @@ def test_without_a_session_the_same_graph_begins_anew(counter):
     assert scripts["a"].calls == 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_whose_last_node_was_stopped_has_failed(way, counter, tmp_path):
+    # Nothing follows it, so nobody asks whether the next nodes may start.
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    graph = chain({"a": sticky()}, counter.tool, tmp_path, provider)
+    result, _ = run(graph, "Go.", way)
+    assert result.status == Status.FAILED
+    assert stored_status(tmp_path) == [result.status.value]
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_ITERATIONS
+
+
 CHILD = """
 import sys
 sys.path[:0] = [{tests!r}]
