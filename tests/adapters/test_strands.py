@@ -693,6 +693,20 @@ async def test_a_task_that_somebody_else_cancels_stays_cancelled():
     assert (await agent.invoke_async("Again.")).stop_reason == "end_turn"
 
 
+async def test_a_stream_whose_events_are_each_asked_for_in_a_task_is_left_in_time():
+    clock = ManualClock()
+    provider = BudgetHookProvider(Budget(max_seconds=DEADLINE), clock=clock)
+    agent = made(Script([says("unused")]), hooks=[provider])
+    agent.model = Hanging(agent.model.script, clock=clock)
+    stream = agent.stream_async("Go.")
+    chunks = []
+    while "result" not in (chunks[-1] if chunks else {}):
+        chunks.append(await asyncio.ensure_future(anext(stream)))
+    assert chunks[-1]["result"].stop_reason == "max_seconds"
+    assert agent.model.cancelled == 1
+    await stream.aclose()
+
+
 async def test_the_consumer_of_a_stream_is_never_cancelled():
     clock = ManualClock()
     guard = Guard(Budget(max_seconds=DEADLINE), clock=clock)
