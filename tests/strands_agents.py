@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 from typing import Any
 
 from strands import Agent, tool
@@ -17,10 +20,13 @@ class Counter:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.tool = tool(name="search", description="Searches.")(self.run)
+        self._lock = threading.Lock()
 
     def run(self, value: str = "") -> str:
-        self.started.append(value)
-        return f"result {len(self.started)}"
+        # The calls of a batch run in threads: no two of them may have one number.
+        with self._lock:
+            self.started.append(value)
+            return f"result {len(self.started)}"
 
 
 def sticky(*names: str) -> Script:
@@ -89,6 +95,22 @@ def check_request(messages: list[dict[str, Any]]) -> None:
             raise InvalidRequest(f"a user asks for tools in message {place}")
     if before != "user":
         raise InvalidRequest("the conversation must end with a user message")
+
+
+def in_new_process(program: str, *arguments: str) -> list[str]:
+    """Run a program in a new process, and return the words that it prints.
+
+    Importing the frameworks takes seconds of processor time, and minutes on a busy machine.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 class StrictModel(ScriptedModel):

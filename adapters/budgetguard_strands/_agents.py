@@ -189,26 +189,32 @@ class AgentHooks:
         run = at.run
         watch = Watch(run, at.cut)
         pieces = 0
+        loop = asyncio.get_running_loop()
+        follows = False
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
             # while a model answers: nothing else starts then, and its chunks are many. Without an
             # order of hooks nobody knows whose comes first at the answer's end.
             at.enter()
-            at.awaiting = current_task()
+            at.awaiting = current_task(loop)
             async for event in events:
                 at.awaiting = None
                 if at.is_entered:
                     at.leave()
                 if "data" in event:
                     at.written.append(event["data"])
-                    at.streaming = ORDERED
                     pieces += 1
                     if not pieces % _LOOK_EVERY and (run.aborted or run.time_left() == 0):
                         at.due = run.check() is not None
                         at.streaming = not at.due and at.streaming
                 elif "event" in event:
-                    if "metadata" in event["event"]:
-                        at.usage = event["event"]["metadata"].get("usage") or at.usage
+                    chunk = event["event"]
+                    if "contentBlockDelta" in chunk:
+                        # Its own event, with what it says, comes without any wait.
+                        follows = True
+                        at.streaming = ORDERED and not at.due
+                    elif "metadata" in chunk:
+                        at.usage = chunk["metadata"].get("usage") or at.usage
                 elif "stop" in event:
                     if self._is_stopped_at(at, event):
                         break
@@ -218,10 +224,15 @@ class AgentHooks:
                 if not at.streaming:
                     if at.due:
                         break
-                    for notice in at.take_notices():
-                        yield _seams.StreamEvent({"budgetguard_warning": notice})
+                    if at.notices:
+                        for notice in at.take_notices():
+                            yield _seams.StreamEvent({"budgetguard_warning": notice})
                     at.enter()
-                at.awaiting = current_task()
+                if follows:
+                    follows = False
+                else:
+                    # The consumer may ask for each event in another task.
+                    at.awaiting = current_task(loop)
             else:
                 at.took_effect()
                 return

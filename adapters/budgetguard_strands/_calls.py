@@ -86,10 +86,12 @@ class Calls:
         retry = at.overflowed or cycle == at.cycle
         at.cycle, at.overflowed = cycle, False
         at.prune(agent)
+        tools = agent.tool_registry
         projected = at.prompt.project(
             agent.messages,
             system=agent.system_prompt,
-            tools=agent.tool_registry.get_all_tool_specs(),
+            # The tools and not their specs, which Strands makes anew each time.
+            tools=[*tools.registry.values(), *tools.dynamic_tools.values()],
         )
         asked = at.run.model_call(
             ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)

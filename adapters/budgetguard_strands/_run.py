@@ -40,6 +40,7 @@ class AgentRun:
         error: What left the run.
         snapshot: Where the run paused; None while it does not.
         prompt: What the next prompt is projected with.
+        notices: The warnings that the stream has not carried yet.
         is_entered: The running code is inside of the run.
     """
 
@@ -59,7 +60,7 @@ class AgentRun:
         self._whole: list[Any] | None = None
         self._sent = 0
         self._warned: dict[str, frozenset[str]] = {}
-        self._notices: list[dict[str, Any]] = []
+        self.notices: list[dict[str, Any]] = []
         self.begin_leg()
         self.note_warnings(silently=True)
 
@@ -169,7 +170,7 @@ class AgentRun:
 
     def take_notices(self) -> list[dict[str, Any]]:
         """Return the warnings that the stream has not carried yet, and forget them."""
-        notices, self._notices = self._notices, []
+        notices, self.notices = self.notices, []
         return notices
 
     def note_warnings(self, *, silently: bool = False) -> None:
@@ -181,7 +182,7 @@ class AgentRun:
                 if len(given) != len(known):
                     self._warned[guard.run_id] = frozenset(given)
                     if not silently:
-                        self._notices += [_notice(guard, one) for one in given if one not in known]
+                        self.notices += [_notice(guard, one) for one in given if one not in known]
 
     # What holds
 

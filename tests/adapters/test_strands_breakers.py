@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from strands import tool
+from strands.hooks import BeforeToolCallEvent
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.breakers import BulkheadConfig, ProgressReports, RateLimit
@@ -14,7 +15,7 @@ from budgetguard_core.clock import SystemClock
 from budgetguard_core.kit import PROGRESS_TOOL
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_strands import BudgetHookProvider
-from strands_agents import Counter, made, run
+from strands_agents import made, run
 
 WAYS = ("sync", "async", "stream")
 SHORT = 0.05
@@ -71,14 +72,29 @@ def test_calls_beyond_the_places_wait_for_one(way):
 
 def test_an_abort_ends_a_wait():
     guard = Guard(Budget(rate_limits={"search": RateLimit(rate=1e-6, max_wait_duration=1e6)}))
-    counter = Counter()
-    agent = made(
-        Script([calls("search", "search")]), counter.tool, hooks=[BudgetHookProvider(guard)]
-    )
-    timer = threading.Timer(0.1, guard.abort, ["enough"])
-    timer.start()
+    asked, began = threading.Semaphore(0), threading.Semaphore(0)
+    started = []
+
+    @tool
+    def search(value: str = "") -> str:
+        """Searches."""
+        started.append(value)
+        began.release()
+        return "found"
+
+    agent = made(Script([calls("search", "search")]), search, hooks=[BudgetHookProvider(guard)])
+    # It comes before the provider's own, which waits.
+    agent.hooks.add_callback(BeforeToolCallEvent, lambda event: asked.release())
+
+    def press_stop() -> None:
+        if all(one.acquire(timeout=600) for one in (asked, asked, began)):
+            guard.abort("enough")
+
+    user = threading.Thread(target=press_stop)
+    user.start()
     assert agent("Go.").stop_reason == "aborted"
-    assert len(counter.started) == 1
+    user.join()
+    assert len(started) == 1
 
 
 REPORT = {

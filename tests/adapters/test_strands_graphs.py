@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +17,7 @@ from strands.session import FileSessionManager
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.testing import ManualClock, Reply, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
-from strands_agents import Counter, check_request, made, run, sticky, strict
+from strands_agents import Counter, check_request, in_new_process, made, run, sticky, strict
 
 WAYS = ("sync", "async", "stream")
 
@@ -202,6 +200,17 @@ def test_without_a_session_the_same_graph_begins_anew(counter):
     assert scripts["a"].calls == 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_whose_last_node_was_stopped_has_failed(way, counter, tmp_path):
+    # Nothing follows it, so nobody asks whether the next nodes may start.
+    provider = BudgetHookProvider(Budget(max_iterations=2))
+    graph = chain({"a": sticky()}, counter.tool, tmp_path, provider)
+    result, _ = run(graph, "Go.", way)
+    assert result.status == Status.FAILED
+    assert stored_status(tmp_path) == [result.status.value]
+    assert provider.outcome(graph).stop_reason == StopReason.MAX_ITERATIONS
+
+
 CHILD = """
 import sys
 sys.path[:0] = [{tests!r}]
@@ -229,16 +238,8 @@ def test_a_stopped_graph_or_swarm_goes_on_in_a_new_process(kind, counter, tmp_pa
     else:
         swarm_of(swarm_scripts(), counter.tool, tmp_path, provider)("Go.")
     tests = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD.format(tests=tests), str(tmp_path), kind],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.split() == ["completed", "0", "1", "1" if kind == "graph" else "0"], (
-        done.stderr
-    )
+    words = in_new_process(CHILD.format(tests=tests), str(tmp_path), kind)
+    assert words == ["completed", "0", "1", "1" if kind == "graph" else "0"]
 
 
 def test_a_join_waits_for_the_node_that_was_stopped(counter, tmp_path):

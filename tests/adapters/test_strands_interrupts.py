@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecut
 from budgetguard_core import Budget, Guard, MemoryStore, RunFencedError, SqliteStore
 from budgetguard_core.testing import Call, ManualClock, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
-from strands_agents import Counter, check_request, run, strict
+from strands_agents import Counter, check_request, in_new_process, run, strict
 
 WAYS = ("sync", "async", "stream")
 EXECUTORS = (ConcurrentToolExecutor, SequentialToolExecutor)
@@ -260,14 +258,7 @@ def test_a_waiting_graph_or_swarm_is_answered_in_a_new_process(kind, counter, tm
     result = provider.attach(orchestrator(kind, script, counter.tool, tmp_path))("Go.")
     (asked,) = result.interrupts
     program = ANSWERED_ELSEWHERE.format(tests=str(Path(__file__).parent.parent))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path), kind, asked.id],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.split() == ["paused", "2", "1", "1"], done.stderr
+    assert in_new_process(program, str(tmp_path), kind, asked.id) == ["paused", "2", "1", "1"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +272,7 @@ def test_of_two_processes_that_answer_one_run_one_goes_on(kind, saved, counter, 
     def reply(number):
         if number == 1:  # the one that answers first is overtaken during its first call
             first.set()
-            assert late.wait(30)
+            assert late.wait(600)
             return calls("plain")
         return calls("search") if number == 0 else says("Done.")
 
@@ -315,12 +306,12 @@ def test_of_two_processes_that_answer_one_run_one_goes_on(kind, saved, counter, 
 
     one = threading.Thread(target=go_on, args=("first",))
     one.start()
-    assert first.wait(30)
+    assert first.wait(600)
     two = threading.Thread(target=go_on, args=("second",))
     two.start()
-    two.join(30)
+    two.join(600)
     late.set()
-    one.join(30)
+    one.join(600)
     assert "resumed elsewhere" in str(found["first"])
     assert [one.status for one in outcomes["first"]] == ["failed"]
     assert [one.status for one in outcomes["second"]] == ["completed"]

@@ -102,7 +102,7 @@ class Gate:
 
     def run(self) -> str:
         self.entered.set()
-        assert self.open.wait(20)
+        assert self.open.wait(600)
         return "let go"
 
 
@@ -110,7 +110,7 @@ def at_work(agent, gate):
     results: list = []
     thread = threading.Thread(target=lambda: results.append(agent("Go.")))
     thread.start()
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(600)
     return thread, results
 
 
@@ -121,7 +121,7 @@ def test_attaching_an_agent_at_work_changes_nothing_of_its_run():
     provider = BudgetHookProvider(Budget(max_iterations=1))
     provider.attach(agent)
     gate.open.set()
-    thread.join(20)
+    thread.join(600)
     assert results[0].stop_reason == "end_turn"
     assert provider.outcome(agent) is None
 
@@ -136,7 +136,7 @@ def test_a_sub_agent_at_work_elsewhere_stays_as_it_is(counter):
     )
     assert agent("Go.").stop_reason == "max_iterations"  # the worker refuses a second run
     gate.open.set()
-    thread.join(20)
+    thread.join(600)
     assert results[0].stop_reason == "end_turn"
 
 

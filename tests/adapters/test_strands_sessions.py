@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from strands.session import FileSessionManager
 from budgetguard_core import Budget, Guard
 from budgetguard_core.testing import Call, ManualClock, Script, calls, says
 from budgetguard_strands import BudgetHookProvider, _seams
-from strands_agents import Counter, check_request, made, run, strict
+from strands_agents import Counter, check_request, in_new_process, made, run, strict
 
 WAYS = ("sync", "async", "stream")
 # The window of the older releases begins with an answer where it is small, without a guard, too.
@@ -175,12 +173,6 @@ def test_a_stopped_agent_goes_on_in_a_new_process(counter, tmp_path):
     at(tmp_path, script, counter.tool, BudgetHookProvider(Budget(max_tool_calls=3)))("Go.")
     assert len(counter.started) == 3
     tests = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD.format(tests=tests), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.split() == ["end_turn", "2", "1", "2"], done.stderr
+    words = in_new_process(CHILD.format(tests=tests), str(tmp_path))
+    assert words == ["end_turn", "2", "1", "2"]
     check_request([*stored(tmp_path), GO_ON])
