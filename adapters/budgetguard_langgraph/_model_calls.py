@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from uuid import UUID
 
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
 from budgetguard_core import ModelCall, Stop, Trip
-from budgetguard_core.kit import OpenModelCall, current, entered, reported_cost, token_usage
+from budgetguard_core.kit import OpenModelCall, current, entered
 from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     ModelCallInFlight,
+    RunId,
     Step,
     when_task_ends,
 )
@@ -30,6 +30,7 @@ from budgetguard_langgraph._usage import (
     own_bound,
     request_of,
     schema_of,
+    used_by,
     was_cut,
     written,
 )
@@ -53,7 +54,7 @@ class AskedModelCall:
         opened: The answer; `begin` takes it after the wait that it may ask for.
     """
 
-    run_id: UUID
+    run_id: RunId
     name: str | None
     facts: Mapping[str, Any]
     prompt: Sequence[Any]
@@ -68,20 +69,24 @@ class AskedModelCall:
 
 
 def ask(
-    graph_run: GraphRun, run_id: UUID, prompts: Any, facts: Mapping[str, Any]
+    graph_run: GraphRun,
+    run_id: RunId,
+    parent_run_id: RunId | None,
+    prompts: Any,
+    facts: Mapping[str, Any],
 ) -> AskedModelCall | None:
     """Ask for a model call; None where it was told of before.
 
     Args:
         graph_run: The run.
         run_id: The id of the call.
+        parent_run_id: The id of the chain around it.
         prompts: What the start hook is given: of a chat model conversations, of a text model texts.
         facts: What else the hook is told.
     """
     if run_id in graph_run.models:
         return None
     prompt = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
-    parent_run_id: UUID | None = facts.get("parent_run_id")
     parameters = _parameters(facts)
     metadata: Mapping[str, Any] | None = facts.get("metadata")
     if graph_run.run.envelope.prune is not None:
@@ -194,7 +199,7 @@ def _projected(
 
 
 def _asked(
-    graph_run: GraphRun, call: ModelCall, parent: UUID | None, run_id: UUID
+    graph_run: GraphRun, call: ModelCall, parent: RunId | None, run_id: RunId
 ) -> OpenModelCall | Stop:
     frame = current()
     if (
@@ -221,7 +226,7 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         return
     frame = current()
     while isinstance(frame, Step) and frame.run_id in graph_run.models:
-        run_id = cast("UUID", frame.run_id)
+        run_id = cast("RunId", frame.run_id)
         flying = graph_run.models.pop(run_id)
         OWNERS.pop(run_id, None)
         flying.forget()
@@ -230,7 +235,7 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         frame = current()
 
 
-def token(graph_run: GraphRun, run_id: UUID, text: str) -> Trip | None:
+def token(graph_run: GraphRun, run_id: RunId, text: str) -> Trip | None:
     """Measure a stream; return why it has to end now."""
     flying = graph_run.models.get(run_id)
     if flying is None:
@@ -240,7 +245,7 @@ def token(graph_run: GraphRun, run_id: UUID, text: str) -> Trip | None:
     return run.check() if run.aborted or run.time_left() == 0 else None
 
 
-def _taken(graph_run: GraphRun, run_id: UUID) -> ModelCallInFlight | None:
+def _taken(graph_run: GraphRun, run_id: RunId) -> ModelCallInFlight | None:
     with graph_run.lock:
         flying = graph_run.models.pop(run_id, None)
         graph_run.ids.discard(run_id)
@@ -251,7 +256,7 @@ def _taken(graph_run: GraphRun, run_id: UUID) -> ModelCallInFlight | None:
     return flying
 
 
-def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
+def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     """Charge a model call that answered, and keep what it asked for."""
     flying = _taken(graph_run, run_id)
     if flying is None:
@@ -261,16 +266,18 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
     answer = answer_of(response)
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
-    used = token_usage(record)
+    used, cost = used_by(record)
     if used is None or used.estimated or not used.input_tokens:
         _project(graph_run, flying)
-    text = written(response)
+    told = used is not None and not used.estimated and used.output_tokens > 0
+    # With figures and tool calls nobody reads it.
+    text = "" if asked and told else written(response)
     run.answered(
         flying.call,
         used,
         text=text or "".join(flying.streamed),
-        model=model_of(response),
-        cost_usd=reported_cost(record),
+        model=model_of(response, answer),
+        cost_usd=cost,
         speaker=flying.speaker,
         final=not asked and graph_run.is_said_in_turn(text, flying.prompt),
     )
@@ -286,7 +293,7 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
     graph_run.save()
 
 
-def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
+def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
     """Charge a model call that failed or was cancelled."""
     flying = _taken(graph_run, run_id)
     if flying is None:

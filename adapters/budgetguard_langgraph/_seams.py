@@ -275,8 +275,9 @@ def configuration(config: Any = None) -> Mapping[str, Any]:
 
 
 def surrounding_run_id() -> Any:
-    """Return the id of the chain that the code is a part of."""
-    return getattr(_around().get("callbacks"), "parent_run_id", None)
+    """Return the id of the chain that the code is a part of, as a key."""
+    found = getattr(_around().get("callbacks"), "parent_run_id", None)
+    return getattr(found, "int", found)
 
 
 def surrounding_callbacks() -> Any:

@@ -83,7 +83,7 @@ class Attached(BudgetCallback):
         """Note whose run a chain belongs to; the first one is the graph itself."""
         mine = self._last
         if mine is not None and mine.root is None:
-            mine.root, mine.graph_call = run_id, graph_call()
+            mine.root, mine.graph_call = getattr(run_id, "int", run_id), graph_call()
         super().on_chain_start(
             serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
         )
