@@ -92,6 +92,9 @@ def estimate(content: object) -> int:
     total = 0
     parts = [content]
     for one in islice(parts, _MOST_PARTS):  # which grow meanwhile
+        if type(one) is str and one[:5] != "data:":  # nearly always
+            total += estimate_tokens(one) if one else 0
+            continue
         if one is None or isinstance(one, _NUMBERS):
             continue
         if isinstance(one, _LISTS):
