@@ -10,7 +10,7 @@ from typing import Any, cast
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import ModelCall, Stop, Trip
+from budgetguard_core import Budget, ModelCall, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, current, entered
 from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
@@ -105,12 +105,14 @@ def ask(
         retry=place in graph_run.failed,
         max_output_tokens=bound,
     )
-    if graph_run.is_capped:
+    budgets = graph_run.budgets
+    capped, limits, reserves = _needs_of(budgets)
+    if capped:
         call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
     requested, settings, sent = None, None, None
-    if _is_bounded(graph_run):
+    if limits:
         requested, settings, sent = request_around()
-    if graph_run.may_answer_last:
+    if reserves:
         asked_model, _, _ = request_around()
         # The graph's own agents, and not those that its tools run.
         if not namespace or graph_run.asked_model[0] is None:
@@ -122,7 +124,7 @@ def ask(
     if fixed and bound is not None:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
-        bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
+        bounds = [one.max_output_tokens_per_call or bound for one in budgets]
         if min(bounds) < bound:
             tell(requested)
     opened = _asked(graph_run, call, parent_run_id, run_id)
@@ -213,11 +215,22 @@ def _asked(
     return graph_run.run.model_call(call)
 
 
-def _is_bounded(graph_run: GraphRun) -> bool:
-    for one in graph_run.budgets:
-        if one.max_output_tokens_per_call is not None or one.max_seconds is not None:
-            return True
-    return graph_run.is_capped
+def _needs_of(budgets: Sequence[Budget]) -> tuple[bool, bool, bool]:
+    """Tell what has to be known of a request before it is sent.
+
+    Returns:
+        Whether the size of its prompt matters, whether a bound has to reach it, and whether its
+        model may be asked for a last answer.
+    """
+    capped = limits = reserves = False
+    for one in budgets:
+        if one.max_total_tokens is not None or one.max_cost_usd is not None:
+            capped = limits = True
+        elif one.max_output_tokens_per_call is not None or one.max_seconds is not None:
+            limits = True
+        if one.finalize_reserve is not None:
+            reserves = True
+    return capped, limits, reserves
 
 
 def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:

@@ -119,13 +119,14 @@ class GraphRun:
     def __init__(
         self,
         run: Run,
-        opener: object,
+        opener: Any,
         root: RunId | None,
         outer: GraphRun | None,
         *,
         answered: bool = False,
     ) -> None:
         self.run = run
+        self._is_saved = run.is_saved
         self.opener = opener
         self.root = root
         self.outer = outer
@@ -203,19 +204,6 @@ class GraphRun:
     def talked(self, sent: Sequence[Any], said: BaseMessage | None = None) -> None:
         """Keep what a model was sent and has answered; it is looked at when the run ends."""
         self._sent, self._said = sent, said
-
-    @property
-    def is_capped(self) -> bool:
-        """Whether the size of a prompt matters before it is sent."""
-        for one in self.budgets:
-            if one.max_total_tokens is not None or one.max_cost_usd is not None:
-                return True
-        return False
-
-    @property
-    def may_answer_last(self) -> bool:
-        """Whether a budget keeps something back for a last answer."""
-        return any(one.finalize_reserve is not None for one in self.budgets)
 
     def prompt_of(self, namespace: str) -> Prompt:
         """Return the projection of the prompts of one graph in this run."""
@@ -310,7 +298,7 @@ class GraphRun:
         Raises:
             Fenced: The run was resumed elsewhere.
         """
-        if self.run.is_saved:
+        if self._is_saved:
             try:
                 self.run.save()
             except RunFencedError as error:
