@@ -14,7 +14,7 @@ from langchain_core.tools import InjectedToolCallId, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.types import Command, interrupt
+from langgraph.types import Command, Send, interrupt
 
 import langgraph_graphs as graphs
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard
@@ -490,6 +490,78 @@ def test_a_new_turn_on_a_stopped_map_keeps_what_was_paid():
     assert script.calls == 10
     assert len(second["done"]) == 10
     assert set(first["done"]) <= set(second["done"])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
+async def test_a_stopped_map_is_closed_and_resumes_what_is_left(awaited):
+    """Stopped twice: nothing is open on the thread, and each item is done and paid for once."""
+
+    async def of(call, acall, *arguments):
+        return await acall(*arguments) if awaited else call(*arguments)
+
+    script = Script([says("x")])
+    graph = graphs.map_reduce(script, 20, checkpointer=InMemorySaver())
+    config = thread()
+    made = bounded(graph, Budget(max_model_calls=5))
+    result = await of(made.invoke, made.ainvoke, graphs.user(), config)
+    for done in (5, 12):
+        state = await of(graph.get_state, graph.aget_state, config)
+        assert (state.next, state.tasks, script.calls) == ((), (), done)
+        assert len(state.values["done"]) == len(result["done"]) == done
+        assert state.values["messages"] == result["messages"]
+        check_request(state.values["messages"])
+        assert state.values["messages"][-1].response_metadata["stop_reason"] == "max_model_calls"
+        budget = Budget(max_model_calls=7 if done == 5 else 8)
+        result = await of(resume, aresume, made, config, budget)
+    assert result["stop_reason"] == "completed"
+    assert sorted(result["done"], key=int) == [str(n) for n in range(20)]
+    assert [one.content for one in result["messages"]] == ["Go."]
+    assert script.calls == 20
+
+
+def test_a_turn_without_a_guard_on_a_stopped_map_keeps_what_was_paid():
+    script = Script([says("x")])
+    graph = graphs.map_reduce(script, 4, checkpointer=InMemorySaver())
+    config = thread()
+    first = bounded(graph, Budget(max_iterations=1)).invoke(graphs.user(), config)
+    second = graph.invoke(graphs.user("Again."), config)
+    assert script.calls == 5
+    assert len(second["done"]) == 5
+    assert second["done"][:1] == first["done"]
+    check_request(second["messages"])
+
+
+@pytest.mark.parametrize("edit", [{"done": ["mine"]}, {"messages": [AIMessage("mine")]}])
+def test_a_stopped_map_that_was_changed_is_not_resumed(edit):
+    script = Script([says("x")])
+    graph = graphs.map_reduce(script, 4, checkpointer=InMemorySaver())
+    config = thread()
+    bounded(graph, Budget(max_iterations=1)).invoke(graphs.user(), config)
+    graph.update_state(config, edit, as_node="worker")
+    with pytest.raises(AdapterError, match="changed since"):
+        resume(graph, config, Budget(max_iterations=9))
+    assert script.calls == 1
+
+
+@pytest.mark.parametrize("stops", [2, 3])
+def test_a_stopped_map_of_agents_goes_on_inside_of_them(stops):
+    """Where it would be closed, what the agents have done until then would be lost."""
+    script = graphs.asks(3)
+    inner, _ = graphs.loop("reduced", script)
+    parent = StateGraph(MessagesState)
+    parent.add_node("agent", inner)
+    sends = [Send("agent", graphs.user(str(n))) for n in range(2)]
+    parent.add_conditional_edges(START, lambda _: sends, ["agent"])
+    graph = parent.compile(checkpointer=InMemorySaver())
+    config = thread()
+    bounded(graph, Budget(max_model_calls=stops)).invoke(graphs.user(), config)
+    assert script.calls == stops
+    result = resume(graph, config, Budget(max_model_calls=20))
+    # Three that ask and two that answer, and none of them twice.
+    assert script.calls == 5
+    assert sum(isinstance(one, AIMessage) for one in result["messages"]) == 5
+    check_request(result["messages"])
 
 
 def test_calls_that_are_no_calls_are_closed_too():
