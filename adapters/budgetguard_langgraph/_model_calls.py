@@ -127,6 +127,7 @@ def ask(
         bounds = [one.max_output_tokens_per_call or bound for one in budgets]
         if min(bounds) < bound:
             tell(requested)
+    graph_run.asked.answered(namespace, prompt, graph_run.handoffs)
     opened = _asked(graph_run, call, parent_run_id, run_id)
     if sent is None and not isinstance(opened, Stop) and opened.nudge is not None:
         _, _, sent = request_around()

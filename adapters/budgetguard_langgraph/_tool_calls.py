@@ -70,6 +70,7 @@ def ask(
         kind="handoff" if handoff else "function",
     )
     if handoff:
+        _is_handoff(graph_run, name)
         return AskedToolCall(run_id, graph_run.run.tool_call(call), None)
     node: Any = None
 
@@ -204,10 +205,14 @@ def _was_handoff(graph_run: GraphRun, call: OpenToolCall) -> None:
     """A tool that leaves its graph hands over: it is no tool call, and is known from now on."""
     name = call.call.name
     if call.call.kind == "function":
-        if len(graph_run.handoffs) < 256:
-            graph_run.handoffs.add(name)
+        _is_handoff(graph_run, name)
         for ticket in call.tickets:
             ticket.guard.withdraw_tool_call(ticket)
+
+
+def _is_handoff(graph_run: GraphRun, name: str) -> None:
+    if len(graph_run.handoffs) < 256:
+        graph_run.handoffs.add(name)
 
 
 def _message_in(output: Any) -> ToolMessage | None:

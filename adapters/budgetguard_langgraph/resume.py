@@ -139,7 +139,8 @@ def _plan(
 
     Returns:
         What to write to the thread; the input to go on with; and the checkpoint to go back to,
-        where tasks with an input of their own are left: nothing else schedules them again.
+        where several tasks are left. What is scheduled by a command has no checkpoint: stopped once
+        more, what the first of them have done would be lost.
     """
     if state.next:
         return None, None, None
@@ -172,13 +173,15 @@ def _plan(
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None
-    if any(is_sent(task) for task in left):
-        if _was_edited(state, past[past.index(before) - 1], key):
+    sent = any(is_sent(task) for task in left)
+    if sent or len(left) > 1:
+        if not _was_edited(state, past[past.index(before) - 1], key):
+            return None, None, before
+        if sent:
             raise AdapterError(
                 "resume needs a thread as it was stopped, got one with tasks of a Send to go on "
                 "with that was changed since. Give it a new input instead."
             )
-        return None, None, before
     goto = sorted(set(open_tasks or before.next))
     return None, Command(update=[(key, value)], goto=goto), None
 
