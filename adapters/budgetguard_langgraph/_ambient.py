@@ -71,7 +71,7 @@ class _AmbientCallback:
         if frame is None:
             return None
         if isinstance(frame, Step):
-            return cast("BaseCallbackHandler", frame.graph_run.opener)
+            return frame.graph_run.opener
         return _callback_in(frame)
 
 

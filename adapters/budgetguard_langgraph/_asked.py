@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import AIMessage, ToolMessage
 
 from budgetguard_core import Admit, ToolCall
 from budgetguard_core.kit import Batch, OpenToolCall, Run
@@ -60,6 +60,44 @@ class AskedCalls:
                 self.results.clear()
             self._asked[namespace] = [*waiting[-_KEPT:], _Asked(calls)]
             shorten(self._asked)
+
+    def answered(
+        self, namespace: str, prompt: Sequence[Any], handoffs: Container[str] = ()
+    ) -> None:
+        """Report the calls that have a result in the next prompt and that no tool has run.
+
+        That is the framework's structured output, a name that it does not know, a node that
+        answers by itself: nothing of it is counted, and all is looked at for repetition.
+
+        Args:
+            namespace: Where the graph is.
+            prompt: What its model is about to be sent.
+            handoffs: The tools that hand over; they are reported as such.
+        """
+        with self._lock:
+            listed = self._asked.get(namespace)
+            if not listed or all(one.batch is not None for one in listed):
+                return
+            results: dict[Any, ToolMessage] = {}
+            for message in reversed(prompt):
+                if isinstance(message, ToolMessage):
+                    results[message.tool_call_id] = message
+                elif isinstance(message, AIMessage):
+                    break
+            for asked in list(listed):
+                if asked.batch is not None or any(one.id not in results for one in asked.calls):
+                    continue
+                listed.remove(asked)
+                for one in asked.calls:
+                    if one.name not in handoffs:
+                        self._report(one, results[one.id])
+
+    def _report(self, call: ToolCall, result: ToolMessage) -> None:
+        told = ToolCall(name=call.name, arguments=call.arguments, id=call.id, kind="output")
+        opened = self._run.tool_call(told)
+        self._run.start(opened)
+        failed = result.status == "error"
+        self._run.finished(opened, result.content, error=str(result.content) if failed else None)
 
     def _give_up(self, batch: Batch) -> None:
         """Take back what was admitted and never started."""

@@ -8,10 +8,10 @@ from typing import Any, Final
 from langchain_core.messages import BaseMessage
 from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.constants import END
-from langgraph.types import Overwrite, StateSnapshot, StateUpdate
+from langgraph.types import Overwrite, PregelTask, StateSnapshot, StateUpdate
 
 from budgetguard_langgraph._history import messages_of
-from budgetguard_langgraph._seams import ROOT, START
+from budgetguard_langgraph._seams import PUSH, ROOT, START
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 FOLD: Final = [StateUpdate(None, END)]
@@ -64,6 +64,11 @@ def writer_of(graph: Any, key: str) -> str:
         return START
     names: list[str] = [name for name in graph.nodes if name != START]
     return next((name for name in names if not routed.get(name)), names[0])
+
+
+def is_sent(task: PregelTask) -> bool:
+    """Tell whether a task was made by a `Send`, with an input of its own."""
+    return bool(task.path) and task.path[0] == PUSH
 
 
 def stops_of(state: StateSnapshot | None) -> tuple[int, int]:

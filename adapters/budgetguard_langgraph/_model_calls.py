@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from uuid import UUID
 
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import ModelCall, Stop, Trip
-from budgetguard_core.kit import OpenModelCall, current, entered, reported_cost, token_usage
+from budgetguard_core import Budget, ModelCall, Stop, Trip
+from budgetguard_core.kit import OpenModelCall, current, entered
 from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     ModelCallInFlight,
+    RunId,
     Step,
     when_task_ends,
 )
@@ -30,6 +30,7 @@ from budgetguard_langgraph._usage import (
     own_bound,
     request_of,
     schema_of,
+    used_by,
     was_cut,
     written,
 )
@@ -53,7 +54,7 @@ class AskedModelCall:
         opened: The answer; `begin` takes it after the wait that it may ask for.
     """
 
-    run_id: UUID
+    run_id: RunId
     name: str | None
     facts: Mapping[str, Any]
     prompt: Sequence[Any]
@@ -68,20 +69,24 @@ class AskedModelCall:
 
 
 def ask(
-    graph_run: GraphRun, run_id: UUID, prompts: Any, facts: Mapping[str, Any]
+    graph_run: GraphRun,
+    run_id: RunId,
+    parent_run_id: RunId | None,
+    prompts: Any,
+    facts: Mapping[str, Any],
 ) -> AskedModelCall | None:
     """Ask for a model call; None where it was told of before.
 
     Args:
         graph_run: The run.
         run_id: The id of the call.
+        parent_run_id: The id of the chain around it.
         prompts: What the start hook is given: of a chat model conversations, of a text model texts.
         facts: What else the hook is told.
     """
     if run_id in graph_run.models:
         return None
     prompt = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
-    parent_run_id: UUID | None = facts.get("parent_run_id")
     parameters = _parameters(facts)
     metadata: Mapping[str, Any] | None = facts.get("metadata")
     if graph_run.run.envelope.prune is not None:
@@ -100,12 +105,14 @@ def ask(
         retry=place in graph_run.failed,
         max_output_tokens=bound,
     )
-    if graph_run.is_capped:
+    budgets = graph_run.budgets
+    capped, limits, reserves = _needs_of(budgets)
+    if capped:
         call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
     requested, settings, sent = None, None, None
-    if _is_bounded(graph_run):
+    if limits:
         requested, settings, sent = request_around()
-    if graph_run.may_answer_last:
+    if reserves:
         asked_model, _, _ = request_around()
         # The graph's own agents, and not those that its tools run.
         if not namespace or graph_run.asked_model[0] is None:
@@ -117,9 +124,10 @@ def ask(
     if fixed and bound is not None:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
-        bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
+        bounds = [one.max_output_tokens_per_call or bound for one in budgets]
         if min(bounds) < bound:
             tell(requested)
+    graph_run.asked.answered(namespace, prompt, graph_run.handoffs)
     opened = _asked(graph_run, call, parent_run_id, run_id)
     if sent is None and not isinstance(opened, Stop) and opened.nudge is not None:
         _, _, sent = request_around()
@@ -194,7 +202,7 @@ def _projected(
 
 
 def _asked(
-    graph_run: GraphRun, call: ModelCall, parent: UUID | None, run_id: UUID
+    graph_run: GraphRun, call: ModelCall, parent: RunId | None, run_id: RunId
 ) -> OpenModelCall | Stop:
     frame = current()
     if (
@@ -208,11 +216,22 @@ def _asked(
     return graph_run.run.model_call(call)
 
 
-def _is_bounded(graph_run: GraphRun) -> bool:
-    for one in graph_run.budgets:
-        if one.max_output_tokens_per_call is not None or one.max_seconds is not None:
-            return True
-    return graph_run.is_capped
+def _needs_of(budgets: Sequence[Budget]) -> tuple[bool, bool, bool]:
+    """Tell what has to be known of a request before it is sent.
+
+    Returns:
+        Whether the size of its prompt matters, whether a bound has to reach it, and whether its
+        model may be asked for a last answer.
+    """
+    capped = limits = reserves = False
+    for one in budgets:
+        if one.max_total_tokens is not None or one.max_cost_usd is not None:
+            capped = limits = True
+        elif one.max_output_tokens_per_call is not None or one.max_seconds is not None:
+            limits = True
+        if one.finalize_reserve is not None:
+            reserves = True
+    return capped, limits, reserves
 
 
 def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
@@ -221,7 +240,7 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         return
     frame = current()
     while isinstance(frame, Step) and frame.run_id in graph_run.models:
-        run_id = cast("UUID", frame.run_id)
+        run_id = cast("RunId", frame.run_id)
         flying = graph_run.models.pop(run_id)
         OWNERS.pop(run_id, None)
         flying.forget()
@@ -230,7 +249,7 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         frame = current()
 
 
-def token(graph_run: GraphRun, run_id: UUID, text: str) -> Trip | None:
+def token(graph_run: GraphRun, run_id: RunId, text: str) -> Trip | None:
     """Measure a stream; return why it has to end now."""
     flying = graph_run.models.get(run_id)
     if flying is None:
@@ -240,7 +259,7 @@ def token(graph_run: GraphRun, run_id: UUID, text: str) -> Trip | None:
     return run.check() if run.aborted or run.time_left() == 0 else None
 
 
-def _taken(graph_run: GraphRun, run_id: UUID) -> ModelCallInFlight | None:
+def _taken(graph_run: GraphRun, run_id: RunId) -> ModelCallInFlight | None:
     with graph_run.lock:
         flying = graph_run.models.pop(run_id, None)
         graph_run.ids.discard(run_id)
@@ -251,7 +270,7 @@ def _taken(graph_run: GraphRun, run_id: UUID) -> ModelCallInFlight | None:
     return flying
 
 
-def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
+def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     """Charge a model call that answered, and keep what it asked for."""
     flying = _taken(graph_run, run_id)
     if flying is None:
@@ -261,16 +280,18 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
     answer = answer_of(response)
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
-    used = token_usage(record)
+    used, cost = used_by(record)
     if used is None or used.estimated or not used.input_tokens:
         _project(graph_run, flying)
-    text = written(response)
+    told = used is not None and not used.estimated and used.output_tokens > 0
+    # With figures and tool calls nobody reads it.
+    text = "" if asked and told else written(response)
     run.answered(
         flying.call,
         used,
         text=text or "".join(flying.streamed),
-        model=model_of(response),
-        cost_usd=reported_cost(record),
+        model=model_of(response, answer),
+        cost_usd=cost,
         speaker=flying.speaker,
         final=not asked and graph_run.is_said_in_turn(text, flying.prompt),
     )
@@ -286,7 +307,7 @@ def end(graph_run: GraphRun, run_id: UUID, response: LLMResult) -> None:
     graph_run.save()
 
 
-def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> None:
+def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
     """Charge a model call that failed or was cancelled."""
     flying = _taken(graph_run, run_id)
     if flying is None:

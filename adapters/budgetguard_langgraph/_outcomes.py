@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, cast
 
 from budgetguard_core import AdapterError, Outcome, StopReason
 from budgetguard_core.kit import outcome_of
@@ -17,6 +20,8 @@ from budgetguard_langgraph._history import (
 )
 from budgetguard_langgraph._seams import INTERRUPT, TASK, configuration
 
+_NEXT: Final[ContextVar[Told | None]] = ContextVar("budgetguard_next_told", default=None)
+
 
 def remember(result: Any, messages_key: str, outcome: Outcome) -> None:
     """Keep an outcome for as long as the last message of its result lives."""
@@ -26,9 +31,14 @@ def remember(result: Any, messages_key: str, outcome: Outcome) -> None:
 
 
 class Told:
-    """Where the outcome of one streamed run goes: to the stream that its caller holds."""
+    """Where the outcome of one streamed run goes: to the stream that its caller holds.
+
+    Attributes:
+        status: How the run ended.
+    """
 
     def __init__(self) -> None:
+        self.status: str | None = None
         self._stream: weakref.ref[Any] | None = None
 
     def by(self, stream: Any) -> Any:
@@ -38,12 +48,32 @@ class Told:
 
     def take(self, outcome: Outcome) -> None:
         """Take the outcome, for as long as somebody holds the stream."""
+        self.status = outcome.status
         stream = None if self._stream is None else self._stream()
         if stream is not None:
             _remember(stream, outcome)
 
 
-def with_reason(graph: Any, result: Any, options: dict[str, Any]) -> Any:
+@contextmanager
+def told_of_stream() -> Generator[Told]:
+    """Give what the next stream of this code's is told to whoever makes a result of it."""
+    token = _NEXT.set(told := Told())
+    try:
+        yield told
+    finally:
+        _NEXT.reset(token)
+
+
+def next_told() -> Told:
+    """Return where the outcome of a stream that begins goes; asked for once."""
+    told = _NEXT.get()
+    if told is None:
+        return Told()
+    _NEXT.set(None)
+    return told
+
+
+def with_reason(graph: Any, result: Any, options: dict[str, Any], told: Told) -> Any:
     """Give the result of a run that completed the key that a stopped one has.
 
     Not inside another graph, which would take the key for a part of its own state; nor where
@@ -59,9 +89,7 @@ def with_reason(graph: Any, result: Any, options: dict[str, Any]) -> Any:
     interrupts: Any = getattr(result, "interrupts", None)
     if INTERRUPT in known or interrupts:
         return result
-    messages = messages_of(known, "messages")
-    told = outcome_of(messages[-1]) if messages else None
-    if told is not None and told.status == "paused":
+    if told.status == "paused":
         return result
     if known.get("stop_reason") is None:
         known["stop_reason"] = str(StopReason.COMPLETED)

@@ -8,15 +8,14 @@ are around a call, the innermost one counts it: it is a part of the others.
 from __future__ import annotations
 
 from typing import Any
-from uuid import UUID
 
 from budgetguard_core.kit import Frame, OpenToolCall, current
-from budgetguard_langgraph._run import OWNERS, GraphRun, Step
+from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step
 from budgetguard_langgraph._seams import surrounding_run_id
 
 
 def owner_of(
-    run_id: UUID | None, parent_run_id: UUID | None, frame: Frame | None
+    run_id: RunId | None, parent_run_id: RunId | None, frame: Frame | None
 ) -> GraphRun | None:
     """Return the innermost run that a call in a frame belongs to, as far as it is known."""
     known = None if run_id is None else OWNERS.get(run_id)

@@ -7,8 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
-from uuid import UUID
+from typing import Any, Final, TypeAlias, cast
 
 from langchain_core.messages import BaseMessage
 from langgraph.errors import GraphBubbleUp
@@ -21,19 +20,26 @@ from budgetguard_langgraph._seams import GraphCall
 
 _REPLIES: Final = 16
 
+RunId: TypeAlias = int | str
+"""A run id of LangChain's as a key: the number of a UUID, whose own hash is a call of Python's.
+
+LangGraph takes ids that are none, as texts, and keeps them.
+"""
+
 
 class Step(Frame):
     """The frame of a stretch of a LangChain run: a node, a model call, a tool."""
 
     __slots__ = ("before", "closed", "graph_run", "run_id")
 
-    def __init__(self, graph_run: GraphRun, call: Any = None, run_id: UUID | None = None) -> None:
+    def __init__(self, graph_run: GraphRun, call: Any = None, run_id: RunId | None = None) -> None:
+        # Four are made in each turn, so the base class is not called.
         run = graph_run.run
-        super().__init__(run.guard, run=run, call=call, above=run.above)
+        self.guard, self.run, self.call, self.above = run.guard, run, call, run.above
         self.graph_run = graph_run
         self.run_id = run_id
         self.closed = False
-        self.before = _open_frame()
+        self.before = _open(FRAME.get())
 
     def enter(self) -> None:
         """Make this the frame of the code that runs; hooks have no block to do it in."""
@@ -47,7 +53,7 @@ class Step(Frame):
         """
         self.closed, self.above = True, self.before
         if FRAME.get() is self:
-            FRAME.set(_open_frame())
+            FRAME.set(_open(self.before))
 
     @property
     def is_live(self) -> bool:
@@ -57,9 +63,9 @@ class Step(Frame):
         return not self.run.ended or (self.call is not None and self.call.is_open)
 
 
-def _open_frame() -> Frame | None:
-    frame = FRAME.get()
-    while isinstance(frame, Step) and frame.closed:
+def _open(frame: Frame | None) -> Frame | None:
+    """Return the innermost of these frames that is not closed."""
+    while type(frame) is Step and frame.closed:
         frame = frame.before
     return frame
 
@@ -113,23 +119,24 @@ class GraphRun:
     def __init__(
         self,
         run: Run,
-        opener: object,
-        root: UUID | None,
+        opener: Any,
+        root: RunId | None,
         outer: GraphRun | None,
         *,
         answered: bool = False,
     ) -> None:
         self.run = run
+        self._is_saved = run.is_saved
         self.opener = opener
         self.root = root
         self.outer = outer
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)
         self.asked = AskedCalls(run, self.lock, answered=answered)
-        self.models: dict[UUID, ModelCallInFlight] = {}
-        self.tools: dict[UUID, ToolCallInFlight] = {}
-        self.ids: set[UUID] = set()
-        self.steps: dict[UUID, Step] = {}
+        self.models: dict[RunId, ModelCallInFlight] = {}
+        self.tools: dict[RunId, ToolCallInFlight] = {}
+        self.ids: set[RunId] = set()
+        self.steps: dict[RunId, Step] = {}
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
         self.slot = 0
@@ -198,19 +205,6 @@ class GraphRun:
         """Keep what a model was sent and has answered; it is looked at when the run ends."""
         self._sent, self._said = sent, said
 
-    @property
-    def is_capped(self) -> bool:
-        """Whether the size of a prompt matters before it is sent."""
-        for one in self.budgets:
-            if one.max_total_tokens is not None or one.max_cost_usd is not None:
-                return True
-        return False
-
-    @property
-    def may_answer_last(self) -> bool:
-        """Whether a budget keeps something back for a last answer."""
-        return any(one.finalize_reserve is not None for one in self.budgets)
-
     def prompt_of(self, namespace: str) -> Prompt:
         """Return the projection of the prompts of one graph in this run."""
         found = self._prompts.get(namespace)
@@ -266,7 +260,7 @@ class GraphRun:
             self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
             one.step.leave()
 
-    def left(self, run_id: UUID) -> None:
+    def left(self, run_id: RunId) -> None:
         """Forget a chain that is over."""
         OWNERS.pop(run_id, None)
         self.ids.discard(run_id)
@@ -304,7 +298,7 @@ class GraphRun:
         Raises:
             Fenced: The run was resumed elsewhere.
         """
-        if self.run.is_saved:
+        if self._is_saved:
             try:
                 self.run.save()
             except RunFencedError as error:
@@ -317,7 +311,7 @@ class GraphRun:
             self.run.finished(call, error="interrupted")
 
 
-OWNERS: Final[dict[UUID, GraphRun]] = {}
+OWNERS: Final[dict[RunId, GraphRun]] = {}
 """The innermost run around each chain, model call and tool call that goes on."""
 
 

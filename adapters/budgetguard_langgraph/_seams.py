@@ -61,6 +61,8 @@ else:
     ToolInvocationError = _found("langgraph.prebuilt.tool_node", "ToolInvocationError")
 ROOT: Final = "__root__"
 """The channel of a graph whose state is one value; LangGraph has no name for it."""
+COPY: Final = "__copy__"
+"""Whose name a checkpoint is copied in, with what is to run there; LangGraph has none for it."""
 HANDOFF: Final = "__handoff_destination"
 """In the metadata of the handoff tools of langgraph-supervisor and langgraph-swarm."""
 
@@ -275,8 +277,9 @@ def configuration(config: Any = None) -> Mapping[str, Any]:
 
 
 def surrounding_run_id() -> Any:
-    """Return the id of the chain that the code is a part of."""
-    return getattr(_around().get("callbacks"), "parent_run_id", None)
+    """Return the id of the chain that the code is a part of, as a key."""
+    found = getattr(_around().get("callbacks"), "parent_run_id", None)
+    return getattr(found, "int", found)
 
 
 def surrounding_callbacks() -> Any:

@@ -29,6 +29,7 @@ from budgetguard_langgraph._closing import (
     FOLD,
     conversation_in,
     conversation_key,
+    is_sent,
     stops_of,
     write,
 )
@@ -41,7 +42,6 @@ from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import (
     CHECKPOINTER,
     FRAMEWORK_LIMITS,
-    PUSH,
     TASK,
     configuration,
     graph_call,
@@ -83,7 +83,7 @@ class Attached(BudgetCallback):
         """Note whose run a chain belongs to; the first one is the graph itself."""
         mine = self._last
         if mine is not None and mine.root is None:
-            mine.root, mine.graph_call = run_id, graph_call()
+            mine.root, mine.graph_call = getattr(run_id, "int", run_id), graph_call()
         super().on_chain_start(
             serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
         )
@@ -315,15 +315,15 @@ class Session:
     def stays_open(self, state: StateSnapshot | None) -> bool:
         """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.
 
-        Tasks with an input of their own cannot be scheduled again, and a state without a
-        conversation has nothing to close.
+        A state without a conversation has nothing to close. Tasks with an input of their own are
+        scheduled again with it, but what a graph that is such a task has done would be lost.
         """
         if state is None or not state.next:
             return False
         if self.key is None or not hasattr(self.graph, "builder"):
             return True
-        sent = any(task.path and task.path[0] == PUSH for task in cast("Any", state.tasks))
-        return sent and not unanswered(conversation_in(state.values, self.key))
+        inside = any(is_sent(task) and task.state is not None for task in state.tasks)
+        return inside and not unanswered(conversation_in(state.values, self.key))
 
     def _shown(self, values: Any, whole: Sequence[BaseMessage], trip: Trip) -> Any:
         """Return what the caller gets: the same type as ever, with the closed conversation."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
-from uuid import UUID
 
 from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
@@ -14,7 +13,14 @@ from langgraph.types import Command
 from budgetguard_core import StopReason, ToolCall, Trip, Violation
 from budgetguard_core.kit import OpenToolCall, is_stop
 from budgetguard_langgraph._model_calls import graph_of, namespace_of
-from budgetguard_langgraph._run import OWNERS, GraphRun, Step, ToolCallInFlight, when_task_ends
+from budgetguard_langgraph._run import (
+    OWNERS,
+    GraphRun,
+    RunId,
+    Step,
+    ToolCallInFlight,
+    when_task_ends,
+)
 from budgetguard_langgraph._seams import (
     HANDOFF,
     enclosing_tool_node,
@@ -30,14 +36,14 @@ class AskedToolCall:
         opened: The answer; `begin` takes it after the wait that it may ask for.
     """
 
-    run_id: UUID
+    run_id: RunId
     opened: OpenToolCall
     node: Any
 
 
 def ask(
     graph_run: GraphRun,
-    run_id: UUID,
+    run_id: RunId,
     serialized: Mapping[str, Any] | None,
     given: str,
     facts: Mapping[str, Any],
@@ -64,6 +70,7 @@ def ask(
         kind="handoff" if handoff else "function",
     )
     if handoff:
+        _is_handoff(graph_run, name)
         return AskedToolCall(run_id, graph_run.run.tool_call(call), None)
     node: Any = None
 
@@ -124,7 +131,7 @@ def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
     return run.check() or Trip(reason=reason, violations=(violation,), run_id=run.guard.run_id)
 
 
-def _taken(graph_run: GraphRun, run_id: UUID) -> ToolCallInFlight | None:
+def _taken(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
     OWNERS.pop(run_id, None)
     with graph_run.settled:
         graph_run.ids.discard(run_id)
@@ -136,7 +143,7 @@ def _taken(graph_run: GraphRun, run_id: UUID) -> ToolCallInFlight | None:
     return flying
 
 
-def _cancelled(graph_run: GraphRun, run_id: UUID) -> None:
+def _cancelled(graph_run: GraphRun, run_id: RunId) -> None:
     flying = _taken(graph_run, run_id)
     if flying is not None:
         graph_run.interrupted.append(flying.call)
@@ -144,7 +151,7 @@ def _cancelled(graph_run: GraphRun, run_id: UUID) -> None:
             graph_run.settle_interrupted()
 
 
-def end(graph_run: GraphRun, run_id: UUID, output: Any) -> None:
+def end(graph_run: GraphRun, run_id: RunId, output: Any) -> None:
     """Settle a tool call that returned."""
     flying = _taken(graph_run, run_id)
     if flying is None:
@@ -165,7 +172,7 @@ def end(graph_run: GraphRun, run_id: UUID, output: Any) -> None:
     graph_run.save()
 
 
-def fail(graph_run: GraphRun, run_id: UUID, error: BaseException) -> Trip | None:
+def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | None:
     """Settle a tool call that failed; one that a stop or a person interrupted stays open.
 
     Returns:
@@ -198,10 +205,14 @@ def _was_handoff(graph_run: GraphRun, call: OpenToolCall) -> None:
     """A tool that leaves its graph hands over: it is no tool call, and is known from now on."""
     name = call.call.name
     if call.call.kind == "function":
-        if len(graph_run.handoffs) < 256:
-            graph_run.handoffs.add(name)
+        _is_handoff(graph_run, name)
         for ticket in call.tickets:
             ticket.guard.withdraw_tool_call(ticket)
+
+
+def _is_handoff(graph_run: GraphRun, name: str) -> None:
+    if len(graph_run.handoffs) < 256:
+        graph_run.handoffs.add(name)
 
 
 def _message_in(output: Any) -> ToolMessage | None:

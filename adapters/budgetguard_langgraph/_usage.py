@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final, TypeGuard, cast
 
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import ToolCall
+from budgetguard_core import TokenUsage, ToolCall
+from budgetguard_core.kit import reported_cost, token_usage
 
 _BOUNDS: Final = (
     "max_completion_tokens",
@@ -62,10 +64,75 @@ _HOSTED_CALLS: Final = (
     "image_generation_call",
 )
 
+# A usage record of LangChain's that tells all there is, and nothing that the kit knows better.
+_TOLD: Final = frozenset(
+    {
+        "input_token_details",
+        "input_tokens",
+        "output_token_details",
+        "output_tokens",
+        "total_tokens",
+    }
+)
+_TOLD_OF_INPUT: Final = frozenset({"audio", "cache_creation", "cache_read", "text"})
+_TOLD_OF_OUTPUT: Final = frozenset({"audio", "reasoning", "text"})
+_NOTHING: Final[dict[str, Any]] = {}
+_NESTS_NOTHING: Final = frozenset({bool, float, int, str, type(None)})
+
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Tell whether a record of the framework's has named fields."""
-    return isinstance(value, Mapping)
+    # First what it nearly always is: an abstract class is asked in a call of Python's.
+    return type(value) is dict or isinstance(value, Mapping)
+
+
+def used_by(record: Any) -> tuple[TokenUsage | None, Decimal | None]:
+    """Return what a call used and what its provider says that it cost, as the kit reads both.
+
+    Args:
+        record: The answer, or the response of a text model.
+    """
+    told: Any = getattr(record, "usage_metadata", None)
+    used = _plainly(cast("dict[str, Any]", told)) if type(told) is dict else None
+    if used is not None and _tells_no_cost(record):
+        return used, None
+    return token_usage(record), reported_cost(record)
+
+
+def _plainly(told: dict[str, Any]) -> TokenUsage | None:
+    """Read a record that is complete and adds up; None for any other, which the kit reads."""
+    inputs = told.get("input_token_details") or _NOTHING
+    outputs = told.get("output_token_details") or _NOTHING
+    if not (
+        told.keys() <= _TOLD
+        and type(inputs) is type(outputs) is dict
+        and inputs.keys() <= _TOLD_OF_INPUT
+        and outputs.keys() <= _TOLD_OF_OUTPUT
+    ):
+        return None
+    given, answered = told.get("input_tokens"), told.get("output_tokens")
+    read, write = inputs.get("cache_read", 0), inputs.get("cache_creation", 0)
+    reasoning = outputs.get("reasoning", 0)
+    if (
+        type(given) is type(answered) is int
+        and type(read) is type(write) is type(reasoning) is int
+        and given > 0
+        and answered > 0
+        and told.get("total_tokens") == given + answered
+        and read >= 0
+        and write >= 0
+        and read + write <= given
+        and 0 <= reasoning <= answered
+    ):
+        return TokenUsage(given, answered, read, write, reasoning_tokens=reasoning)
+    return None
+
+
+def _tells_no_cost(answer: BaseMessage) -> bool:
+    for value in answer.response_metadata.values():
+        if type(value) not in _NESTS_NOTHING:
+            return False
+    return not answer.__pydantic_extra__
 
 
 def answer_of(response: LLMResult) -> BaseMessage | None:
@@ -86,9 +153,8 @@ def written(response: LLMResult) -> str:
     return ""
 
 
-def model_of(response: LLMResult) -> str | None:
+def model_of(response: LLMResult, message: BaseMessage | None) -> str | None:
     """Return the name of the model that was really called, if the provider says so."""
-    message = answer_of(response)
     for record in (getattr(message, "response_metadata", None), response.llm_output):
         if is_mapping(record):
             name = record.get("model_name") or record.get("model")

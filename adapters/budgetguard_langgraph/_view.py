@@ -95,6 +95,8 @@ class View:
         told: tuple[Any, ...] = ()
         if isinstance(payload, dict) and INTERRUPT in payload:
             told = tuple(cast("Sequence[Any]", payload[INTERRUPT]))
+        if not told and not interrupts:
+            return cast("Any", payload), (), False
         found = (*interrupts, *told)
         others = [one for one in found if not is_budget_interrupt(one)]
         if len(others) == len(found):

@@ -14,7 +14,7 @@ from langgraph.types import StateSnapshot
 from budgetguard_core import AdapterError, Budget, Guard, Trip
 from budgetguard_core.kit import Envelope, EnvelopeOptions, cut_short, entered, envelope_of
 from budgetguard_langgraph._closing import FOLD
-from budgetguard_langgraph._outcomes import Told, with_reason
+from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_reason
 from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
 from budgetguard_langgraph._session import STOPS, Session, Terms
@@ -32,7 +32,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
         When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
         """
-        told = Told()
+        told = next_told()
         return told.by(self._stream(self._budgetguard, input, config, options, told))
 
     def _stream(
@@ -104,7 +104,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
         When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
         """
-        told = Told()
+        told = next_told()
         return told.by(self._bounded(input, config, options, told))
 
     async def _bounded(self, given: Any, config: Any, options: dict[str, Any], told: Told) -> Any:
@@ -194,11 +194,15 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does, with a key `stop_reason`, also of a run that completed."""
-        return with_reason(self, self._plain.invoke(input, config, **options), options)
+        with told_of_stream() as told:
+            result = self._plain.invoke(input, config, **options)
+        return with_reason(self, result, options, told)
 
     async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does, with a key `stop_reason`, also of a run that completed."""
-        return with_reason(self, await self._plain.ainvoke(input, config, **options), options)
+        with told_of_stream() as told:
+            result = await self._plain.ainvoke(input, config, **options)
+        return with_reason(self, result, options, told)
 
     def get_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
         """Return the state of a thread; `outcome` takes it, where a run ended at it."""

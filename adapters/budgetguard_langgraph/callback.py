@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, Unpack, cast
 from uuid import UUID
@@ -35,7 +35,7 @@ from budgetguard_langgraph._model_calls import AskedModelCall
 from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, GraphRun, Step
+from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step
 from budgetguard_langgraph._seams import (
     WaitingHook,
     closing_pending_hooks,
@@ -55,6 +55,12 @@ ANSWERED: Final = (
     "Command(resume=...) must answer a question, got a thread that a budget stopped. "
     "Go on with resume(graph, config, budget)."
 )
+
+
+def _keys(run_id: UUID, facts: Mapping[str, Any]) -> tuple[RunId, RunId | None]:
+    """Return the ids of a call and of the chain around it, as keys."""
+    parent: Any = facts.get("parent_run_id")
+    return getattr(run_id, "int", run_id), getattr(parent, "int", parent)
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -123,31 +129,32 @@ class BudgetCallback(BaseCallbackHandler):
     ) -> None:
         """Note whose run a chain belongs to."""
         frame = current()
-        owner = owner_of(run_id, parent_run_id, frame)
+        key: RunId = getattr(run_id, "int", run_id)
+        owner = owner_of(key, getattr(parent_run_id, "int", parent_run_id), frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
-            owner = mine = self._begin(run_id, inputs, owner, metadata)
+            owner = mine = self._begin(key, inputs, owner, metadata)
         if owner is None:
             return
-        owner.ids.add(run_id)
-        OWNERS[run_id] = owner
+        owner.ids.add(key)
+        OWNERS[key] = owner
         if mine is None or mine is not owner:
             return
-        if run_id != mine.root and not is_counted_below(mine, frame):
+        if key != mine.root and not is_counted_below(mine, frame):
             # Only below the root: what reads a stream from outside is no part of the run.
-            step = Step(mine, call_around(frame), run_id)
+            step = Step(mine, call_around(frame), key)
             step.enter()
-            mine.steps[run_id] = step
+            mine.steps[key] = step
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
-        self._over(run_id, outputs, None)
+        self._over(getattr(run_id, "int", run_id), outputs, None)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has failed; a stop gets its outcome."""
-        self._over(run_id, None, error)
+        self._over(getattr(run_id, "int", run_id), None, error)
 
-    def _over(self, run_id: UUID, outputs: Any, error: BaseException | None) -> None:
+    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> None:
         owner = OWNERS.get(run_id)
         if owner is None or owner.opened_by(self) is None:
             return
@@ -172,8 +179,9 @@ class BudgetCallback(BaseCallbackHandler):
         self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
     ) -> None:
         """Admit a model call, or stop the run."""
-        mine = self._counting(run_id, facts.get("parent_run_id"))
-        asked = None if mine is None else _model_calls.ask(mine, run_id, prompts, facts)
+        key, above = _keys(run_id, facts)
+        mine = self._counting(key, above)
+        asked = None if mine is None else _model_calls.ask(mine, key, above, prompts, facts)
         if mine is not None and asked is not None:
             self._let_model_go(mine, asked, mine.run.wait(asked.opened))
 
@@ -181,8 +189,9 @@ class BudgetCallback(BaseCallbackHandler):
         self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
     ) -> None:
         """Admit a model call, or stop the run."""
-        mine = self._counting(run_id, facts.get("parent_run_id"))
-        asked = None if mine is None else _model_calls.ask(mine, run_id, prompts, facts)
+        key, above = _keys(run_id, facts)
+        mine = self._counting(key, above)
+        asked = None if mine is None else _model_calls.ask(mine, key, above, prompts, facts)
         if mine is not None and asked is not None:
             with closing_pending_hooks():
                 opened = await mine.run.wait_async(asked.opened)
@@ -200,31 +209,35 @@ class BudgetCallback(BaseCallbackHandler):
         self, token: str | list[str | dict[str, Any]], *, run_id: UUID, **_: Any
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
-        mine = self._flying(run_id)
+        key: RunId = getattr(run_id, "int", run_id)
+        mine = self._flying(key)
         if mine is not None:
             text = token if isinstance(token, str) else str(token)
-            trip = _model_calls.token(mine, run_id, text)
+            trip = _model_calls.token(mine, key, text)
             if trip is not None:
                 raise self._stopped(mine, trip, ())
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
-        mine = self._flying(run_id)
+        key: RunId = getattr(run_id, "int", run_id)
+        mine = self._flying(key)
         if mine is not None:
-            _model_calls.end(mine, run_id, response)
+            _model_calls.end(mine, key, response)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that failed or was cancelled."""
-        mine = self._flying(run_id)
+        key: RunId = getattr(run_id, "int", run_id)
+        mine = self._flying(key)
         if mine is not None:
-            _model_calls.fail(mine, run_id, error)
+            _model_calls.fail(mine, key, error)
 
     # Tools
 
     def _start_tool_call(self, serialized: Any, given: str, *, run_id: UUID, **facts: Any) -> None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, facts.get("parent_run_id"))
-        asked = None if mine is None else _tool_calls.ask(mine, run_id, serialized, given, facts)
+        key, above = _keys(run_id, facts)
+        mine = self._counting(key, above)
+        asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
         if mine is not None and asked is not None:
             mine.run.wait(asked.opened)
             self._let_tool_go(mine, asked)
@@ -233,8 +246,9 @@ class BudgetCallback(BaseCallbackHandler):
         self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
     ) -> None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, facts.get("parent_run_id"))
-        asked = None if mine is None else _tool_calls.ask(mine, run_id, serialized, given, facts)
+        key, above = _keys(run_id, facts)
+        mine = self._counting(key, above)
+        asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
         if mine is not None and asked is not None:
             await mine.run.wait_async(asked.opened)
             self._let_tool_go(mine, asked)
@@ -250,21 +264,23 @@ class BudgetCallback(BaseCallbackHandler):
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
-        mine = self._flying(run_id)
+        key: RunId = getattr(run_id, "int", run_id)
+        mine = self._flying(key)
         if mine is not None:
-            _tool_calls.end(mine, run_id, output)
+            _tool_calls.end(mine, key, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
-        mine = self._flying(run_id)
-        trip = None if mine is None else _tool_calls.fail(mine, run_id, error)
+        key: RunId = getattr(run_id, "int", run_id)
+        mine = self._flying(key)
+        trip = None if mine is None else _tool_calls.fail(mine, key, error)
         if mine is not None and trip is not None:
             raise self._stopped(mine, trip, ())
 
     # Whose run it is
 
     def _begin(
-        self, run_id: UUID, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
+        self, run_id: RunId, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
     ) -> GraphRun:
         call = graph_call()
         goes_on = given is None or isinstance(given, Command)
@@ -305,7 +321,7 @@ class BudgetCallback(BaseCallbackHandler):
                 self._loose = GraphRun(self._open(loose=True), self, None, None)
             return self._loose
 
-    def _counting(self, run_id: UUID, parent_run_id: UUID | None) -> GraphRun | None:
+    def _counting(self, run_id: RunId, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
         frame = current()
         owner = owner_of(run_id, parent_run_id, frame)
@@ -333,7 +349,7 @@ class BudgetCallback(BaseCallbackHandler):
         self._last = found
         return found
 
-    def _flying(self, run_id: UUID) -> GraphRun | None:
+    def _flying(self, run_id: RunId) -> GraphRun | None:
         """Return this callback's run where it has counted a call that goes on."""
         owner = OWNERS.get(run_id)
         return owner if owner is not None and owner.opener is self else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Annotated, Any, NotRequired, Unpack, cast
 
 from langchain.agents.middleware.types import (
@@ -201,3 +202,12 @@ def _callback_of(graph: Any) -> BudgetCallback | None:
 
 
 agents.append(_callback_of)
+
+# `create_agent` has langsmith wrap these, which asks for their signature at each call.
+for _hook in (
+    BudgetMiddleware.wrap_model_call,
+    BudgetMiddleware.wrap_tool_call,
+    BudgetMiddleware.awrap_model_call,
+    BudgetMiddleware.awrap_tool_call,
+):
+    _hook.__signature__ = signature(_hook)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import Envelope
-from budgetguard_langgraph._closing import conversation_in, conversation_key, replaced
+from budgetguard_langgraph._closing import (
+    conversation_in,
+    conversation_key,
+    is_sent,
+    replaced,
+)
 from budgetguard_langgraph._history import is_synthetic, unanswered
-from budgetguard_langgraph._seams import ROOT
+from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._seams import COPY, ROOT, configuration
 from budgetguard_langgraph.bounded import bounded, plain, terms_of
 
-_PAST = 8
+_PAST: Final = 8
+_COPY: Final = [[StateUpdate(None, COPY)]]
 
 
 def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any) -> Any:
@@ -67,9 +74,15 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> tup
     past: Sequence[StateSnapshot] = ()
     if not state.next:
         past = list(graph.get_state_history(config, limit=_PAST))
-    update, given = _plan(graph, state, past)
+    update, given, before = _plan(graph, state, past)
     if update is not None:
         graph.bulk_update_state(config, update)
+    if before is not None:
+        saver = Thread(graph, configuration(config)).saver
+        copy = graph.bulk_update_state(before.config, _COPY)
+        copied, saved = graph.get_state(copy), saver.get_tuple(before.config)
+        for task, writes in _finished(before, copied, saved):
+            saver.put_writes(copy, writes, task)
     return again, given
 
 
@@ -79,9 +92,15 @@ async def _aprepared(graph: Any, config: Any, budget: Budget | Guard | Envelope)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
         past = [one async for one in graph.aget_state_history(config, limit=_PAST)]
-    update, given = _plan(graph, state, past)
+    update, given, before = _plan(graph, state, past)
     if update is not None:
         await graph.abulk_update_state(config, update)
+    if before is not None:
+        saver = Thread(graph, configuration(config)).saver
+        copy = await graph.abulk_update_state(before.config, _COPY)
+        copied, saved = await graph.aget_state(copy), await saver.aget_tuple(before.config)
+        for task, writes in _finished(before, copied, saved):
+            await saver.aput_writes(copy, writes, task)
     return again, given
 
 
@@ -99,12 +118,32 @@ def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:
     )
 
 
+def _finished(
+    before: StateSnapshot, copied: StateSnapshot, saved: Any
+) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """List what finished tasks of a checkpoint wrote, by the ids that they have in its copy."""
+    ids = {task.path: task.id for task in copied.tasks}
+    done = {task.id: ids.get(task.path) for task in before.tasks if task.result is not None}
+    writes: dict[str, list[tuple[str, Any]]] = {}
+    for task, channel, value in saved.pending_writes or ():
+        copy = done.get(task)
+        if copy is not None:
+            writes.setdefault(copy, []).append((channel, value))
+    return list(writes.items())
+
+
 def _plan(
     graph: Any, state: StateSnapshot, past: Sequence[StateSnapshot]
-) -> tuple[list[list[StateUpdate]] | None, Any]:
-    """Return what to write to the thread, and the input to go on with."""
+) -> tuple[list[list[StateUpdate]] | None, Any, StateSnapshot | None]:
+    """Plan how to go on.
+
+    Returns:
+        What to write to the thread; the input to go on with; and the checkpoint to go back to,
+        where several tasks are left. What is scheduled by a command has no checkpoint: stopped once
+        more, what the first of them have done would be lost.
+    """
     if state.next:
-        return None, None
+        return None, None, None
     terms = terms_of(graph)
     key = conversation_key(graph, terms[-1].messages_key if terms else "messages")
     messages = conversation_in(state.values, key)
@@ -122,7 +161,8 @@ def _plan(
             "resume needs the checkpoint at which a thread was stopped, got a thread without it. "
             "Give it a new input instead."
         )
-    open_tasks = [task.name for task in before.tasks if task.result is None and not task.error]
+    left = [task for task in before.tasks if task.result is None and not task.error]
+    open_tasks = [task.name for task in left]
     earlier = conversation_in(before.values, key)
     original = next((one for one in earlier if one.id is not None and one.id == last.id), None)
     if original is None and earlier and len(earlier) == len(messages):
@@ -132,9 +172,35 @@ def _plan(
     if unanswered(earlier) and open_tasks:
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
-        return [[StateUpdate(update, open_tasks[0])]], None
+        return [[StateUpdate(update, open_tasks[0])]], None, None
+    sent = any(is_sent(task) for task in left)
+    if sent or len(left) > 1:
+        if not _was_edited(state, past[past.index(before) - 1], key):
+            return None, None, before
+        if sent:
+            raise AdapterError(
+                "resume needs a thread as it was stopped, got one with tasks of a Send to go on "
+                "with that was changed since. Give it a new input instead."
+            )
     goto = sorted(set(open_tasks or before.next))
-    return None, Command(update=[(key, value)], goto=goto)
+    return None, Command(update=[(key, value)], goto=goto), None
+
+
+def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
+    """Tell whether a thread holds more than what its tasks wrote, and the end of its conversation.
+
+    Args:
+        state: The thread as it is.
+        folded: The first checkpoint of its ending: what finished tasks wrote is in it.
+        key: The channel of the conversation.
+    """
+    messages, told = conversation_in(state.values, key), conversation_in(folded.values, key)
+    if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
+        return True
+    if key == ROOT:
+        return False
+    names = {*state.values, *folded.values} - {key}
+    return any(state.values.get(name) != folded.values.get(name) for name in names)
 
 
 def _without_the_end(

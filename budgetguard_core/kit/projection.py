@@ -97,7 +97,7 @@ def estimate(content: object) -> int:
         if type(one) is dict:
             total += _estimate_fields(cast("dict[Any, Any]", one), parts)
             continue
-        if type(one) is str and not one.startswith("data:"):
+        if type(one) is str and one[:5] != "data:":
             total += estimate_tokens(one) if one else 0
             continue
         if one is None or isinstance(one, _NUMBERS):

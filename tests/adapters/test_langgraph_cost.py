@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 from langchain.agents import create_agent
 
@@ -9,6 +12,7 @@ from budgetguard_core import Budget
 from budgetguard_core.kit import projection
 from budgetguard_core.testing import Call, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
+from conformance.budgetguard_langgraph_driver import ScriptedChat
 from langgraph_graphs import StrictChat, search, user
 
 TURNS = 40
@@ -56,3 +60,43 @@ async def test_each_message_is_estimated_once(monkeypatch, way, caps, usage, mod
         # Only where the provider tells nothing: not of the last call, here.
         sent = sent - 2 if usage == "missing" else 0
     assert len(looked) == sent
+
+
+def calls_until(turns, way=None):
+    """Count the function calls of one run until each turn asks the model."""
+    counted, until = 0, []
+
+    def count(_, event, __):
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    def reply(n):
+        until.append(counted)
+        return says("Done.") if n == turns else Reply(tool_calls=(Call("search", str(n)),))
+
+    budget = BUDGETS["capped"]
+    middleware = [BudgetMiddleware(budget)] if way == "middleware" else []
+    graph = create_agent(ScriptedChat(script=Script(reply)), [search], middleware=middleware)
+    callbacks = [BudgetCallback(budget)] if way == "callback" else []
+    graph = bounded(graph, budget) if way == "bounded" else graph
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        graph.invoke(user(), {"recursion_limit": 10**6, "callbacks": callbacks})
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return until
+
+
+@pytest.fixture(scope="module")
+def bare():
+    return calls_until(305)
+
+
+@pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
+def test_turn_300_costs_what_turn_10_does(bare, way):
+    guarded = calls_until(305, way)
+    beyond = [one - other for one, other in zip(guarded, bare, strict=True)]
+    # One look at each message of the history would be 600 calls more in each turn.
+    assert beyond[305] - beyond[295] <= 1.1 * (beyond[15] - beyond[5])

@@ -413,9 +413,9 @@ class Case:
         if not kept or not isinstance(kept[0], (HumanMessage, AIMessage)):
             return
         self.check(kept)
-        # A stop outside of what the middleware wraps ends the graph as the callback's does, and
-        # what is left of a fan-out stays on the thread, to be resumed.
-        if self.way != "middleware" and self.kind != "fan-out":
+        # A stop outside of what the middleware wraps ends the graph as the callback's does.
+        if self.way != "middleware":
+            assert not self.graph.get_state(self.config).next
             synthetic = bool(kept[-1].response_metadata.get("synthetic", False))
             assert (outcome.status == "terminated") is synthetic
 

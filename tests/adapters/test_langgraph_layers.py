@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import warnings
@@ -9,12 +10,14 @@ from typing import Annotated, Any, TypedDict
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.structured_output import ToolStrategy
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import InjectedToolCallId, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.types import Command, interrupt
+from langgraph.types import Command, Send, interrupt
+from pydantic import BaseModel
 
 import langgraph_graphs as graphs
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard
@@ -206,6 +209,73 @@ def test_the_user_s_own_limit_holds(where):
 
 
 # Loops
+
+
+class Count(BaseModel):
+    """How many there are."""
+
+    number: int
+
+
+def answered_by_a_node(script):
+    """A graph whose own node answers the calls: no tool of LangChain's is called."""
+    model = StrictChat(script=script)
+    graph = StateGraph(MessagesState)
+    graph.add_node("agent", lambda s: {"messages": [model.invoke(s["messages"])]})
+
+    def answers(state):
+        asked = state["messages"][-1].tool_calls
+        return {"messages": [ToolMessage("nothing", tool_call_id=one["id"]) for one in asked]}
+
+    graph.add_node("answers", answers)
+    graph.add_edge(START, "agent")
+    graph.add_conditional_edges(
+        "agent", lambda s: "answers" if s["messages"][-1].tool_calls else END, ["answers", END]
+    )
+    graph.add_edge("answers", "agent")
+    return graph.compile()
+
+
+@pytest.mark.parametrize(
+    ("asks_for", "way"),
+    [
+        *itertools.product(
+            ["an answer that never fits", "no known tool"], ["bounded", "callback", "middleware"]
+        ),
+        ("a node", "bounded"),
+        ("a node", "callback"),
+    ],
+)
+def test_calls_that_are_answered_without_a_tool_are_seen_by_loop_detection(asks_for, way):
+    """The framework's structured output, a name that it does not know, a node that answers."""
+    name = {"an answer that never fits": "Count"}.get(asks_for, "nobody")
+    script, told = Script(lambda n: calls(Call(name, "x"))), []
+    budget = Budget(max_iterations=30)
+    middleware = []
+    if way == "middleware":
+        middleware = [BudgetMiddleware(budget, on_outcome=told.append)]
+    if asks_for == "a node":
+        graph = answered_by_a_node(script)
+    else:
+        structured = {"response_format": ToolStrategy(Count)} if name == "Count" else {}
+        graph = agent(script, middleware=middleware, **structured)
+    config = {}
+    if way == "bounded":
+        graph = bounded(graph, budget, on_outcome=told.append)
+    if way == "callback":
+        config = {"callbacks": [BudgetCallback(budget, on_outcome=told.append)]}
+    graph.invoke(user(), config)
+    assert str(told[-1].stop_reason) == "no_progress"
+    assert script.calls < 6
+    assert told[-1].usage.tool_calls == 0
+    check_request(told[-1].messages)
+
+
+def test_answers_without_a_tool_that_differ_are_no_loop():
+    script = Script(lambda n: calls(Call("Count", f"not {n}")) if n < 9 else says("Done."))
+    graph = bounded(agent(script, response_format=ToolStrategy(Count)), Budget(max_iterations=30))
+    graph.invoke(user())
+    assert script.calls == 10
 
 
 def test_tools_that_return_commands_are_seen_by_loop_detection():
@@ -492,6 +562,129 @@ def test_a_new_turn_on_a_stopped_map_keeps_what_was_paid():
     assert script.calls == 10
     assert len(second["done"]) == 10
     assert set(first["done"]) <= set(second["done"])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
+async def test_a_stopped_map_is_closed_and_resumes_what_is_left(awaited):
+    """Stopped twice: nothing is open on the thread, and each item is done and paid for once."""
+
+    async def of(call, acall, *arguments):
+        return await acall(*arguments) if awaited else call(*arguments)
+
+    script = Script([says("x")])
+    graph = graphs.map_reduce(script, 20, checkpointer=InMemorySaver())
+    config = thread()
+    made = bounded(graph, Budget(max_model_calls=5))
+    result = await of(made.invoke, made.ainvoke, graphs.user(), config)
+    for done in (5, 12):
+        state = await of(graph.get_state, graph.aget_state, config)
+        assert (state.next, state.tasks, script.calls) == ((), (), done)
+        assert len(state.values["done"]) == len(result["done"]) == done
+        assert state.values["messages"] == result["messages"]
+        check_request(state.values["messages"])
+        assert state.values["messages"][-1].response_metadata["stop_reason"] == "max_model_calls"
+        budget = Budget(max_model_calls=7 if done == 5 else 8)
+        result = await of(resume, aresume, made, config, budget)
+    assert result["stop_reason"] == "completed"
+    assert sorted(result["done"], key=int) == [str(n) for n in range(20)]
+    assert [one.content for one in result["messages"]] == ["Go."]
+    assert script.calls == 20
+
+
+def test_a_turn_without_a_guard_on_a_stopped_map_keeps_what_was_paid():
+    script = Script([says("x")])
+    graph = graphs.map_reduce(script, 4, checkpointer=InMemorySaver())
+    config = thread()
+    first = bounded(graph, Budget(max_iterations=1)).invoke(graphs.user(), config)
+    second = graph.invoke(graphs.user("Again."), config)
+    assert script.calls == 5
+    assert len(second["done"]) == 5
+    assert second["done"][:1] == first["done"]
+    check_request(second["messages"])
+
+
+@pytest.mark.parametrize(("own", "answers"), [({"checkpointer": True}, 5), ({}, 3)])
+def test_what_a_subgraph_keeps_of_a_stop_depends_on_its_own_checkpointer(own, answers):
+    """Declared in the README: without one LangGraph finds its checkpoints by its task alone."""
+    script = asks(4)
+    parent = StateGraph(MessagesState)
+    parent.add_node("agent", agent(script, **own))
+    parent.add_edge(START, "agent")
+    graph = parent.compile(checkpointer=InMemorySaver())
+    config = thread()
+    bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
+    assert graph.get_state(config).next == ()
+    result = resume(graph, config, Budget(max_model_calls=20))
+    assert sum(isinstance(one, AIMessage) for one in result["messages"]) == answers
+    assert script.calls == 5
+    check_request(result["messages"])
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_nodes_side_by_side_that_are_stopped_twice_are_paid_for_once(edited):
+    script = Script([says("x")])
+    model = StrictChat(script=script)
+
+    class State(MessagesState):
+        done: Annotated[list[str], operator.add]
+        note: str
+
+    def node(name):
+        def work(state):
+            model.invoke([HumanMessage(name)])
+            return {"done": [name]}
+
+        return work
+
+    graph = StateGraph(State)
+    for name in "abcdef":
+        graph.add_node(name, node(name))
+        graph.add_edge(START, name)
+    graph = graph.compile(checkpointer=InMemorySaver())
+    config = thread()
+    result = bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
+    assert len(result["done"]) == 2
+    if edited:
+        graph.update_state(config, {"note": "mine"}, as_node="a")
+    else:
+        result = resume(graph, config, Budget(max_model_calls=2))
+        assert (len(result["done"]), script.calls) == (4, 4)
+    result = resume(graph, config, Budget(max_model_calls=9))
+    assert (sorted(result["done"]), script.calls) == (list("abcdef"), 6)
+    assert result.get("note") == ("mine" if edited else None)
+
+
+@pytest.mark.parametrize("edit", [{"done": ["mine"]}, {"messages": [AIMessage("mine")]}])
+def test_a_stopped_map_that_was_changed_is_not_resumed(edit):
+    script = Script([says("x")])
+    graph = graphs.map_reduce(script, 4, checkpointer=InMemorySaver())
+    config = thread()
+    bounded(graph, Budget(max_iterations=1)).invoke(graphs.user(), config)
+    graph.update_state(config, edit, as_node="worker")
+    with pytest.raises(AdapterError, match="changed since"):
+        resume(graph, config, Budget(max_iterations=9))
+    assert script.calls == 1
+
+
+@pytest.mark.parametrize("stops", [2, 3])
+def test_a_stopped_map_of_agents_goes_on_inside_of_them(stops):
+    """Where it would be closed, what the agents have done until then would be lost."""
+    script = graphs.asks(3)
+    inner, _ = graphs.loop("reduced", script)
+    parent = StateGraph(MessagesState)
+    parent.add_node("agent", inner)
+    sends = [Send("agent", graphs.user(str(n))) for n in range(2)]
+    parent.add_conditional_edges(START, lambda _: sends, ["agent"])
+    graph = parent.compile(checkpointer=InMemorySaver())
+    config = thread()
+    bounded(graph, Budget(max_model_calls=stops)).invoke(graphs.user(), config)
+    assert script.calls == stops
+    result = resume(graph, config, Budget(max_model_calls=20))
+    # Three that ask and two that answer, and none of them twice.
+    assert script.calls == 5
+    assert sum(isinstance(one, AIMessage) for one in result["messages"]) == 5
+    check_request(result["messages"])
 
 
 def test_calls_that_are_no_calls_are_closed_too():

@@ -323,3 +323,30 @@ def test_sticky_is_no_pause():
     made = BoundedWay(sticky(), InMemorySaver(), anew=False)
     made.call(Budget(max_iterations=2), user(), thread())
     assert [one.status for one in made.outcomes] == ["terminated"]
+
+
+def waits_at_a_node(name, **budget):
+    """A graph without messages under that name, at a breakpoint; its result and its outcomes."""
+    told, saver = [], InMemorySaver()
+    options = {"on_outcome": told.append}
+    if name == "plan":
+        plain, given = graphs.plan_and_execute(sticky(), checkpointer=saver), {"goal": "x"}
+        plain.interrupt_before_nodes = ["worker"]
+    else:
+        options["messages_key"] = "history"
+        plain, make = graphs.loop(
+            "elsewhere", sticky(), checkpointer=saver, interrupt_before=["tools"]
+        )
+        given = make("Go.")
+    return bounded(plain, Budget(max_model_calls=5), **options), given, told
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", ["plan", "messages elsewhere"])
+async def test_a_run_at_a_breakpoint_is_not_said_to_be_completed(name, awaited):
+    graph, given, told = waits_at_a_node(name)
+    config = thread()
+    result = await graph.ainvoke(given, config) if awaited else graph.invoke(given, config)
+    assert [one.status for one in told] == ["paused"]
+    assert "stop_reason" not in result

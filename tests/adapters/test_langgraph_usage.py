@@ -14,13 +14,19 @@ from budgetguard_core import Budget, Guard, TokenUsage
 from budgetguard_core.kit import project, reported_cost, token_usage
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback
-from budgetguard_langgraph._usage import answer_of, model_of, request_of
+from budgetguard_langgraph._usage import answer_of, model_of, request_of, used_by
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 
 
 def usage_of(response):
     record = answer_of(response) or response
-    return token_usage(record), reported_cost(record)
+    found = used_by(record)
+    assert found == (token_usage(record), reported_cost(record))
+    return found
+
+
+def name_in(response):
+    return model_of(response, answer_of(response))
 
 
 def answered(metadata, **facts):
@@ -42,6 +48,14 @@ def tokens(given, out, inputs=None, outputs=None):
 
 CASES = {
     "plain": (tokens(100, 20), TokenUsage(100, 20)),
+    "cached, with what is no part of it": (
+        tokens(100, 20, {"cache_read": 60, "cache_creation": 9, "audio": 3}, {"audio": 2}),
+        TokenUsage(100, 20, cache_read_tokens=60, cache_write_tokens=9),
+    ),
+    "a cache above the prompt": (
+        tokens(100, 20, {"cache_read": 60, "cache_creation": 50}),
+        TokenUsage(110, 20, cache_read_tokens=60, cache_write_tokens=50),
+    ),
     "reasoning is a part of the output": (
         tokens(100, 50, outputs={"reasoning": 40}),
         TokenUsage(100, 50, reasoning_tokens=40),
@@ -107,6 +121,12 @@ def test_the_records_of_providers(name):
     assert usage_of(answered(reported)) == (expected, None)
 
 
+def test_a_cost_beside_plain_figures_is_read():
+    response = answered(tokens(100, 20))
+    answer_of(response).response_metadata["token_usage"] = {"cost": 0.25, "prompt_tokens": 100}
+    assert usage_of(response) == (TokenUsage(100, 20), Decimal("0.25"))
+
+
 def test_an_answer_of_the_local_cache_is_free():
     metadata = {**tokens(100, 20), "total_cost": 0}
     assert usage_of(answered(metadata)) == (TokenUsage(), Decimal(0))
@@ -116,12 +136,12 @@ def test_a_text_model_reports_beside_its_answer():
     reported = {"token_usage": {"prompt_tokens": 7, "completion_tokens": 3}, "model_name": "m"}
     result = LLMResult(generations=[[Generation(text="x")]], llm_output=reported)
     assert usage_of(result) == (TokenUsage(7, 3), None)
-    assert model_of(result) == "m"
+    assert name_in(result) == "m"
 
 
 def test_the_model_s_name_comes_from_wherever_it_is_told():
-    assert model_of(answered(None)) is None
-    assert model_of(answered(None, llm_output={"model_name": "a"})) == "a"
+    assert name_in(answered(None)) is None
+    assert name_in(answered(None, llm_output={"model_name": "a"})) == "a"
     told = {"ls_model_name": "b", "ls_provider": "openai"}
     assert request_of(told, None) == ("b", "openai", None)
     assert request_of({**told, "ls_provider": "mychat"}, None) == ("b", None, None)

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 
-from benchmarks.framework_arms import calls_of, compared, judge
+from benchmarks.framework_arms import compared, judge
 from budgetguard_core import Budget
 from budgetguard_core.testing import Call, Script, calls, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
@@ -23,7 +25,26 @@ BUDGET = Budget(
 )
 FREE = {"recursion_limit": 10**6}
 GOALS = {"callback": 1.08, "bounded": 1.08, "middleware": 1.15}
-MOST_CALLS = {"callback": 1_250, "bounded": 1_500, "middleware": 2_000}
+MOST_CALLS = {"callback": 900, "bounded": 1_200, "middleware": 1_700}
+
+
+class DoesNothing(BaseCallbackHandler):
+    """What LangChain spends on a handler of anybody's."""
+
+    raise_error = True
+    run_inline = True
+
+
+class HandsOn(AgentMiddleware):
+    """What `create_agent` spends on a middleware that wraps both kinds of calls."""
+
+    def wrap_model_call(self, request, handler):
+        return handler(request)
+
+    async def awrap_model_call(self, request, handler):
+        return await handler(request)
+
+    wrap_tool_call, awrap_tool_call = wrap_model_call, awrap_model_call
 
 
 @tool
@@ -55,6 +76,8 @@ def arms(turns=TURNS, runner=None):
     return {
         "bare": way(agent(turns)),
         "null": way(agent(turns)),
+        "any handler": way(agent(turns), {**FREE, "callbacks": [DoesNothing()]}),
+        "any middleware": way(agent(turns, middleware=[HandsOn()])),
         "callback": way(agent(turns), {**FREE, "callbacks": [BudgetCallback(BUDGET)]}),
         "bounded": way(bounded(agent(turns), BUDGET)),
         "middleware": way(agent(turns, middleware=[BudgetMiddleware(BUDGET)])),
@@ -77,14 +100,3 @@ def test_a_turn():
 def test_an_awaited_turn():
     with asyncio.Runner() as runner:
         held("ainvoke", arms(runner=runner))
-
-
-@pytest.mark.parametrize("way", ["callback", "middleware"])
-def test_a_turn_late_in_a_run_costs_what_an_early_one_does(way):
-    beyond = []
-    for turns in (5, 15, 105, 115):
-        ways = arms(turns)
-        beyond.append(calls_of(ways[way]) - calls_of(ways["bare"]))
-    early, late = (beyond[1] - beyond[0]) / 10, (beyond[3] - beyond[2]) / 10
-    print(f"\n{way}: {early:.0f} calls more at turn 10, {late:.0f} at turn 110")
-    assert late <= 1.1 * early
