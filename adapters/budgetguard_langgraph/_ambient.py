@@ -71,7 +71,8 @@ class _AmbientCallback:
         if frame is None:
             return None
         if isinstance(frame, Step):
-            return frame.graph_run.opener
+            opener: BaseCallbackHandler = frame.graph_run.opener
+            return opener
         return _callback_in(frame)
 
 

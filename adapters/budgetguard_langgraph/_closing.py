@@ -8,7 +8,7 @@ from typing import Any, Final
 from langchain_core.messages import BaseMessage
 from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.constants import END
-from langgraph.types import Overwrite, PregelTask, StateSnapshot, StateUpdate
+from langgraph.types import Overwrite, StateSnapshot, StateUpdate
 
 from budgetguard_langgraph._history import messages_of
 from budgetguard_langgraph._seams import PUSH, ROOT, START
@@ -66,7 +66,7 @@ def writer_of(graph: Any, key: str) -> str:
     return next((name for name in names if not routed.get(name)), names[0])
 
 
-def is_sent(task: PregelTask) -> bool:
+def is_sent(task: Any) -> bool:
     """Tell whether a task was made by a `Send`, with an input of its own."""
     return bool(task.path) and task.path[0] == PUSH
 

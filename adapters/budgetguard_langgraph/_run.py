@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
+from uuid import UUID
 
 from langchain_core.messages import BaseMessage
 from langgraph.errors import GraphBubbleUp
@@ -20,7 +21,7 @@ from budgetguard_langgraph._seams import GraphCall
 
 _REPLIES: Final = 16
 
-RunId: TypeAlias = int | str
+RunId: TypeAlias = int | str | UUID
 """A run id of LangChain's as a key: the number of a UUID, whose own hash is a call of Python's.
 
 LangGraph takes ids that are none, as texts, and keeps them.

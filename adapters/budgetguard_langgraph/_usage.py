@@ -110,7 +110,8 @@ def _plainly(told: dict[str, Any]) -> TokenUsage | None:
         and outputs.keys() <= _TOLD_OF_OUTPUT
     ):
         return None
-    given, answered = told.get("input_tokens"), told.get("output_tokens")
+    given: Any = told.get("input_tokens")
+    answered: Any = told.get("output_tokens")
     read, write = inputs.get("cache_read", 0), inputs.get("cache_creation", 0)
     reasoning = outputs.get("reasoning", 0)
     if (

@@ -210,4 +210,4 @@ for _hook in (
     BudgetMiddleware.awrap_model_call,
     BudgetMiddleware.awrap_tool_call,
 ):
-    _hook.__signature__ = signature(_hook)
+    cast("Any", _hook).__signature__ = signature(_hook)

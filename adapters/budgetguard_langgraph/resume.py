@@ -118,12 +118,12 @@ def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:
     )
 
 
-def _finished(
-    before: StateSnapshot, copied: StateSnapshot, saved: Any
-) -> list[tuple[str, list[tuple[str, Any]]]]:
+def _finished(before: Any, copied: Any, saved: Any) -> list[tuple[str, list[tuple[str, Any]]]]:
     """List what finished tasks of a checkpoint wrote, by the ids that they have in its copy."""
-    ids = {task.path: task.id for task in copied.tasks}
-    done = {task.id: ids.get(task.path) for task in before.tasks if task.result is not None}
+    ids: dict[Any, str] = {task.path: task.id for task in copied.tasks}
+    done: dict[str, str | None] = {
+        task.id: ids.get(task.path) for task in before.tasks if task.result is not None
+    }
     writes: dict[str, list[tuple[str, Any]]] = {}
     for task, channel, value in saved.pending_writes or ():
         copy = done.get(task)
