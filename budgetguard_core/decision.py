@@ -248,10 +248,18 @@ class Admit:
         self.call = call
         self.call_id = call_id
 
-    def take_over(self, occurrence: int, expected: tuple[int, int]) -> None:
+    def take_over(
+        self,
+        rates: Rates | None,
+        reserved: tuple[int, int],
+        expected: tuple[int, int],
+        occurrence: int,
+    ) -> None:
         """Be the ticket of a call that was open in an earlier leg of the run."""
-        self.occurrence = occurrence
+        self.rates = rates
+        self.reserved_tokens, self.reserved_cost = reserved
         self.expected = expected
+        self.occurrence = occurrence
 
     @property
     def seconds(self) -> float | None:

@@ -499,10 +499,8 @@ class RunState:
                 fingerprint=open_call.fingerprint,
             )
         ticket = Admit(self, call, first + open_call.call_id)
-        ticket.rates = rates
-        ticket.reserved_tokens = open_call.reserved_tokens
-        ticket.reserved_cost = open_call.reserved_cost
-        ticket.take_over(open_call.occurrence, open_call.expected)
+        reserved = open_call.reserved_tokens, open_call.reserved_cost
+        ticket.take_over(rates, reserved, open_call.expected, open_call.occurrence)
         return ticket
 
     # Under the lock

@@ -43,7 +43,7 @@ from budgetguard_core.events import (
     ToolMixUnusual,
     TripObserved,
 )
-from budgetguard_core.records import dump
+from budgetguard_core.records import line_of
 from budgetguard_core.testing import ManualClock
 
 CIRCUIT = CircuitBreakerConfig(
@@ -89,7 +89,7 @@ class Bench:
 
     def replayed(self):
         """Live the log again, through JSON."""
-        lines = [dump(event) for event in self.events]
+        lines = [line_of(event) for event in self.events]
         return replay(read_events(lines), clock=self.clock)
 
 
