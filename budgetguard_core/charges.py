@@ -32,13 +32,15 @@ Charges: TypeAlias = tuple[Charge, ...]
 
 def measured(cost: int, tokens: int) -> Amounts:
     """Turn the engine's figures into the ledger's; money is rounded up."""
-    return min(-(-cost // _FEMTO_PER_NANO), _MOST), min(tokens, _MOST)
+    # This and what follows are part of every step with a ledger: no `min`, which is a call.
+    usd = -(-cost // _FEMTO_PER_NANO)
+    return usd if usd < _MOST else _MOST, tokens if tokens < _MOST else _MOST
 
 
 def set_aside(cost: int, tokens: int) -> Amounts:
     """Return what a call reserves: at least one unit, or a used-up ceiling would admit it."""
-    usd, count = measured(cost, tokens)
-    return usd or 1, count or 1
+    usd = -(-cost // _FEMTO_PER_NANO) or 1
+    return usd if usd < _MOST else _MOST, (tokens or 1) if tokens < _MOST else _MOST
 
 
 def settle_charges(charges: Charges, spent: Amounts) -> None:

@@ -72,7 +72,7 @@ class RunRelations(RunControls):
         self._announce()
 
     def _charge_to(self, ledger: Ledger | str | None, tenant: Tenant | None) -> None:
-        place = tenant_place(self, ledger, tenant, self._warn_tenant)
+        place = tenant_place(self, self._standing, ledger, tenant, self._warn_tenant)
         if place is not None:
             self._take_tenant(place)
 

@@ -11,8 +11,8 @@ from budgetguard_core.budget import Budget
 from budgetguard_core.charges import Amounts, Charge, Charges, set_aside
 from budgetguard_core.decision import ModelCall
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.standing import Mode
-from budgetguard_core.stop import StopReason, Trip, Violation
+from budgetguard_core.standing import Mode, Standing
+from budgetguard_core.stop import StopReason, Violation
 
 if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, LedgerRun, Refusal, Tenant, Warned
@@ -25,11 +25,6 @@ class Charged(Protocol):
     budget: Budget
     mode: Mode
 
-    @property
-    def observed_trip(self) -> Trip | None:
-        """The trip of an advisory run, which only looks on from there."""
-        ...
-
     def abort(self, detail: str) -> None:
         """End the run."""
         ...
@@ -40,27 +35,34 @@ class Charged(Protocol):
 
 
 class TenantPlace:
-    """One run's place in the ledger of its tenant."""
+    """One run's place in the ledger of its tenant.
 
-    __slots__ = ("_guard", "_run")
+    Attributes:
+        run: The run there.
+        standing: What stands against the run's next step: an advisory run that would have been
+            stopped only looks on.
+    """
 
-    def __init__(self, guard: Charged, run: LedgerRun) -> None:
+    __slots__ = ("_guard", "run", "standing")
+
+    def __init__(self, guard: Charged, run: LedgerRun, standing: Standing) -> None:
         self._guard = guard
-        self._run = run
+        self.run = run
+        self.standing = standing
 
     @property
     def payer(self) -> object:
         """Who pays; equal for runs of one tenant in one ledger."""
-        return self._run.payer
+        return self.run.payer
 
     @property
     def names(self) -> tuple[str, ...]:
         """Who pays, for the records."""
-        return self._run.account.names
+        return self.run.account.names
 
     def close(self) -> None:
         """Give back what the run has set aside and does not need any more."""
-        self._run.close()
+        self.run.close()
 
     def charge(
         self,
@@ -70,7 +72,7 @@ class TenantPlace:
         unpriced: bool,
         last_answer: Charged | None = None,
     ) -> Charge | None:
-        """Charge a model call ahead of it.
+        """Charge a model call ahead of it, with a trip to the store where it takes one.
 
         Args:
             amount: What is set aside for it.
@@ -82,11 +84,11 @@ class TenantPlace:
         Returns:
             The charge; None when the tenant refuses it. A refusal stands against the step.
         """
-        guard, run = self._guard, self._run
+        guard, run = self._guard, self.run
         if not run.is_open:  # a guard that is shared by several runs, one after the other
             run.open()
         part = None
-        if guard.observed_trip is None:
+        if self.standing.observed is None:
             if unpriced and guard.budget.on_unpriced == "stop" and run.caps_dollars():
                 unknown = limits.unpriced_model(model, "a tenant's ceiling in dollars")
                 for one in (guard,) if last_answer is None else (guard, last_answer):
@@ -107,8 +109,8 @@ class TenantPlace:
         self, model: str | None, *, unpriced: bool, unmetered: bool, cost_given: bool
     ) -> None:
         """Let a settled call that cannot be charged to the tenant stand against the next step."""
-        guard, run = self._guard, self._run
-        if guard.observed_trip is not None:
+        guard, run = self._guard, self.run
+        if self.standing.observed is not None:
             return
         if unpriced and guard.budget.on_unpriced == "stop" and run.caps_dollars():
             guard.hold(limits.unpriced_model(model, "a tenant's ceiling in dollars"))
@@ -139,9 +141,16 @@ def charge_ahead(
     last_answer: Charged | None = None,
 ) -> Charges:
     """Charge a model call to every tenant that pays for it, up to the first that refuses it."""
-    amount = set_aside(cost, tokens)
+    amount = usd, count = set_aside(cost, tokens)
     charges: Charges = ()
     for place in places:
+        run = place.run
+        # Out of what is leased, as nearly every call is: part of every step.
+        if not unpriced and run.is_open and place.standing.observed is None:
+            part = run.take(usd, count)
+            if part is not None:
+                charges += ((run, part, amount),)
+                continue
         charge = place.charge(amount, call.model, unpriced=unpriced, last_answer=last_answer)
         if charge is None:
             break
@@ -151,6 +160,7 @@ def charge_ahead(
 
 def tenant_place(
     guard: Charged,
+    standing: Standing,
     ledger: Ledger | str | None,
     tenant: Tenant | None,
     on_warning: Callable[[Warned], object],
@@ -177,7 +187,7 @@ def tenant_place(
     )
     # A guard that nobody keeps has ended, whether or not somebody said so.
     weakref.finalize(guard, run.abandon).atexit = False
-    return TenantPlace(guard, run)
+    return TenantPlace(guard, run, standing)
 
 
 def _weakly(method: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -51,7 +51,7 @@ class Part:
     refusal: None = None
 
     __slots__ = (
-        *("_tokens", "_usd", "granted", "id", "left", "local", "op"),
+        *("granted", "id", "left", "local", "op", "spent_tokens", "spent_usd"),
         *("tokens_left", "until", "windows"),
     )
 
@@ -59,8 +59,9 @@ class Part:
         self.id = name or new_id()
         self.op = 0
         self.granted = ZERO
-        self._usd = 0
-        self._tokens = 0
+        self.spent_usd = 0
+        """Nano-dollars that were measured so far."""
+        self.spent_tokens = 0
         self.left = 0
         """Nano-dollars that are neither spent nor open."""
         self.tokens_left = 0
@@ -80,17 +81,16 @@ class Part:
 
     def settle(self, reserved: Amounts, spent: Amounts) -> None:
         """Replace what was set aside by what was measured."""
-        # Plain numbers: this is part of every guarded step.
         usd, tokens = spent
-        self._usd += usd
-        self._tokens += tokens
+        self.spent_usd += usd
+        self.spent_tokens += tokens
         self.left += reserved[0] - usd
         self.tokens_left += reserved[1] - tokens
 
     @property
     def spent(self) -> Amount:
         """What was measured so far."""
-        return Amount(self._usd, self._tokens)
+        return Amount(self.spent_usd, self.spent_tokens)
 
     def opened(self) -> Amount:
         """Return what calls under way have set aside."""
@@ -240,10 +240,10 @@ class Lease:
         self._io = threading.Lock()
         self._part = Part()
         self._draining: list[Part] = []
-        self._open = 0
         self._blocked = False
         self._blocks = 0
-        self._low = ZERO
+        # More is asked for as soon as less than this is left.
+        self._low_usd = self._low_tokens = 0
         self._runs_low = False
         self._mean_usd = 0
         self._mean_tokens = 0
@@ -262,22 +262,27 @@ class Lease:
         """Set an amount aside. None: dry, expired, killed, or its window has ended."""
         now = self._now()
         with self._lock:
+            # As `Part.take` and `Part.settle` do, without a call: part of every guarded step.
             part = self._part
-            if self._blocked or not part.take(usd, tokens, now):
+            left, tokens_left = part.left - usd, part.tokens_left - tokens
+            if left < 0 or tokens_left < 0 or now >= part.until or self._blocked:
                 return None
-            self._open += 1
-            if part.left < self._low[0] or part.tokens_left < self._low[1]:
-                self._low = ZERO  # once for each grant
+            part.left, part.tokens_left = left, tokens_left
+            if left < self._low_usd or tokens_left < self._low_tokens:
+                self._low_usd = self._low_tokens = 0  # once for each grant
                 self._runs_low = True
                 self._wake()
         return part
 
     def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
         """Replace what was set aside by what was measured, in the part that it came from."""
+        usd, tokens = spent
+        usd_set_aside, tokens_set_aside = reserved
         with self._lock:
-            part.settle(reserved, spent)
-            self._open -= 1
-            usd, tokens = spent
+            part.spent_usd += usd
+            part.spent_tokens += tokens
+            part.left += usd_set_aside - usd
+            part.tokens_left += tokens_set_aside - tokens
             if usd or tokens:  # else given back unused
                 self._since_calls += 1
                 self._since_usd += usd
@@ -287,13 +292,13 @@ class Lease:
     def is_idle(self) -> bool:
         """Whether nothing is under way and everything was reported."""
         with self._lock:
-            part = self._part
-            return not self._open and not self._draining and not part.windows
+            return not self._draining and not self._part.windows
 
     def idle_seconds(self) -> float:
         """Return how long nothing has been asked for."""
         with self._lock:
-            return 0.0 if self._open else (self._now() - self._used_ns) / _NS
+            under_way = any(part.opened() != ZERO for part in (*self._draining, self._part))
+            return 0.0 if under_way else (self._now() - self._used_ns) / _NS
 
     def block(self, blocked: bool) -> None:
         """Admit nothing from memory, because a kill switch is set; or do so again."""
@@ -376,7 +381,6 @@ class Lease:
             self._part = part
             part.grant(amount, windows, now + int(self._options.ttl * _NS))
             part.take(*need, now)
-            self._open += 1
         return part
 
     def _ask(
@@ -451,12 +455,11 @@ class Lease:
                 if (lack != ZERO or want != ZERO) and blocks == self._blocks:
                     self._blocked = False  # the store has just looked: it was revived
                 if need != ZERO and not self._blocked and part.take(*need, now):
-                    self._open += 1
                     taken = part
                 low = Amount(target.usd // 4, target.tokens // 4)
                 # Where little is left for everyone, only a call that lacks something asks again.
                 plenty = part.left > low.usd and part.tokens_left > low.tokens
-                self._low = low if plenty else ZERO
+                self._low_usd, self._low_tokens = low if plenty else ZERO
             elif answer.status in ("clock", "closed"):
                 part.expire()  # its window ended, or somebody reconciled it
         return answer, windows, taken
@@ -544,7 +547,7 @@ class Lease:
                     return
                 part.give_back()
                 step = self._report(part, close=False)
-                self._low = ZERO
+                self._low_usd = self._low_tokens = 0
             self._connection.send(step)
 
     def close(self) -> None:
