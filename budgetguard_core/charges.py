@@ -8,10 +8,10 @@ Amounts: TypeAlias = tuple[int, int]
 """Nano-dollars and tokens."""
 NOTHING: Amounts = (0, 0)
 
-_FEMTO_PER_NANO = 10**6
-_ROUND_UP = _FEMTO_PER_NANO - 1
-# Far above any call; a store counts no more in one step.
-_MOST = 2**52 - 1
+FEMTO_PER_NANO = 10**6
+ROUND_UP = FEMTO_PER_NANO - 1
+MOST = 2**52 - 1
+"""Far above any call; a store counts no more in one step."""
 
 
 class Payer(Protocol):
@@ -33,15 +33,9 @@ Charges: TypeAlias = tuple[Charge, ...]
 
 def measured(cost: int, tokens: int) -> Amounts:
     """Turn the engine's figures into the ledger's; money is rounded up."""
-    # This and what follows are part of every step with a ledger: no `min`, which is a call.
-    usd = (cost + _ROUND_UP) // _FEMTO_PER_NANO
-    return usd if usd < _MOST else _MOST, tokens if tokens < _MOST else _MOST
-
-
-def set_aside(cost: int, tokens: int) -> Amounts:
-    """Return what a call reserves: at least one unit, or a used-up ceiling would admit it."""
-    usd = (cost + _ROUND_UP) // _FEMTO_PER_NANO or 1
-    return usd if usd < _MOST else _MOST, (tokens or 1) if tokens < _MOST else _MOST
+    # Part of every step with a ledger: no `min`, which is a call.
+    usd = (cost + ROUND_UP) // FEMTO_PER_NANO
+    return usd if usd < MOST else MOST, tokens if tokens < MOST else MOST
 
 
 def settle_charges(charges: Charges, spent: Amounts) -> None:

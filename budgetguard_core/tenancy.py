@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from budgetguard_core import limits
 from budgetguard_core.budget import Budget
-from budgetguard_core.charges import Amounts, Charge, Charges, set_aside
+from budgetguard_core.charges import FEMTO_PER_NANO, MOST, ROUND_UP, Amounts, Charge, Charges
 from budgetguard_core.decision import ModelCall
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.standing import Mode, Standing
@@ -141,13 +141,15 @@ def charge_ahead(
     last_answer: Charged | None = None,
 ) -> Charges:
     """Charge a model call to every tenant that pays for it, up to the first that refuses it."""
-    amount = usd, count = set_aside(cost, tokens)
+    # As `measured`, without a call. At least one unit, or a used-up ceiling would admit it.
+    usd = (cost + ROUND_UP) // FEMTO_PER_NANO or 1
+    usd, tokens = amount = usd if usd < MOST else MOST, (tokens or 1) if tokens < MOST else MOST
     charges: Charges = ()
     for place in places:
         run = place.run
         # Out of what is leased, as nearly every call is: part of every step.
         if not unpriced and run.is_open and place.standing.observed is None:
-            part = run.take(usd, count)
+            part = run.take(usd, tokens)
             if part is not None:
                 charges += ((run, part, amount),)
                 continue
