@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
+import budgetguard_core
+from budgetguard_core import Budget, Guard, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.decision import Admit, Stop
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
@@ -40,6 +43,49 @@ def spend(guard, usd="0.10", tokens=20):
 def day(ledger, key="acme"):
     ledger.beat()
     return ledger.usage(key).daily
+
+
+def ledger_code_of_a_step(guard):
+    """The functions of the ledger's modules that a model call and a tool call run."""
+    package = Path(budgetguard_core.__file__).parent
+    ours = {str(package / "tenancy.py"), str(package / "charges.py")}
+    found = set()
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        name = code.co_filename
+        if event == "call" and (name in ours or name.startswith(str(package / "ledger"))):
+            found.add(code.co_name)
+
+    before = sys.getprofile()
+    gc.disable()  # what other tests left behind is not of this step
+    sys.setprofile(profile)
+    try:
+        last = spend(guard)
+        tool = guard.admit_tool_call(ToolCall(name="search", arguments={"q": id(last)}))
+        if isinstance(tool, Admit):
+            guard.settle_tool_call(tool, "found")
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return found
+
+
+def test_a_step_without_a_ledger_runs_no_code_of_it(sqlite, opened):
+    many = LeaseOptions(least_calls=100, most_calls=100)
+    ledger = opened(sqlite, daily_usd=1000, options=many, clock=ManualClock())
+    paid = Guard(ledger=ledger, tenant="acme")
+    assert isinstance(spend(paid), Admit)  # its lease is there
+    # What nearly every step with a ledger costs.
+    leased = {"charge_ahead", "take", "measured", "settle_charges", "settle"}
+    assert ledger_code_of_a_step(paid) == leased
+    assert ledger_code_of_a_step(paid.child(Budget(max_iterations=5))) == leased
+    # A ledger elsewhere in the process changes nothing for a run without one.
+    free = Guard(Budget(max_iterations=2, max_cost_usd=1))
+    for guard in (free, free.child(), Guard(mode="observe"), Guard(mode="off")):
+        assert ledger_code_of_a_step(guard) == set()
+    assert spend(free) == "max_iterations"
+    assert ledger_code_of_a_step(free) == set()
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact"])

@@ -219,6 +219,22 @@ def test_a_long_call_is_renewed_in_the_part_that_has_ended(join, clock):
     assert sum(not hold.closed for hold in ledger.holds()) == 1
 
 
+def test_a_lease_is_not_idle_while_a_call_is_under_way_in_any_of_its_parts(join, clock):
+    ledger, run = join(daily_usd=1)
+    late = run.obtain(5 * CENT, 1)
+    clock.advance(50)  # the part has ended
+    spend(run)
+    ledger.beat()
+    lease = run.meter
+    assert (lease.idle_seconds(), lease.is_idle) == (0, False)
+    run.settle(late, Amount(5 * CENT, 1), Amount(CENT, 1))
+    assert not lease.is_idle  # not reported
+    clock.advance(7)
+    assert lease.idle_seconds() == 7
+    lease.close()
+    assert lease.is_idle
+
+
 def test_more_than_was_reserved_is_made_good_by_the_next_lease(join):
     ledger, run = join(daily_usd=0.5)
     spend(run, real=30 * CENT)
