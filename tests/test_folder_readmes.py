@@ -6,7 +6,7 @@ from pytest_examples import CodeExample, EvalExample, find_examples
 from layout import ROOT
 
 # The breakers' and the ledger's have tests of their own beside the code that they show.
-FOLDERS = (".", "profiles", "telemetry")
+FOLDERS = (".", "handoff", "profiles", "telemetry")
 READMES = [ROOT / "budgetguard_core" / folder / "README.md" for folder in FOLDERS]
 BLOCKS = [block for block in find_examples(*map(str, READMES)) if block.prefix == "python"]
 

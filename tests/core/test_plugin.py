@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from pytest_examples import find_examples
 
+import layout
 from budgetguard_core import (
     Budget,
     BudgetExceeded,
@@ -136,15 +138,36 @@ def test_an_async_function_is_not_taken_for_one_that_ran():
         assert_bounded(agent, within=Budget(max_iterations=1))
 
 
+def record(path):
+    """Write the log of one run, as BUDGETGUARD_LOG does."""
+    lines = write(path).read_text().splitlines(True)
+    path.write_text("".join(line for line in lines if '"run_id":"near"' in line))
+
+
+@pytest.mark.slow
+def test_the_tests_in_the_readme_pass(pytester):
+    pytest.importorskip("langchain")
+    readme = layout.ROOT / "budgetguard_core" / "testing" / "README.md"
+    (block,) = (one.source for one in find_examples(str(readme)) if one.prefix == "py")
+    record(pytester.mkdir("runs") / "slow.jsonl")
+    agent = """
+        from langchain.agents import create_agent
+
+        def search(query: str) -> str:
+            "Search."
+            return f"nothing about {query}"
+
+        def build_graph(model):
+            return create_agent(model, tools=[search])
+        """
+    pytester.makepyfile(test_of_the_readme=block, my_agent=agent)
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    done.assert_outcomes(passed=block.count("def test_"))
+
+
 @pytest.mark.slow
 def test_a_recorded_run_is_a_fixture(tests_of_a_user, pytester):
-    folder = pytester.mkdir("runs")
-    log = write(folder / "all.jsonl")
-    # One run a file, as BUDGETGUARD_LOG writes them.
-    lines = [line for line in log.read_text().splitlines(True) if '"run_id":"near"' in line]
-    first = int(lines[0].partition('"seq":')[2].partition(",")[0])
-    assert first == 1
-    (folder / "near.jsonl").write_text("".join(lines))
+    record(pytester.mkdir("runs") / "near.jsonl")
     done = tests_of_a_user(
         """
         import pytest
