@@ -242,7 +242,7 @@ class Lease:
         self._draining: list[Part] = []
         self._blocked = False
         self._blocks = 0
-        # More is asked for as soon as less than this is left.
+        # More is asked for as soon as less than this is left; never below 0.
         self._low_usd = self._low_tokens = 0
         self._runs_low = False
         self._mean_usd = 0
@@ -265,13 +265,15 @@ class Lease:
             # As `Part.take` and `Part.settle` do, without a call: part of every guarded step.
             part = self._part
             left, tokens_left = part.left - usd, part.tokens_left - tokens
-            if left < 0 or tokens_left < 0 or now >= part.until or self._blocked:
+            if now >= part.until or self._blocked:
                 return None
-            part.left, part.tokens_left = left, tokens_left
             if left < self._low_usd or tokens_left < self._low_tokens:
+                if left < 0 or tokens_left < 0:
+                    return None
                 self._low_usd = self._low_tokens = 0  # once for each grant
                 self._runs_low = True
                 self._wake()
+            part.left, part.tokens_left = left, tokens_left
         return part
 
     def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
