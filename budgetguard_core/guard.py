@@ -200,7 +200,11 @@ class Guard(RunRelations):
                     standing = self._standing
                     detector = standing.detector
                     message = None
-                    if self._breakers is not None or (detector is not None and detector.due):
+                    own = self._breakers
+                    progress = None if own is None else own.progress
+                    if (detector is not None and detector.due) or (
+                        progress is not None and progress.due
+                    ):
                         message = standing.take_message()
                     tree.call_id = call_id = tree.call_id + 1
                     # A message would change the run, and OBSERVE only looks on.
@@ -473,7 +477,9 @@ class Guard(RunRelations):
             ignored = _NOTHING if detector is None else detector.ignored_results
             key = result_key(result, ignored)
         # Before the lock: the user's code says what a failure is.
-        judged = () if held is None else tuple(outcomes or guard._judge(held, result, error))
+        judged: tuple[CallOutcome, ...] = ()
+        if held is not None:
+            judged = tuple(outcomes) if outcomes else guard._judge(held, result, error)
         warnings: Sequence[Notice] = ()
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
@@ -487,7 +493,9 @@ class Guard(RunRelations):
                     standing.weigh()
             now = tree.now()
             if held is not None:
-                took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
+                took = now - held.start_ns if duration_ns is None else duration_ns
+                if took < 0:
+                    took = 0
                 duration_ns = took if judged else None
                 changes = held.end(judged, took, now)
                 if changes:

@@ -27,6 +27,9 @@ class CallBreakers:
     """What the breakers of a run, and of those around it, hold for one call.
 
     Attributes:
+        away: Why it may not start; None where it may.
+        changes: What asking for it has changed in circuit breakers.
+        shut: It met an open circuit breaker, also where only an advisory run has it.
         start_ns: When the call may start; moved on when its body is seen to begin.
         booked_ns: The time under which it is entered in the velocity.
         circuits: The circuit breakers that permitted it, each with the generation of its answer.
@@ -35,14 +38,17 @@ class CallBreakers:
             run it does not.
     """
 
-    __slots__ = ("booked_ns", "circuits", "limiters", "places", "start_ns")
+    # What most calls have in common is the class's: one is made for each step.
+    away: TurnedAway | None = None
+    changes: tuple[StateTransition, ...] = ()
+    circuits: tuple[tuple[CircuitBreaker, int], ...] = ()
+    limiters: tuple[RateLimiter, ...] = ()
+    places: tuple[tuple[Bulkhead, Place, bool], ...] = ()
+    shut = False
 
     def __init__(self, start_ns: int) -> None:
         self.start_ns = start_ns
         self.booked_ns = start_ns
-        self.circuits: tuple[tuple[CircuitBreaker, int], ...] = ()
-        self.limiters: tuple[RateLimiter, ...] = ()
-        self.places: tuple[tuple[Bulkhead, Place, bool], ...] = ()
 
     def put_off(self, start_ns: int) -> None:
         """Let the call start no sooner than this."""
@@ -57,13 +63,18 @@ class CallBreakers:
         """The first place that the call still waits for."""
         return next((place for _, place, waits in self.places if waits and not place.granted), None)
 
-    def outcomes(self, result: object, error: BaseException | str | None) -> list[CallOutcome]:
+    def outcomes(
+        self, result: object, error: BaseException | str | None
+    ) -> tuple[CallOutcome, ...]:
         """Say what the call is to each circuit breaker; the user's code runs in it."""
-        return [breaker.config.outcome_of(result, error) for breaker, _ in self.circuits]
+        found: tuple[CallOutcome, ...] = ()
+        for breaker, _ in self.circuits:
+            found += (breaker.config.outcome_of(result, error),)
+        return found
 
-    def successes(self) -> list[CallOutcome]:
+    def successes(self) -> tuple[CallOutcome, ...]:
         """Say that the call is a success to each, where the user's code could not."""
-        return ["success" for _ in self.circuits]
+        return ("success",) * len(self.circuits)
 
     def end(
         self, outcomes: Sequence[CallOutcome], duration_ns: int, now: int

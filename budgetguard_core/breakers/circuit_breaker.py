@@ -455,13 +455,17 @@ class CircuitBreaker:
     ) -> tuple[StateTransition, ...]:
         """Record how a call ended: `on_success` and `on_error` in one."""
         with self._lock:
-            now = self._time(now_ns)
-            transitions = () if self._closed is not None else self._pass_time(now, asked=False)
+            now = self._now
+            if now_ns > now:
+                self._now = now = now_ns
+            transitions: tuple[StateTransition, ...] = ()
+            trial = False
+            if self._closed is None:
+                transitions = self._pass_time(now, asked=False)
+                trial = self._state is CircuitBreakerState.HALF_OPEN
+                if not trial:
+                    return transitions
             if generation != self._generation:
-                return transitions
-            state = self._state
-            trial = state is CircuitBreakerState.HALF_OPEN
-            if state is not CircuitBreakerState.CLOSED and not trial:
                 return transitions
             window = self._window
             window.record(now, failed, duration_ns > self._slow_ns)
@@ -500,16 +504,17 @@ class _CountWindow:
     def record(self, now: int, failed: bool, slow: bool) -> None:
         del now
         calls = self._calls
-        if len(calls) < self._size:
+        if self.total < self._size:
             self.total += 1
         elif oldest := calls[0]:
             self.failed -= oldest & 1
             self.slow -= oldest >> 1
-        call = failed + 2 * slow
-        calls.append(call)
-        if call:
+        if failed or slow:
+            calls.append(failed + 2 * slow)
             self.failed += failed
             self.slow += slow
+        else:
+            calls.append(0)
 
     def pass_time(self, now: int) -> None:
         """Do nothing: these calls grow no older."""

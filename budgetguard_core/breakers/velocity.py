@@ -162,10 +162,12 @@ class VelocityMeter:
         if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         second, latest = start_ns // NS_PER_SECOND, self._latest
-        if tokens and self._tokens is not None:
-            self._tokens.correct(second, latest, tokens)
-        if cost and self._cost is not None:
-            self._cost.correct(second, latest, cost)
+        window = self._tokens
+        if window is not None and tokens:
+            window.correct(second, latest, tokens)
+        window = self._cost
+        if window is not None and cost:
+            window.correct(second, latest, cost)
 
     def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
         """Take out a tool call that did not start."""
@@ -283,14 +285,15 @@ class _Window:
         self.total += amount
 
     def correct(self, second: int, now: int, amount: int) -> None:
-        place = second % _RING
         if amount > 0:
-            place = now % _RING
+            second = now
         elif second < now - _WINDOW:
             return
-        elif self.ring[place] + amount < 0:
-            amount = -self.ring[place]
-        self.ring[place] += amount
+        place, ring = second % _RING, self.ring
+        left = ring[place] + amount
+        if left < 0:
+            amount, left = amount - left, 0
+        ring[place] = left
         self.total += amount
 
     def state(self, second: int) -> list[list[int]]:
