@@ -658,13 +658,12 @@ class Guard(RunRelations):
                 count_tool_call(self._chain, call.name)
             if self._gated:
                 answer = self._ask_breakers(call, now, shut)
-                if isinstance(answer, Stop):
+                if not isinstance(answer, CallBreakers):
                     uncount_tool_call(self._chain, call.name)
-                    return self._refused(call, answer)
-                if isinstance(answer, Refuse):
-                    uncount_tool_call(self._chain, call.name)
-                    # Asking again and again for what is refused brings nothing new either.
-                    self._standing.show(call.name, call.key or "", result_key(answer.message))
+                    if isinstance(answer, Refuse):
+                        # Asking again and again for what is refused brings nothing new either.
+                        message = answer.message
+                        self._standing.show(call.name, call.key or "", result_key(message))
                     return self._refused(call, answer)
                 held = answer
         elif kind == "hosted":

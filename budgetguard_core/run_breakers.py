@@ -235,7 +235,7 @@ def pace_of_model_call(paced: BreakerLine, now: int) -> tuple[bool, int]:
     fits, start = True, now
     for one in paced:
         velocity = one.velocity
-        if velocity is not None:
+        if velocity is not None and now >= velocity.calm_ns:
             begin = velocity.start_of_model_call(now)
             # Below the band no ceiling is reached.
             if begin > now:
@@ -250,7 +250,7 @@ def pace_of_tool_call(paced: BreakerLine, now: int) -> tuple[bool, int]:
     fits, start = True, now
     for one in paced:
         velocity = one.velocity
-        if velocity is not None:
+        if velocity is not None and now >= velocity.calm_ns:
             begin = velocity.start_of_tool_call(now)
             if begin > now:
                 fits = fits and velocity.tool_call_fits(now)

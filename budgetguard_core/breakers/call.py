@@ -63,19 +63,6 @@ class CallBreakers:
         """The first place that the call still waits for."""
         return next((place for _, place, waits in self.places if waits and not place.granted), None)
 
-    def outcomes(
-        self, result: object, error: BaseException | str | None
-    ) -> tuple[CallOutcome, ...]:
-        """Say what the call is to each circuit breaker; the user's code runs in it."""
-        found: tuple[CallOutcome, ...] = ()
-        for breaker, _ in self.circuits:
-            found += (breaker.config.outcome_of(result, error),)
-        return found
-
-    def successes(self) -> tuple[CallOutcome, ...]:
-        """Say that the call is a success to each, where the user's code could not."""
-        return ("success",) * len(self.circuits)
-
     def end(
         self, outcomes: Sequence[CallOutcome], duration_ns: int, now: int
     ) -> tuple[StateTransition, ...]:
