@@ -454,6 +454,11 @@ class CircuitBreaker:
         self, generation: int, failed: bool, duration_ns: int, now_ns: int
     ) -> tuple[StateTransition, ...]:
         """Record how a call ended: `on_success` and `on_error` in one."""
+        slow = duration_ns > self._slow_ns
+        # Read at once, as for the permission: one more success leaves a window of nothing else as
+        # it is, whatever other threads record before or after.
+        if not (failed or slow or self._closed is None) and self._window.is_spotless:
+            return ()
         with self._lock:
             now = self._now
             if now_ns > now:
@@ -468,7 +473,7 @@ class CircuitBreaker:
             if generation != self._generation:
                 return transitions
             window = self._window
-            window.record(now, failed, duration_ns > self._slow_ns)
+            window.record(now, failed, slow)
             if window.total < self._enough or not (trial or window.failed or window.slow):
                 return transitions
             config = self.config
@@ -494,12 +499,14 @@ class CircuitBreaker:
 class _CountWindow:
     """The last calls, one digit each: 1 for a failure, 2 for a slow call, 3 for both."""
 
-    __slots__ = ("_calls", "_size", "failed", "slow", "total")
+    __slots__ = ("_calls", "_size", "failed", "is_spotless", "slow", "total")
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._calls: deque[int] = deque(maxlen=size)
         self.total = self.failed = self.slow = 0
+        # Full, and of successes alone.
+        self.is_spotless = False
 
     def record(self, now: int, failed: bool, slow: bool) -> None:
         del now
@@ -515,6 +522,7 @@ class _CountWindow:
             self.slow += slow
         else:
             calls.append(0)
+        self.is_spotless = self.total == self._size and not (self.failed or self.slow)
 
     def pass_time(self, now: int) -> None:
         """Do nothing: these calls grow no older."""
@@ -533,6 +541,8 @@ class _TimeWindow:
     """The calls of the last seconds, added up by the second."""
 
     __slots__ = ("_seconds", "_size", "failed", "slow", "total")
+    # Its calls grow older.
+    is_spotless = False
 
     def __init__(self, size: int) -> None:
         self._size = size
