@@ -201,10 +201,7 @@ class Guard(RunRelations):
                     detector = standing.detector
                     message = None
                     own = self._breakers
-                    progress = None if own is None else own.progress
-                    if (detector is not None and detector.due) or (
-                        progress is not None and progress.due
-                    ):
+                    if (detector is not None and detector.due) or (own is not None and own.due):
                         message = standing.take_message()
                     tree.call_id = call_id = tree.call_id + 1
                     # A message would change the run, and OBSERVE only looks on.

@@ -87,6 +87,11 @@ class RunBreakers:
         """Whether the run is to be stopped for its want of progress."""
         return self.progress is not None and self.progress.tripped
 
+    @property
+    def due(self) -> bool:
+        """Whether the model is to be asked for a report, or corrected after one."""
+        return self.progress is not None and self.progress.due
+
     def round_ended(self, shut: bool) -> Violation | None:
         """Take in a round of tool calls.
 
