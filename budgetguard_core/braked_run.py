@@ -116,5 +116,6 @@ class BrakedRun(RunNotices):
                 found += (breaker.config.outcome_of(result, error),)
         except Exception as raised:
             self._tree.report("record_result", raised)
-            return ("success",) * len(held.circuits)
+            success: CallOutcome = "success"
+            return (success,) * len(held.circuits)
         return found

@@ -74,7 +74,7 @@ from budgetguard_core.tree import UNPROJECTED
 from budgetguard_core.usage import TokenUsage, check_token_usage
 
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
-_Refusal = TypeVar("_Refusal", Refuse, Stop)
+_Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
 
 _REFUSED = result_key(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
@@ -200,8 +200,10 @@ class Guard(RunRelations):
                     standing = self._standing
                     detector = standing.detector
                     message = None
-                    own = self._breakers
-                    if (detector is not None and detector.due) or (own is not None and own.due):
+                    braked = self._breakers
+                    if (detector is not None and detector.due) or (
+                        braked is not None and braked.due
+                    ):
                         message = standing.take_message()
                     tree.call_id = call_id = tree.call_id + 1
                     # A message would change the run, and OBSERVE only looks on.
