@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from budgetguard_core.breakers import StateTransition
 from budgetguard_core.breakers.call import CallBreakers
@@ -30,9 +30,10 @@ class BrakedRun(RunNotices):
         A new turn ends the one before.
         """
         own = self._breakers
-        if own is not None and own.progress is not None and not call.retry:
-            own.progress.iteration()
-            if own.progress.tripped:
+        progress = None if own is None else own.progress
+        if progress is not None and not call.retry:
+            progress.iteration()
+            if progress.tripped:
                 self._standing.weigh()
         return pace_of_model_call(self._paced, now) if self._paced else (True, now)
 
@@ -46,10 +47,11 @@ class BrakedRun(RunNotices):
             trip = None if fits else self._stop_for_pace(now)
             if trip is not None:
                 return Stop(trip)
-        held, away, changes, is_shut = hold_tool_call(self._watched, call.name, now, start)
-        shut.append(is_shut)
-        if changes:
-            self._record_changes(changes, now)
+        held = hold_tool_call(self._watched, call.name, now, start)
+        shut.append(held.shut)
+        if held.changes:
+            self._record_changes(held.changes, now)
+        away = held.away
         if away is not None:
             if self._tree.sinks:
                 self._record(
@@ -96,18 +98,24 @@ class BrakedRun(RunNotices):
 
     def _end_round(self, shut: bool) -> None:
         """Stop the run, or one above it, after too many rounds that met open circuit breakers."""
-        for guard, one in zip(self._braked, self._watched, strict=True):
-            violation = one.round_ended(shut)
-            if violation is not None:
-                guard._standing.hold(violation)
+        for guard in self._braked:
+            one = guard._breakers
+            if one is not None and (shut or one.open_rounds):
+                violation = one.round_ended(shut)
+                if violation is not None:
+                    guard._standing.hold(violation)
 
     def _judge(
         self, held: CallBreakers, result: object, error: BaseException | str | None
-    ) -> Sequence[CallOutcome]:
+    ) -> tuple[CallOutcome, ...]:
         if not held.circuits:
             return ()
         try:
-            return held.outcomes(result, error)
+            found: tuple[CallOutcome, ...] = ()
+            for breaker, _ in held.circuits:
+                found += (breaker.config.outcome_of(result, error),)
         except Exception as raised:
             self._tree.report("record_result", raised)
-            return held.successes()
+            success: CallOutcome = "success"
+            return (success,) * len(held.circuits)
+        return found

@@ -74,7 +74,7 @@ from budgetguard_core.tree import UNPROJECTED
 from budgetguard_core.usage import TokenUsage, check_token_usage
 
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
-_Refusal = TypeVar("_Refusal", Refuse, Stop)
+_Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
 
 _REFUSED = result_key(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
@@ -200,7 +200,10 @@ class Guard(RunRelations):
                     standing = self._standing
                     detector = standing.detector
                     message = None
-                    if self._breakers is not None or (detector is not None and detector.due):
+                    braked = self._breakers
+                    if (detector is not None and detector.due) or (
+                        braked is not None and braked.due
+                    ):
                         message = standing.take_message()
                     tree.call_id = call_id = tree.call_id + 1
                     # A message would change the run, and OBSERVE only looks on.
@@ -473,7 +476,9 @@ class Guard(RunRelations):
             ignored = _NOTHING if detector is None else detector.ignored_results
             key = result_key(result, ignored)
         # Before the lock: the user's code says what a failure is.
-        judged = () if held is None else tuple(outcomes or guard._judge(held, result, error))
+        judged: tuple[CallOutcome, ...] = ()
+        if held is not None:
+            judged = tuple(outcomes) if outcomes else guard._judge(held, result, error)
         warnings: Sequence[Notice] = ()
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
@@ -487,7 +492,9 @@ class Guard(RunRelations):
                     standing.weigh()
             now = tree.now()
             if held is not None:
-                took = max(now - held.start_ns, 0) if duration_ns is None else duration_ns
+                took = now - held.start_ns if duration_ns is None else duration_ns
+                if took < 0:
+                    took = 0
                 duration_ns = took if judged else None
                 changes = held.end(judged, took, now)
                 if changes:
@@ -650,13 +657,12 @@ class Guard(RunRelations):
                 count_tool_call(self._chain, call.name)
             if self._gated:
                 answer = self._ask_breakers(call, now, shut)
-                if isinstance(answer, Stop):
+                if not isinstance(answer, CallBreakers):
                     uncount_tool_call(self._chain, call.name)
-                    return self._refused(call, answer)
-                if isinstance(answer, Refuse):
-                    uncount_tool_call(self._chain, call.name)
-                    # Asking again and again for what is refused brings nothing new either.
-                    self._standing.show(call.name, call.key or "", result_key(answer.message))
+                    if isinstance(answer, Refuse):
+                        # Asking again and again for what is refused brings nothing new either.
+                        message = answer.message
+                        self._standing.show(call.name, call.key or "", result_key(message))
                     return self._refused(call, answer)
                 held = answer
         elif kind == "hosted":

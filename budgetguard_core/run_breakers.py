@@ -16,7 +16,6 @@ from budgetguard_core.breakers import (
     CircuitBreaker,
     ProgressSignal,
     RateLimiter,
-    StateTransition,
     ToolMixAlarm,
     VelocityMeter,
 )
@@ -42,18 +41,19 @@ class RunBreakers:
         gates: Whether tools have circuit breakers, rate limits or bulkheads.
         progress: What the model says of its work. None in OBSERVE as well: to ask for it would
             change the run.
+        open_rounds: Rounds in a row in which every tool call met an open circuit breaker.
         velocity: The pace of the last minute.
         mix: The tools of the run.
     """
 
     __slots__ = (
         "_budget",
-        "_open_rounds",
         "_registry",
         "_tools",
         "enforced",
         "gates",
         "mix",
+        "open_rounds",
         "progress",
         "velocity",
     )
@@ -79,13 +79,18 @@ class RunBreakers:
         self.progress = ProgressSignal(budget.progress) if asks and budget.progress else None
         self.velocity = None if budget.velocity is None else VelocityMeter(budget.velocity)
         self.mix = None if budget.tool_mix is None else ToolMixAlarm(budget.tool_mix)
-        self._open_rounds = 0
+        self.open_rounds = 0
         self._tools: dict[str, _Tool] = {}
 
     @property
     def tripped(self) -> bool:
         """Whether the run is to be stopped for its want of progress."""
         return self.progress is not None and self.progress.tripped
+
+    @property
+    def due(self) -> bool:
+        """Whether the model is to be asked for a report, or corrected after one."""
+        return self.progress is not None and self.progress.due
 
     def round_ended(self, shut: bool) -> Violation | None:
         """Take in a round of tool calls.
@@ -100,45 +105,45 @@ class RunBreakers:
         if config is None:
             return None
         if not shut:
-            self._open_rounds = 0
+            self.open_rounds = 0
             return None
-        self._open_rounds += 1
+        self.open_rounds += 1
         most = config.stop_after_open_rounds
-        if self._open_rounds < most:
+        if self.open_rounds < most:
             return None
         return Violation(
             reason=StopReason.CIRCUIT_OPEN,
             limit=most,
-            used=self._open_rounds,
+            used=self.open_rounds,
             detail=(
-                f"every tool call of {self._open_rounds} rounds in a row met an open circuit "
+                f"every tool call of {self.open_rounds} rounds in a row met an open circuit "
                 f"breaker, stop_after_open_rounds={most}"
             ),
         )
 
-    def turn_away(
-        self, held: CallBreakers, name: str, now: int, others: bool
-    ) -> tuple[TurnedAway | None, tuple[StateTransition, ...]]:
+    def turn_away(self, held: CallBreakers, name: str, now: int, others: bool) -> TurnedAway | None:
         """Ask everything that one tool has to pass, and take a place in it.
 
         Args:
-            held: What is taken for the call.
+            held: What is taken for the call, and what asking changes.
             name: The tool's name.
             now: The time.
             others: Breakers of another run of the line were asked for this call: what both share
                 is asked once.
 
         Returns:
-            Why the call may not start, or None; and what changed in the circuit breakers.
+            Why the call may not start, or None.
         """
         breaker, limiters, bulkheads = self._tools.get(name) or self._look_up(name, now)
-        changes: tuple[StateTransition, ...] = ()
         if breaker is not None and not (others and any(breaker is one for one, _ in held.circuits)):
             permitted, generation, _, changes = breaker.try_acquire_permission(now)
+            if changes:
+                held.changes += changes
             if not permitted:
                 detail = f"the circuit breaker of {name[:200]!r} is {breaker.circuit_state(now)}"
                 after = breaker.retry_after(now)
-                return turned_away("tool_unavailable", name, detail, after), changes
+                held.shut = True
+                return turned_away("tool_unavailable", name, detail, after)
             held.circuits += ((breaker, generation),)
         for pattern, limiter in limiters:
             if others and any(limiter is one for one in held.limiters):
@@ -147,7 +152,7 @@ class RunBreakers:
             if not admitted:
                 rate = limiter.limit.rate
                 detail = f"rate_limits[{pattern!r}]: {rate:g} calls a second are passed"
-                return turned_away("rate_limited", name, detail, turn.seconds), changes
+                return turned_away("rate_limited", name, detail, turn.seconds)
             held.limiters += (limiter,)
             if wait_ns and self.enforced:
                 held.put_off(now + wait_ns)
@@ -158,9 +163,9 @@ class RunBreakers:
             if place is None:
                 most = bulkhead.config.max_concurrent_calls
                 detail = f"bulkheads[{pattern!r}]: {most} calls are running"
-                return turned_away("busy", name, detail, None), changes
+                return turned_away("busy", name, detail, None)
             held.places += ((bulkhead, place, self.enforced),)
-        return None, changes
+        return None
 
     def _look_up(self, name: str, now: int) -> _Tool:
         """Find what a tool has to pass."""
@@ -194,7 +199,7 @@ class RunBreakers:
             "progress": None if progress is None else progress.state(),
             "velocity": None if velocity is None else velocity.state(now),
             "tool_mix": None if mix is None else mix.state(),
-            "open_rounds": self._open_rounds,
+            "open_rounds": self.open_rounds,
             "shared": self._registry.state(now),
         }
 
@@ -216,7 +221,7 @@ class RunBreakers:
             self.velocity = VelocityMeter.from_state(limits, data["velocity"], now)
         if self.mix is not None and data["tool_mix"] is not None:
             self.mix = ToolMixAlarm.from_state(self.mix.settings, data["tool_mix"])
-        self._open_rounds = int(data["open_rounds"])
+        self.open_rounds = int(data["open_rounds"])
         self._registry.restore(
             data["shared"],
             now,
@@ -235,7 +240,7 @@ def pace_of_model_call(paced: BreakerLine, now: int) -> tuple[bool, int]:
     fits, start = True, now
     for one in paced:
         velocity = one.velocity
-        if velocity is not None:
+        if velocity is not None and now >= velocity.calm_ns:
             begin = velocity.start_of_model_call(now)
             # Below the band no ceiling is reached.
             if begin > now:
@@ -250,7 +255,7 @@ def pace_of_tool_call(paced: BreakerLine, now: int) -> tuple[bool, int]:
     fits, start = True, now
     for one in paced:
         velocity = one.velocity
-        if velocity is not None:
+        if velocity is not None and now >= velocity.calm_ns:
             begin = velocity.start_of_tool_call(now)
             if begin > now:
                 fits = fits and velocity.tool_call_fits(now)
@@ -277,9 +282,7 @@ def correct_model_call(
             one.velocity.correct_model_call(held.booked_ns, now, tokens, cost)
 
 
-def hold_tool_call(
-    line: BreakerLine, name: str, now: int, start: int
-) -> tuple[CallBreakers, TurnedAway | None, tuple[StateTransition, ...], bool]:
+def hold_tool_call(line: BreakerLine, name: str, now: int, start: int) -> CallBreakers:
     """Ask for a tool call, and enter it where it is admitted.
 
     Args:
@@ -289,23 +292,18 @@ def hold_tool_call(
         start: When it may start, as far as the pace goes.
 
     Returns:
-        What is held for it; why it may not start, or None; what changed in circuit breakers; and
-        whether a circuit breaker is open, also where only an advisory run has it.
+        What is held for it; nothing where it is turned away.
     """
     held = CallBreakers(now)
-    changes: tuple[StateTransition, ...] = ()
-    shut = others = False
+    others = False
     for one in line:
         if one.gates:
-            away, changed = one.turn_away(held, name, now, others)
+            away = one.turn_away(held, name, now, others)
             others = True
-            if changed:
-                changes += changed
-            if away is not None:
-                shut = shut or away.kind == "tool_unavailable"
-                if one.enforced:
-                    held.give_back()
-                    return held, away, changes, shut
+            if away is not None and one.enforced:
+                held.give_back()
+                held.away = away
+                return held
     if held.start_ns > start:
         start = held.start_ns
     if start > now:
@@ -314,7 +312,7 @@ def hold_tool_call(
     for one in line:
         if one.velocity is not None:
             one.velocity.book_tool_call(held.booked_ns)
-    return held, None, changes, shut
+    return held
 
 
 def withdraw_tool_call(line: BreakerLine, held: CallBreakers, now: int) -> None:

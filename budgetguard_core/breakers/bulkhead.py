@@ -66,11 +66,12 @@ class Bulkhead:
         config: The settings; resilience4j's defaults if left out.
     """
 
-    __slots__ = ("_lock", "_max_wait_ns", "_queue", "_running", "config")
+    __slots__ = ("_lock", "_max_wait_ns", "_most", "_queue", "_running", "config")
 
     def __init__(self, config: BulkheadConfig | None = None) -> None:
         self.config = config or BulkheadConfig()
         self._max_wait_ns = nanoseconds(self.config.max_wait_duration)
+        self._most = self.config.max_concurrent_calls
         self._running = 0
         self._queue: deque[Place] = deque()
         self._lock = threading.Lock()
@@ -95,7 +96,7 @@ class Bulkhead:
             A place: `granted`, or in the queue until `wait_until_ns`. None: refused at once.
         """
         with self._lock:
-            if self._running < self.config.max_concurrent_calls:
+            if self._running < self._most:
                 self._running += 1
                 return Place(True, now_ns)
             if not self._max_wait_ns:

@@ -27,6 +27,9 @@ class CallBreakers:
     """What the breakers of a run, and of those around it, hold for one call.
 
     Attributes:
+        away: Why it may not start; None where it may.
+        changes: What asking for it has changed in circuit breakers.
+        shut: It met an open circuit breaker, also where only an advisory run has it.
         start_ns: When the call may start; moved on when its body is seen to begin.
         booked_ns: The time under which it is entered in the velocity.
         circuits: The circuit breakers that permitted it, each with the generation of its answer.
@@ -35,14 +38,26 @@ class CallBreakers:
             run it does not.
     """
 
-    __slots__ = ("booked_ns", "circuits", "limiters", "places", "start_ns")
+    __slots__ = (
+        "away",
+        "booked_ns",
+        "changes",
+        "circuits",
+        "limiters",
+        "places",
+        "shut",
+        "start_ns",
+    )
 
     def __init__(self, start_ns: int) -> None:
-        self.start_ns = start_ns
+        self.away: TurnedAway | None = None
         self.booked_ns = start_ns
+        self.changes: tuple[StateTransition, ...] = ()
         self.circuits: tuple[tuple[CircuitBreaker, int], ...] = ()
         self.limiters: tuple[RateLimiter, ...] = ()
         self.places: tuple[tuple[Bulkhead, Place, bool], ...] = ()
+        self.shut = False
+        self.start_ns = start_ns
 
     def put_off(self, start_ns: int) -> None:
         """Let the call start no sooner than this."""
@@ -57,20 +72,13 @@ class CallBreakers:
         """The first place that the call still waits for."""
         return next((place for _, place, waits in self.places if waits and not place.granted), None)
 
-    def outcomes(self, result: object, error: BaseException | str | None) -> list[CallOutcome]:
-        """Say what the call is to each circuit breaker; the user's code runs in it."""
-        return [breaker.config.outcome_of(result, error) for breaker, _ in self.circuits]
-
-    def successes(self) -> list[CallOutcome]:
-        """Say that the call is a success to each, where the user's code could not."""
-        return ["success" for _ in self.circuits]
-
     def end(
         self, outcomes: Sequence[CallOutcome], duration_ns: int, now: int
     ) -> tuple[StateTransition, ...]:
         """Tell the breakers how the call ended, and give its places back."""
         changes: tuple[StateTransition, ...] = ()
-        for (breaker, generation), outcome in zip(self.circuits, outcomes, strict=False):
+        # Without `strict`, which would cost more than all the rest of it.
+        for (breaker, generation), outcome in zip(self.circuits, outcomes):  # noqa: B905
             if outcome == "ignored":
                 breaker.release_permission(generation)
             else:

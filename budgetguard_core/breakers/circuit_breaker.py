@@ -454,17 +454,26 @@ class CircuitBreaker:
         self, generation: int, failed: bool, duration_ns: int, now_ns: int
     ) -> tuple[StateTransition, ...]:
         """Record how a call ended: `on_success` and `on_error` in one."""
+        slow = duration_ns > self._slow_ns
+        # Read at once, as for the permission: one more success leaves a window of nothing else as
+        # it is, whatever other threads record before or after.
+        if not (failed or slow or self._closed is None) and self._window.is_spotless:
+            return ()
         with self._lock:
-            now = self._time(now_ns)
-            transitions = () if self._closed is not None else self._pass_time(now, asked=False)
+            now = self._now
+            if now_ns > now:
+                self._now = now = now_ns
+            transitions: tuple[StateTransition, ...] = ()
+            trial = False
+            if self._closed is None:
+                transitions = self._pass_time(now, asked=False)
+                trial = self._state is CircuitBreakerState.HALF_OPEN
+                if not trial:
+                    return transitions
             if generation != self._generation:
                 return transitions
-            state = self._state
-            trial = state is CircuitBreakerState.HALF_OPEN
-            if state is not CircuitBreakerState.CLOSED and not trial:
-                return transitions
             window = self._window
-            window.record(now, failed, duration_ns > self._slow_ns)
+            window.record(now, failed, slow)
             if window.total < self._enough or not (trial or window.failed or window.slow):
                 return transitions
             config = self.config
@@ -490,26 +499,30 @@ class CircuitBreaker:
 class _CountWindow:
     """The last calls, one digit each: 1 for a failure, 2 for a slow call, 3 for both."""
 
-    __slots__ = ("_calls", "_size", "failed", "slow", "total")
+    __slots__ = ("_calls", "_size", "failed", "is_spotless", "slow", "total")
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._calls: deque[int] = deque(maxlen=size)
         self.total = self.failed = self.slow = 0
+        # Full, and of successes alone.
+        self.is_spotless = False
 
     def record(self, now: int, failed: bool, slow: bool) -> None:
         del now
         calls = self._calls
-        if len(calls) < self._size:
+        if self.total < self._size:
             self.total += 1
         elif oldest := calls[0]:
             self.failed -= oldest & 1
             self.slow -= oldest >> 1
-        call = failed + 2 * slow
-        calls.append(call)
-        if call:
+        if failed or slow:
+            calls.append(failed + 2 * slow)
             self.failed += failed
             self.slow += slow
+        else:
+            calls.append(0)
+        self.is_spotless = self.total == self._size and not (self.failed or self.slow)
 
     def pass_time(self, now: int) -> None:
         """Do nothing: these calls grow no older."""
@@ -528,6 +541,8 @@ class _TimeWindow:
     """The calls of the last seconds, added up by the second."""
 
     __slots__ = ("_seconds", "_size", "failed", "slow", "total")
+    # Its calls grow older.
+    is_spotless = False
 
     def __init__(self, size: int) -> None:
         self._size = size

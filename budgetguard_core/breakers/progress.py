@@ -155,8 +155,9 @@ class ProgressSignal:
             self.tripped = bool(self._cause)
             self.due = not self.tripped
         else:
-            self._since += 1
-            self.due = self.due or self._since >= self.settings.every_iterations
+            self._since = since = self._since + 1
+            if since >= self.settings.every_iterations:
+                self.due = True
 
     def report(self, arguments: object) -> str:
         """Take in a call of the tool.

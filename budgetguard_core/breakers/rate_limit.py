@@ -89,7 +89,9 @@ class RateLimiter:
     def acquire(self, now_ns: int) -> Turn:
         """Take a token, now or within the longest wait; a refused call takes none."""
         with self._lock:
-            full_at = now_ns if self._full_at is None else max(self._full_at, now_ns)
+            full_at = self._full_at
+            if full_at is None or full_at < now_ns:
+                full_at = now_ns
             wait = full_at - self._burst_ns - now_ns
             if wait > self._max_wait_ns:
                 return Turn(False, wait - self._max_wait_ns)

@@ -58,9 +58,21 @@ class VelocityMeter:
 
     Args:
         limits: The ceilings.
+
+    Attributes:
+        calm_ns: Until when no call is delayed, whatever is asked; 0 once a band was reached.
     """
 
-    __slots__ = ("_cost", "_latest", "_over_ns", "_tokens", "_tool_calls", "_windows", "limits")
+    __slots__ = (
+        "_cost",
+        "_latest",
+        "_over_ns",
+        "_tokens",
+        "_tool_calls",
+        "_windows",
+        "calm_ns",
+        "limits",
+    )
 
     def __init__(self, limits: VelocityLimits) -> None:
         self.limits = limits
@@ -79,6 +91,7 @@ class VelocityMeter:
         self._latest = 0
         # When that second is over.
         self._over_ns = NS_PER_SECOND
+        self.calm_ns = 0
 
     # Each step asks these: the windows are looked at in place, and a call is saved.
 
@@ -134,18 +147,24 @@ class VelocityMeter:
         window = self._tokens
         if window is not None and tokens:
             window.ring[place] += tokens
-            window.total += tokens
+            window.total = total = window.total + tokens
+            if total >= window.band:
+                self.calm_ns = 0
         window = self._cost
         if window is not None and cost:
             window.ring[place] += cost
-            window.total += cost
+            window.total = total = window.total + cost
+            if total >= window.band:
+                self.calm_ns = 0
 
     def book_tool_call(self, start_ns: int) -> None:
         """Enter a tool call that is admitted."""
         calls = self._tool_calls
         if calls is not None:
             calls.ring[start_ns // NS_PER_SECOND % _RING] += 1
-            calls.total += 1
+            calls.total = total = calls.total + 1
+            if total >= calls.band:
+                self.calm_ns = 0
 
     def correct_model_call(self, start_ns: int, now_ns: int, tokens: int, cost: int) -> None:
         """Correct a model call that has ended.
@@ -162,10 +181,12 @@ class VelocityMeter:
         if now_ns >= self._over_ns:
             self._pass_time(now_ns)
         second, latest = start_ns // NS_PER_SECOND, self._latest
-        if tokens and self._tokens is not None:
-            self._tokens.correct(second, latest, tokens)
-        if cost and self._cost is not None:
-            self._cost.correct(second, latest, cost)
+        window = self._tokens
+        if window is not None and tokens and window.correct(second, latest, tokens):
+            self.calm_ns = 0
+        window = self._cost
+        if window is not None and cost and window.correct(second, latest, cost):
+            self.calm_ns = 0
 
     def withdraw_tool_call(self, start_ns: int, now_ns: int) -> None:
         """Take out a tool call that did not start."""
@@ -235,6 +256,7 @@ class VelocityMeter:
         for name, window in windows.items():
             if window is not None:
                 window.load(state[name], second)
+        self._look()
 
     def _pass_time(self, now_ns: int) -> int:
         """Let what is older than the window go; the second that it reaches up to."""
@@ -245,7 +267,14 @@ class VelocityMeter:
                     window.pass_time(self._latest, second)
             self._latest = second
             self._over_ns = (second + 1) * NS_PER_SECOND
+            self._look()
         return self._latest
+
+    def _look(self) -> None:
+        """Work out until when no call is delayed."""
+        windows = self._windows.values()
+        calm = all(window is None or window.total < window.band for window in windows)
+        self.calm_ns = self._over_ns if calm else 0
 
 
 class _Window:
@@ -282,16 +311,19 @@ class _Window:
         self.ring[second % _RING] += amount
         self.total += amount
 
-    def correct(self, second: int, now: int, amount: int) -> None:
-        place = second % _RING
+    def correct(self, second: int, now: int, amount: int) -> bool:
+        """Add to what is used, or take from it; True where the band is reached then."""
         if amount > 0:
-            place = now % _RING
+            second = now
         elif second < now - _WINDOW:
-            return
-        elif self.ring[place] + amount < 0:
-            amount = -self.ring[place]
-        self.ring[place] += amount
-        self.total += amount
+            return False
+        place, ring = second % _RING, self.ring
+        left = ring[place] + amount
+        if left < 0:
+            amount, left = amount - left, 0
+        ring[place] = left
+        self.total = total = self.total + amount
+        return total >= self.band
 
     def state(self, second: int) -> list[list[int]]:
         seconds = range(second - _WINDOW, second + _WINDOW + 2)
