@@ -71,6 +71,15 @@ class ProviderServer:
     def answered(self):
         return sum(post["status"] == 200 for post in self.posts)
 
+    def once_hung(self, act):
+        """Call back, in a thread of its own, when an answer has begun to hang."""
+
+        def wait():
+            if self.hung.wait(60):
+                act()
+
+        threading.Thread(target=wait, daemon=True).start()
+
     def __enter__(self):
         serve = self._http.serve_forever
         threading.Thread(target=serve, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -291,7 +291,7 @@ def test_a_stream_that_hangs_is_ended_in_good_order(end):
     with ProviderServer(["hang_mid"], calls=0) as server, bounded_clients(budget) as block:
         events = client_of(server).converse_stream(**asked())["stream"]
         if end == "abort":
-            threading.Timer(0.1, block.guard.abort).start()
+            server.once_hung(block.guard.abort)
         got = read(events)
     assert got["stop"] == "end_turn"
     assert str(block.outcome.stop_reason) == ("max_seconds" if end == "deadline" else "aborted")

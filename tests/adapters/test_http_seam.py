@@ -7,7 +7,6 @@ import gc
 import logging
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
@@ -275,7 +274,7 @@ def test_an_abort_ends_a_blocking_stream_at_once():
     with ProviderServer(["hang_mid"], calls=0) as server, bounded_clients(FREE) as block:
         stream = create(client_of(server), stream=True)
         first = next(iter(stream))
-        threading.Timer(0.1, block.guard.abort).start()
+        server.once_hung(block.guard.abort)
         rest = list(stream)
     assert first.choices
     assert rest[-1].choices[0].finish_reason == "stop"
