@@ -111,11 +111,8 @@ class BrakedRun(RunNotices):
         if not held.circuits:
             return ()
         try:
-            found: tuple[CallOutcome, ...] = ()
-            for breaker, _ in held.circuits:
-                found += (breaker.config.outcome_of(result, error),)
+            return tuple([breaker.config.outcome_of(result, error) for breaker, _ in held.circuits])
         except Exception as raised:
             self._tree.report("record_result", raised)
             success: CallOutcome = "success"
             return (success,) * len(held.circuits)
-        return found
