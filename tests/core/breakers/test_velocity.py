@@ -276,3 +276,34 @@ def test_settings_that_make_no_sense_are_refused(fields, sentence):
     with pytest.raises(ConfigurationError) as caught:
         VelocityLimits(**fields)
     assert sentence in str(caught.value)
+
+
+@settings(fixed, max_examples=500)
+@given(
+    share=st.sampled_from([0.3, 0.8, 0.99]),
+    traffic=st.lists(
+        st.tuples(
+            st.sampled_from([0, 0, 0.2, 1, 59, 500]),
+            st.sampled_from(["model", "tool", "more", "less", "withdraw"]),
+            st.integers(1, 12),
+        ),
+        max_size=40,
+    ),
+)
+def test_who_does_not_ask_until_then_would_not_have_been_delayed(share, traffic):
+    limits = VelocityLimits(
+        max_tokens_per_minute=40, max_tool_calls_per_minute=4, throttle_at=share
+    )
+    meter, now, booked = VelocityMeter(limits), 0, 0
+    for seconds, what, tokens in traffic:
+        now += int(seconds * SECOND)
+        if now < meter.calm_ns:
+            assert meter.start_of_model_call(now) == meter.start_of_tool_call(now) == now
+        if what == "model":
+            booked = book_model_call(meter, now, tokens, 0)
+        elif what == "tool":
+            booked = book_tool_call(meter, now)
+        elif what == "withdraw":
+            meter.withdraw_tool_call(booked, now)
+        else:
+            meter.correct_model_call(booked, now, tokens if what == "more" else -tokens, 0)
