@@ -18,8 +18,10 @@ from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.scenario import Mode, Ran, Scenario
 from budgetguard_core.testing.script import Script, Tool, calls, changing
 
-DEADLINE = 0.5
-"""Seconds of the deadlines in clauses whose calls hang."""
+DEADLINE = 1.5
+"""Seconds of the deadlines in clauses whose calls hang: by then they have begun."""
+MOMENT = 0.3
+"""Seconds before an abort, which may as well come before its call has begun."""
 GRACE = 30.0
 """Seconds that a run may take beyond its deadline, on a slow machine."""
 
