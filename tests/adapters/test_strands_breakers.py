@@ -7,11 +7,11 @@ import threading
 
 import pytest
 from strands import tool
-from strands.hooks import BeforeToolCallEvent
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.breakers import BulkheadConfig, ProgressReports, RateLimit
 from budgetguard_core.clock import SystemClock
+from budgetguard_core.events import Event
 from budgetguard_core.kit import PROGRESS_TOOL
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_strands import BudgetHookProvider
@@ -71,9 +71,15 @@ def test_calls_beyond_the_places_wait_for_one(way):
 
 
 def test_an_abort_ends_a_wait():
-    guard = Guard(Budget(rate_limits={"search": RateLimit(rate=1e-6, max_wait_duration=1e6)}))
-    asked, began = threading.Semaphore(0), threading.Semaphore(0)
+    admitted, began = threading.Semaphore(0), threading.Semaphore(0)
     started = []
+
+    def listen(event: Event) -> None:
+        if event.event == "tool_calls_requested":
+            admitted.release(len(event.calls))
+
+    limit = RateLimit(rate=1e-6, max_wait_duration=1e6)
+    guard = Guard(Budget(rate_limits={"search": limit}), sinks=[listen])
 
     @tool
     def search(value: str = "") -> str:
@@ -83,12 +89,12 @@ def test_an_abort_ends_a_wait():
         return "found"
 
     agent = made(Script([calls("search", "search")]), search, hooks=[BudgetHookProvider(guard)])
-    # It comes before the provider's own, which waits.
-    agent.hooks.add_callback(BeforeToolCallEvent, lambda event: asked.release())
 
     def press_stop() -> None:
-        if all(one.acquire(timeout=600) for one in (asked, asked, began)):
-            guard.abort("enough")
+        # One has begun and the other is admitted, and waits for its token.
+        for one in (admitted, admitted, began):
+            one.acquire(timeout=120)
+        guard.abort("enough")
 
     user = threading.Thread(target=press_stop)
     user.start()
