@@ -27,7 +27,7 @@ from budgetguard_core.errors import (
 )
 from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
 from budgetguard_core.guard import Guard, Mode, WarningEvent
-from budgetguard_core.loops import LoopDetection
+from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.replay import replay

@@ -18,8 +18,8 @@ from budgetguard_core.breakers import (
     ToolMix,
     VelocityLimits,
 )
-from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.loops import LoopDetection
+from budgetguard_core.errors import ConfigurationError, shown
+from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.reserve import FinalizeReserve
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def _whole(value: object) -> object:
     if value is None:
         return None
     if type(value) is not int:
-        raise ValueError(f"must be a whole number >= 1, got {_show(value)}. Use None for no cap.")
+        raise ValueError(f"must be a whole number >= 1, got {shown(value)}. Use None for no cap.")
     if value < 1:
-        raise ValueError(f"must be >= 1, got {_show(value)}. Use None for no cap.")
+        raise ValueError(f"must be >= 1, got {shown(value)}. Use None for no cap.")
     # Far above any run; a number without end overflows what it is compared with.
     if value > _MOST:
         raise ValueError(f"must be <= {_MOST}, got more. Use None for no cap.")
@@ -73,12 +73,12 @@ def _seconds(value: object) -> object:
         return None
     if type(value) not in (int, float):
         raise ValueError(
-            f"must be a number of seconds > 0, got {_show(value)}. Use None for no cap."
+            f"must be a number of seconds > 0, got {shown(value)}. Use None for no cap."
         )
     # Far above any run, and far below what nanoseconds overflow.
     if not 0 < value <= _MOST_SECONDS:  # type: ignore[operator]
         raise ValueError(
-            f"must be > 0 and <= {_MOST_SECONDS}, got {_show(value)}. Use None for no cap."
+            f"must be > 0 and <= {_MOST_SECONDS}, got {shown(value)}. Use None for no cap."
         )
     return float(value)  # type: ignore[arg-type]
 
@@ -88,7 +88,7 @@ def _dollars(value: object) -> object:
         return None
     if type(value) not in (int, float, Decimal):
         raise ValueError(
-            f"must be an amount of US dollars > 0 (Decimal, int or float), got {_show(value)}. "
+            f"must be an amount of US dollars > 0 (Decimal, int or float), got {shown(value)}. "
             "Use None for no cap."
         )
     # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
@@ -98,7 +98,7 @@ def _dollars(value: object) -> object:
     # A huge exponent, either way, would take all memory as an exact integer.
     if not -_DOLLAR_DIGITS <= amount.adjusted() < _DOLLAR_DIGITS:
         raise ValueError(
-            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {_show(value)}. "
+            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {shown(value)}. "
             "Use None for no cap."
         )
     return amount
@@ -106,13 +106,8 @@ def _dollars(value: object) -> object:
 
 def _share(value: object) -> object:
     if type(value) is not float or not 0 < value < 1:
-        raise ValueError(f"must be a share between 0 and 1, got {_show(value)}. Use 0.8 for 80 %.")
+        raise ValueError(f"must be a share between 0 and 1, got {shown(value)}. Use 0.8 for 80 %.")
     return value
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 Whole = Annotated[int | None, BeforeValidator(_whole)]
@@ -282,15 +277,15 @@ class Budget(BaseModel, metaclass=_OwnNames):
     def _check_quotas(cls, value: Any) -> dict[str, int]:
         if not isinstance(value, Mapping):
             raise ValueError(  # noqa: TRY004 - pydantic turns only these into its report
-                f"must map tool names to whole numbers, got {_show(value)}."
+                f"must map tool names to whole numbers, got {shown(value)}."
             )
         quotas = dict(cast("Mapping[Any, Any]", value))
         for pattern, quota in quotas.items():
             if not isinstance(pattern, str) or not pattern:
-                raise ValueError(f"must have tool names as keys, got {_show(pattern)}.")
-            if type(quota) is not int or quota < 1:
+                raise ValueError(f"must have tool names as keys, got {shown(pattern)}.")
+            if type(quota) is not int or not 1 <= quota <= _MOST:
                 raise ValueError(
-                    f"must be whole numbers >= 1, got {_show(quota)} for {pattern!r}. "
+                    f"must be whole numbers >= 1, got {shown(quota)} for {shown(pattern)}. "
                     "Leave the tool out for no quota."
                 )
         return quotas
@@ -407,7 +402,7 @@ def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: o
     name = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
         known = ", ".join(Budget.model_fields)
-        return f"{name} is not a field of Budget, got {_show(value)}. Use one of: {known}."
+        return f"{name} is not a field of Budget, got {shown(value)}. Use one of: {known}."
     return f"{name} {message.removeprefix('Value error, ')}" + (
-        "" if kind == "value_error" else f", got {_show(value)}."
+        "" if kind == "value_error" else f", got {shown(value)}."
     )

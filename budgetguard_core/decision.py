@@ -13,10 +13,10 @@ from pydantic import ConfigDict
 from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.canonical import digest_of
 from budgetguard_core.charges import Charges
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
-from budgetguard_core.usage import TokenUsage
+from budgetguard_core.usage import MOST_TOKENS, TokenUsage, span
 
 NOT_EXECUTED = "Not executed: the run was stopped before this call started."
 """The result that a tool call gets when the run ends before it starts."""
@@ -26,11 +26,12 @@ NOT_AVAILABLE = (
     "Not executed: this tool cannot be used any more in this task. Go on without it, "
     "or report what is missing."
 )
-"""The result of a call that a quota refused, for the model."""
 """The result that a tool call gets when its quota is used up; the run goes on."""
 
 _NO_GUESS: tuple[int, int] = (0, 0)
 _ALIKE_KEPT = 64
+_MOST_USD = Decimal(10**15)
+_LEAST_USD = Decimal("1E-15")
 _Alike: TypeAlias = tuple[str | None, str, str]
 
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
@@ -334,14 +335,15 @@ def wrong_model(model: object) -> str:
 
 def wrong_projection(call: ModelCall) -> str:
     """Say what is wrong with a projection that no call can have."""
-    if not call.input_tokens >= 0:
-        return f"input_tokens must be >= 0, got {call.input_tokens}. Use 0 where it is not known."
-    if not call.min_output_tokens >= 1:
+    if not 0 <= call.input_tokens <= MOST_TOKENS:
+        given = call.input_tokens
+        return f"input_tokens must be {span(0, given)}. Use 0 where it is not known."
+    if not 1 <= call.min_output_tokens <= MOST_TOKENS:
         return (
-            f"min_output_tokens must be >= 1, got {call.min_output_tokens!r}. "
+            f"min_output_tokens must be {span(1, call.min_output_tokens)}. "
             "Leave it out where the provider has none."
         )
-    return f"max_output_tokens must be >= 1, got {call.max_output_tokens}. Use None for no bound."
+    return f"max_output_tokens must be {span(1, call.max_output_tokens)}. Use None for no bound."
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
@@ -361,10 +363,12 @@ def given_cost(cost_usd: Decimal) -> int:
     """Turn an amount that the caller gave into the unit of `pricing`.
 
     Raises:
-        ConfigurationError: It is not a Decimal >= 0.
+        ConfigurationError: It is not a Decimal >= 0, or it is far above any call.
     """
-    if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and cost_usd >= 0):
+    if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and 0 <= cost_usd < _MOST_USD):
         raise ConfigurationError(
-            f"cost_usd must be a Decimal >= 0, got {cost_usd!r}. Use None where it is not known."
+            f"cost_usd must be a Decimal >= 0, got {shown(cost_usd)}. "
+            "Use None where it is not known."
         )
-    return from_usd(cost_usd)
+    # A long exponent would take all memory as an exact integer; what is that small is rounded up.
+    return from_usd(max(cost_usd, _LEAST_USD)) if cost_usd else 0

@@ -29,6 +29,15 @@ class AdapterError(BudgetGuardError):
     """The guard cannot be attached, or was used against its rules; the run is not protected."""
 
 
+def shown(value: object) -> str:
+    """Write a value into an error: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a whole number of thousands of digits, or the value's own code
+        return f"{type(value).__name__} that cannot be written"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def text_of(error: object) -> str:
     """Return an error's text, or its type's name where its own code fails to give one."""
     try:

@@ -16,6 +16,7 @@ from budgetguard_core.canonical import (
     fingerprint_error,
     result_key,
 )
+from budgetguard_core.caps import INFINITY
 from budgetguard_core.charges import NOTHING, Charges, measured, settle_charges
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
@@ -44,7 +45,6 @@ from budgetguard_core.events import (
     ToolCallWithdrawn,
 )
 from budgetguard_core.meter import (
-    INFINITY,
     charge,
     clamp,
     count_tool_call,
@@ -71,7 +71,7 @@ from budgetguard_core.state import WarningEvent as WarningEvent
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tenancy import charge_ahead
 from budgetguard_core.tree import UNPROJECTED
-from budgetguard_core.usage import TokenUsage, check_token_usage
+from budgetguard_core.usage import MOST_TOKENS, TokenUsage, check_token_usage
 
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
@@ -149,9 +149,9 @@ class Guard(RunRelations):
             bound = own if bound is None or call.output_is_fixed else min(bound, own)
         # Put so that NaN fails too: reserved, it would be above no cap for ever.
         if (
-            not given >= 0
-            or not call.min_output_tokens >= 1
-            or (bound is not None and not bound >= 1)
+            not 0 <= given <= MOST_TOKENS
+            or not 1 <= call.min_output_tokens <= MOST_TOKENS
+            or (bound is not None and not 1 <= bound <= MOST_TOKENS)
         ):
             raise ConfigurationError(wrong_projection(call))
         tokens = given if bound is None else given + bound
@@ -560,10 +560,6 @@ class Guard(RunRelations):
         if held is not None:
             held.put_off(ticket.guard.clock.monotonic_ns())
 
-    # What the outside tells the run
-
-    # Checkpoints
-
     # Under the lock
 
     def _stop_model_call(
@@ -705,8 +701,6 @@ class Guard(RunRelations):
             if guard._meter.tool_calls >= guard._meter.caps.tool_calls
         ]
         return self._stop(now, found) if found else None
-
-    # Outside the lock
 
 
 def _error_name(error: BaseException | str | None) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from budgetguard_core.meter import Meter, Quota
+from budgetguard_core.caps import Quota
+from budgetguard_core.meter import Meter
 from budgetguard_core.pricing import to_usd
 from budgetguard_core.stop import PRECEDENCE, StopReason, Violation
 

@@ -1,4 +1,4 @@
-"""One guard's counters, caps and quotas. It takes the time as a number and knows no guard.
+"""One guard's counters. It takes the time as a number and knows no guard.
 
 The functions below the class take the meters of a whole chain, the asking run's first: all of them
 are asked, then all are moved. Only this module moves a counter.
@@ -6,23 +6,15 @@ are asked, then all are moved. Only this module moves a counter.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Container, Mapping
-from copy import copy
-from decimal import Decimal
-from fnmatch import fnmatchcase
-from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from collections.abc import Mapping
+from typing import TypeAlias
 
-from budgetguard_core.budget import DIMENSIONS, Budget
+from budgetguard_core.budget import Budget
+from budgetguard_core.caps import INFINITY, Caps, Marks, Quota
 from budgetguard_core.decision import Admit, ModelCall
-from budgetguard_core.pricing import Rates, from_usd, to_usd
+from budgetguard_core.pricing import Rates, to_usd
 from budgetguard_core.stop import StopReason
 from budgetguard_core.usage import TokenUsage, Usage
-
-INFINITY = math.inf
-"""The cap of a dimension without a cap."""
 
 COUNTERS = (
     "cache_read_tokens",
@@ -45,18 +37,6 @@ COUNTERS = (
 """The running totals of a meter, by name; money in the unit of `pricing`."""
 
 _NAMES_KEPT = 1024
-_WILD = re.compile(r"[*?\[]")
-
-
-class Quota:
-    """How many bodies of some tools may start, and how many did."""
-
-    __slots__ = ("limit", "pattern", "used")
-
-    def __init__(self, pattern: str, limit: int, used: int = 0) -> None:
-        self.pattern = pattern
-        self.limit = limit
-        self.used = used
 
 
 class Tool:
@@ -67,102 +47,6 @@ class Tool:
     def __init__(self, quotas: tuple[Quota, ...], started: int = 0) -> None:
         self.quotas = quotas
         self.started = started
-
-
-class Caps:
-    """A budget compiled for comparison: whole numbers, infinity where there is no cap."""
-
-    __slots__ = (
-        "_classes",
-        "budget",
-        "cost",
-        "iterations",
-        "model_calls",
-        "nanoseconds",
-        "quotas",
-        "refuses_unpriced",
-        "tokens",
-        "tool_calls",
-    )
-
-    def __init__(self, budget: Budget, used: Mapping[str, int] | None = None) -> None:
-        self.budget = budget
-        self.iterations = _or_infinity(budget.max_iterations)
-        self.model_calls = _or_infinity(budget.max_model_calls)
-        self.tool_calls = _or_infinity(budget.max_tool_calls)
-        self.tokens = _or_infinity(budget.max_total_tokens)
-        self.nanoseconds = (
-            INFINITY if budget.max_seconds is None else int(budget.max_seconds * 1_000_000_000)
-        )
-        self.cost = INFINITY if budget.max_cost_usd is None else from_usd(budget.max_cost_usd)
-        reserve = budget.finalize_reserve
-        if reserve is not None:
-            self.tokens -= reserve.tokens or 0
-            self.cost -= from_usd(reserve.cost_usd or Decimal(0))
-        self.refuses_unpriced = budget.max_cost_usd is not None and budget.on_unpriced == "stop"
-        self.quotas = tuple(
-            Quota(pattern, cap, (used or {}).get(pattern, 0))
-            for pattern, cap in budget.tool_quotas.items()
-        )
-        self._classes = dict(budget.tool_classes)
-
-    def quotas_of(self, name: str) -> tuple[Quota, ...]:
-        """Return the quotas that a tool has to pass, in the order of the budget."""
-        if not self.quotas:
-            return ()
-        by_beginning, longest = _by_beginning(tuple(quota.pattern for quota in self.quotas))
-        found: set[int] = set()
-        for candidate in (name, f"{self.class_of(name)}/{name}"):
-            for end in range(min(len(candidate), longest) + 1):
-                for place in by_beginning.get(candidate[:end], ()):
-                    if fnmatchcase(candidate, self.quotas[place].pattern):
-                        found.add(place)
-        return tuple(self.quotas[place] for place in sorted(found))
-
-    def class_of(self, name: str) -> str:
-        """Return the tool's class, or an empty string."""
-        for pattern, tool_class in self._classes.items():
-            if fnmatchcase(name, pattern):
-                return tool_class
-        return ""
-
-
-@lru_cache(maxsize=64)
-def _by_beginning(patterns: tuple[str, ...]) -> tuple[dict[str, list[int]], int]:
-    """Sort patterns by what a name has to begin with, so that it is matched with a few of hundreds.
-
-    Returns:
-        The places of the patterns, and the length of the longest beginning.
-    """
-    found: dict[str, list[int]] = {}
-    for place, pattern in enumerate(patterns):
-        found.setdefault(_WILD.split(pattern, maxsplit=1)[0], []).append(place)
-    return found, max(map(len, found))
-
-
-class Marks:
-    """The use from which a dimension is looked at closely: its warning share, then its cap.
-
-    Below every mark a step needs no other check, so a step far from its caps pays for one.
-    """
-
-    __slots__ = ("cost", "iterations", "model_calls", "nanoseconds", "tokens", "tool_calls")
-
-    def __init__(self, caps: Caps, warned: Container[str]) -> None:
-        share = caps.budget.warn_at
-
-        def mark(dimension: str, cap: float) -> float:
-            if dimension in warned or cap == INFINITY:
-                return cap
-            # Whole, for whole numbers are compared with it: with a fraction that takes longer.
-            return math.ceil(cap * share)
-
-        self.iterations = mark("max_iterations", caps.iterations)
-        self.model_calls = mark("max_model_calls", caps.model_calls)
-        self.tool_calls = mark("max_tool_calls", caps.tool_calls)
-        self.tokens = mark("max_total_tokens", caps.tokens)
-        self.nanoseconds = mark("max_seconds", caps.nanoseconds)
-        self.cost = mark("max_cost_usd", caps.cost)
 
 
 class Meter:
@@ -435,74 +319,6 @@ class Meter:
             self.mark_at = started + self.marks.nanoseconds
 
 
-class ExemptMeter:
-    """A run's meter as housekeeping meets it: neither the run's iterations nor its time bind.
-
-    It is asked in the meter's place, and only asked: what was used is charged to the meter.
-    """
-
-    __slots__ = ("_meter",)
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter: Meter
-        object.__setattr__(self, "_meter", meter)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._meter, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "iterations":
-            setattr(self._meter, name, value)
-
-    @property
-    def caps(self) -> Caps:
-        """The caps that are left."""
-        caps: Caps = copy(self._meter.caps)
-        caps.iterations = caps.nanoseconds = INFINITY
-        return caps
-
-    @property
-    def marks(self) -> Marks:
-        """The marks that are left."""
-        marks: Marks = copy(self._meter.marks)
-        marks.iterations = marks.nanoseconds = INFINITY
-        return marks
-
-    @property
-    def mark_calls(self) -> float:
-        """The mark of the model calls."""
-        return self.marks.model_calls
-
-    def fits_model_call(self, now: int, retry: bool, tokens: int, cost: int) -> bool:
-        """Tell whether one more model call is within what is left."""
-        return Meter.fits_model_call(cast("Meter", self), now, retry, tokens, cost)
-
-    def fits_tool_calls(self, now: int) -> bool:
-        """Tell whether a batch of tool calls is within what is left."""
-        return Meter.fits_tool_calls(cast("Meter", self), now)
-
-
-class ReserveMeter(ExemptMeter):
-    """A stopped run's meter as its last answer meets it: tokens and dollars bind, and in whole."""
-
-    @property
-    def halt(self) -> bool:
-        """Nothing else stands against it; that the run was stopped is why it is asked for."""
-        return False
-
-    @property
-    def caps(self) -> Caps:
-        """The caps that are left."""
-        caps = Caps(self._meter.caps.budget.model_copy(update={"finalize_reserve": None}))
-        caps.iterations = caps.model_calls = caps.tool_calls = caps.nanoseconds = INFINITY
-        return caps
-
-    @property
-    def marks(self) -> Marks:
-        """The marks that are left."""
-        return Marks(self.caps, DIMENSIONS)
-
-
 Chain: TypeAlias = tuple[Meter, ...]
 """The meters that a step is charged to: the asking run's first, then those above it."""
 
@@ -726,7 +542,3 @@ def uncount_tool_call(chain: Chain, name: str) -> None:
         tool.started -= 1
         for quota in tool.quotas:
             quota.used -= 1
-
-
-def _or_infinity(cap: int | None) -> float:
-    return INFINITY if cap is None else cap

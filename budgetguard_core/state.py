@@ -12,6 +12,7 @@ from budgetguard_core import limits
 from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.caps import INFINITY
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit, ModelCall, Occurrences, ToolCall
 from budgetguard_core.errors import ConfigurationError
@@ -23,8 +24,9 @@ from budgetguard_core.events import (
     TripObserved,
     Tripped,
 )
+from budgetguard_core.exemptions import ExemptMeter, ReserveMeter
 from budgetguard_core.loops import LoopDetector
-from budgetguard_core.meter import COUNTERS, INFINITY, Chain, ExemptMeter, Meter, ReserveMeter
+from budgetguard_core.meter import COUNTERS, Chain, Meter
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates
 from budgetguard_core.run_breakers import BreakerLine, RunBreakers

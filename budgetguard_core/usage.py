@@ -6,7 +6,10 @@ from typing import Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, shown
+
+MOST_TOKENS: Final = 10**18
+"""Far above any run: a number without end overflows what it is compared with."""
 
 
 class TokenUsage(NamedTuple):
@@ -55,6 +58,8 @@ def check_token_usage(usage: TokenUsage) -> None:
         whole = False
     if (
         whole
+        and inputs <= MOST_TOKENS
+        and outputs <= MOST_TOKENS
         and read >= 0
         and 0 <= write_1h <= write
         and read + write <= inputs
@@ -64,11 +69,17 @@ def check_token_usage(usage: TokenUsage) -> None:
     raise ConfigurationError(_problem(usage))
 
 
+def span(least: int, value: object) -> str:
+    """Say from where to where a figure makes sense, and what was given; few pass the end."""
+    end = f" and <= {MOST_TOKENS}" if isinstance(value, int) and value > MOST_TOKENS else ""
+    return f">= {least}{end}, got {shown(value)}"
+
+
 def _problem(usage: TokenUsage) -> str:
     for name, value in zip(TokenUsage._fields[:-1], usage, strict=False):
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= MOST_TOKENS:
             return (
-                f"{name} must be a whole number >= 0, got {value!r}. "
+                f"{name} must be a whole number {span(0, value)}. "
                 "Pass usage=None when the provider reported nothing."
             )
     if usage.cache_write_1h_tokens > usage.cache_write_tokens:

@@ -34,8 +34,8 @@ from budgetguard_core.breakers.settings import (
     damaged,
     nanoseconds,
     natural,
-    show,
 )
+from budgetguard_core.errors import shown
 
 _LARGEST_WINDOW = 100_000
 _LONGEST_TEXT = 200
@@ -46,7 +46,7 @@ CallOutcome: TypeAlias = Literal["success", "failure", "ignored"]
 def _window_size(value: object) -> object:
     if type(value) is not int or not 1 <= value <= _LARGEST_WINDOW:
         raise ValueError(
-            f"must be a whole number from 1 to {_LARGEST_WINDOW}, got {show(value)}. "
+            f"must be a whole number from 1 to {_LARGEST_WINDOW}, got {shown(value)}. "
             "Leave it out for 100."
         )
     return value

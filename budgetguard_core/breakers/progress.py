@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final, NamedTuple, Self, cast
 
 from pydantic import BeforeValidator
 
-from budgetguard_core.breakers.settings import Count, Settings, damaged, natural, show
+from budgetguard_core.breakers.settings import Count, Settings, damaged, natural
+from budgetguard_core.errors import shown
 from budgetguard_core.stop import StopReason, Violation
 
 REPORT_PROGRESS: Final = "report_progress"
@@ -62,7 +63,7 @@ _NOT_A_WORD = re.compile(r"[\W_]+")
 def _rows(value: object) -> object:
     if type(value) is not int or not 2 <= value <= 10**6:
         raise ValueError(
-            f"must be a whole number >= 2, got {show(value)}. Leave it out for the default."
+            f"must be a whole number >= 2, got {shown(value)}. Leave it out for the default."
         )
     return value
 

@@ -20,14 +20,14 @@ from budgetguard_core.breakers.settings import (
     damaged,
     nanoseconds,
     natural,
-    show,
 )
+from budgetguard_core.errors import shown
 
 
 def _rate(value: object) -> object:
     if type(value) not in (int, float) or not 1e-6 <= value <= 1e6:  # type: ignore[operator]
         raise ValueError(
-            f"must be a number of calls per second from 1E-6 to 1E+6, got {show(value)}. "
+            f"must be a number of calls per second from 1E-6 to 1E+6, got {shown(value)}. "
             "Use 0.5 for one call in two seconds."
         )
     return float(value)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, shown
 
 NS_PER_SECOND = 1_000_000_000
 
@@ -17,23 +17,17 @@ _MOST_SECONDS = 10**9
 _DOLLAR_DIGITS = 15
 
 
-def show(value: Any) -> str:
-    """Write a value into an error: short, whatever it is."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _count(value: object) -> object:
     if type(value) is not int or not 1 <= value <= _MOST:
         raise ValueError(
-            f"must be a whole number >= 1, got {show(value)}. Leave it out for the default."
+            f"must be a whole number >= 1, got {shown(value)}. Leave it out for the default."
         )
     return value
 
 
 def _cap(value: object) -> object:
     if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
-        raise ValueError(f"must be a whole number >= 1, got {show(value)}. Use None for no cap.")
+        raise ValueError(f"must be a whole number >= 1, got {shown(value)}. Use None for no cap.")
     return value
 
 
@@ -46,7 +40,7 @@ def _seconds(value: object) -> object:
     number = _number(value)
     if number is None or not 0 < number <= _MOST_SECONDS:
         raise ValueError(
-            f"must be a number of seconds > 0 and <= {_MOST_SECONDS}, got {show(value)}. "
+            f"must be a number of seconds > 0 and <= {_MOST_SECONDS}, got {shown(value)}. "
             "Leave it out for the default."
         )
     return number
@@ -56,7 +50,7 @@ def _seconds_or_zero(value: object) -> object:
     number = _number(value)
     if number is None or not 0 <= number <= _MOST_SECONDS:
         raise ValueError(
-            f"must be a number of seconds >= 0 and <= {_MOST_SECONDS}, got {show(value)}. "
+            f"must be a number of seconds >= 0 and <= {_MOST_SECONDS}, got {shown(value)}. "
             "Leave it out for 0."
         )
     return number
@@ -66,14 +60,14 @@ def _percentage(value: object) -> object:
     number = _number(value)
     if number is None or not 0 < number <= 100:
         raise ValueError(
-            f"must be a percentage > 0 and <= 100, got {show(value)}. Use 50 for 50 %."
+            f"must be a percentage > 0 and <= 100, got {shown(value)}. Use 50 for 50 %."
         )
     return number
 
 
 def _share(value: object) -> object:
     if type(value) is not float or not 0 < value < 1:
-        raise ValueError(f"must be a share between 0 and 1, got {show(value)}. Use 0.8 for 80 %.")
+        raise ValueError(f"must be a share between 0 and 1, got {shown(value)}. Use 0.8 for 80 %.")
     return value
 
 
@@ -82,17 +76,17 @@ def _dollars(value: object) -> object:
         return None
     if type(value) not in (int, float, Decimal):
         raise ValueError(
-            f"must be an amount of US dollars > 0 (Decimal, int or float), got {show(value)}. "
+            f"must be an amount of US dollars > 0 (Decimal, int or float), got {shown(value)}. "
             "Use None for no cap."
         )
     # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
     amount = value if isinstance(value, Decimal) else Decimal(repr(value))
     if not (amount.is_finite() and amount > 0):
-        raise ValueError(f"must be finite and > 0, got {show(value)}. Use None for no cap.")
+        raise ValueError(f"must be finite and > 0, got {shown(value)}. Use None for no cap.")
     # A huge exponent, either way, would take all memory as an exact integer.
     if not -_DOLLAR_DIGITS <= amount.adjusted() < _DOLLAR_DIGITS:
         raise ValueError(
-            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {show(value)}. "
+            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {shown(value)}. "
             "Use None for no cap."
         )
     return amount
@@ -100,7 +94,7 @@ def _dollars(value: object) -> object:
 
 def _flag(value: object) -> object:
     if type(value) is not bool:
-        raise ValueError(f"must be True or False, got {show(value)}. Leave it out for False.")
+        raise ValueError(f"must be True or False, got {shown(value)}. Leave it out for False.")
     return value
 
 
@@ -113,7 +107,7 @@ def _names(value: Any) -> object:
         if all(isinstance(name, str) and name for name in names):
             return tuple(names)
     raise ValueError(
-        f"must be a list of exception types, or of their names or patterns, got {show(value)}. "
+        f"must be a list of exception types, or of their names or patterns, got {shown(value)}. "
         'Use [TimeoutError, "*RateLimit*"].'
     )
 
@@ -191,7 +185,7 @@ def _sentences(model: type[BaseModel], error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             known = ", ".join(model.model_fields)
             sentences.append(
-                f"{name} is not a field of {model.__name__}, got {show(problem['input'])}. "
+                f"{name} is not a field of {model.__name__}, got {shown(problem['input'])}. "
                 f"Use one of: {known}."
             )
         elif problem["type"] == "value_error":
@@ -199,7 +193,7 @@ def _sentences(model: type[BaseModel], error: ValidationError) -> str:
         elif problem["type"] == "missing":
             sentences.append(f"{name} must be given, got nothing. Pass {name}=...")
         else:
-            sentences.append(f"{name}: {problem['msg']}, got {show(problem['input'])}.")
+            sentences.append(f"{name}: {problem['msg']}, got {shown(problem['input'])}.")
     return "\n".join(sentences)
 
 
@@ -211,7 +205,7 @@ def nanoseconds(seconds: float) -> int:
 def damaged(what: str, state: object) -> ValueError:
     """Say that a state cannot be used."""
     return ValueError(
-        f"the state of a {what} must be what state() returned, got {show(state)}. "
+        f"the state of a {what} must be what state() returned, got {shown(state)}. "
         "Use a new one to go on without it."
     )
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator
 
-from budgetguard_core.breakers.settings import Count, Frozen, Settings, damaged, natural, show
+from budgetguard_core.breakers.settings import Count, Frozen, Settings, damaged, natural
+from budgetguard_core.errors import shown
 
 _LEAST_EXPECTED = 5
 _MOST_TOOLS = 1024
@@ -29,7 +30,7 @@ def _tools(value: Any) -> object:
         if names and counts and len(tools) <= _MOST_TOOLS:
             return tools
     raise ValueError(
-        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {show(value)}. "
+        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {shown(value)}. "
         "Record it with ToolMixBaseline.of(runs)."
     )
 
@@ -37,7 +38,7 @@ def _tools(value: Any) -> object:
 def _alpha(value: object) -> object:
     if type(value) is not float or not 0 < value <= 0.5:
         raise ValueError(
-            f"must be a probability > 0 and <= 0.5, got {show(value)}. Leave it out for 0.001."
+            f"must be a probability > 0 and <= 0.5, got {shown(value)}. Leave it out for 0.001."
         )
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import NamedTuple
 
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, shown
 
 NANO_USD_PER_USD = 10**9
 """The unit of money in a ledger. One cached token may cost 25 of them."""
@@ -39,14 +39,14 @@ def to_nano(dollars: Decimal | float) -> int:
     """
     if type(dollars) not in (int, float, Decimal):
         raise ConfigurationError(
-            f"usd must be an amount of US dollars (Decimal, int or float), got {_show(dollars)}. "
+            f"usd must be an amount of US dollars (Decimal, int or float), got {shown(dollars)}. "
             'Use Decimal("0.05") for five cents.'
         )
     # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
     amount = Decimal(repr(dollars)) if isinstance(dollars, float) else Decimal(dollars)
     if not (amount.is_finite() and amount >= 0 and amount.adjusted() < 30):
         raise ConfigurationError(
-            f"usd must be finite, >= 0 and below 10**30, got {_show(dollars)}. Use 0 for nothing."
+            f"usd must be finite, >= 0 and below 10**30, got {shown(dollars)}. Use 0 for nothing."
         )
     nano = amount.scaleb(9, _CONTEXT)
     return int(nano.to_integral_value(ROUND_CEILING, _CONTEXT))
@@ -68,12 +68,12 @@ def to_amount(usd: Decimal | float, tokens: int) -> Amount:
     """
     if type(tokens) is not int or tokens < 0:
         raise ConfigurationError(
-            f"tokens must be a whole number >= 0, got {_show(tokens)}. Use 0 for none."
+            f"tokens must be a whole number >= 0, got {shown(tokens)}. Use 0 for none."
         )
     amount = Amount(to_nano(usd), tokens)
     if max(amount) > LARGEST_STEP:
         raise ConfigurationError(
-            f"a step must move less than $4,503,599 and 2**52 tokens, got {_show(max(amount))}. "
+            f"a step must move less than $4,503,599 and 2**52 tokens, got {shown(max(amount))}. "
             "Split it."
         )
     return amount
@@ -106,13 +106,7 @@ def to_ceiling(usd: Decimal | float | None, tokens: int | None) -> Amount:
         )
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise ConfigurationError(
-            f"a ceiling of tokens must be a whole number >= 1, got {_show(tokens)}. "
+            f"a ceiling of tokens must be a whole number >= 1, got {shown(tokens)}. "
             "Use None for no ceiling."
         )
     return Amount(nano, tokens or 0)
-
-
-def _show(value: object) -> str:
-    if isinstance(value, int) and abs(value) >= 10**60:  # Python refuses to write very long ones
-        return "an int of more than 60 digits"
-    return repr(value)[:60]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import layout
+from budgetguard_core import LoopDetection
 from budgetguard_core.canonical import fingerprint
-from budgetguard_core.loops import LoopDetection, LoopDetector
+from budgetguard_core.loops import LoopDetector
 
 TRAJECTORIES = Path(
     os.environ.get("BUDGETGUARD_TRAJECTORIES", layout.ROOT.parent / "shared" / "trajectories")

@@ -141,6 +141,11 @@ def test_a_long_value_is_cut():
             "must be whole numbers >= 1, got 0 for 'a'. Leave the tool out for no quota.",
         ),
         (
+            {"a": 10**5000},
+            "must be whole numbers >= 1, got int that cannot be written for 'a'. "
+            "Leave the tool out for no quota.",
+        ),
+        (
             {"a": True},
             "must be whole numbers >= 1, got True for 'a'. Leave the tool out for no quota.",
         ),

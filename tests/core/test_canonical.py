@@ -27,7 +27,7 @@ from budgetguard_core.canonical import (
     fingerprint_result,
     result_key,
 )
-from budgetguard_core.loops import LoopDetection
+from budgetguard_core.loop_detection import LoopDetection
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 

@@ -19,7 +19,7 @@ from budgetguard_core import (
     ToolCall,
     read_events,
 )
-from budgetguard_core.meter import Caps
+from budgetguard_core.caps import Caps
 from budgetguard_core.records import line_of
 
 PATTERNS = st.text("ab*?[]!/", min_size=1, max_size=5)

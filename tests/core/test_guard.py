@@ -241,7 +241,13 @@ def test_the_model_that_was_really_called_is_billed(make):
     assert guard.usage.cost_usd == 4
 
 
-@pytest.mark.parametrize("cost", [Decimal(-1), Decimal("NaN"), Decimal("Infinity"), 0.1, 1, True])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        *(Decimal(text) for text in ("-1", "NaN", "Infinity", "1E+15", "1E+999999999")),
+        *(0.1, 1, True),
+    ],
+)
 def test_a_cost_that_makes_no_sense_moves_no_counter_backwards(make, cost):
     guard = make(Budget(max_cost_usd=1))
     with pytest.raises(ConfigurationError, match="cost_usd must be a Decimal >= 0, got"):
@@ -252,6 +258,16 @@ def test_a_cost_that_makes_no_sense_moves_no_counter_backwards(make, cost):
     assert guard.usage.cost_usd == Decimal("0.2")
     assert guard.usage.reserved_usd == 0
     assert guard.usage.iterations == 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "charged"), [("0E-999999999", "0"), ("1E-999999999", "1E-15"), ("1E-15", "1E-15")]
+)
+def test_a_cost_below_what_is_counted_is_rounded_up(make, cost, charged):
+    guard = make(Budget(max_cost_usd=1))
+    ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal(cost)))
+    guard.settle_model_call(ticket, TokenUsage(1, 1), cost_usd=Decimal(cost))
+    assert guard.usage.cost_usd == Decimal(charged)
 
 
 def test_figures_that_make_no_sense_are_charged_as_reserved(make):
@@ -1208,6 +1224,8 @@ def test_an_abort_cancels_nothing_where_nothing_is_refused(mode):
     ("call", "sentence"),
     [
         (ModelCall(input_tokens=-5), "input_tokens must be >= 0, got -5."),
+        (ModelCall(input_tokens=10**5000), f"input_tokens must be >= 0 and <= {10**18}, got int"),
+        (ModelCall(cost_usd=Decimal("1E+999999999")), "cost_usd must be a Decimal >= 0, got Dec"),
         (ModelCall(input_tokens=float("nan")), "input_tokens must be >= 0, got nan."),
         (ModelCall(max_output_tokens=0), "max_output_tokens must be >= 1, got 0."),
         (ModelCall(max_output_tokens=float("nan")), "max_output_tokens must be >= 1, got nan."),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from budgetguard_core import Budget, StopReason
+from budgetguard_core.caps import Caps, Marks
 from budgetguard_core.limits import (
     due_warnings,
     in_order,
@@ -18,8 +19,6 @@ from budgetguard_core.limits import (
 )
 from budgetguard_core.meter import (
     COUNTERS,
-    Caps,
-    Marks,
     Meter,
     far_from_caps,
     release,

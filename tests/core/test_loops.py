@@ -17,7 +17,8 @@ from budgetguard_core.canonical import (
     result_key,
 )
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.loops import LoopDetection, LoopDetector
+from budgetguard_core.loop_detection import LoopDetection
+from budgetguard_core.loops import LoopDetector
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 

@@ -42,6 +42,15 @@ def test_a_count_is_a_whole_number(field, value):
     )
 
 
+@pytest.mark.parametrize("field", ["input_tokens", "output_tokens"])
+@pytest.mark.parametrize("value", [10**18 + 1, 10**5000], ids=["one more", "unwritable"])
+def test_a_count_has_an_end(field, value):
+    """Python refuses to write a number of thousands of digits, and so would every sentence."""
+    check_token_usage(TokenUsage(10**18, 10**18))
+    with pytest.raises(ConfigurationError, match=rf"{field} must be .* >= 0 and <= {10**18}, got "):
+        check_token_usage(TokenUsage()._replace(**{field: value}))
+
+
 @pytest.mark.parametrize(
     ("usage", "sentence"),
     [
