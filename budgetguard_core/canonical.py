@@ -225,13 +225,16 @@ def _parsed(text: str) -> object:
 
 
 def _named(value: dict[Any, Any]) -> str:
-    """Write a mapping of few names, as arguments are: a flat one without a copy of it."""
+    """Write a mapping of few names, as arguments are, without a copy of its top."""
     try:
         keys = sorted(value)
     except TypeError:
         return ascii(_mapping(value, 0, _Walk()))
     parts: list[str] = []
+    walk: _Walk | None = None
     for key in keys:
+        if type(key) is not str:
+            return ascii(_mapping(value, 0, _Walk()))
         item = value[key]
         kind = _kind_of(item)
         if kind is str:
@@ -242,9 +245,10 @@ def _named(value: dict[Any, Any]) -> str:
             if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
                 item = _whole(item)
         elif kind is not bool and item is not None:
-            return ascii(_mapping(value, 0, _Walk()))
-        if type(key) is not str:
-            return ascii(_mapping(value, 0, _Walk()))
+            if walk is None:
+                walk = _Walk()
+                walk.left -= len(value)
+            item = _plain(item, 1, walk)
         parts.append(f"{key!a}: {item!a}")
     return f"{{{', '.join(parts)}}}"
 
@@ -252,6 +256,12 @@ def _named(value: dict[Any, Any]) -> str:
 def _plain(value: Any, depth: int, walk: _Walk) -> Any:
     """Reduce a value to dicts, lists, strings, numbers and None; tuples mark all other kinds."""
     kind = _kind_of(value)
+    if depth <= walk.direct:
+        # The containers of nearly all arguments.
+        if kind is dict:
+            return _mapping(value, depth, walk)
+        if kind is list:
+            return _items(value, len(value), depth, walk)
     if kind is str:
         return _string(value)
     if value is None or kind is bool:
@@ -304,22 +314,16 @@ def _mapping(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
             # Sorted as text, or 10 and 9 would stand otherwise than "10" and "9".
             return _mapping_by_text(value, depth, walk)
         item = value[key]
-        # The kinds of nearly all arguments, without a call for each.
+        # The values of nearly all arguments, without a call for each.
         kind = _kind_of(item)
         if kind is str:
             item = item.strip()
             if item[:1] in _CODED:
                 item = _coded(item)
-        elif kind is dict and depth < walk.direct:
-            item = _mapping(item, depth + 1, walk)
-        elif kind is list and depth < walk.direct:
-            item = _items(item, len(item), depth + 1, walk)
-        elif not (
-            kind is bool
-            or item is None
-            or (kind is int and _SMALLEST_WHOLE < item < _BIGGEST_WHOLE)
-            or (kind is float and not item.is_integer())
-        ):
+        elif kind is int:
+            if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+                item = _whole(item)
+        elif kind is not bool and item is not None:
             item = _plain(item, depth + 1, walk)
         plain[key] = item
     return plain
@@ -392,16 +396,10 @@ def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[A
             item = item.strip()
             if item[:1] in _CODED:
                 item = _coded(item)
-        elif kind is dict and depth < walk.direct:
-            item = _mapping(item, depth + 1, walk)
-        elif kind is list and depth < walk.direct:
-            item = _items(item, len(item), depth + 1, walk)
-        elif not (
-            kind is bool
-            or item is None
-            or (kind is int and _SMALLEST_WHOLE < item < _BIGGEST_WHOLE)
-            or (kind is float and not item.is_integer())
-        ):
+        elif kind is int:
+            if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+                item = _whole(item)
+        elif kind is not bool and item is not None:
             item = _plain(item, depth + 1, walk)
         plain.append(item)
     return plain
