@@ -8,6 +8,8 @@ BudgetGuardError                 catch this to catch everything
 `-- AdapterError                 a guard cannot attach to a framework, or is used against its rules
 """
 
+from typing import Any
+
 
 class BudgetGuardError(Exception):
     """The root of every exception that BudgetGuard raises."""
@@ -29,7 +31,7 @@ class AdapterError(BudgetGuardError):
     """The guard cannot be attached, or was used against its rules; the run is not protected."""
 
 
-def shown(value: object) -> str:
+def shown(value: Any) -> str:
     """Write a value into an error: short, whatever it is."""
     try:
         text = repr(value)
