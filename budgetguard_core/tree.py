@@ -13,8 +13,9 @@ from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
 from budgetguard_core.errors import ConfigurationError, text_of
-from budgetguard_core.events import Event, EventBase, Listener, Sink
+from budgetguard_core.events import Event, EventBase
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.sinks import Listener, Sink
 
 _LOG = logging.getLogger("budgetguard")
 _ERRORS_KEPT = 20
