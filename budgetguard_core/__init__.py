@@ -25,13 +25,14 @@ from budgetguard_core.errors import (
     ConfigurationError,
     RunFencedError,
 )
-from budgetguard_core.events import Event, JsonLinesSink, LoggingSink, Sink, read_events
+from budgetguard_core.events import Event, read_events
 from budgetguard_core.guard import Guard, Mode, WarningEvent
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.replay import replay
 from budgetguard_core.reserve import FinalizeReserve
+from budgetguard_core.sinks import JsonLinesSink, LoggingSink, Sink
 from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.stop import (
     StopCondition,

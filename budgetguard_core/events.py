@@ -1,33 +1,28 @@
-"""What happened in a run, as frozen records in the past tense, and the sinks that take them.
+"""What happened in a run, as frozen records in the past tense; and how a log of them is read.
 
 The events that change a guard carry all that the guard was told, so that `replay` can tell
 it again. Argument values are not among it unless the user asked for them; their hash is.
 """
 
 import json
-import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import (
-    IO,
     Annotated,
     Any,
     ClassVar,
     Literal,
-    Protocol,
     Self,
     TypeAlias,
     cast,
-    runtime_checkable,
 )
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.budget import ProfileId
+from budgetguard_core.canonical import digest_of
 from budgetguard_core.decision import (
     Admit,
     ModelCall,
@@ -39,7 +34,7 @@ from budgetguard_core.decision import (
 )
 from budgetguard_core.errors import CheckpointError
 from budgetguard_core.outcome import Status
-from budgetguard_core.records import Record, encoded_line, line_of
+from budgetguard_core.records import Record
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
@@ -180,7 +175,7 @@ class ReplyReported(EventBase):
     """Who said it, where several speak; cut to 200 characters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolCallRequested:
     """One call of a batch, with the answer it got."""
 
@@ -201,20 +196,29 @@ class ToolCallRequested:
         cls, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision], log_arguments: bool
     ) -> tuple[Self, ...]:
         """Describe the calls of a batch with their answers."""
-        return tuple(
-            [
-                cls(
-                    call_id=decision.call_id if isinstance(decision, Admit) else None,
-                    id=call.id,
-                    name=call.name,
-                    kind=call.kind,
-                    fingerprint=call.fingerprint or "",
-                    arguments=call.arguments if log_arguments else None,
-                    decision=_ANSWERS[type(decision)],
-                )
-                for call, decision in zip(calls, decisions, strict=True)
-            ]
-        )
+        described: list[Self] = []
+        for call, decision in zip(calls, decisions, strict=True):
+            one = _new(cls)
+            # As a record is made: to set each field of a frozen one takes four times as long.
+            _set_fields(
+                one,
+                {
+                    "call_id": decision.call_id if isinstance(decision, Admit) else None,
+                    "id": call.id,
+                    "name": call.name,
+                    "kind": call.kind,
+                    "fingerprint": digest_of(call.key or ""),
+                    "arguments": call.arguments if log_arguments else None,
+                    "decision": _ANSWERS[type(decision)],
+                },
+            )
+            described.append(one)
+        return tuple(described)
+
+
+_new = object.__new__
+# The slot itself: to set it by its name takes twice as long.
+_set_fields = vars(ToolCallRequested)["__dict__"].__set__
 
 
 class ToolCallsRequested(EventBase):
@@ -501,108 +505,6 @@ Event: TypeAlias = Annotated[
 def _adapter() -> TypeAdapter[Event]:
     # Not at import: most runs never read a log, and two dozen schemas take their time.
     return TypeAdapter(Event)
-
-
-_WARNINGS = (
-    LimitNearlyReached,
-    ContextWindowNearlyFull,
-    CircuitBreakerChanged,
-    ToolMixUnusual,
-    Tripped,
-    TripObserved,
-    Aborted,
-)
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """Something that takes events. It may raise: that is reported and changes nothing."""
-
-    def emit(self, event: Event) -> None:
-        """Take one event."""
-        ...
-
-    def flush(self) -> None:
-        """Return only when everything taken is safe, as a log on the disk (fsync)."""
-        ...
-
-
-class Listener:
-    """A plain callable as a sink."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[Event], object]) -> None:
-        self._function = function
-
-    def emit(self, event: Event) -> None:
-        """Call the function with the event."""
-        self._function(event)
-
-    def flush(self) -> None:
-        """Do nothing: a callable keeps nothing back."""
-
-
-class JsonLinesSink:
-    """A trajectory log: one JSON object a line, appended to a file.
-
-    Each line reaches the operating system at once, so a killed process loses none; `flush` also
-    makes the disk write it. Arguments and results appear as hashes.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file: IO[bytes] = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by close()
-        # A killed process, or a full disk, leaves half a line that must not swallow the next one.
-        self._torn = self._ends_in_half_a_line()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def emit(self, event: Event) -> None:
-        """Append the event's line."""
-        line = encoded_line(event) + b"\n"
-        if self._torn:
-            line = b"\n" + line
-        self._torn = True
-        while line:
-            line = line[self._file.write(line) :]
-        self._torn = False
-
-    def flush(self) -> None:
-        """Have the disk write what was appended (fsync)."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file; the sink cannot be used after it. Leaving a `with` block does it too."""
-        self._file.close()
-
-    def _ends_in_half_a_line(self) -> bool:
-        size = self._file.seek(0, os.SEEK_END)
-        if size == 0:
-            return False
-        self._file.seek(size - 1)
-        return self._file.read(1) != b"\n"
-
-
-class LoggingSink:
-    """Events as records of the standard library's logging: trips and warnings as WARNING."""
-
-    def __init__(self, logger: logging.Logger | None = None) -> None:
-        self._logger = logger or logging.getLogger("budgetguard")
-
-    def emit(self, event: Event) -> None:
-        """Log one event; its fields are JSON, so no name in it can forge a line."""
-        level = logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s %s", event.event, line_of(event))
-
-    def flush(self) -> None:
-        """Flush the logger's own handlers."""
-        for handler in self._logger.handlers:
-            handler.flush()
 
 
 def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:

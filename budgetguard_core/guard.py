@@ -12,7 +12,6 @@ from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.canonical import (
     arguments_key,
-    digest_of,
     fingerprint_error,
     result_key,
 )
@@ -35,13 +34,8 @@ from budgetguard_core.decision import (
 )
 from budgetguard_core.errors import ConfigurationError, text_of
 from budgetguard_core.events import (
-    ModelCallAdmitted,
     ModelCallRefused,
-    ModelCallSettled,
     ModelCallWithdrawn,
-    ToolCallRequested,
-    ToolCallSettled,
-    ToolCallsRequested,
     ToolCallWithdrawn,
 )
 from budgetguard_core.meter import (
@@ -59,7 +53,6 @@ from budgetguard_core.meter import (
     uncount_tool_call,
 )
 from budgetguard_core.notices import Notice
-from budgetguard_core.pricing import to_usd
 from budgetguard_core.relations import RunRelations
 from budgetguard_core.run_breakers import (
     correct_model_call,
@@ -419,10 +412,9 @@ class Guard(RunRelations):
             if not far:
                 warnings = self._look(now)
             if tree.sinks:
-                requested = ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
-                self._record(ToolCallsRequested, now, calls=requested)
+                self._record_tools(calls, decisions, now)
                 for decision in decisions:
-                    if isinstance(decision, Admit):
+                    if isinstance(decision, Admit) and decision.breakers is not None:
                         self._record_delay(decision, now)
         if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
@@ -504,16 +496,7 @@ class Guard(RunRelations):
                     warnings = guard._look(now)
                     break
             if tree.sinks:
-                guard._record(
-                    ToolCallSettled,
-                    now,
-                    call_id=ticket.call_id,
-                    fingerprint=digest_of(key),
-                    error=_error_name(error),
-                    error_fingerprint=kind,
-                    outcomes=judged,
-                    duration_ns=duration_ns,
-                )
+                guard._record_tool_settled(ticket, now, key, error, kind, judged, duration_ns)
         if warnings or tree.outbox or tree.postponed:
             guard._finish(warnings)
         return True
@@ -577,39 +560,6 @@ class Guard(RunRelations):
         if trip is not None and self._tree.sinks:
             self._record(ModelCallRefused, now, call=call.copied(), reason=trip.reason)
         return trip
-
-    def _record_admitted(self, ticket: Admit, now: int, message: str | None) -> None:
-        self._record(
-            ModelCallAdmitted,
-            now,
-            call_id=ticket.call_id,
-            call=ticket.call.copied(),
-            admitted_output_tokens=ticket.max_output_tokens,
-            nudge=message,
-            holds=tuple(part.id for _, part, _ in ticket.charges if part is not None),
-        )
-        self._record_delay(ticket, now)
-
-    def _record_settled(
-        self,
-        ticket: Admit,
-        now: int,
-        model: str | None,
-        usage: TokenUsage | None,
-        cost: int | None,
-        given: Decimal | None,
-        error: BaseException | str | None,
-    ) -> None:
-        self._record(
-            ModelCallSettled,
-            now,
-            call_id=ticket.call_id,
-            model=model,
-            usage=usage,
-            cost_usd=None if cost is None else str(to_usd(cost)),
-            given_cost_usd=None if given is None else str(given),
-            error=_error_name(error),
-        )
 
     def _hold_uncharged(
         self, ticket: Admit, usage: TokenUsage | None, cost: int | None, *, cost_given: bool
@@ -701,9 +651,3 @@ class Guard(RunRelations):
             if guard._meter.tool_calls >= guard._meter.caps.tool_calls
         ]
         return self._stop(now, found) if found else None
-
-
-def _error_name(error: BaseException | str | None) -> str | None:
-    if error is None:
-        return None
-    return "error" if isinstance(error, str) else type(error).__name__

@@ -12,11 +12,12 @@ from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.controls import RunControls
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.events import Event, RunRestored, Sink
+from budgetguard_core.events import Event, RunRestored
 from budgetguard_core.frame import FRAME, Frame, around
 from budgetguard_core.housekeeping import Housekeeping
 from budgetguard_core.pricing import PriceBook, shared_prices
 from budgetguard_core.run_log import followed
+from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode
 from budgetguard_core.state import RunState, WarningEvent

@@ -33,7 +33,6 @@ from budgetguard_core.events import (
     RunRestored,
     RunResumed,
     RunStarted,
-    Sink,
     StopHeld,
     TimeStarted,
     ToolCallSettled,
@@ -43,6 +42,7 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
 
 _LARGEST_COST = 10**9

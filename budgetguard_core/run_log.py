@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from budgetguard_core.events import Event, RunStarted, Sink
+from budgetguard_core.events import Event, RunStarted
 from budgetguard_core.records import encoded_line
+from budgetguard_core.sinks import Sink
 
 FOLDER = "BUDGETGUARD_LOG"
 """The environment variable that names the folder."""

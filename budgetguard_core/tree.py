@@ -13,8 +13,9 @@ from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit
 from budgetguard_core.errors import ConfigurationError, text_of
-from budgetguard_core.events import Event, EventBase, Listener, Sink
+from budgetguard_core.events import Event, EventBase
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.sinks import Listener, Sink
 
 _LOG = logging.getLogger("budgetguard")
 _ERRORS_KEPT = 20
@@ -51,6 +52,7 @@ class Tree:
         "seq",
         "sinks",
         "waiting",
+        "wall",
     )
 
     def __init__(
@@ -68,6 +70,7 @@ class Tree:
         self.delivering = False
         self.clock = clock
         self.now = clock.monotonic_ns
+        self.wall = clock.wall_ns
         self.price_book = price_book
         self.sinks = tuple(sinks)
         self.log_arguments = log_arguments
@@ -113,12 +116,18 @@ class Tree:
         """Build an event, and let it wait for the sinks if there are any. Under the lock."""
         followed = bool(self.sinks)
         seq = self.seq + followed
-        event = kind.of(seq, run_id, now, self.clock.wall_ns(), facts)
+        event = kind.of(seq, run_id, now, self.wall(), facts)
         if followed:
             # Last, and no call: an interrupt leaves no number without its event.
             self.outbox += (event,)  # type: ignore[arg-type]
             self.seq = seq
         return event
+
+    def take(self, event: Event) -> None:
+        """Let an event with the next number wait for the sinks. Under the lock."""
+        # Last, and no call: an interrupt leaves no number without its event.
+        self.outbox += (event,)
+        self.seq += 1
 
     def deliver(self, *, wait: bool = False) -> None:
         """Hand the waiting events to the sinks, in order, outside the lock.

@@ -14,7 +14,7 @@ from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.events import Event, Sink
+from budgetguard_core.events import Event
 from budgetguard_core.frame import Frame, current
 from budgetguard_core.guard import Guard, Mode, WarningHandler
 from budgetguard_core.kit.ambient import in_force
@@ -26,6 +26,7 @@ from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.profiles import PastRun, Profile, Selector, Task, load_profile
 from budgetguard_core.profiles.profile import PROFILE
+from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import as_mode
 from budgetguard_core.stores import CheckpointStore

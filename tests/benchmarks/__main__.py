@@ -1,22 +1,28 @@
 """The table of what everything costs: `.venv/bin/python tests/benchmarks`.
 
-Names of rows, or parts of them, choose among them. `--counts` leaves out the times. Without names
-the benchmarks that need a server or a framework, and those of memory and import, follow.
+Without words the benchmarks that need a server or a framework, and those of memory and import,
+follow.
 """
 
 from __future__ import annotations
 
+import argparse
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 # Started as a folder, Python knows this folder and not the one that the modules are named from.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import pytest
-
-from benchmarks.arms import Measured, instructions, measure
+from benchmarks.arms import Measured, Row, instructions, measure
 from benchmarks.steps import ROWS
+
+HERE = Path(__file__).parent
+# In a process of their own: pytest has to be first to import what it measures.
+TESTS = (sys.executable, "-I", "-m", "pytest", "-q", "-s", "-m", "benchmark", str(HERE))
+"""The benchmarks that follow the table."""
 
 
 def written(one: Measured) -> str:
@@ -32,22 +38,46 @@ def written(one: Measured) -> str:
     )
 
 
-def main(arguments: list[str]) -> None:
-    wanted = [word for word in arguments if not word.startswith("--")]
-    rows = [row for row in ROWS if not wanted or any(word in row.name for word in wanted)]
-    if "--counts" in arguments:
+def rows_of(words: Sequence[str]) -> list[Row]:
+    """Choose the rows that have one of the words in their names; all of them without words.
+
+    Raises:
+        ValueError: No row has the word.
+    """
+    for word in words:
+        if not any(word in row.name for row in ROWS):
+            names = "\n".join(f"  {row.name}" for row in ROWS)
+            raise ValueError(f"no row has {word!r} in its name. The rows are:\n{names}")
+    return [row for row in ROWS if not words or any(word in row.name for word in words)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python tests/benchmarks",
+        description="Print what everything costs, each row beside a null arm.",
+        epilog="Without words the other benchmarks follow: frameworks, servers, memory, import.",
+    )
+    parser.add_argument("words", nargs="*", help="names of rows, or parts of them")
+    parser.add_argument("--counts", action="store_true", help="count instructions, leave out times")
+    given = parser.parse_args(arguments)
+    try:
+        rows = rows_of(given.words)
+    except ValueError as unknown:
+        parser.error(str(unknown))
+    if given.counts:
         for row in rows:
             if row.counted:
                 print(f"{row.name}: {instructions(row):.2f}", flush=True)
-        return
+        return 0
     print("| what | reference, us | null arm | cost (quartiles) | instructions | goal | verdict |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         counted = instructions(row) if row.counted else None
         print(written(replace(measure(row), counted=counted)), flush=True)
-    if not wanted:
-        raise SystemExit(pytest.main(["-q", "-s", "-m", "benchmark", str(Path(__file__).parent)]))
+    if given.words:
+        return 0
+    return subprocess.run(TESTS, cwd=HERE.parents[1], check=False).returncode
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

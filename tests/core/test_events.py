@@ -27,7 +27,7 @@ from budgetguard_core import (
     read_events,
     replay,
 )
-from budgetguard_core.events import Listener, Sink
+from budgetguard_core.sinks import Listener, Sink
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.tree import Tree
 

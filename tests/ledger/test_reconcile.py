@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from budgetguard_cli.app import app
 from budgetguard_core import Guard, ModelCall, TokenUsage
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.events import JsonLinesSink
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.reconcile import expired_holds, is_long_gone, read_proofs
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.outcome import Outcome
+from budgetguard_core.sinks import JsonLinesSink
 
 
 def run(place, *arguments):
