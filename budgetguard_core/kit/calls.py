@@ -19,6 +19,9 @@ from budgetguard_core.usage import TokenUsage
 if TYPE_CHECKING:
     from budgetguard_core.frame import Frame
 
+# One for all batches: it is held for a look at a list.
+_TAKING = threading.Lock()
+
 ToolState: TypeAlias = Literal["waiting", "refused", "started", "completed", "failed", "withdrawn"]
 
 
@@ -32,24 +35,17 @@ class OpenModelCall:
             admitted this very call, and settles it.
         nudge: What the model should be told first, about the work only; None for nothing.
         max_output_tokens: Completion tokens that the request may ask for; None for no bound.
-        is_same: A layer above counts the call; what is reported here it gets to know.
+        is_open: It has not been settled yet.
         measured: What a layer below has found out about this call, for the layer that settles it.
         attempt: What the last attempt that a layer below made at this call has used, and what ended
             it, if it failed. None before one has ended.
     """
 
-    __slots__ = (
-        "_open",
-        "above",
-        "attempt",
-        "call",
-        "frame",
-        "max_output_tokens",
-        "measured",
-        "nudge",
-        "seen",
-        "tickets",
-    )
+    # What most calls have in common is the class's: one is made for each step.
+    seen = False
+    measured: TokenUsage | None = None
+    attempt: tuple[TokenUsage | None, BaseException | str | None] | None = None
+    is_open = True
 
     def __init__(
         self,
@@ -65,16 +61,7 @@ class OpenModelCall:
         self.nudge = nudge
         self.max_output_tokens = max_output_tokens
         self.above = above
-        self.seen = False
-        self.measured: TokenUsage | None = None
-        self.attempt: tuple[TokenUsage | None, BaseException | str | None] | None = None
         self.frame: Frame
-        self._open = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the call has not been settled yet."""
-        return self._open
 
     @property
     def ticket(self) -> Admit | None:
@@ -104,7 +91,7 @@ class OpenModelCall:
 
     def close(self) -> bool:
         """Take the right to settle the call; False when it was taken before."""
-        was, self._open = self._open, False
+        was, self.is_open = self.is_open, False
         return was
 
 
@@ -123,33 +110,22 @@ class OpenToolCall:
         detail: The same for people, with the figures; never for the model.
         trip: The stop that refused it; None for a quota, after which the run goes on.
         result: What it returned, or the text of what it raised; None before its end.
+        taken: `Batch.take` has returned it.
     """
 
-    __slots__ = (
-        "call",
-        "detail",
-        "frame",
-        "function",
-        "reason",
-        "refusal",
-        "result",
-        "seen",
-        "state",
-        "tickets",
-        "trip",
-    )
+    state: ToolState = "waiting"
+    refusal: str | None = None
+    reason: StopReason | None = None
+    detail = ""
+    function: object = None
+    trip: Trip | None = None
+    result: Any = None
+    seen = False
+    taken = False
 
-    def __init__(self, call: ToolCall, tickets: Sequence[Admit]) -> None:
+    def __init__(self, call: ToolCall, tickets: Sequence[Admit] = ()) -> None:
         self.call = call
         self.tickets = tuple(tickets)
-        self.state: ToolState = "waiting"
-        self.refusal: str | None = None
-        self.reason: StopReason | None = None
-        self.detail = ""
-        self.function: object = None
-        self.trip: Trip | None = None
-        self.result: Any = None
-        self.seen = False
         self.frame: Frame
 
     def refuse(
@@ -198,8 +174,6 @@ class Batch:
 
     def __init__(self, calls: Sequence[OpenToolCall]) -> None:
         self._calls = tuple(calls)
-        self._waiting = list(calls)
-        self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[OpenToolCall]:
         return iter(self._calls)
@@ -214,11 +188,11 @@ class Batch:
             id: The call's id as the framework hands it over; None or empty where it has none.
             name: The tool's name, for calls without an id and to tell repeated ids apart.
         """
-        with self._lock:
-            for call in self._waiting:
+        with _TAKING:
+            for call in self._calls:
                 mine = call.call.id == id if id else not call.call.id
-                if mine and name in (None, call.call.name):
-                    self._waiting.remove(call)
+                if mine and name in (None, call.call.name) and not call.taken:
+                    call.taken = True
                     return call
         return None
 

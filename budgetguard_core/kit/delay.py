@@ -21,8 +21,8 @@ class Waiting(Protocol):
     """What a wait asks of the run that its call is a part of."""
 
     @property
-    def aborted(self) -> bool:
-        """Whether the run was aborted."""
+    def has_to_end(self) -> bool:
+        """Whether the run was aborted or its deadline has passed."""
         ...
 
     def time_left(self) -> float | None:
@@ -52,8 +52,9 @@ def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     Returns:
         Why the run ended meanwhile: the call was taken back. None otherwise.
     """
-    if _goes_at_once(call):
-        return None
+    if not _is_held_back(call):
+        # A tool call may start long after the admission of its batch, so it is asked anew.
+        return _trip_of(run, call) if isinstance(call, OpenToolCall) else None
     if _to_wait(run, call, _nobody) > 0:
         woken = threading.Event()
         forget = run.on_abort(woken.set)
@@ -68,8 +69,9 @@ def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
 
 async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Wait until a call may start, in this task; as `wait`. Cancelled, it takes the call back."""
-    if _goes_at_once(call):
-        return None
+    if not _is_held_back(call):
+        # A tool call may start long after the admission of its batch, so it is asked anew.
+        return _trip_of(run, call) if isinstance(call, OpenToolCall) else None
     if _to_wait(run, call, _nobody) <= 0:
         return _trip_of(run, call)
     loop = asyncio.get_running_loop()
@@ -97,14 +99,11 @@ async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip |
     return _trip_of(run, call)
 
 
-def _goes_at_once(call: OpenModelCall | OpenToolCall) -> bool:
-    """Tell whether a call was admitted just now and is not held back.
-
-    A tool call may start long after the admission of its batch, so it is asked anew whether it may.
-    """
-    if isinstance(call, OpenToolCall):
-        return False
-    return all(ticket.breakers is None for ticket in call.tickets)
+def _is_held_back(call: OpenModelCall | OpenToolCall) -> bool:
+    for ticket in call.tickets:  # noqa: SIM110 - asked before each call
+        if ticket.breakers is not None:
+            return True
+    return False
 
 
 def _nobody() -> None:
@@ -131,15 +130,15 @@ def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[]
             seconds = max(seconds, (place.wait_until_ns - now) / 1e9)
     if seconds <= 0:
         return 0
-    left = run.time_left()
-    if run.aborted or left == 0:
+    if run.has_to_end:
         return 0
+    left = run.time_left()
     return seconds if left is None else min(seconds, left)
 
 
 def _trip_of(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Look whether the run ended while the call waited."""
-    if not (run.aborted or run.time_left() == 0):
+    if not run.has_to_end:
         return None
     trip = run.check()
     if trip is not None:
