@@ -345,6 +345,12 @@ class Lifetime:
         """Whether the caller wants `BudgetExceeded` for a stop instead of the partial result."""
         return self.envelope.on_trip == "raise" and self.trip is not None
 
+    @property
+    def is_passed_on(self) -> bool:
+        """Whether the caller gets `BudgetExceeded` for the stop: it asked for it, or is cut too."""
+        trip = self.trip
+        return trip is not None and (self.is_to_raise or self.is_of_the_run_around(trip))
+
     def _concluded(
         self,
         status: Status,
