@@ -6,14 +6,17 @@ and what is charged when some of them are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Context, Decimal
 from itertools import islice
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from budgetguard_core.kit.figures import fitted, is_free, larger, read_figures
 from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
+
+# `type`, for values that nothing is known of: the type checkers follow it no further.
+_kind_of: Callable[[Any], Any] = type
 
 _RECORDS: Final = (
     "usage_metadata",
@@ -76,8 +79,13 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
-    read = map(read_figures, islice(_candidates(record), _MOST_RECORDS))
-    return next((usage for usage in read if usage is not None), None)
+    usage = read_figures(record)
+    if usage is None:
+        for held in islice(_kept_in(record, _DEEPEST), _MOST_RECORDS):
+            usage = read_figures(held)
+            if usage is not None:
+                break
+    return usage
 
 
 def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUsage | None:
@@ -142,22 +150,22 @@ def reported_cost(record: object) -> Decimal | None:
         cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
         if cost is not None:
             return cost
-    costs = map(_cost_of, islice(_candidates(record), _MOST_RECORDS))
-    return next((cost for cost in costs if cost is not None), None)
+    cost = _cost_of(record)
+    if cost is None:
+        for held in islice(_kept_in(record, _DEEPEST), _MOST_RECORDS):
+            cost = _cost_of(held)
+            if cost is not None:
+                break
+    return cost
 
 
-def _lacks(record: object, names: frozenset[str]) -> bool:
+def _lacks(record: Any, names: frozenset[str]) -> bool:
     """Tell whether a record is a dictionary with none of these names."""
-    return isinstance(record, dict) and names.isdisjoint(cast("dict[object, object]", record))
-
-
-def _candidates(record: object) -> Iterator[object]:
-    """Name what may be the usage record of a response, the likeliest first."""
-    yield record
-    yield from _kept_in(record, _DEEPEST)
+    return _kind_of(record) is dict and names.isdisjoint(record)
 
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
+    """Name what may be the usage record in a response, the likeliest first."""
     # Figures count under a name of usage only: what else is in there may be the user's own.
     if _lacks(record, _HOLDS):
         return
