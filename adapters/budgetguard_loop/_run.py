@@ -363,7 +363,7 @@ class Loop:
             calls = [(call.id, NOT_EXECUTED) for call in history.open_calls(self.messages)]
         for id_, call in calls:
             self.messages.append(history.tool_message(id_, _answer(call)))
-            if isinstance(call, OpenToolCall):
+            if isinstance(call, OpenToolCall) and call.state == "waiting":
                 self.run.withdrawn(call)
 
 

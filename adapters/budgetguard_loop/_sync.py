@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from budgetguard_core import Outcome, Stop
-from budgetguard_core.kit import Watch
+from budgetguard_core.kit import Watch, entered
 from budgetguard_loop._last import LastStep
 from budgetguard_loop._plan import Plan, advance, ended
 from budgetguard_loop._reply import read_reply
@@ -54,7 +54,7 @@ class _Shell:
             if isinstance(call, Stop):
                 return Cut(call.trip)
             settings = self._plan.settings.for_call(self._run, call)
-            with self._run.entered(call):
+            with entered(call.frame):
                 return read_reply(self._plan.step(command.messages, **settings))
         if isinstance(command, StartTools):
             self._jobs.extend(command.jobs)
@@ -78,7 +78,7 @@ class _Shell:
 
     def _run_tool(self, job: ToolJob) -> ToolJob:
         if self._run.start(self._run.wait(job.call)) is None:
-            with self._run.entered(job.call):
+            with entered(job.call.frame):
                 try:
                     job.result = job.function(**job.arguments)
                 except Exception as error:

@@ -46,15 +46,21 @@ class Waiting(Protocol):
         ...
 
 
+def starts_at_once(run: Waiting, call: OpenModelCall | OpenToolCall) -> bool:
+    """Tell whether there is nothing to wait for, as for nearly every call."""
+    for ticket in call.tickets:
+        if ticket.breakers is not None:
+            return False
+    # A tool call may start long after the admission of its batch, so it is asked anew.
+    return isinstance(call, OpenModelCall) or not run.has_to_end
+
+
 def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Wait until a call may start, in this thread.
 
     Returns:
         Why the run ended meanwhile: the call was taken back. None otherwise.
     """
-    if not _is_held_back(call):
-        # A tool call may start long after the admission of its batch, so it is asked anew.
-        return _trip_of(run, call) if isinstance(call, OpenToolCall) else None
     if _to_wait(run, call, _nobody) > 0:
         woken = threading.Event()
         forget = run.on_abort(woken.set)
@@ -69,9 +75,6 @@ def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
 
 async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Wait until a call may start, in this task; as `wait`. Cancelled, it takes the call back."""
-    if not _is_held_back(call):
-        # A tool call may start long after the admission of its batch, so it is asked anew.
-        return _trip_of(run, call) if isinstance(call, OpenToolCall) else None
     if _to_wait(run, call, _nobody) <= 0:
         return _trip_of(run, call)
     loop = asyncio.get_running_loop()
@@ -97,13 +100,6 @@ async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip |
     finally:
         forget()
     return _trip_of(run, call)
-
-
-def _is_held_back(call: OpenModelCall | OpenToolCall) -> bool:
-    for ticket in call.tickets:  # noqa: SIM110 - asked before each call
-        if ticket.breakers is not None:
-            return True
-    return False
 
 
 def _nobody() -> None:

@@ -13,7 +13,7 @@ from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.housekeeping import late
 from budgetguard_core.kit.ambient import housekeeping_for, open_model_call
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
-from budgetguard_core.kit.delay import wait, wait_async
+from budgetguard_core.kit.delay import starts_at_once, wait, wait_async
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.lifetime import Lifetime
 from budgetguard_core.kit.projection import Prompt
@@ -283,7 +283,7 @@ class Run(Lifetime):
             a tool call is then refused, as it is where it got no place in time: `start` has its
             result.
         """
-        if isinstance(call, Stop):
+        if isinstance(call, Stop) or starts_at_once(self, call):
             return call
         return _waited(call, wait(self, call))
 
@@ -298,7 +298,7 @@ class Run(Lifetime):
 
     async def wait_async(self, call: Asked) -> Asked:
         """Wait as `wait` does, in this task. Cancelled meanwhile, the call is taken back."""
-        if isinstance(call, Stop):
+        if isinstance(call, Stop) or starts_at_once(self, call):
             return call
         return _waited(call, await wait_async(self, call))
 

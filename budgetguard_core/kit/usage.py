@@ -6,7 +6,7 @@ and what is charged when some of them are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Context, Decimal
 from itertools import islice
 from typing import Any, Final, cast
@@ -41,7 +41,8 @@ _WRAPPERS: Final = (
 )
 """What a response is wrapped in: by events and chunks of streams, and by frameworks."""
 _WRAPS: Final = frozenset({*_WRAPPERS, "generations"})
-_HOLDS: Final = _WRAPS.union(_RECORDS)
+_RECORD_NAMES: Final = frozenset(_RECORDS)
+_HOLDS: Final = _WRAPS | _RECORD_NAMES
 _COSTS: Final = frozenset({"cost", "cost_in_usd_ticks", "total_cost"})
 _HIDDEN: Final = frozenset({"_hidden_params"})
 _UNTOLD: Final = TokenUsage()
@@ -114,13 +115,13 @@ def answered_usage(record: object, *, projected_input: int, written: str = "") -
         None where nothing was reported and nothing projected: such a call is unmetered. A side
         that the record does not tell is at least its estimate, and the usage marked so.
     """
-    usage = token_usage(record)
+    usage = fitted(record) if isinstance(record, TokenUsage) else token_usage(record)
     if usage is None:
         if projected_input <= 0:
             return None
         return TokenUsage(projected_input, estimate_tokens(written), estimated=True)
     inputs, outputs = usage.input_tokens, usage.output_tokens
-    if usage == _UNTOLD or not (usage.estimated or not inputs or not outputs):
+    if (inputs and outputs and not usage.estimated) or usage == _UNTOLD:
         return usage
     if usage.estimated or not inputs:
         inputs = max(inputs, projected_input)
@@ -167,10 +168,15 @@ def _lacks(record: Any, names: frozenset[str]) -> bool:
 def _kept_in(record: object, depth: int) -> Iterator[object]:
     """Name what may be the usage record in a response, the likeliest first."""
     # Figures count under a name of usage only: what else is in there may be the user's own.
-    if _lacks(record, _HOLDS):
-        return
     held = parts_of(record)
-    for name in _RECORDS:
+    names: Sequence[str] = _RECORDS
+    if _kind_of(record) is dict:
+        found = _HOLDS.intersection(cast("dict[str, object]", record))
+        if len(found) <= 1:
+            # Nearly every response.
+            names = tuple(_RECORD_NAMES & found)
+            depth = 0 if names or not found else depth
+    for name in names:
         kept = held(name)
         if kept is not None:
             yield kept
