@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from budgetguard_core.decision import (
     NOT_EXECUTED,
@@ -13,11 +13,9 @@ from budgetguard_core.decision import (
     ModelCall,
     ToolCall,
 )
+from budgetguard_core.frame import Frame
 from budgetguard_core.stop import StopReason, Trip
 from budgetguard_core.usage import TokenUsage
-
-if TYPE_CHECKING:
-    from budgetguard_core.frame import Frame
 
 # One for all batches: it is held for a look at a list.
 _TAKING = threading.Lock()
@@ -25,12 +23,36 @@ _TAKING = threading.Lock()
 ToolState: TypeAlias = Literal["waiting", "refused", "started", "completed", "failed", "withdrawn"]
 
 
-class OpenModelCall:
+class _Call:
+    """A call that is open in a frame of its run.
+
+    Attributes:
+        run: The run that it is a part of.
+    """
+
+    run: Any = None
+    _frame: Frame | None = None
+
+    @property
+    def frame(self) -> Frame:
+        """The frame of the code that makes the call: a layer below finds the call by it.
+
+        It is made where it is asked for, unless an adapter has given one of its own: a call that
+        kept it would be kept by it, until the garbage collection looks for such circles.
+        """
+        run = self.run
+        return self._frame or Frame(run.guard, run=run, call=self, above=run.above)
+
+    @frame.setter
+    def frame(self, frame: Frame) -> None:
+        self._frame = frame
+
+
+class OpenModelCall(_Call):
     """A model call that may go out. It is told apart from others by its identity.
 
     Attributes:
         call: What was asked for.
-        frame: The code that makes the call runs in this frame, so that a layer below finds it.
         tickets: The admissions of the guards that charge it. Empty where a layer above has
             admitted this very call, and settles it.
         nudge: What the model should be told first, about the work only; None for nothing.
@@ -55,13 +77,14 @@ class OpenModelCall:
         nudge: str | None,
         max_output_tokens: int | None,
         above: OpenModelCall | None,
+        run: Any = None,
     ) -> None:
+        self.run = run
         self.call = call
         self.tickets = tuple(tickets)
         self.nudge = nudge
         self.max_output_tokens = max_output_tokens
         self.above = above
-        self.frame: Frame
 
     @property
     def ticket(self) -> Admit | None:
@@ -95,12 +118,11 @@ class OpenModelCall:
         return was
 
 
-class OpenToolCall:
+class OpenToolCall(_Call):
     """One tool call of a batch, from its admission to its end.
 
     Attributes:
         call: What the model asked for.
-        frame: The tool's body runs in this frame.
         function: The callable that is the tool's body, where the adapter knows it: a guarded
             function finds by it that this call is its own, whatever the tool is called.
         tickets: The admissions of the guards that charge it.
@@ -123,10 +145,10 @@ class OpenToolCall:
     seen = False
     taken = False
 
-    def __init__(self, call: ToolCall, tickets: Sequence[Admit] = ()) -> None:
+    def __init__(self, call: ToolCall, tickets: Sequence[Admit] = (), run: Any = None) -> None:
+        self.run = run
         self.call = call
         self.tickets = tuple(tickets)
-        self.frame: Frame
 
     def refuse(
         self, result: str, reason: StopReason, detail: str = "", *, trip: Trip | None = None

@@ -152,9 +152,9 @@ class Run(Lifetime):
             most = one.max_output_tokens
             if most is not None and (bound is None or most < bound):
                 bound = most
-        opened = OpenModelCall(call, tickets, nudge=nudge, max_output_tokens=bound, above=above)
-        opened.frame = self.frame(opened)
-        return opened
+        return OpenModelCall(
+            call, tickets, nudge=nudge, max_output_tokens=bound, above=above, run=self
+        )
 
     def answered(
         self,
@@ -310,7 +310,7 @@ class Run(Lifetime):
         Every guard that they are charged to has to admit a call; where one refuses, the places
         that others gave are given back.
         """
-        opened = [OpenToolCall(call) for call in calls]
+        opened = [OpenToolCall(call, run=self) for call in calls]
         waiting = opened
         for own in self.guards:
             guard = housekeeping_for(own)
@@ -323,8 +323,6 @@ class Run(Lifetime):
                 else:
                     self._refuse(one, decision, guard)
             waiting = admitted
-        for one in opened:
-            one.frame = self.frame(one)
         return Batch(opened)
 
     def _refuse(self, call: OpenToolCall, decision: Refuse | Stop, guard: Guard) -> None:
@@ -359,9 +357,7 @@ class Run(Lifetime):
             and all(_covers(outer.tickets, guard) for guard in self.guards)
         ):
             outer.seen = True
-            opened = OpenToolCall(call)
-            opened.frame = self.frame(opened)
-            return opened
+            return OpenToolCall(call, run=self)
         return next(iter(self.batch((call,))))
 
     def start(self, call: OpenToolCall) -> str | None:
