@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 from budgetguard_core import Outcome, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run, Watch, cut_short
-from budgetguard_loop._last import AskStep
-from budgetguard_loop._plan import Plan, Todo, advance, ended
+from budgetguard_loop._last import LastStep
+from budgetguard_loop._plan import Plan, advance, ended
 from budgetguard_loop._reply import ModelReply, read_reply
 from budgetguard_loop._run import (
-    AskAtLast,
     CallModel,
     Command,
     Cut,
@@ -23,11 +21,10 @@ from budgetguard_loop._run import (
     NextTool,
     Save,
     StartTools,
-    ToolEnd,
     ToolJob,
     Wait,
 )
-from budgetguard_loop._settings import is_async
+from budgetguard_loop._settings import called
 
 GRACE = 1.0
 """Seconds that cancelled work in flight has to end."""
@@ -39,9 +36,9 @@ async def drive(plan: Plan) -> Outcome:
     shell = Shell(loop, plan)
     steps = loop.steps()
     moved = advance(steps)
-    while isinstance(moved, Todo):
+    while not isinstance(moved, Outcome):
         try:
-            answer = await shell.act(moved.command)
+            answer = await shell.act(moved)
         except BaseException as error:
             await shell.close()
             moved = advance(steps, error=error)
@@ -73,13 +70,13 @@ class Shell:
             case StartTools():
                 self._flight = Flight(self.run)
                 self._jobs = {self._flight.start(self._run_tool(job)): job for job in command.jobs}
+                return await self._next_tool()
             case NextTool():
                 return await self._next_tool()
             case Save():
                 await asyncio.to_thread(self._loop.save)
-            case AskAtLast():
-                step = AskStep(self.run, self._plan.step, self._plan.settings)
-                return await step.ask_async(command.last, command.call, command.messages)
+            case LastStep():
+                return await command.ask_async(self._plan.step, self._plan.settings)
             case Finish():
                 return await self.run.in_thread(command.end)
         return None
@@ -87,7 +84,7 @@ class Shell:
     def call_step(self, command: CallModel) -> Coroutine[Any, Any, Any]:
         """Call the step as a part of its model call."""
         settings = self._plan.settings.for_call(self.run, command.call)
-        return called(self.run, command.call, self._plan.step, command.messages, **settings)
+        return _inside(self.run, command.call, self._plan.step, (command.messages,), settings)
 
     async def held_back(self, command: CallModel) -> Cut | None:
         """Wait until a model call may start; a `Cut` where the run ended meanwhile."""
@@ -109,33 +106,33 @@ class Shell:
                         raise
             return Cut(flight.stopped())
 
-    async def _run_tool(self, job: ToolJob) -> ToolEnd:
+    async def _run_tool(self, job: ToolJob) -> None:
         call = await self.run.wait_async(job.call)
-        if self.run.start(call) is not None:
-            return ToolEnd(job)
-        return ToolEnd(job, await called(self.run, call, job.function, **job.arguments))
+        if self.run.start(call) is None:
+            job.result = await _inside(self.run, call, job.function, (), job.arguments)
 
-    async def _next_tool(self) -> ToolEnd | Cut:
+    async def _next_tool(self) -> ToolJob | Cut:
         flight = cast("Flight", self._flight)
-        end = None
-        while end is None and (task := await flight.next()) is not None:
-            end = self._end_of(flight, task)
-        if end is None or not flight.waiting:
+        ended = None
+        while ended is None and (task := await flight.next()) is not None:
+            ended = self._end_of(flight, task)
+        if ended is None or not flight.waiting:
             await flight.close()
-        return Cut(flight.stopped()) if end is None else end
+        return Cut(flight.stopped()) if ended is None else ended
 
-    def _end_of(self, flight: Flight, task: asyncio.Task[ToolEnd]) -> ToolEnd | None:
-        """Say how a tool call ended; None for one that was cut."""
+    def _end_of(self, flight: Flight, task: asyncio.Task[None]) -> ToolJob | None:
+        """Return the job of a task that ended; None for one that was cut."""
         job = self._jobs.pop(task)
         try:
-            return task.result()
+            task.result()
         except asyncio.CancelledError as error:
-            if flight.trip is None:
-                # A tool that was cancelled from its own side has failed; its run goes on.
-                return ToolEnd(job, error=RuntimeError(f"cancelled {error}".strip()))
-            return None
+            if flight.trip is not None:
+                return None
+            # A tool that was cancelled from its own side has failed; its run goes on.
+            job.error = RuntimeError(f"cancelled {error}".strip())
         except Exception as error:
-            return ToolEnd(job, error=error)
+            job.error = error
+        return job
 
     async def close(self) -> None:
         """Cancel the tools that still run."""
@@ -219,24 +216,15 @@ class Flight:
             self._news.set()
 
 
-async def called(
+async def _inside(
     run: Run,
     call: OpenModelCall | OpenToolCall,
     function: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call a function on the event loop if it is async, in a thread if it is not."""
     with run.entered(call):
-        if is_async(function) or inspect.isasyncgenfunction(function):
-            return await awaited(function(*args, **kwargs))
-        return await awaited(await asyncio.to_thread(function, *args, **kwargs))
-
-
-async def awaited(value: Any) -> Any:
-    """Return what a function gave, awaited where it has to be."""
-    return await value if inspect.isawaitable(value) else value
+        return await called(function, args, kwargs)
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

@@ -124,7 +124,7 @@ class AdmittedModelCall:
         """
         opened = self._opened()
         usage = token_usage(response)
-        said = said_by(response)
+        said = said_by(response, usage)
         run = self._block.run
         run.answered(
             opened,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from budgetguard_core import (
-    OUTCOME_UNKNOWN,
     BudgetExceeded,
     ConfigurationError,
     Guard,
@@ -18,13 +17,10 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.kit import ANSWER_NOW
+from budgetguard_core.kit import ANSWER_NOW, part, parts_of
 
 Message: TypeAlias = dict[str, Any]
 """A message as the provider takes it."""
-
-# `type`, for values that nothing is known of: the type checkers follow it no further.
-_kind_of: Callable[[Any], Any] = type
 
 UNFINISHED = "This sub-task was stopped before it finished."
 _SYNTHETIC = "budgetguard"
@@ -43,7 +39,7 @@ class SyntheticMessage(dict[str, Any]):
         self.metadata = dict(metadata)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestedCall:
     """A tool call as the model wrote it."""
 
@@ -61,24 +57,15 @@ class RequestedCall:
         value: Any = self.arguments
         if isinstance(value, str):
             value = json.loads(value) if value.strip() else {}
+            if isinstance(value, dict):
+                return cast("dict[str, Any]", value)
         if value is None:
             return {}
         if not isinstance(value, Mapping):
             msg = "the arguments are not a JSON object"
             raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that a model writes
-        arguments = dict(cast("Mapping[str, Any]", value))
         # A tool that changes what it was given must not change the history.
-        return arguments if isinstance(self.arguments, str) else deepcopy(arguments)
-
-
-def part(record: Any, name: str) -> Any:
-    """Read a field of a mapping or an attribute of an object; None where there is none."""
-    if _kind_of(record) is dict:
-        # Nearly every record; to ask whether it is a mapping takes longer than to read it.
-        return record.get(name)
-    if isinstance(record, Mapping):
-        return cast("Mapping[str, Any]", record).get(name)
-    return getattr(record, name, None)
+        return deepcopy(dict(cast("Mapping[str, Any]", value)))
 
 
 def opening(messages: str | Iterable[Any]) -> list[Message]:
@@ -115,25 +102,23 @@ def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
 
 def read_call(call: Any) -> RequestedCall:
     """Read one tool call of OpenAI's (chat completions, Responses) or Anthropic's."""
-    function = part(call, "function") or part(call, "custom") or call
-    arguments = part(function, "arguments")
+    told = parts_of(call)
+    function = told("function") or told("custom")
+    about = parts_of(function) if function else told
+    arguments = about("arguments")
     if arguments is None:
-        arguments = part(function, "input")
-    id_ = part(call, "call_id") or part(call, "id") or ""
-    return RequestedCall(str(id_), str(part(function, "name") or ""), arguments)
+        arguments = about("input")
+    id_ = told("call_id") or told("id") or ""
+    return RequestedCall(str(id_), str(about("name") or ""), arguments)
 
 
-def open_batch(history: Sequence[Message]) -> tuple[int, list[RequestedCall]]:
-    """Find the calls at the end of a history that have no result.
-
-    Returns:
-        How many results the last batch has, and the calls that lack one, in the model's order.
-    """
+def open_calls(history: Sequence[Message]) -> list[RequestedCall]:
+    """List the calls at the end of a history that have no result, in the model's order."""
     end = len(history)
     while end and history[end - 1].get("role") == "tool":
         end -= 1
     if not end:
-        return 0, []
+        return []
     answered = [str(message.get("tool_call_id")) for message in history[end:]]
     waiting: list[RequestedCall] = []
     for call in requested_calls(history[end - 1]):
@@ -142,18 +127,12 @@ def open_batch(history: Sequence[Message]) -> tuple[int, list[RequestedCall]]:
             answered.remove(call.id)
         else:
             waiting.append(call)
-    return len(history) - end, waiting
+    return waiting
 
 
 def tool_message(id_: str, text: str) -> Message:
     """Make the result of a tool call."""
     return {"role": "tool", "tool_call_id": id_, "content": text}
-
-
-def close(history: list[Message], text: str = OUTCOME_UNKNOWN) -> None:
-    """Give every tool call at the end of a history that has no result this one."""
-    _, waiting = open_batch(history)
-    history.extend(tool_message(call.id, text) for call in waiting)
 
 
 def take_answer(history: list[Message]) -> str:

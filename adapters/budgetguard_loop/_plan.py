@@ -91,21 +91,12 @@ class Plan:
         )
 
 
-class Todo:
-    """What the loop asks for next."""
-
-    __slots__ = ("command",)
-
-    def __init__(self, command: Command) -> None:
-        self.command = command
-
-
 def advance(
     steps: Steps, answer: Any = None, *, error: BaseException | None = None
-) -> Todo | Outcome:
+) -> Command | Outcome:
     """Tell the loop what came of its last command, and take the next one, or the outcome."""
     try:
-        return Todo(steps.send(answer) if error is None else steps.throw(error))
+        return steps.send(answer) if error is None else steps.throw(error)
     except StopIteration as end:
         return cast("Outcome", end.value)
 
@@ -116,6 +107,7 @@ def ended(outcome: Outcome, loop: Loop) -> Outcome:
     Raises:
         BudgetExceeded: The run was stopped, and `on_trip` is `raise` or a run around it was.
     """
-    if loop.run.trip is not None and loop.is_passed_on:
-        raise BudgetExceeded(loop.run.trip, outcome)
+    trip = loop.run.trip
+    if trip is not None and loop.run.is_passed_on:
+        raise BudgetExceeded(trip, outcome)
     return outcome

@@ -9,8 +9,11 @@ from decimal import Decimal
 from typing import Any, NamedTuple, cast
 
 from budgetguard_core import AdapterError, TokenUsage
-from budgetguard_core.kit import merge_usage, reported_cost, token_usage
-from budgetguard_loop._history import Message, message_text, part, result_text
+from budgetguard_core.kit import merge_usage, part, parts_of, reported_cost, token_usage
+from budgetguard_loop._history import Message, message_text, result_text
+
+# To ask first whether it is a dictionary: a protocol is asked through Python.
+_MAPPINGS = (dict, Mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +41,10 @@ def read_reply(answer: Any) -> ModelReply:
     message, is_cut = _message_in(answer)
     if isinstance(answer, ModelReply):
         return replace(answer, message=message)
-    if part(answer, "choices") is None:
+    told = parts_of(answer)
+    if told("choices") is None:
         return ModelReply(message=message)
-    model = part(answer, "model")
+    model = told("model")
     return ModelReply(
         message=message,
         usage=token_usage(answer),
@@ -58,8 +62,8 @@ def _message_in(answer: Any) -> tuple[Message, bool]:
         return {"role": "assistant", "content": answer}, False
     choices = part(answer, "choices")
     if choices:
-        first = choices[0]
-        return _assistant(part(first, "message")), part(first, "finish_reason") == "length"
+        first = parts_of(choices[0])
+        return _assistant(first("message")), first("finish_reason") == "length"
     if isinstance(choices, list | tuple):
         # A provider's filter has taken the answer; the call was made all the same.
         return _assistant({"content": ""}), False
@@ -86,8 +90,14 @@ class Said(NamedTuple):
         return bool(self.text) and not self.asks
 
 
-def said_by(response: Any) -> Said:
-    """Read what a response of any shape says, as far as it can be told."""
+def said_by(response: Any, usage: TokenUsage | None = None) -> Said:
+    """Read what a response of any shape says, as far as it can be told.
+
+    Args:
+        response: What a model call returned.
+        usage: What it reports. Where that leaves nothing to be estimated from the text, the
+            arguments of tool calls are not looked at.
+    """
     if response is None:
         return Said("", asks=False, is_cut=False)
     try:
@@ -99,8 +109,15 @@ def said_by(response: Any) -> Said:
         cut = part(response, "stop_reason") == "max_tokens" and not asks
         return Said(result_text(response), asks=asks, is_cut=cut)
     calls = message.get("tool_calls")
-    text = message_text(message) + str(calls or "")
-    return Said(text, asks=bool(calls), is_cut=is_cut and not calls)
+    return Said(written(message, usage), asks=bool(calls), is_cut=is_cut and not calls)
+
+
+def written(message: Mapping[str, Any], usage: TokenUsage | None) -> str:
+    """Return what the model wrote: its text, and its calls where tokens are to be estimated."""
+    calls = message.get("tool_calls")
+    if calls and (usage is None or usage.estimated or not usage.output_tokens):
+        return message_text(message) + str(calls)
+    return message_text(message)
 
 
 def said_by_chunk(chunk: Any) -> Said:
@@ -186,14 +203,11 @@ class StreamedReply:
 
 def _assistant(message: Any) -> Message:
     """Copy a message as plain data that can be sent back: nothing that is None or empty."""
-    if isinstance(message, Mapping):
-        plain = dict(cast("Mapping[str, Any]", message))
-    elif hasattr(message, "model_dump"):
-        plain = cast("dict[str, Any]", message.model_dump(mode="json", exclude_none=True))
-    else:
-        raise _unreadable(message)
+    plain = _plain(message)
     kept: Message = {
-        name: value for name, value in plain.items() if name == "content" or value not in (None, [])
+        name: value
+        for name, value in plain.items()
+        if value or name == "content" or not (value is None or value == [])
     }
     kept["role"] = "assistant"
     calls = kept.get("tool_calls")
@@ -201,20 +215,23 @@ def _assistant(message: Any) -> Message:
         if not isinstance(calls, list | tuple):
             raise _unreadable(calls)
         kept.setdefault("content", None)
-        kept["tool_calls"] = [_with_id(call) for call in cast("Sequence[Any]", calls)]
+        kept["tool_calls"] = [_with_id(_plain(call)) for call in cast("Sequence[Any]", calls)]
     return kept
 
 
-def _with_id(call: Any) -> Message:
-    if isinstance(call, Mapping):
-        plain = dict(cast("Mapping[str, Any]", call))
-    elif hasattr(call, "model_dump"):
-        plain = cast("Message", call.model_dump(exclude_none=True))
-    else:
-        raise _unreadable(call)
+def _plain(record: Any) -> Message:
+    if isinstance(record, _MAPPINGS):
+        return dict(cast("Mapping[str, Any]", record))
+    if hasattr(record, "model_dump"):
+        return cast("Message", record.model_dump(mode="json", exclude_none=True))
+    raise _unreadable(record)
+
+
+def _with_id(call: Message) -> Message:
     # Never the same twice: a tool's idempotency key and a resume tell calls apart by their ids.
-    plain["id"] = plain.get("id") or f"call_{uuid.uuid4().hex}"
-    return plain
+    if not call.get("id"):
+        call["id"] = f"call_{uuid.uuid4().hex}"
+    return call
 
 
 def _unreadable(answer: object) -> AdapterError:

@@ -76,15 +76,14 @@ def begin(
     elif past and isinstance(past[-1], history.SyntheticMessage):
         past.pop()
     # A provider may give the id of a call that was interrupted long ago to another one.
-    interrupted &= {call.id for call in history.open_batch(past)[1]}
+    interrupted &= {call.id for call in history.open_calls(past)}
     # The same turn under the same caps: the attempt that the process died in was counted.
     again = budget is None and not given and any(c.kind == "model" for c in earlier.open_calls)
     return Beginning(run, past, interrupted, again)
 
 
 def _close(messages: list[history.Message], interrupted: frozenset[str]) -> None:
-    _, waiting = history.open_batch(messages)
-    for call in waiting:
+    for call in history.open_calls(messages):
         text = OUTCOME_UNKNOWN if call.id in interrupted else NOT_EXECUTED
         messages.append(history.tool_message(call.id, text))
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,18 +21,17 @@ from budgetguard_core import (
     Trip,
 )
 from budgetguard_core.kit import (
-    LastAnswer,
     OpenModelCall,
     OpenToolCall,
     Prompt,
     Run,
     is_stop,
-    last_answer,
 )
 from budgetguard_loop import _history as history
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._history import Message, RequestedCall
-from budgetguard_loop._reply import ModelReply
+from budgetguard_loop._last import LastStep
+from budgetguard_loop._reply import ModelReply, written
 from budgetguard_loop._settings import parameters_of
 
 ToolFunction: TypeAlias = Callable[..., Any]
@@ -59,33 +58,26 @@ class Wait:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolJob:
     """A tool call that was admitted; to be started when it has waited for its turn."""
 
     call: OpenToolCall
     function: ToolFunction
     arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolEnd:
-    """How a tool call ended."""
-
-    job: ToolJob
     result: Any = None
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartTools:
-    """Get ready to run these, at the same time where the shell can."""
+    """Run these, at the same time where the shell can; answer as for `NextTool`."""
 
     jobs: list[ToolJob]
 
 
 class NextTool:
-    """Answer with the `ToolEnd` of a job, or with a `Cut` when the rest will not end."""
+    """Answer with the next job that has ended, or with a `Cut` when the rest will not end."""
 
 
 class Save:
@@ -99,23 +91,14 @@ class Finish:
     end: Callable[[], Outcome]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cut:
     """The work in flight was ended by the deadline or an abort."""
 
     trip: Trip
 
 
-@dataclass(frozen=True, slots=True)
-class AskAtLast:
-    """Ask the model for a last answer; answer with its text, or None."""
-
-    last: LastAnswer
-    call: ModelCall
-    messages: list[Message]
-
-
-Command: TypeAlias = CallModel | Wait | StartTools | NextTool | Save | Finish | AskAtLast
+Command: TypeAlias = CallModel | Wait | StartTools | NextTool | Save | Finish | LastStep
 Steps: TypeAlias = Generator[Command, Any, Outcome]
 
 
@@ -160,21 +143,19 @@ class Loop:
         if self.messages and self.messages[-1].get("role") == "user":
             self.run.told(history.message_text(self.messages[-1]))
         try:
-            while True:
-                _, waiting = history.open_batch(self.messages)
+            waiting = history.open_calls(self.messages)
+            while waiting or not self._is_over():
                 if waiting:
                     yield from self._run_tools(waiting)
-                elif self._is_over():
-                    outcome = yield from self._conclude()
-                    return outcome
-                yield from self._call_model()
+                waiting = yield from self._call_model()
+            outcome = yield self._conclude()
         except _Tripped as stop:
             self._settle_history()
-            answer = yield from self._last_answer(stop.trip)
+            last = LastStep.of(self.run, stop.trip, self.messages, self.model, self.provider)
+            answer = None if last is None else (yield last)
             end = history.end_message(self.run.guard, stop.trip, stop.partial, answer)
             self.messages.append(end)
             outcome = yield self._finish(end["content"], stop.trip, stop.next_step)
-            return outcome
         except BaseException as error:
             # Taken as it is, because the clause unbinds the name.
             failure = error
@@ -188,23 +169,13 @@ class Loop:
                 )
             )
             raise
+        return outcome
 
-    def _conclude(self) -> Steps:
+    def _conclude(self) -> Finish:
         # A part of the run may have been refused where nobody was told.
         if self.run.stopped_by is not None:
             raise _Tripped(self.run.stopped_by, "give the answer")
-        outcome: Outcome = yield self._finish(history.message_text(self.messages[-1]))
-        return outcome
-
-    def _last_answer(self, trip: Trip) -> Generator[Command, Any, str | None]:
-        last = last_answer(self.run, trip)
-        if last is None:
-            return None
-        messages = history.asked_at_last(self.messages)
-        tokens = Prompt().project(messages)
-        call = ModelCall(model=self.model, provider=self.provider, input_tokens=tokens)
-        answer: str | None = yield AskAtLast(last, call, messages)
-        return answer
+        return self._finish(history.message_text(self.messages[-1]))
 
     def save(self) -> None:
         """Save a checkpoint of this run and of those that it is a part of; blocking."""
@@ -214,12 +185,6 @@ class Loop:
             if isinstance(call, str) or call.state in ("refused", "completed", "failed")
         ]
         self.run.save(self.messages, results, to_plain=history.to_plain)
-
-    @property
-    def is_passed_on(self) -> bool:
-        """Whether the caller gets an exception for the stop: it asked for that, or is cut too."""
-        trip = self.run.trip
-        return self.run.is_to_raise or (trip is not None and self.run.is_of_the_run_around(trip))
 
     @property
     def _resume(self) -> str:
@@ -246,8 +211,9 @@ class Loop:
 
     # The model
 
-    def _call_model(self) -> Generator[Command, Any, None]:
-        for attempt in range(self.retries + 1):
+    def _call_model(self) -> Generator[Command, Any, list[RequestedCall]]:
+        attempt = 0
+        while True:
             command = self._admit_model_call(retry=attempt > 0 or self.retry)
             self.retry = False
             if self._is_saved:
@@ -270,6 +236,7 @@ class Loop:
                 cut: Cut | None = yield Wait(delay_after(error, attempt))
                 if cut is not None:
                     raise _Tripped(cut.trip, "call the model") from None
+                attempt += 1
             except BaseException as error:
                 self.run.failed(command.call, error, written=command.partial)
                 raise
@@ -277,10 +244,10 @@ class Loop:
                 if isinstance(answer, Cut):
                     self.run.failed(command.call, "cut short", written=command.partial)
                     raise _Tripped(answer.trip, "call the model", command.partial)
-                self._take(command.call, answer)
+                waiting = self._take(command.call, answer)
                 if self._is_saved:
                     yield Save()
-                return
+                return waiting
 
     def _admit_model_call(self, *, retry: bool) -> CallModel:
         kept = self.run.pruned(self.messages, self.model, self.provider)
@@ -301,66 +268,70 @@ class Loop:
             messages.append({"role": "user", "content": call.nudge})
         return CallModel(call, messages)
 
-    def _take(self, call: OpenModelCall, reply: ModelReply) -> None:
+    def _take(self, call: OpenModelCall, reply: ModelReply) -> list[RequestedCall]:
         message = dict(reply.message)
-        text = history.message_text(message)
-        calls = message.get("tool_calls")
+        waiting = history.requested_calls(message)
+        text = written(message, reply.usage)
         self.run.answered(
             call,
             reply.usage,
-            text=text + str(calls or ""),
+            text=text,
             model=reply.model,
             cost_usd=reply.cost_usd,
-            final=not calls,
+            final=not waiting,
         )
         self._prompt.measured(reply.usage, reply=message)
-        self.messages.append(message)
-        if reply.is_cut and not calls:
+        if reply.is_cut and not waiting:
             trip = self.run.cut_short(call)
             if trip is not None:
-                self.messages.pop()
                 raise _Tripped(trip, "go on with the answer", text)
+        self.messages.append(message)
+        return waiting
 
     # The tools
 
-    def _run_tools(self, waiting: Sequence[RequestedCall]) -> Generator[Command, Any, None]:
-        self._calls = [(call.id, OUTCOME_UNKNOWN) for call in waiting]
-        fresh = [
-            (place, call, *self._request(call))
-            for place, call in enumerate(waiting)
-            if call.id not in self.interrupted
+    def _run_tools(self, waiting: list[RequestedCall]) -> Generator[Command, Any, None]:
+        gone, self.interrupted = self.interrupted, frozenset()
+        fresh = waiting
+        if gone:
+            self._calls = [(call.id, OUTCOME_UNKNOWN) for call in waiting]
+            fresh = [call for call in waiting if call.id not in gone]
+        asked = [self._request(call) for call in fresh]
+        batch = self.run.batch([request for request, _ in asked])
+        answers = iter(batch)
+        self._calls = [
+            (call.id, OUTCOME_UNKNOWN if call.id in gone else next(answers)) for call in waiting
         ]
-        self.interrupted = frozenset()
-        batch = self.run.batch([request for _, _, request, _ in fresh])
         jobs: list[ToolJob] = []
-        for (place, call, _, arguments), admitted in zip(fresh, batch, strict=True):
-            self._calls[place] = call.id, admitted
+        for (request, arguments), admitted in zip(asked, batch, strict=True):
             if isinstance(arguments, str):
                 self.run.finished(admitted, arguments, error=arguments)
             elif admitted.refusal is None:
-                admitted.function = self.tools[call.name]
-                jobs.append(ToolJob(admitted, self.tools[call.name], arguments))
+                admitted.function = function = self.tools[request.name]
+                jobs.append(ToolJob(admitted, function, arguments))
         if self._is_saved:
             yield Save()
         trip = (yield from self._watch_tools(jobs)) if jobs else None
         self._settle_history()
-        trip = trip or next((call.trip for call in batch if call.trip is not None), None)
+        for admitted in batch:
+            trip = trip or admitted.trip
         if trip is not None:
             raise _Tripped(trip, f"call the tools {', '.join(call.name for call in waiting)}")
 
     def _watch_tools(self, jobs: list[ToolJob]) -> Generator[Command, Any, Trip | None]:
-        yield StartTools(jobs)
-        for _ in jobs:
-            end: ToolEnd | Cut = yield NextTool()
-            if isinstance(end, Cut):
-                return end.trip
-            call = end.job.call
-            if end.error is not None:
-                self.run.finished(call, history.error_text(end.error), error=end.error)
+        ended: ToolJob | Cut = yield StartTools(jobs)
+        for left in range(len(jobs) - 1, -1, -1):
+            if isinstance(ended, Cut):
+                return ended.trip
+            call, error = ended.call, ended.error
+            if error is not None:
+                self.run.finished(call, history.error_text(error), error=error)
             elif call.is_open:
-                self.run.finished(call, history.result_text(end.result))
+                self.run.finished(call, history.result_text(ended.result))
             if self._is_saved:
                 yield Save()
+            if left:
+                ended = yield NextTool()
         return None
 
     def _request(self, call: RequestedCall) -> tuple[ToolCall, dict[str, Any] | str]:
@@ -389,10 +360,10 @@ class Loop:
         """Put what there is to say of each call that waits into the history."""
         calls, self._calls = self._calls, []
         if not calls:
-            calls = [(call.id, NOT_EXECUTED) for call in history.open_batch(self.messages)[1]]
+            calls = [(call.id, NOT_EXECUTED) for call in history.open_calls(self.messages)]
         for id_, call in calls:
             self.messages.append(history.tool_message(id_, _answer(call)))
-            if isinstance(call, OpenToolCall):
+            if isinstance(call, OpenToolCall) and call.state == "waiting":
                 self.run.withdrawn(call)
 
 

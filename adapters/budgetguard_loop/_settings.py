@@ -1,7 +1,8 @@
-"""The settings of an admitted call that a user's function takes as keywords."""
+"""How a user's function is called: the settings of the call that it takes, and where it runs."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,6 +94,27 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - asks how it is called, not whether
     )
+
+
+async def called(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function on the event loop if it is async, in a thread if it is not."""
+    if is_async(function) or inspect.isasyncgenfunction(function):
+        return await awaited(function(*args, **kwargs))
+    return await awaited(await asyncio.to_thread(function, *args, **kwargs))
+
+
+async def awaited(value: Any) -> Any:
+    """Return what a function gave, awaited where it has to be."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def close_stream(stream: Any) -> None:
+    """Close what chunks were read from, if it can be closed."""
+    close = getattr(stream, "aclose", None) or getattr(stream, "close", None)
+    if close is not None:
+        await awaited(close())
 
 
 def _values(run: Run, call: OpenModelCall | OpenToolCall, *, nudges: bool) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from budgetguard_core import AdapterError, Outcome
 from budgetguard_core.kit import outcome_of
-from budgetguard_loop._async import Flight, Shell, awaited
-from budgetguard_loop._plan import Plan, Todo, advance, ended
+from budgetguard_loop._async import Flight, Shell
+from budgetguard_loop._plan import Plan, advance, ended
 from budgetguard_loop._reply import ModelReply, StreamedReply
 from budgetguard_loop._run import CallModel, Cut
+from budgetguard_loop._settings import close_stream
 
 _END = object()
 
@@ -49,9 +50,9 @@ class BoundedStream:
         steps = loop.steps()
         moved = advance(steps)
         try:
-            while isinstance(moved, Todo):
+            while not isinstance(moved, Outcome):
                 try:
-                    command = moved.command
+                    command = moved
                     answer: Any
                     if not isinstance(command, CallModel):
                         answer = await shell.act(command)
@@ -128,9 +129,7 @@ class _Reader:
                     await self._room.acquire()
                     self._queue.put_nowait(chunk)
             finally:
-                close = getattr(stream, "aclose", None) or getattr(stream, "close", None)
-                if close is not None:
-                    await awaited(close())
+                await close_stream(stream)
 
     def _end(self, _: object) -> None:
         self._queue.put_nowait(_END)

@@ -7,12 +7,11 @@ from collections import deque
 from typing import Any
 
 from budgetguard_core import Outcome, Stop
-from budgetguard_core.kit import Watch
-from budgetguard_loop._last import AskStep
-from budgetguard_loop._plan import Plan, ended
+from budgetguard_core.kit import Watch, entered
+from budgetguard_loop._last import LastStep
+from budgetguard_loop._plan import Plan, advance, ended
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._run import (
-    AskAtLast,
     CallModel,
     Command,
     Cut,
@@ -20,7 +19,6 @@ from budgetguard_loop._run import (
     NextTool,
     Save,
     StartTools,
-    ToolEnd,
     ToolJob,
     Wait,
 )
@@ -31,19 +29,15 @@ def drive(plan: Plan) -> Outcome:
     loop = plan.begin()
     shell = _Shell(loop, plan)
     steps = loop.steps()
-    outcome: Outcome
-    try:
-        command = next(steps)
-        while True:
-            try:
-                answer = shell.act(command)
-            except BaseException as error:
-                command = steps.throw(error)
-            else:
-                command = steps.send(answer)
-    except StopIteration as end:
-        outcome = end.value
-    return ended(outcome, loop)
+    moved = advance(steps)
+    while not isinstance(moved, Outcome):
+        try:
+            answer = shell.act(moved)
+        except BaseException as error:
+            moved = advance(steps, error=error)
+        else:
+            moved = advance(steps, answer)
+    return ended(moved, loop)
 
 
 class _Shell:
@@ -60,21 +54,19 @@ class _Shell:
             if isinstance(call, Stop):
                 return Cut(call.trip)
             settings = self._plan.settings.for_call(self._run, call)
-            with self._run.entered(call):
+            with entered(call.frame):
                 return read_reply(self._plan.step(command.messages, **settings))
-        if isinstance(command, NextTool):
-            return self._run_tool(self._jobs.popleft())
         if isinstance(command, StartTools):
             self._jobs.extend(command.jobs)
-            return None
+        if isinstance(command, StartTools | NextTool):
+            return self._run_tool(self._jobs.popleft())
         if isinstance(command, Save):
             self._loop.save()
             return None
         if isinstance(command, Wait):
             return self._wait(command.seconds)
-        if isinstance(command, AskAtLast):
-            step = AskStep(self._run, self._plan.step, self._plan.settings)
-            return step.ask(command.last, command.call, command.messages)
+        if isinstance(command, LastStep):
+            return command.ask(self._plan.step, self._plan.settings)
         return command.end()
 
     def _wait(self, seconds: float) -> Cut | None:
@@ -84,11 +76,11 @@ class _Shell:
         watch.close()
         return None if watch.trip is None else Cut(watch.trip)
 
-    def _run_tool(self, job: ToolJob) -> ToolEnd:
-        if self._run.start(self._run.wait(job.call)) is not None:
-            return ToolEnd(job)
-        with self._run.entered(job.call):
-            try:
-                return ToolEnd(job, job.function(**job.arguments))
-            except Exception as error:
-                return ToolEnd(job, error=error)
+    def _run_tool(self, job: ToolJob) -> ToolJob:
+        if self._run.start(self._run.wait(job.call)) is None:
+            with entered(job.call.frame):
+                try:
+                    job.result = job.function(**job.arguments)
+                except Exception as error:
+                    job.error = error
+        return job

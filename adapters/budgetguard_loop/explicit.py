@@ -22,19 +22,17 @@ from budgetguard_core import (
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
-    LastAnswer,
     Prompt,
     Run,
     Watch,
     cut_short,
     envelope_of,
     is_stop,
-    last_answer,
 )
 from budgetguard_loop import _history as history
 from budgetguard_loop._calls import AdmittedModelCall, ToolCalls
 from budgetguard_loop._history import Message
-from budgetguard_loop._last import AskStep
+from budgetguard_loop._last import LastStep
 from budgetguard_loop._resume import Resume, begin
 from budgetguard_loop._settings import Settings
 
@@ -280,8 +278,8 @@ class bounded:
     def _swallowed(self, ended: bool, error: BaseException | None) -> bool:
         if not ended:
             return False
-        run, trip = self.run, self.run.trip
-        if trip is not None and (run.is_to_raise or run.is_of_the_run_around(trip)):
+        trip = self.run.trip
+        if trip is not None and self.run.is_passed_on:
             raise BudgetExceeded(trip, self.outcome) from None
         return error is not None
 
@@ -289,7 +287,7 @@ class bounded:
         self._tidy()
         # A function that is guarded by itself knows its name and not the call's id.
         flying = [t.call.id or t.call.name for t in self.guard.open_tool_calls()]
-        for call in history.open_batch(self.messages)[1]:
+        for call in history.open_calls(self.messages):
             known = next((name for name in (call.id, call.name) if name in flying), None)
             if known is not None:
                 flying.remove(known)
@@ -304,18 +302,13 @@ class bounded:
         found = self._may_ask(trip)
         return None if found is None else await found[0].ask_async(*found[1:])
 
-    def _may_ask(
-        self, trip: Trip | None
-    ) -> tuple[AskStep, LastAnswer, ModelCall, list[Message]] | None:
+    def _may_ask(self, trip: Trip | None) -> tuple[LastStep, Callable[..., Any], Settings] | None:
         """Return what a stopped run may be asked at last; it has to know its messages."""
         self._close_known()
-        last = None if self._step is None else last_answer(self.run, trip)
-        if trip is None or last is None or self._step is None or not self.messages:
+        if self._step is None or not self.messages:
             return None
-        sent = history.asked_at_last(self.messages)
-        model, provider = self._model
-        call = ModelCall(model=model, provider=provider, input_tokens=Prompt().project(sent))
-        return AskStep(self.run, self._step, Settings(self._step)), last, call, sent
+        last = LastStep.of(self.run, trip, self.messages, *self._model)
+        return None if last is None else (last, self._step, Settings(self._step))
 
     def _close_known(self) -> None:
         if self._given is not None or self._resume is not None:

@@ -30,7 +30,7 @@ from budgetguard_core.kit.outcomes import outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.pruning import Prune, keep_turns
-from budgetguard_core.kit.records import part
+from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.run import Run
 from budgetguard_core.kit.stops import is_stop
@@ -79,6 +79,7 @@ __all__ = [
     "merge_usage",
     "outcome_of",
     "part",
+    "parts_of",
     "project",
     "remember",
     "report_progress",

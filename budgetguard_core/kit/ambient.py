@@ -7,6 +7,7 @@ from contextvars import Token
 from budgetguard_core.decision import Admit
 from budgetguard_core.frame import FRAME, Frame, current
 from budgetguard_core.guard import Guard
+from budgetguard_core.kit.calls import OpenModelCall
 
 __all__ = ["Frame", "current", "current_call", "current_guard", "entered", "in_force"]
 
@@ -72,3 +73,30 @@ def in_force(frame: Frame | None) -> list[Guard]:
                 break
         frame = frame.above
     return guards
+
+
+def inside_a_run(frame: Frame | None) -> bool:
+    """Tell whether a frame is within a run that somebody ends."""
+    while frame is not None:
+        if frame.is_live and frame.run is not None and not frame.run.is_loose:
+            return True
+        frame = frame.above
+    return False
+
+
+def open_model_call() -> OpenModelCall | None:
+    """Return the call of a layer above that this code makes; None where it makes one of its own.
+
+    Where a framework has several of a run open before it sends the first (the prompts of one
+    `generate`), it is one that no layer below has seen yet.
+    """
+    frame = innermost = current()
+    while frame is not None and innermost is not None and frame.run is innermost.run:
+        call = frame.call
+        if not (isinstance(call, OpenModelCall) and call.is_open):
+            break
+        if not call.seen:
+            return call
+        frame = frame.above
+    call = None if innermost is None else innermost.call
+    return call if isinstance(call, OpenModelCall) and call.is_open else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from budgetguard_core.decision import (
     NOT_EXECUTED,
@@ -13,43 +13,61 @@ from budgetguard_core.decision import (
     ModelCall,
     ToolCall,
 )
+from budgetguard_core.frame import Frame
 from budgetguard_core.stop import StopReason, Trip
 from budgetguard_core.usage import TokenUsage
 
-if TYPE_CHECKING:
-    from budgetguard_core.frame import Frame
+# One for all batches: it is held for a look at a list.
+_TAKING = threading.Lock()
 
 ToolState: TypeAlias = Literal["waiting", "refused", "started", "completed", "failed", "withdrawn"]
 
 
-class OpenModelCall:
+class _Call:
+    """A call that is open in a frame of its run.
+
+    Attributes:
+        run: The run that it is a part of.
+    """
+
+    run: Any = None
+    _frame: Frame | None = None
+
+    @property
+    def frame(self) -> Frame:
+        """The frame of the code that makes the call: a layer below finds the call by it.
+
+        It is made where it is asked for, unless an adapter has given one of its own: a call that
+        kept it would be kept by it, until the garbage collection looks for such circles.
+        """
+        run = self.run
+        return self._frame or Frame(run.guard, run=run, call=self, above=run.above)
+
+    @frame.setter
+    def frame(self, frame: Frame) -> None:
+        self._frame = frame
+
+
+class OpenModelCall(_Call):
     """A model call that may go out. It is told apart from others by its identity.
 
     Attributes:
         call: What was asked for.
-        frame: The code that makes the call runs in this frame, so that a layer below finds it.
         tickets: The admissions of the guards that charge it. Empty where a layer above has
             admitted this very call, and settles it.
         nudge: What the model should be told first, about the work only; None for nothing.
         max_output_tokens: Completion tokens that the request may ask for; None for no bound.
-        is_same: A layer above counts the call; what is reported here it gets to know.
+        is_open: It has not been settled yet.
         measured: What a layer below has found out about this call, for the layer that settles it.
         attempt: What the last attempt that a layer below made at this call has used, and what ended
             it, if it failed. None before one has ended.
     """
 
-    __slots__ = (
-        "_open",
-        "above",
-        "attempt",
-        "call",
-        "frame",
-        "max_output_tokens",
-        "measured",
-        "nudge",
-        "seen",
-        "tickets",
-    )
+    # What most calls have in common is the class's: one is made for each step.
+    seen = False
+    measured: TokenUsage | None = None
+    attempt: tuple[TokenUsage | None, BaseException | str | None] | None = None
+    is_open = True
 
     def __init__(
         self,
@@ -59,22 +77,14 @@ class OpenModelCall:
         nudge: str | None,
         max_output_tokens: int | None,
         above: OpenModelCall | None,
+        run: Any = None,
     ) -> None:
+        self.run = run
         self.call = call
         self.tickets = tuple(tickets)
         self.nudge = nudge
         self.max_output_tokens = max_output_tokens
         self.above = above
-        self.seen = False
-        self.measured: TokenUsage | None = None
-        self.attempt: tuple[TokenUsage | None, BaseException | str | None] | None = None
-        self.frame: Frame
-        self._open = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the call has not been settled yet."""
-        return self._open
 
     @property
     def ticket(self) -> Admit | None:
@@ -104,16 +114,15 @@ class OpenModelCall:
 
     def close(self) -> bool:
         """Take the right to settle the call; False when it was taken before."""
-        was, self._open = self._open, False
+        was, self.is_open = self.is_open, False
         return was
 
 
-class OpenToolCall:
+class OpenToolCall(_Call):
     """One tool call of a batch, from its admission to its end.
 
     Attributes:
         call: What the model asked for.
-        frame: The tool's body runs in this frame.
         function: The callable that is the tool's body, where the adapter knows it: a guarded
             function finds by it that this call is its own, whatever the tool is called.
         tickets: The admissions of the guards that charge it.
@@ -123,34 +132,23 @@ class OpenToolCall:
         detail: The same for people, with the figures; never for the model.
         trip: The stop that refused it; None for a quota, after which the run goes on.
         result: What it returned, or the text of what it raised; None before its end.
+        taken: `Batch.take` has returned it.
     """
 
-    __slots__ = (
-        "call",
-        "detail",
-        "frame",
-        "function",
-        "reason",
-        "refusal",
-        "result",
-        "seen",
-        "state",
-        "tickets",
-        "trip",
-    )
+    state: ToolState = "waiting"
+    refusal: str | None = None
+    reason: StopReason | None = None
+    detail = ""
+    function: object = None
+    trip: Trip | None = None
+    result: Any = None
+    seen = False
+    taken = False
 
-    def __init__(self, call: ToolCall, tickets: Sequence[Admit]) -> None:
+    def __init__(self, call: ToolCall, tickets: Sequence[Admit] = (), run: Any = None) -> None:
+        self.run = run
         self.call = call
         self.tickets = tuple(tickets)
-        self.state: ToolState = "waiting"
-        self.refusal: str | None = None
-        self.reason: StopReason | None = None
-        self.detail = ""
-        self.function: object = None
-        self.trip: Trip | None = None
-        self.result: Any = None
-        self.seen = False
-        self.frame: Frame
 
     def refuse(
         self, result: str, reason: StopReason, detail: str = "", *, trip: Trip | None = None
@@ -198,8 +196,6 @@ class Batch:
 
     def __init__(self, calls: Sequence[OpenToolCall]) -> None:
         self._calls = tuple(calls)
-        self._waiting = list(calls)
-        self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[OpenToolCall]:
         return iter(self._calls)
@@ -214,11 +210,11 @@ class Batch:
             id: The call's id as the framework hands it over; None or empty where it has none.
             name: The tool's name, for calls without an id and to tell repeated ids apart.
         """
-        with self._lock:
-            for call in self._waiting:
+        with _TAKING:
+            for call in self._calls:
                 mine = call.call.id == id if id else not call.call.id
-                if mine and name in (None, call.call.name):
-                    self._waiting.remove(call)
+                if mine and name in (None, call.call.name) and not call.taken:
+                    call.taken = True
                     return call
         return None
 

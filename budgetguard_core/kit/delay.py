@@ -21,8 +21,8 @@ class Waiting(Protocol):
     """What a wait asks of the run that its call is a part of."""
 
     @property
-    def aborted(self) -> bool:
-        """Whether the run was aborted."""
+    def has_to_end(self) -> bool:
+        """Whether the run was aborted or its deadline has passed."""
         ...
 
     def time_left(self) -> float | None:
@@ -46,14 +46,21 @@ class Waiting(Protocol):
         ...
 
 
+def starts_at_once(run: Waiting, call: OpenModelCall | OpenToolCall) -> bool:
+    """Tell whether there is nothing to wait for, as for nearly every call."""
+    for ticket in call.tickets:
+        if ticket.breakers is not None:
+            return False
+    # A tool call may start long after the admission of its batch, so it is asked anew.
+    return isinstance(call, OpenModelCall) or not run.has_to_end
+
+
 def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Wait until a call may start, in this thread.
 
     Returns:
         Why the run ended meanwhile: the call was taken back. None otherwise.
     """
-    if _goes_at_once(call):
-        return None
     if _to_wait(run, call, _nobody) > 0:
         woken = threading.Event()
         forget = run.on_abort(woken.set)
@@ -68,8 +75,6 @@ def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
 
 async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Wait until a call may start, in this task; as `wait`. Cancelled, it takes the call back."""
-    if _goes_at_once(call):
-        return None
     if _to_wait(run, call, _nobody) <= 0:
         return _trip_of(run, call)
     loop = asyncio.get_running_loop()
@@ -97,16 +102,6 @@ async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip |
     return _trip_of(run, call)
 
 
-def _goes_at_once(call: OpenModelCall | OpenToolCall) -> bool:
-    """Tell whether a call was admitted just now and is not held back.
-
-    A tool call may start long after the admission of its batch, so it is asked anew whether it may.
-    """
-    if isinstance(call, OpenToolCall):
-        return False
-    return all(ticket.breakers is None for ticket in call.tickets)
-
-
 def _nobody() -> None:
     """Wake nobody."""
 
@@ -131,15 +126,15 @@ def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[]
             seconds = max(seconds, (place.wait_until_ns - now) / 1e9)
     if seconds <= 0:
         return 0
-    left = run.time_left()
-    if run.aborted or left == 0:
+    if run.has_to_end:
         return 0
+    left = run.time_left()
     return seconds if left is None else min(seconds, left)
 
 
 def _trip_of(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Look whether the run ended while the call waited."""
-    if not (run.aborted or run.time_left() == 0):
+    if not run.has_to_end:
         return None
     trip = run.check()
     if trip is not None:

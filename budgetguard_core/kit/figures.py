@@ -27,6 +27,7 @@ from budgetguard_core.usage import TokenUsage
 # No call of any model has more: what is above it is no count, and would not fit every store.
 _MOST_TOKENS: Final = 10**12
 _LONGEST_NUMBER: Final = 32
+_WHOLE: Final = {int}
 
 
 class _Figure:
@@ -144,12 +145,12 @@ class _Tally:
         """Note all figures of a record and of the parts that belong to it."""
         largest = self.largest
         for name, value in fields.items():
-            if value is None or not isinstance(name, str):
-                continue
             figure = names.get(name)
             if figure is not None and type(value) is int and 0 <= value <= _MOST_TOKENS:
-                if value >= largest.get(figure, 0):
+                if figure not in largest or value > largest[figure]:
                     largest[figure] = value
+                continue
+            if value is None or not isinstance(name, str):
                 continue
             inner = fields_of(value) if name in _NESTED else None
             if inner is not None:
@@ -220,7 +221,7 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     figures = tally.figures()
     if not figures:
         return None
-    usage = _add_up(figures, beside=_is_beside(fields), legible=tally.legible)
+    usage = _add_up(figures, fields, legible=tally.legible)
     listed = fields.get("iterations")
     if steps and isinstance(listed, list):
         used = [read_figures(step, steps=False) for step in cast("list[object]", listed)]
@@ -248,8 +249,7 @@ def fitted(usage: TokenUsage) -> TokenUsage:
     """
     prompt, output, read, write, write_1h, reasoning, estimated = usage
     if (
-        type(prompt) is type(output) is type(read) is int
-        and type(write) is type(write_1h) is type(reasoning) is int
+        set(map(type, usage[:-1])) == _WHOLE
         and read >= 0
         and 0 <= write_1h <= write
         and read + write <= prompt
@@ -294,15 +294,18 @@ def _is_beside(fields: Mapping[Any, Any]) -> bool:
     return not _BEDROCK_PROMPT.isdisjoint(fields)
 
 
-def _add_up(figures: Mapping[int, int], *, beside: bool, legible: bool) -> TokenUsage:
+def _add_up(figures: Mapping[int, int], fields: Mapping[Any, Any], *, legible: bool) -> TokenUsage:
     told = figures.get
     prompt, output, total = told(_Figure.PROMPT, 0), told(_Figure.OUTPUT, 0), told(_Figure.TOTAL, 0)
+    if prompt and output and sum(figures.values()) == prompt + output + total:
+        # Nothing went through a cache, and nobody reasoned.
+        return TokenUsage(prompt, max(output, total - prompt), estimated=not legible)
     read, reasoning = told(_Figure.READ, 0), told(_Figure.REASONING, 0)
     write_1h = told(_Figure.WRITE_1H, 0)
     write = max(told(_Figure.WRITE, 0), write_1h + told(_Figure.WRITE_5M, 0))
     cached = read + write
     # Strands fills in the same record for providers that count the cache inside.
-    if beside and (total != prompt + output or cached > prompt):
+    if _is_beside(fields) and (total != prompt + output or cached > prompt):
         prompt += cached
     prompt = max(prompt, cached, read + told(_Figure.NOT_CACHED, 0))
     prompt += told(_Figure.PROMPT_BESIDE, 0)

@@ -202,12 +202,13 @@ class Prompt:
         if usage is None or usage.estimated or not usage.input_tokens:
             return
         tokens = usage.total_tokens if self._server_side else usage.input_tokens
-        seen = self._seen._replace(tokens=tokens - self._fixed[1])
+        tokens -= self._fixed[1]
+        length, first, last, _ = self._seen
         if reply is not None and not self._server_side:
-            said = usage.output_tokens - usage.reasoning_tokens
-            first = seen.first if seen.length else reply
-            seen = _Seen(seen.length + 1, first, reply, seen.tokens + said)
-        self._seen = seen
+            tokens += usage.output_tokens - usage.reasoning_tokens
+            first, last = first if length else reply, reply
+            length += 1
+        self._seen = _Seen(length, first, last, tokens)
 
     def _size_of_fixed(self, system: object, tools: Sequence[object], output_schema: object) -> int:
         parts = (system, *tools, output_schema)

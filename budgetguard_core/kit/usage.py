@@ -6,14 +6,17 @@ and what is charged when some of them are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Context, Decimal
 from itertools import islice
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from budgetguard_core.kit.figures import fitted, is_free, larger, read_figures
 from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
+
+# `type`, for values that nothing is known of: the type checkers follow it no further.
+_kind_of: Callable[[Any], Any] = type
 
 _RECORDS: Final = (
     "usage_metadata",
@@ -38,7 +41,8 @@ _WRAPPERS: Final = (
 )
 """What a response is wrapped in: by events and chunks of streams, and by frameworks."""
 _WRAPS: Final = frozenset({*_WRAPPERS, "generations"})
-_HOLDS: Final = _WRAPS.union(_RECORDS)
+_RECORD_NAMES: Final = frozenset(_RECORDS)
+_HOLDS: Final = _WRAPS | _RECORD_NAMES
 _COSTS: Final = frozenset({"cost", "cost_in_usd_ticks", "total_cost"})
 _HIDDEN: Final = frozenset({"_hidden_params"})
 _UNTOLD: Final = TokenUsage()
@@ -76,8 +80,13 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
-    read = map(read_figures, islice(_candidates(record), _MOST_RECORDS))
-    return next((usage for usage in read if usage is not None), None)
+    usage = read_figures(record)
+    if usage is None:
+        for held in islice(_kept_in(record, _DEEPEST), _MOST_RECORDS):
+            usage = read_figures(held)
+            if usage is not None:
+                break
+    return usage
 
 
 def merge_usage(earlier: TokenUsage | None, later: TokenUsage | None) -> TokenUsage | None:
@@ -106,13 +115,13 @@ def answered_usage(record: object, *, projected_input: int, written: str = "") -
         None where nothing was reported and nothing projected: such a call is unmetered. A side
         that the record does not tell is at least its estimate, and the usage marked so.
     """
-    usage = token_usage(record)
+    usage = fitted(record) if isinstance(record, TokenUsage) else token_usage(record)
     if usage is None:
         if projected_input <= 0:
             return None
         return TokenUsage(projected_input, estimate_tokens(written), estimated=True)
     inputs, outputs = usage.input_tokens, usage.output_tokens
-    if usage == _UNTOLD or not (usage.estimated or not inputs or not outputs):
+    if (inputs and outputs and not usage.estimated) or usage == _UNTOLD:
         return usage
     if usage.estimated or not inputs:
         inputs = max(inputs, projected_input)
@@ -142,27 +151,32 @@ def reported_cost(record: object) -> Decimal | None:
         cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
         if cost is not None:
             return cost
-    costs = map(_cost_of, islice(_candidates(record), _MOST_RECORDS))
-    return next((cost for cost in costs if cost is not None), None)
+    cost = _cost_of(record)
+    if cost is None:
+        for held in islice(_kept_in(record, _DEEPEST), _MOST_RECORDS):
+            cost = _cost_of(held)
+            if cost is not None:
+                break
+    return cost
 
 
-def _lacks(record: object, names: frozenset[str]) -> bool:
+def _lacks(record: Any, names: frozenset[str]) -> bool:
     """Tell whether a record is a dictionary with none of these names."""
-    return isinstance(record, dict) and names.isdisjoint(cast("dict[object, object]", record))
-
-
-def _candidates(record: object) -> Iterator[object]:
-    """Name what may be the usage record of a response, the likeliest first."""
-    yield record
-    yield from _kept_in(record, _DEEPEST)
+    return _kind_of(record) is dict and names.isdisjoint(record)
 
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
+    """Name what may be the usage record in a response, the likeliest first."""
     # Figures count under a name of usage only: what else is in there may be the user's own.
-    if _lacks(record, _HOLDS):
-        return
     held = parts_of(record)
-    for name in _RECORDS:
+    names: Sequence[str] = _RECORDS
+    if _kind_of(record) is dict:
+        found = _HOLDS.intersection(cast("dict[str, object]", record))
+        if len(found) <= 1:
+            # Nearly every response.
+            names = tuple(_RECORD_NAMES & found)
+            depth = 0 if names or not found else depth
+    for name in names:
         kept = held(name)
         if kept is not None:
             yield kept
