@@ -225,7 +225,7 @@ class Recorder(RunHooks[Any]):
         self.streamed.clear()
         if call is None:
             return
-        usage = token_usage(usage_of(response))
+        usage = usage_of(response)
         text = written(response.output) if usage is None or usage.estimated or final else ""
         self.run.answered(call, usage, text=text, speaker=turn.agent.name, final=final)
         self._prompt.measured(usage)

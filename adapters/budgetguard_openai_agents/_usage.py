@@ -15,11 +15,15 @@ from agents import (
     Tool,
 )
 from agents.models import get_default_model
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
-from budgetguard_core.kit import estimate
+from budgetguard_core import TokenUsage
+from budgetguard_core.kit import estimate, token_usage
 from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._tools import original
 
+# A figure above it is looked at closely: it may be none.
+_PLAIN = 10**9
 _ROUTERS = frozenset({"any-llm", "litellm"})
 _WRITTEN = ("text", "arguments", "input", "refusal")
 
@@ -55,10 +59,27 @@ def schemas_of(agent: Agent[Any], tools: Iterable[Tool]) -> list[object]:
     return schemas
 
 
-def usage_of(response: ModelResponse) -> object:
-    """Return the record of one call; None when the provider reported nothing."""
+def usage_of(response: ModelResponse) -> TokenUsage | None:
+    """Return what one call used; None when the provider reported nothing."""
     usage = response.usage
-    return usage if usage.input_tokens or usage.output_tokens else None
+    inputs, outputs = usage.input_tokens, usage.output_tokens
+    if not (inputs or outputs):
+        return None
+    before, after = usage.input_tokens_details, usage.output_tokens_details
+    if type(before) is InputTokensDetails and type(after) is OutputTokensDetails:
+        # Nearly every record: figures that add up, under the names that the SDK gives them.
+        told = TokenUsage(
+            inputs,
+            outputs,
+            cache_read_tokens=vars(before).get("cached_tokens", 0),
+            cache_write_tokens=vars(before).get("cache_write_tokens", 0),
+            reasoning_tokens=vars(after).get("reasoning_tokens", 0),
+        )
+        has_more = before.model_extra or after.model_extra or not (inputs and outputs)
+        if not has_more and token_usage(told) is told:
+            if usage.total_tokens == told.total_tokens < _PLAIN:
+                return told
+    return token_usage(usage)
 
 
 def written(items: Iterable[Any]) -> str:
