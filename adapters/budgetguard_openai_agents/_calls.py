@@ -377,6 +377,11 @@ class ToolCalls:
                 self.run.withdrawn(asked.opened)
         self._batch = []
 
+    def let_go(self) -> None:
+        """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
+        self.bounds = self.settings = None
+        self.tools, self._copies, self.resumed = [], {}, []
+
 
 def around() -> ToolCalls | None:
     """Return the tool calls of the run of the SDK around this code, an ended one included."""

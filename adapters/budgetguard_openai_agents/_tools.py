@@ -224,9 +224,10 @@ async def _awaited(calls: Calls, asked: Asked, result: Awaitable[Any]) -> Any:
 def original(tool: Tool) -> Tool:
     """Return the user's own tool."""
     own: Tool = getattr(tool, _ORIGINAL, tool)
-    # The SDK makes another copy for a computer of the run's own.
-    computer = getattr(own, "computer", None)
-    return computer.tool if isinstance(computer, _Screen) else own
+    if isinstance(own, ComputerTool) and isinstance(own.computer, _Screen):
+        # The SDK makes another copy for a computer of the run's own.
+        return cast("Tool", own.computer.tool)
+    return own
 
 
 def text_of(stop: BudgetExceeded) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from agents import (
@@ -32,8 +33,11 @@ def model_of(agent: Agent[Any], run_config: RunConfig) -> tuple[str | None, str 
     """Find the model that an agent's next call goes to, and the provider where it is named."""
     model = _model(agent, run_config)
     name = model if isinstance(model, str) else getattr(model, "model", None)
-    if not isinstance(name, str):
-        return None, None
+    return _named(name) if isinstance(name, str) else (None, None)
+
+
+@lru_cache(maxsize=64)
+def _named(name: str) -> tuple[str, str | None]:
     parts = name.split("/")
     if len(parts) > 1 and parts[0] in _ROUTERS:
         del parts[0]
@@ -75,10 +79,10 @@ def usage_of(response: ModelResponse) -> TokenUsage | None:
             cache_write_tokens=vars(before).get("cache_write_tokens", 0),
             reasoning_tokens=vars(after).get("reasoning_tokens", 0),
         )
-        has_more = before.model_extra or after.model_extra or not (inputs and outputs)
-        if not has_more and token_usage(told) is told:
-            if usage.total_tokens == told.total_tokens < _PLAIN:
-                return told
+        adds_up = inputs and outputs and usage.total_tokens == inputs + outputs
+        has_more = before.model_extra or after.model_extra
+        if adds_up and not has_more and token_usage(told) is told and told.total_tokens < _PLAIN:
+            return told
     return token_usage(usage)
 
 
