@@ -33,6 +33,7 @@ from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls, part
 from budgetguard_openai_agents._tools import Gates
 
 _NO_RESULT = "no result"
+_NO_TOOL: Any = None
 # What the calls of tools look like that are called without a name, the likeliest first.
 _TYPES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (ShellTool, ("shell_call", "local_shell_call")),
@@ -70,14 +71,16 @@ class CallBounds(Protocol):
 
 
 class RunFrame(Frame):
-    """Code of a run of the SDK."""
+    """Code of a run of the SDK; `asked` is the tool call whose body it is."""
 
-    __slots__ = ("calls",)
+    __slots__ = ("asked", "calls")
 
-    def __init__(self, calls: ToolCalls, call: OpenToolCall | None = None) -> None:
+    def __init__(self, calls: ToolCalls, asked: Asked | None = None) -> None:
         run = calls.run
+        call = None if asked is None else asked.opened
         super().__init__(run.guard, run=run, call=call, above=run.above)
         self.calls = calls
+        self.asked = asked
 
 
 class ToolCalls:
@@ -152,7 +155,7 @@ class ToolCalls:
 
     def _attach(self, asked: Asked, opened: OpenToolCall) -> OpenToolCall:
         asked.opened = opened
-        opened.frame = RunFrame(self, opened)
+        opened.frame = RunFrame(self, asked)
         return opened
 
     def trip_of(self, violation: Violation) -> Trip:
@@ -193,11 +196,22 @@ class ToolCalls:
                 return at_work if at_work in here else None
         return next((one for one in here if one.call.name == getattr(tool, "name", None)), None)
 
-    async def wait_for_place(self, context: Any, tool: Tool) -> None:
-        """Wait where a call is held back; it may be refused after that."""
-        asked = self._find(context, tool, "waiting")
-        if asked is not None and asked.opened is not None:
+    async def admitted(self, context: Any) -> str | None:
+        """Make this task the body of a call that is about to start, once it has its place.
+
+        Returns:
+            None, or what is given in place of its result.
+        """
+        asked = self._find(context, _NO_TOOL, "waiting", "refused", "started")
+        if asked is None or asked.opened is None:
+            return None
+        if asked.opened.state == "waiting":
             await self.run.wait_async(asked.opened)
+        refusal = self.refusal(asked)
+        if refusal is None:
+            # The SDK starts the body in a task that it makes of this one.
+            FRAME.set(asked.opened.frame)
+        return refusal
 
     async def start(self, context: Any, tool: Tool) -> bool:
         """Say that a call's body starts now; False where something else is its result.
@@ -205,9 +219,14 @@ class ToolCalls:
         Raises:
             RunStopped: The call may not start, and nothing else can be its result.
         """
-        self._begin(tool)
-        await self.wait_for_place(context, tool)
-        asked = self._find(context, tool, "waiting", "refused") or self._asked_late(context, tool)
+        asked = self._at_work(context)
+        if asked is None or asked.opened is None or asked.opened.state != "waiting":
+            self._begin(tool)
+            asked = self._find(context, tool, "waiting")
+            if asked is not None and asked.opened is not None:
+                await self.run.wait_async(asked.opened)
+            asked = self._find(context, tool, "waiting", "refused")
+            asked = asked or self._asked_late(context, tool)
         opened = asked.opened
         if opened is None or self.run.start(opened) is None:
             return True
@@ -244,31 +263,34 @@ class ToolCalls:
         self.resumed.append(asked)
         return asked
 
-    def refusal(self, context: Any, tool: Tool) -> str | None:
+    def refusal(self, asked: Asked) -> str | None:
         """Return what is given in place of a call's result; None where it may start."""
-        asked = self._find(context, tool, "waiting", "refused", "started")
-        if asked is None or asked.opened is None:
+        opened = asked.opened
+        if opened is None:
             return None
-        if self.run.ended and asked.opened.state == "waiting":
-            return NOT_EXECUTED
-        return asked.opened.refusal
+        return NOT_EXECUTED if self.run.ended and opened.state == "waiting" else opened.refusal
 
     def running(self, context: Any, tool: Tool) -> Asked | None:
         """Return the call whose body runs, or is about to."""
+        asked = self._at_work(context)
+        if asked is not None:
+            return asked
         for states in (("started",), ("waiting",), ("refused",), ("completed", "failed")):
             asked = self._find(context, tool, *states)
             if asked is not None:
                 return asked
         return None
 
+    def _at_work(self, context: Any) -> Asked | None:
+        """Return the call whose body this task was made, if the context is that of it."""
+        frame = FRAME.get()
+        asked = frame.asked if isinstance(frame, RunFrame) and frame.calls is self else None
+        is_it = asked is not None and asked.raw is getattr(context, "tool_call", None)
+        return asked if is_it else None
+
     def entered(self, asked: Asked) -> Any:
         """Make the code of a block the body of a call."""
         return self.run.entered(asked.opened)
-
-    def enter(self, asked: Asked) -> None:
-        """Make the rest of this task the body of a call."""
-        if asked.opened is not None:
-            FRAME.set(asked.opened.frame)
 
     def leave_partial(self, call: OpenToolCall, text: str) -> None:
         """Keep what a run inside the body of a call had brought when it was stopped."""
@@ -354,6 +376,11 @@ class ToolCalls:
             if asked.opened is not None and asked.call.kind != "hosted":
                 self.run.withdrawn(asked.opened)
         self._batch = []
+
+    def let_go(self) -> None:
+        """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
+        self.bounds = self.settings = None
+        self.tools, self._copies, self.resumed = [], {}, []
 
 
 def around() -> ToolCalls | None:

@@ -215,6 +215,7 @@ async def conclude(
     result.tool_input_guardrail_results = results
     remember(result, found)
     hand_over(recorder, found)
+    recorder.calls.let_go()
     stop = run.trip
     if stop is not None and not waits and (run.is_to_raise or run.is_of_the_run_around(stop)):
         raise RunStopped(stop, found)
@@ -245,6 +246,7 @@ async def fail(
     found = end() if cancelled else await recorder.run.in_thread(end)
     if result is not None:
         remember(result, found)
+    recorder.calls.let_go()
 
 
 def _closed(

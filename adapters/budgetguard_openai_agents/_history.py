@@ -148,24 +148,23 @@ def part(item: object, name: str) -> Any:
 def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
-    listed = list(items)
+    typed = [(part(item, "type"), item) for item in items]
     # A shell may be the provider's own.
-    answered = {part(item, "call_id") for item in listed if is_output(item)} - {None}
-    for item in listed:
+    answered = {part(item, "call_id") for type_, item in typed if _is_output(type_)} - {None}
+    for type_, item in typed:
         kind: ToolKind = "function"
-        type_ = part(item, "type")
-        if type_ in _HOSTED:
-            name = _HOSTED[type_] or part(item, "name")
-            call_id, kind = part(item, "id"), "hosted"
-        elif type_ in LOCAL:
+        if type_ in LOCAL:
             name = LOCAL[type_] or part(item, "name")
             call_id = part(item, "call_id")
             if call_id in answered:
                 kind = "hosted"
             if type_ == "function_call":
-                if name in handoff_names(agent):
+                if agent.handoffs and name in handoff_names(agent):
                     kind = "handoff"
                 name = _seams.qualified_name(name, part(item, "namespace"))
+        elif type_ in _HOSTED:
+            name = _HOSTED[type_] or part(item, "name")
+            call_id, kind = part(item, "id"), "hosted"
         else:
             continue
         call = ToolCall(name=str(name), arguments=_arguments(item), id=call_id, kind=kind)
@@ -173,9 +172,8 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     return found
 
 
-def is_output(item: object) -> bool:
-    """Tell whether an item is the result of a tool call."""
-    return str(part(item, "type")).endswith("_output")
+def _is_output(type_: object) -> bool:
+    return str(type_).endswith("_output")
 
 
 def handoff_names(agent: Agent[Any]) -> set[str]:
@@ -298,7 +296,7 @@ def _turn_items(
         elif type_ in _REPORTED:
             raw: Any = _plain(item) if type_ == "compaction" else item
             asked.append(_REPORTED[type_](agent=turn.agent, raw_item=raw))
-        elif is_output(item):
+        elif _is_output(type_):
             raw, output = item, part(item, "result" if type_ == "program_output" else "output")
             asked.append(ToolCallOutputItem(agent=turn.agent, raw_item=raw, output=output))
     return [*asked, *answered]

@@ -88,19 +88,20 @@ class Recorder(RunHooks[Any]):
 
     # A turn, in the order of its steps
 
-    def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
-        """Return what is to be sent, or what is kept of it where the window is nearly full."""
-        # A server that keeps the conversation is sent what is new alone.
-        if self.is_server_side or self.run.envelope.prune is None:
-            return sent
-        kept = self.run.pruned(sent.input, *model_of(agent, self.run_config))
-        if kept is None:
-            return sent
-        self._prompt = Prompt()
-        return ModelInputData(input=kept, instructions=sent.instructions)
+    async def admit(
+        self, agent: Agent[Any], sent: ModelInputData, own: int | None
+    ) -> ModelInputData:
+        """Ask for a model call that is about to be made, and wait for its turn; or stop the run.
 
-    async def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
-        """Ask for a model call that is about to be made, and wait for its turn; or stop the run."""
+        Returns:
+            What is to be sent, or what is kept of it where the window is nearly full.
+        """
+        # A server that keeps the conversation is sent what is new alone.
+        if self.run.envelope.prune is not None and not self.is_server_side:
+            kept = self.run.pruned(sent.input, *model_of(agent, self.run_config))
+            if kept is not None:
+                self._prompt = Prompt()
+                sent = ModelInputData(input=kept, instructions=sent.instructions)
         self.agent = agent
         self.calls.close()
         model, provider = model_of(agent, self.run_config)
@@ -126,6 +127,7 @@ class Recorder(RunHooks[Any]):
         if self.calls.settings is not None:
             # Streamed calls have theirs already.
             self.calls.settings.max_tokens = opened.max_output_tokens
+        return sent
 
     async def on_agent_start(self, context: Any, agent: Any) -> None:
         """Note which agent is at work."""
@@ -225,7 +227,7 @@ class Recorder(RunHooks[Any]):
         self.streamed.clear()
         if call is None:
             return
-        usage = token_usage(usage_of(response))
+        usage = usage_of(response)
         text = written(response.output) if usage is None or usage.estimated or final else ""
         self.run.answered(call, usage, text=text, speaker=turn.agent.name, final=final)
         self._prompt.measured(usage)

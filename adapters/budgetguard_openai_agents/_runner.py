@@ -61,6 +61,10 @@ class BoundedHooks(RunHooks[Any]):
     resume: Snapshot | str | None = None
     keeps_max_turns: bool = False
 
+    def called(self) -> RunHooks[Any] | None:
+        """Return the hooks that a run with this budget calls: these, if they have code to run."""
+        return self
+
 
 class BudgetRunner(AgentRunner):
     """Wraps the runner there was before; only passes on where no budget is active."""
@@ -211,7 +215,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         agent = _seams.agent_of(given, agent)
     recorder = Recorder(
         run,
-        hooks,
+        hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
         agent,
         config_of(options.get("run_config")),
         server_side=any(options.get(name) for name in _SERVER_SIDE),

@@ -20,12 +20,10 @@ from budgetguard_openai_agents._calls import CallBounds, around
 class Bounds(CallBounds, Protocol):
     """What the input of a model call asks the run that it belongs to."""
 
-    def pruned(self, agent: Agent[Any], sent: ModelInputData) -> ModelInputData:
-        """Return what is to be sent, or what is kept of it."""
-        ...
-
-    async def admit(self, agent: Agent[Any], sent: ModelInputData, own: int | None) -> None:
-        """Ask for a model call that is about to be made, or stop the run."""
+    async def admit(
+        self, agent: Agent[Any], sent: ModelInputData, own: int | None
+    ) -> ModelInputData:
+        """Ask for a model call that is about to be made, or stop the run; return what is sent."""
         ...
 
 
@@ -90,8 +88,7 @@ class _Filter:
         if isinstance(sent, ModelInputData):
             agent = data.agent
             own = agent.model_settings.max_tokens if self._bound is None else self._bound
-            sent = self._bounds.pruned(agent, sent)
-            await self._bounds.admit(agent, sent, own)
+            return await self._bounds.admit(agent, sent, own)
         # The SDK refuses what is none.
         return cast("ModelInputData", sent)
 

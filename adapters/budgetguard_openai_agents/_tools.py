@@ -41,11 +41,11 @@ _ORIGINAL = "_budgetguard_original"
 class Calls(Protocol):
     """What the copies ask the run that they are called in."""
 
-    async def wait_for_place(self, context: Any, tool: Tool) -> None:
-        """Wait where a call is held back; it may be refused after that."""
+    async def admitted(self, context: Any) -> str | None:
+        """Make this task the body of a call; or return what is given in place of its result."""
         ...
 
-    def refusal(self, context: Any, tool: Tool) -> str | None:
+    def refusal(self, asked: Asked) -> str | None:
         """Return what is given in place of a call's result; None where it may start."""
         ...
 
@@ -55,10 +55,6 @@ class Calls(Protocol):
 
     def entered(self, asked: Asked) -> Any:
         """Make the code of a block the body of a call."""
-        ...
-
-    def enter(self, asked: Asked) -> None:
-        """Make the rest of this task the body of a call."""
         ...
 
 
@@ -126,15 +122,9 @@ class Gates:
 
     async def _answer(self, data: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
         calls = self._find()
-        if calls is not None:
-            await calls.wait_for_place(data.context, _NO_TOOL)
-            refusal = calls.refusal(data.context, _NO_TOOL)
-            if refusal is not None:
-                return ToolGuardrailFunctionOutput.reject_content(refusal)
-            asked = calls.running(data.context, _NO_TOOL)
-            if asked is not None:
-                # The SDK starts the body in a task that it makes of this one.
-                calls.enter(asked)
+        refusal = None if calls is None else await calls.admitted(data.context)
+        if refusal is not None:
+            return ToolGuardrailFunctionOutput.reject_content(refusal)
         return ToolGuardrailFunctionOutput.allow()
 
     def _body(
@@ -180,7 +170,7 @@ class Gates:
             asked = None if calls is None else calls.running(context, tool)
             if calls is None or asked is None:
                 return execute(*given, **named)
-            refusal = calls.refusal(context, tool)
+            refusal = calls.refusal(asked)
             if refusal is not None:
                 return refused(refusal)
             with _noted(calls, asked):
@@ -216,9 +206,6 @@ class _Screen:
         return self._asking(own) if inspect.ismethod(own) else own
 
 
-_NO_TOOL: Any = None
-
-
 @contextmanager
 def _noted(calls: Calls, asked: Asked) -> Generator[None]:
     with calls.entered(asked):
@@ -237,9 +224,10 @@ async def _awaited(calls: Calls, asked: Asked, result: Awaitable[Any]) -> Any:
 def original(tool: Tool) -> Tool:
     """Return the user's own tool."""
     own: Tool = getattr(tool, _ORIGINAL, tool)
-    # The SDK makes another copy for a computer of the run's own.
-    computer = getattr(own, "computer", None)
-    return computer.tool if isinstance(computer, _Screen) else own
+    if isinstance(own, ComputerTool) and isinstance(own.computer, _Screen):
+        # The SDK makes another copy for a computer of the run's own.
+        return cast("Tool", own.computer.tool)
+    return own
 
 
 def text_of(stop: BudgetExceeded) -> str:

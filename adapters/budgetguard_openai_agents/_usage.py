@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from agents import (
@@ -15,11 +16,15 @@ from agents import (
     Tool,
 )
 from agents.models import get_default_model
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
-from budgetguard_core.kit import estimate
+from budgetguard_core import TokenUsage
+from budgetguard_core.kit import estimate, token_usage
 from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._tools import original
 
+# A figure above it is looked at closely: it may be none.
+_PLAIN = 10**9
 _ROUTERS = frozenset({"any-llm", "litellm"})
 _WRITTEN = ("text", "arguments", "input", "refusal")
 
@@ -28,8 +33,11 @@ def model_of(agent: Agent[Any], run_config: RunConfig) -> tuple[str | None, str 
     """Find the model that an agent's next call goes to, and the provider where it is named."""
     model = _model(agent, run_config)
     name = model if isinstance(model, str) else getattr(model, "model", None)
-    if not isinstance(name, str):
-        return None, None
+    return _named(name) if isinstance(name, str) else (None, None)
+
+
+@lru_cache(maxsize=64)
+def _named(name: str) -> tuple[str, str | None]:
     parts = name.split("/")
     if len(parts) > 1 and parts[0] in _ROUTERS:
         del parts[0]
@@ -55,10 +63,27 @@ def schemas_of(agent: Agent[Any], tools: Iterable[Tool]) -> list[object]:
     return schemas
 
 
-def usage_of(response: ModelResponse) -> object:
-    """Return the record of one call; None when the provider reported nothing."""
+def usage_of(response: ModelResponse) -> TokenUsage | None:
+    """Return what one call used; None when the provider reported nothing."""
     usage = response.usage
-    return usage if usage.input_tokens or usage.output_tokens else None
+    inputs, outputs = usage.input_tokens, usage.output_tokens
+    if not (inputs or outputs):
+        return None
+    before, after = usage.input_tokens_details, usage.output_tokens_details
+    if type(before) is InputTokensDetails and type(after) is OutputTokensDetails:
+        # Nearly every record: figures that add up, under the names that the SDK gives them.
+        told = TokenUsage(
+            inputs,
+            outputs,
+            cache_read_tokens=vars(before).get("cached_tokens", 0),
+            cache_write_tokens=vars(before).get("cache_write_tokens", 0),
+            reasoning_tokens=vars(after).get("reasoning_tokens", 0),
+        )
+        adds_up = inputs and outputs and usage.total_tokens == inputs + outputs
+        has_more = before.model_extra or after.model_extra
+        if adds_up and not has_more and token_usage(told) is told and told.total_tokens < _PLAIN:
+            return told
+    return token_usage(usage)
 
 
 def written(items: Iterable[Any]) -> str:

@@ -70,6 +70,12 @@ class BudgetHooks(BoundedHooks):
             )
         install()
 
+    def called(self) -> RunHooks[Any] | None:
+        """Return the hooks that a run with this budget calls: only a subclass has its own."""
+        if type(self) is not BudgetHooks:
+            return self
+        return self.inner.called() if isinstance(self.inner, BudgetHooks) else self.inner
+
     def _inner(self) -> RunHooks[Any]:
         """Return the hooks that come next, in a run that has this budget."""
         calls = around()

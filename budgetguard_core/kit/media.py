@@ -58,26 +58,26 @@ _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"}
 """Parts by their name: Gemini."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
 _ANY_MEDIA_TYPE: Final = frozenset(_MEDIA_TYPES)
-_SAYS_WHAT_IT_IS: Final = _ANY_MEDIA_TYPE | {"kind", "type"}
 _BYTES: Final = (bytes, bytearray, memoryview)
 _DATA_URL: Final = re.compile(r"data:(\w*)[^,\s]{0,200};base64,", re.ASCII)
 
 
 def block_tokens(block: Mapping[Any, Any]) -> int | None:
     """Return the allowance of a block that says what it is; None for one that is text."""
-    if _SAYS_WHAT_IT_IS.isdisjoint(block):
+    kind = block.get("type") or block.get("kind")
+    allowance = _TYPES.get(kind) if isinstance(kind, str) else None
+    if allowance is None and _ANY_MEDIA_TYPE.isdisjoint(block):
         return None
     source = block.get("source")
     if source is not None:
         source = fields_of(source)
         if source is not None and source.get("type") in {"text", "content"}:
             return None
-    kind = block.get("type") or block.get("kind")
     is_text = kind == "text" or block.get("text")
     by_media_type = None if is_text else _of_media_type(block)
-    if by_media_type is None and isinstance(kind, str) and kind in _TYPES:
+    if by_media_type is None and allowance is not None:
         # Cohere's documents are data, Bedrock's have no type.
-        return None if fields_of(block.get("document")) else _TYPES[kind]
+        return None if fields_of(block.get("document")) else allowance
     return by_media_type
 
 

@@ -61,6 +61,8 @@ class Watch:
             if self._timer is not None:
                 self._timer.cancel()
         self._forget()
+        # It holds this, and this what the work has brought: not until a garbage collection.
+        self._forget = _nothing
 
     def _arm(self) -> None:
         left = self._run.time_left()
@@ -98,6 +100,10 @@ class Watch:
         self.trip = self._run.check()
         if self.trip is not None:
             self._cut()
+
+
+def _nothing() -> None:
+    """There is nothing to forget any more."""
 
 
 @contextmanager
