@@ -202,6 +202,7 @@ class AgentHooks:
     ) -> AsyncGenerator[Any, None]:
         run, invocation_state = at.run, at.invocation_state
         watch = Watch(run, at.cut)
+        written = at.written
         pieces = 0
         loop = asyncio.get_running_loop()
         try:
@@ -212,23 +213,37 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
+                if at.streaming:
+                    if "data" in event:
+                        written.append(event["data"])
+                        yield event
+                        pieces += 1
+                        if not pieces % _LOOK_EVERY:
+                            at.look()
+                        if at.streaming:
+                            at.awaiting = current_task(loop)
+                            continue
+                        break
+                    if "event" in event and "contentBlockDelta" in event["event"]:
+                        at.awaiting = None
+                        yield event
+                        if at.streaming:
+                            # Its own event, with what it says, comes without any wait.
+                            continue
+                        break
                 at.awaiting = None
+                if at.is_entered:
+                    at.leave()
                 if "data" in event:
                     at.written.append(event["data"])
                     pieces += 1
-                    if not pieces % _LOOK_EVERY and (run.aborted or run.time_left() == 0):
-                        at.due = run.check() is not None
-                        at.streaming = not at.due and at.streaming
+                    if not pieces % _LOOK_EVERY:
+                        at.look()
                 elif "event" in event:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
                         at.streaming = ORDERED and not at.due
-                        if at.streaming and not at.is_entered:
-                            yield event
-                            if at.streaming:
-                                # Its own event, with what it says, comes without any wait.
-                                continue
-                            break
+                        written = at.written
                     elif "metadata" in chunk:
                         at.usage = chunk["metadata"].get("usage") or at.usage
                 elif "stop" in event:
@@ -236,8 +251,6 @@ class AgentHooks:
                         break
                     if str(event["stop"][0]).startswith("limit_"):
                         event = await _ending.limited(agent, at, invocation_state, event)
-                if at.is_entered:
-                    at.leave()
                 yield event
                 if not at.streaming:
                     if at.due:
