@@ -16,6 +16,7 @@ from strands.hooks import (
     BeforeInvocationEvent,
     BeforeModelCallEvent,
     BeforeToolCallEvent,
+    MessageAddedEvent,
 )
 
 from budgetguard_core import Budget, BudgetExceeded, Guard
@@ -40,8 +41,9 @@ _LOOK_EVERY = 64
 """Pieces of an answer after which the clock is looked at, where the loop gets no turn."""
 _GO_ON = "Please go on."
 
-# The hooks that bound an agent, of all providers.
+# The hooks that bound an agent, of all providers; and those that were ever registered with it.
 _attached: ByIdentity[tuple[AgentHooks, ...]] = ByIdentity()
+_registered: ByIdentity[tuple[AgentHooks, ...]] = ByIdentity()
 _attaching = threading.Lock()
 
 
@@ -51,7 +53,6 @@ class AgentHooks:
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
         self._calls = Calls()
-        self._registered: ByIdentity[bool] = ByIdentity()
         self._bodies: ByIdentity[Bodies] = ByIdentity()
 
     # Attaching
@@ -62,8 +63,10 @@ class AgentHooks:
             others = _attached.get(agent) or ()
             if self in others:
                 return
-            if self._registered.get(agent) is None:
+            known = _registered.get(agent) or ()
+            if self not in known:
                 self._register(agent)
+                _registered.set(agent, (*known, self))
             _attached.set(agent, (*others, self))
 
     def remove(self, agent: Agent) -> None:
@@ -75,9 +78,10 @@ class AgentHooks:
     def _register(self, agent: Agent) -> None:
         _seams.probe(agent)
         _seams.join_runs_around(_join)
-        _seams.wrap_runs(agent, self._around)
+        _seams.wrap_runs(type(agent), _around)
         for event, callback, order in (
             (BeforeInvocationEvent, self._before_invocation, FIRST),
+            (MessageAddedEvent, self._before_added, FIRST),
             (BeforeModelCallEvent, self._calls.before_model_call, LAST),
             (AfterModelCallEvent, self._calls.after_model_call, FIRST),
             (AfterModelCallEvent, self._calls.after_answer, LAST),
@@ -93,7 +97,6 @@ class AgentHooks:
             agent.tool_registry.process_tools([made(report_progress)])
         if _seams.has_background_tasks(agent):
             self._bodies.set(agent, Bodies(agent))
-        self._registered.set(agent, True)
 
     def _bounds(self, agent: Agent) -> bool:
         """Tell whether the run of an agent that begins is this provider's to bound."""
@@ -175,44 +178,72 @@ class AgentHooks:
                 found = at.run
         return found
 
-    async def _around(
-        self, agent: Agent, invocation_state: dict[str, Any], events: Events
-    ) -> AsyncGenerator[Any, None]:
+    def _before_added(self, event: MessageAddedEvent) -> None:
+        """Let what other hooks do with the user's message, before the loop begins, be of the run."""
+        at = self._calls.going_on(event.agent)
+        if at is None or at.watched or at.is_entered:
+            return
+        # An assistant's is that of a refused run, whose loop does not begin.
+        if event.message["role"] == "user":
+            at.enter()
+
+    def around(self, agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
+        """Watch over the events of a run, and end it in their place; once for each run."""
         at = self._calls.going_on(agent)
         if at is None or at.watched:
-            async for event in events:
-                yield event
-            return
+            return events
         at.watched = True
         at.invocation_state = invocation_state
         invocation_state[CYCLES] = 0
-        run = at.run
+        return self._bounded(at, agent, events)
+
+    async def _bounded(
+        self, at: AgentRun, agent: Agent, events: Events
+    ) -> AsyncGenerator[Any, None]:
+        run, invocation_state = at.run, at.invocation_state
         watch = Watch(run, at.cut)
+        written = at.written
         pieces = 0
         loop = asyncio.get_running_loop()
-        follows = False
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
             # while a model answers: nothing else starts then, and its chunks are many. Without an
             # order of hooks nobody knows whose comes first at the answer's end.
-            at.enter()
+            if not at.is_entered:
+                at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
+                if at.streaming:
+                    if "data" in event:
+                        written.append(event["data"])
+                        yield event
+                        pieces += 1
+                        if not pieces % _LOOK_EVERY:
+                            at.look()
+                        if at.streaming:
+                            at.awaiting = current_task(loop)
+                            continue
+                        break
+                    if "event" in event and "contentBlockDelta" in event["event"]:
+                        at.awaiting = None
+                        yield event
+                        if at.streaming:
+                            # Its own event, with what it says, comes without any wait.
+                            continue
+                        break
                 at.awaiting = None
                 if at.is_entered:
                     at.leave()
                 if "data" in event:
                     at.written.append(event["data"])
                     pieces += 1
-                    if not pieces % _LOOK_EVERY and (run.aborted or run.time_left() == 0):
-                        at.due = run.check() is not None
-                        at.streaming = not at.due and at.streaming
+                    if not pieces % _LOOK_EVERY:
+                        at.look()
                 elif "event" in event:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
-                        # Its own event, with what it says, comes without any wait.
-                        follows = True
                         at.streaming = ORDERED and not at.due
+                        written = at.written
                     elif "metadata" in chunk:
                         at.usage = chunk["metadata"].get("usage") or at.usage
                 elif "stop" in event:
@@ -228,11 +259,8 @@ class AgentHooks:
                         for notice in at.take_notices():
                             yield _seams.StreamEvent({"budgetguard_warning": notice})
                     at.enter()
-                if follows:
-                    follows = False
-                else:
-                    # The consumer may ask for each event in another task.
-                    at.awaiting = current_task(loop)
+                # The consumer may ask for each event in another task.
+                at.awaiting = current_task(loop)
             else:
                 at.took_effect()
                 return
@@ -284,6 +312,8 @@ class AgentHooks:
         at = self._calls.going_on(event.agent)
         if at is None:
             return
+        if at.is_entered:
+            at.leave()  # a hook of the user's message raised
         self._calls.settle(at, event.agent, at.error or "the run was left")
         bodies = self._bodies.get(event.agent)
         if bodies is not None and at.trip is not None:
@@ -329,6 +359,16 @@ class AgentHooks:
 
 # What an agent without a provider spends is spent by the run around it, and by nothing else.
 _joining = AgentHooks(Opener(Envelope(budget=Budget())))
+
+
+def _around(agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
+    """Let every provider that was registered with an agent watch over its run, the first outermost.
+
+    Also one that is detached: a run that is on its way ends as bounded.
+    """
+    for hooks in reversed(_registered.get(agent) or ()):
+        events = hooks.around(agent, invocation_state, events)
+    return events
 
 
 def _join(agent: Agent) -> None:

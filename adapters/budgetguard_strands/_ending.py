@@ -99,9 +99,12 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     if outcome is not None:
         unfinished = "paused"
     if not at.inside:
-        snapshot = at.snapshot or at.run.guard.snapshot()
-        # As text, because the state copies what it keeps each time that it is asked.
-        agent.state.set(KEY, {"unfinished": unfinished, "snapshot": snapshot.to_json()})
+        kept_for_next: dict[str, Any] = {"unfinished": unfinished}
+        if unfinished is not None:
+            snapshot = at.snapshot or at.run.guard.snapshot()
+            # As text, because the state copies what it keeps each time that it is asked.
+            kept_for_next["snapshot"] = snapshot.to_json()
+        agent.state.set(KEY, kept_for_next)
     return outcome
 
 

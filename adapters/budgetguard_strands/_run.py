@@ -157,6 +157,12 @@ class AgentRun:
             self._earlier = self.awaiting.cancelling()
             self.awaiting.cancel()
 
+    def look(self) -> None:
+        """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
+        if self.run.aborted or self.run.time_left() == 0:
+            self.due = self.run.check() is not None
+            self.streaming = self.streaming and not self.due
+
     def took_effect(self) -> bool:
         """Tell whether a cancellation that came up was the watcher's, and take it back if so."""
         if not self._cancelled:

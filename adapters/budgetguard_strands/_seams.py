@@ -24,6 +24,7 @@ LAST = 1000.0
 # Beside the ids of nodes, among which no such one is to be expected.
 _KEPT = "budgetguard.run"
 _CONTINUED = "_continuation_state"
+_CYCLE = "_execute_event_loop_cycle"
 
 
 def _find(name: str, *modules: str) -> Any:
@@ -35,13 +36,6 @@ def _find(name: str, *modules: str) -> Any:
     return None
 
 
-AGENT_STREAM = _find(
-    "AgentStreamStage",
-    "strands.middleware",
-    "strands.middleware._agent_stream",
-    "strands._middleware.stages",
-    "strands._middleware",
-)
 INVOKE_MODEL = _find(
     "InvokeModelStage", "strands.middleware", "strands._middleware.stages", "strands._middleware"
 )
@@ -67,32 +61,33 @@ def add_hook(target: Any, event: Any, callback: Any, order: float) -> None:
         callbacks.insert(0, callbacks.pop())
 
 
-def wrap_runs(agent: Agent, around: Around) -> None:
-    """Let `around` see every event of every run of an agent, and end the run in its place.
+def wrap_runs(kind: type[Agent], around: Around) -> None:
+    """Let `around` see every event of every run of a class of agents, and end runs in their place.
+
+    The class is wrapped once. A middleware around the whole stream would be a layer more for each
+    chunk of an answer, and its stage has moved from release to release.
 
     Raises:
         AdapterError: This release of Strands has no place for it.
     """
     if StopEvent is None or StreamEvent is None:
         raise _unsupported("the event that ends a run")
-    if AGENT_STREAM is not None:
-        _add_middleware(
-            agent,
-            AGENT_STREAM,
-            lambda context, proceed: around(
-                context.agent, context.invocation_state, proceed(context)
-            ),
-        )
-        return
-    cycle: Callable[..., Events] | None = getattr(agent, "_execute_event_loop_cycle", None)
-    if cycle is None:
+    owner = next((one for one in kind.__mro__ if vars(one).get(_CYCLE) is not None), None)
+    if owner is None:
         raise _unsupported("a place around a run")
+    own: Callable[..., Events] = vars(owner)[_CYCLE]
+    if hasattr(own, "ends_runs"):
+        return
 
-    def run(invocation_state: dict[str, Any], *args: Any, **kwargs: Any) -> Events:
-        return around(agent, invocation_state, cycle(invocation_state, *args, **kwargs))
+    @functools.wraps(own)
+    def cycle(
+        self: Agent, invocation_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Events:
+        return around(self, invocation_state, own(self, invocation_state, *args, **kwargs))
 
-    # This agent's own loop only; the class stays as it is.
-    agent._execute_event_loop_cycle = run  # type: ignore[method-assign]  # noqa: SLF001
+    wrapped: Any = cycle
+    wrapped.ends_runs = True
+    setattr(owner, _CYCLE, wrapped)
 
 
 def has_model_middleware(agent: Agent) -> bool:

@@ -7,6 +7,7 @@ are the first section.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import threading
@@ -21,6 +22,7 @@ from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
     AfterToolCallEvent,
+    BeforeInvocationEvent,
     BeforeModelCallEvent,
     BeforeToolCallEvent,
     MessageAddedEvent,
@@ -43,7 +45,7 @@ from budgetguard_core import (
     StopReason,
     SystemClock,
 )
-from budgetguard_core.kit import token_usage
+from budgetguard_core.kit import FRAME, token_usage
 from budgetguard_core.testing import MODEL, Call, ManualClock, Reply, Script, calls, says
 from budgetguard_core.usage import TokenUsage
 from budgetguard_strands import BudgetHookProvider, _seams
@@ -1073,6 +1075,57 @@ def test_the_agents_that_strands_own_subagent_tool_makes_spend_the_budget(way):
     assert is_valid(agent)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_an_agent_that_a_hook_of_the_users_message_runs_belongs_to_the_run(last, counter):
+    advisor = made(Script([says("Fine.")]))
+
+    def ask(event):
+        if event.message["role"] == "user" and "text" in event.message["content"][0]:
+            advisor("Is it fine?")
+
+    agent = made(sticky(), counter.tool)
+    provider = BudgetHookProvider(Budget(max_model_calls=3))
+    if not last:
+        provider.attach(agent)
+    agent.hooks.add_callback(MessageAddedEvent, ask)
+    provider.attach(agent)
+    assert agent("Go.").stop_reason == "max_model_calls"
+    assert agent.model.script.calls == 2
+    assert provider.outcome(agent).usage.model_calls == 3
+    assert FRAME.get() is None
+
+
+def test_a_hook_of_the_users_message_that_raises_leaves_nothing_behind(counter):
+    def refuse(event):
+        raise ValueError("not that")
+
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_model_calls=3))])
+    agent.hooks.add_callback(MessageAddedEvent, refuse)
+
+    async def go():
+        with pytest.raises(ValueError, match="not that"):
+            await agent.invoke_async("Go.")
+        return FRAME.get()
+
+    assert asyncio.run(go()) is None
+
+
+@pytest.mark.skipif(
+    not hasattr(BeforeInvocationEvent, "cancel"), reason="this release cannot refuse a run"
+)
+def test_a_run_that_a_hook_refuses_shows_nothing_to_its_consumer(counter):
+    def refuse(event):
+        event.cancel = "not now"
+
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_model_calls=3))])
+    agent.hooks.add_callback(BeforeInvocationEvent, refuse)
+
+    async def go():
+        return [FRAME.get() async for _ in agent.stream_async("Go.")]
+
+    assert set(asyncio.run(go())) == {None}
+
+
 def test_an_agent_that_a_hook_runs_belongs_to_the_run(counter):
     guard = Guard(Budget(max_model_calls=4))
     provider = BudgetHookProvider(guard)
@@ -1449,7 +1502,6 @@ def test_what_cannot_be_attached_is_refused():
 
 
 def test_a_release_without_a_place_for_the_guard_fails_loudly(monkeypatch):
-    monkeypatch.setattr(_seams, "AGENT_STREAM", None)
     monkeypatch.setattr(Agent, "_execute_event_loop_cycle", None)
     with pytest.raises(AdapterError, match="a place around a run, got none"):
         made(sticky(), hooks=[BudgetHookProvider()])
@@ -1458,16 +1510,29 @@ def test_a_release_without_a_place_for_the_guard_fails_loudly(monkeypatch):
         made(sticky(), hooks=[BudgetHookProvider()])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_without_the_stream_stage_it_falls_back(monkeypatch, way, counter):
-    monkeypatch.setattr(_seams, "AGENT_STREAM", None)
+def test_an_agent_with_a_loop_of_its_own_is_bounded_too(counter):
+    class Own(Agent):
+        async def _execute_event_loop_cycle(self, *args, **kwargs):
+            async for event in super()._execute_event_loop_cycle(*args, **kwargs):
+                yield event
+
     log = Log()
-    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2)), log])
-    result, _ = run(agent, "Go.", way)
-    assert result.stop_reason == "max_iterations"
+    hooks = [BudgetHookProvider(Budget(max_iterations=2)), log]
+    model = ScriptedModel(sticky())
+    agent = Own(model=model, tools=[counter.tool], hooks=hooks, callback_handler=None)
+    assert agent("Go.").stop_reason == "max_iterations"
     assert log.names[-2:] == ["MA", "AI"]
-    assert agent.model.script.calls == 2
+    assert model.script.calls == 2
     assert is_valid(agent)
+
+
+def test_a_copied_agent_runs_by_itself(counter):
+    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
+    twin = copy.copy(agent)
+    twin.messages = []
+    twin.model = ScriptedModel(Script([says("Mine.")]))
+    assert str(twin("Go.")).strip() == "Mine."
+    assert agent.messages == []
 
 
 @pytest.mark.skipif(
