@@ -56,6 +56,8 @@ _KINDS: Final = {
 """Blocks by the only name in them (Bedrock, Strands), and the first part of a media type."""
 _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"})
 """Parts by their name: Gemini."""
+NAMED: Final = _BLOBS | _KINDS.keys() | {"images"}
+"""The names of parts that `named_tokens` may have an allowance for."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
 _ANY_MEDIA_TYPE: Final = frozenset(_MEDIA_TYPES)
 _SAYS_WHAT_IT_IS: Final = _ANY_MEDIA_TYPE | {"kind", "type"}
@@ -67,12 +69,15 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     """Return the allowance of a block that says what it is; None for one that is text."""
     if _SAYS_WHAT_IT_IS.isdisjoint(block):
         return None
+    kind = block.get("type") or block.get("kind")
+    if type(kind) is str and kind not in _TYPES and _ANY_MEDIA_TYPE.isdisjoint(block):
+        # Nearly every one.
+        return None
     source = block.get("source")
     if source is not None:
         source = fields_of(source)
         if source is not None and source.get("type") in {"text", "content"}:
             return None
-    kind = block.get("type") or block.get("kind")
     is_text = kind == "text" or block.get("text")
     by_media_type = None if is_text else _of_media_type(block)
     if by_media_type is None and isinstance(kind, str) and kind in _TYPES:
@@ -81,7 +86,7 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     return by_media_type
 
 
-def named_tokens(name: object, value: object) -> int | None:
+def named_tokens(name: Any, value: object) -> int | None:
     """Return the allowance of what a message or a block has under a name; None if it is text."""
     if name == "images" and isinstance(value, list | tuple):  # Ollama
         return IMAGE_TOKENS * len(cast("Sequence[object]", value))
@@ -96,7 +101,7 @@ def named_tokens(name: object, value: object) -> int | None:
     if source is None:
         # The sound of an answer of OpenAI's is sent again by its id.
         return AUDIO_TOKENS if name == "audio" else None
-    return None if source.keys() & {"text", "content"} else _KINDS[cast("str", name)]
+    return None if source.keys() & {"text", "content"} else _KINDS[name]
 
 
 def data_tokens(data: object) -> int | None:
