@@ -18,6 +18,7 @@ from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prom
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._seams import GraphCall
+from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 _REPLIES: Final = 16
 
@@ -268,6 +269,14 @@ class GraphRun:
         step = self.steps.pop(run_id, None)
         if step is not None:
             step.leave()
+
+    def is_over(self, error: BaseException | None) -> None:
+        """Note that the graph or chain that this run is has ended, and whether it waits."""
+        self.leave(error)
+        if self.graph_call is not None:
+            at_breakpoint, found = self.graph_call.interrupts()
+            asked = any(not is_budget_interrupt(one) for one in found)
+            self.waits = asked or (at_breakpoint and not found)
 
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""

@@ -71,6 +71,8 @@ class Terms:
 class Attached(BudgetCallback):
     """The callback of what opens its run and writes its ending itself."""
 
+    ends_elsewhere = True
+
     def on_chain_start(
         self,
         serialized: dict[str, Any] | None,
@@ -87,9 +89,6 @@ class Attached(BudgetCallback):
         super().on_chain_start(
             serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
         )
-
-    def _is_ended_elsewhere(self, mine: GraphRun) -> bool:
-        return True
 
     def take(self, graph_run: GraphRun) -> None:
         """Take the run that was opened for this call."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Final, Unpack, cast
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
@@ -19,7 +18,6 @@ from budgetguard_core import (
     BudgetExceeded,
     Guard,
     Outcome,
-    Trip,
 )
 from budgetguard_core.kit import (
     Envelope,
@@ -30,9 +28,7 @@ from budgetguard_core.kit import (
     envelope_of,
 )
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
-from budgetguard_langgraph._history import messages_of
 from budgetguard_langgraph._model_calls import AskedModelCall
-from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step
@@ -45,9 +41,6 @@ from budgetguard_langgraph._seams import (
 )
 from budgetguard_langgraph._tool_calls import AskedToolCall
 from budgetguard_langgraph.interrupts import (
-    BudgetInterrupt,
-    BudgetStop,
-    is_budget_interrupt,
     was_stopped,
 )
 
@@ -88,6 +81,9 @@ class BudgetCallback(BaseCallbackHandler):
     raise_error = True
     run_inline = True
 
+    ends_elsewhere = False
+    """Whether somebody else writes the ending of this callback's runs."""
+
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
@@ -97,7 +93,7 @@ class BudgetCallback(BaseCallbackHandler):
     ) -> None:
         probe()
         self.envelope = envelope_of(budget, **options)
-        self._messages_key = messages_key
+        self.messages_key = messages_key
         self._lock = threading.Lock()
         self._loose: GraphRun | None = None
         self._last: GraphRun | None = None
@@ -167,8 +163,10 @@ class BudgetCallback(BaseCallbackHandler):
         stop: BudgetExceeded | None = None
         mine: GraphRun | None = owner
         while mine is not None and mine.root == run_id:
-            opener = cast("BudgetCallback", mine.opener)
-            stop = opener.end(mine, outputs, error) or stop
+            mine.is_over(error)
+            opener: BudgetCallback = mine.opener
+            if not opener.ends_elsewhere:
+                stop = _endings.end(mine, outputs, error, opener.messages_key) or stop
             mine = mine.outer
         if stop is not None:
             raise stop
@@ -200,7 +198,7 @@ class BudgetCallback(BaseCallbackHandler):
     def _let_model_go(self, mine: GraphRun, asked: AskedModelCall, opened: Any) -> None:
         trip = _model_calls.begin(mine, asked, opened)
         if trip is not None:
-            raise self._stopped(mine, trip, asked.prompt)
+            raise _endings.stop(mine, trip, asked.prompt)
 
     on_chat_model_start: Any = WaitingHook(_start_model_call, _astart_model_call)
     on_llm_start: Any = on_chat_model_start
@@ -215,7 +213,7 @@ class BudgetCallback(BaseCallbackHandler):
             text = token if isinstance(token, str) else str(token)
             trip = _model_calls.token(mine, key, text)
             if trip is not None:
-                raise self._stopped(mine, trip, ())
+                raise _endings.stop(mine, trip, ())
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
@@ -258,7 +256,7 @@ class BudgetCallback(BaseCallbackHandler):
         if isinstance(refused, Exception):
             raise refused
         if refused is not None:
-            raise self._stopped(mine, refused, ())
+            raise _endings.stop(mine, refused, ())
 
     on_tool_start: Any = WaitingHook(_start_tool_call, _astart_tool_call)
 
@@ -275,7 +273,7 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._flying(key)
         trip = None if mine is None else _tool_calls.fail(mine, key, error)
         if mine is not None and trip is not None:
-            raise self._stopped(mine, trip, ())
+            raise _endings.stop(mine, trip, ())
 
     # Whose run it is
 
@@ -353,61 +351,6 @@ class BudgetCallback(BaseCallbackHandler):
         """Return this callback's run where it has counted a call that goes on."""
         owner = OWNERS.get(run_id)
         return owner if owner is not None and owner.opener is self else None
-
-    # How it ends
-
-    def _stopped(
-        self, mine: GraphRun, trip: Trip, prompt: Sequence[Any]
-    ) -> BudgetInterrupt | BudgetStop:
-        messages = [message for message in prompt if isinstance(message, BaseMessage)]
-        if messages:
-            mine.talked(messages)
-        mine.tell(trip)
-        outcome = None
-        if mine.root is None and mine.outer is None:
-            outcome = _endings.conclude(mine, _endings.closing_of(mine, trip, messages), trip)
-        kind = BudgetStop if mine.run.envelope.on_trip == "raise" else BudgetInterrupt
-        return kind(trip, outcome)
-
-    def end(
-        self, mine: GraphRun, outputs: Any, error: BaseException | None
-    ) -> BudgetExceeded | None:
-        """End a run of this callback; return what its caller gets instead of a result."""
-        mine.leave(error)
-        if mine.graph_call is not None:
-            at_breakpoint, found = mine.graph_call.interrupts()
-            asked = any(not is_budget_interrupt(one) for one in found)
-            mine.waits = asked or (at_breakpoint and not found)
-        if self._is_ended_elsewhere(mine):
-            return None
-        messages = messages_of(outputs, self._messages_key) or mine.conversation
-        if error is not None and not isinstance(error, BudgetExceeded):
-            _endings.fail(mine, error, messages)
-            return None
-        if mine.waits and error is None:
-            outcome = _endings.pause(mine, messages)
-            if mine.thread is not None:
-                mine.thread.keep(mine.run.guard, mine.slot)
-            remember(outputs, self._messages_key, outcome)
-            return None
-        trip = mine.run.stopped_by or mine.stopped_inside
-        if trip is not None:
-            messages = _endings.closing_of(mine, trip, messages)
-        outcome = _endings.conclude(mine, messages, trip)
-        if isinstance(error, BudgetExceeded):
-            error.outcome = outcome if trip is not None else error.outcome or outcome
-            return None
-        remember(outputs, self._messages_key, outcome)
-        if trip is not None and mine.run.is_to_raise:
-            return BudgetStop(trip, outcome)
-        if trip is not None and mine.goes_through(trip):
-            # So that nobody takes the partial result for an answer.
-            return BudgetInterrupt(trip, outcome)
-        return None
-
-    def _is_ended_elsewhere(self, mine: GraphRun) -> bool:
-        """Tell whether somebody else writes the ending of this callback's runs."""
-        return False
 
     def __copy__(self) -> BudgetCallback:
         return self
