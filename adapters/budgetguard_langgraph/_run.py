@@ -41,7 +41,8 @@ class Step(Frame):
         self.graph_run = graph_run
         self.run_id = run_id
         self.closed = False
-        self.before = _open(FRAME.get())
+        before = FRAME.get()
+        self.before = _open(before) if type(before) is Step else before
 
     def enter(self) -> None:
         """Make this the frame of the code that runs; hooks have no block to do it in."""
@@ -55,7 +56,8 @@ class Step(Frame):
         """
         self.closed, self.above = True, self.before
         if FRAME.get() is self:
-            FRAME.set(_open(self.before))
+            before = self.before
+            FRAME.set(_open(before) if type(before) is Step else before)
 
     @property
     def is_live(self) -> bool:
@@ -149,6 +151,7 @@ class GraphRun:
         self._said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
         self.waits = False
+        self.is_awaited = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
         self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
@@ -241,6 +244,7 @@ class GraphRun:
     def wait_for_tools(self, seconds: float) -> None:
         """Block until no tool is in flight, at most so long."""
         with self.settled:
+            self.is_awaited = True
             self.settled.wait_for(lambda: not self.tools, seconds)
 
     def started(self) -> list[str | None]:
@@ -266,9 +270,8 @@ class GraphRun:
         """Forget a chain that is over."""
         OWNERS.pop(run_id, None)
         self.ids.discard(run_id)
-        step = self.steps.pop(run_id, None)
-        if step is not None:
-            step.leave()
+        if run_id in self.steps:
+            self.steps.pop(run_id).leave()
 
     def is_over(self, error: BaseException | None) -> None:
         """Note that the graph or chain that this run is has ended, and whether it waits."""

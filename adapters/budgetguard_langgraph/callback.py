@@ -20,6 +20,7 @@ from budgetguard_core import (
     Outcome,
 )
 from budgetguard_core.kit import (
+    FRAME,
     Envelope,
     EnvelopeOptions,
     Run,
@@ -124,9 +125,16 @@ class BudgetCallback(BaseCallbackHandler):
         **_: Any,
     ) -> None:
         """Note whose run a chain belongs to."""
-        frame = current()
         key: RunId = getattr(run_id, "int", run_id)
-        owner = owner_of(key, getattr(parent_run_id, "int", parent_run_id), frame)
+        above: RunId | None = getattr(parent_run_id, "int", parent_run_id)
+        owner = self._nearest(above)
+        if owner is not None:
+            # In code of the run already, and of no call in it.
+            owner.ids.add(key)
+            OWNERS[key] = owner
+            return
+        frame = current()
+        owner = owner_of(key, above, frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
             owner = mine = self._begin(key, inputs, owner, metadata)
@@ -152,11 +160,13 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> None:
         owner = OWNERS.get(run_id)
-        if owner is None or owner.opened_by(self) is None:
+        if owner is None:
             return
         if owner.root != run_id:
             if owner.opener is self:
                 owner.left(run_id)
+            return
+        if owner.opened_by(self) is None:
             return
         # The first callback that hears of it ends all runs that are this call, the innermost first.
         owner.left(run_id)
@@ -319,8 +329,20 @@ class BudgetCallback(BaseCallbackHandler):
                 self._loose = GraphRun(self._open(loose=True), self, None, None)
             return self._loose
 
+    def _nearest(self, parent_run_id: RunId | None) -> GraphRun | None:
+        """Return this callback's run where the code is plainly in it; None asks for a search."""
+        frame = FRAME.get()
+        if type(frame) is not Step or frame.call is not None or not frame.is_live:
+            return None
+        mine = frame.graph_run
+        above = None if parent_run_id is None else OWNERS.get(parent_run_id)
+        return mine if above is mine and mine.opener is self else None
+
     def _counting(self, run_id: RunId, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
+        nearest = self._nearest(parent_run_id)
+        if nearest is not None:
+            return nearest
         frame = current()
         owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)
