@@ -70,7 +70,7 @@ class _AmbientCallback:
         frame = current()
         if frame is None:
             return None
-        if isinstance(frame, Step):
+        if type(frame) is Step:
             opener: BaseCallbackHandler = frame.graph_run.opener
             return opener
         return _callback_in(frame)

@@ -8,13 +8,16 @@ from typing import Any, Final
 from langchain_core.messages import BaseMessage, messages_to_dict
 
 from budgetguard_core import (
+    BudgetExceeded,
     Outcome,
     Trip,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_langgraph._history import closed, final_text, placed, results_for
+from budgetguard_langgraph._history import closed, final_text, messages_of, placed, results_for
+from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._run import GraphRun
+from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
 
 RESUME: Final = "resume(graph, config, budget), with a checkpointer"
 
@@ -63,6 +66,55 @@ def pause(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> Outcome:
         saved_messages=_saved(graph_run, messages),
         resume="Command(resume=answer), on the same thread",
     )
+
+
+def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterrupt | BudgetStop:
+    """Return what ends the code in which a run was stopped.
+
+    Args:
+        graph_run: The run.
+        trip: Why it was stopped.
+        prompt: What its model was about to be sent, if anything.
+    """
+    messages = [message for message in prompt if isinstance(message, BaseMessage)]
+    if messages:
+        graph_run.talked(messages)
+    graph_run.tell(trip)
+    outcome = None
+    if graph_run.root is None and graph_run.outer is None:
+        outcome = conclude(graph_run, closing_of(graph_run, trip, messages), trip)
+    kind = BudgetStop if graph_run.run.envelope.on_trip == "raise" else BudgetInterrupt
+    return kind(trip, outcome)
+
+
+def end(
+    graph_run: GraphRun, outputs: Any, error: BaseException | None, messages_key: str
+) -> BudgetExceeded | None:
+    """End a run whose graph or chain is over; return what its caller gets instead of a result."""
+    messages = messages_of(outputs, messages_key) or graph_run.conversation
+    if error is not None and not isinstance(error, BudgetExceeded):
+        fail(graph_run, error, messages)
+        return None
+    if graph_run.waits and error is None:
+        outcome = pause(graph_run, messages)
+        if graph_run.thread is not None:
+            graph_run.thread.keep(graph_run.run.guard, graph_run.slot)
+        remember(outputs, messages_key, outcome)
+        return None
+    trip = graph_run.run.stopped_by or graph_run.stopped_inside
+    if trip is not None:
+        messages = closing_of(graph_run, trip, messages)
+    outcome = conclude(graph_run, messages, trip)
+    if isinstance(error, BudgetExceeded):
+        error.outcome = outcome if trip is not None else error.outcome or outcome
+        return None
+    remember(outputs, messages_key, outcome)
+    if trip is not None and graph_run.run.is_to_raise:
+        return BudgetStop(trip, outcome)
+    if trip is not None and graph_run.goes_through(trip):
+        # So that nobody takes the partial result for an answer.
+        return BudgetInterrupt(trip, outcome)
+    return None
 
 
 def _saved(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> list[dict[str, Any]] | None:

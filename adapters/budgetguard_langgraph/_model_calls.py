@@ -57,6 +57,7 @@ class AskedModelCall:
     run_id: RunId
     name: str | None
     facts: Mapping[str, Any]
+    parameters: Mapping[str, Any] | None
     prompt: Sequence[Any]
     namespace: str
     place: Any
@@ -87,7 +88,8 @@ def ask(
     if run_id in graph_run.models:
         return None
     prompt = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
-    parameters = _parameters(facts)
+    given = facts.get("invocation_params")
+    parameters = given if is_mapping(given) else None
     metadata: Mapping[str, Any] | None = facts.get("metadata")
     if graph_run.run.envelope.prune is not None:
         _, _, whole = request_around()
@@ -135,6 +137,7 @@ def ask(
         run_id=run_id,
         name=model,
         facts=facts,
+        parameters=parameters,
         prompt=prompt,
         namespace=namespace,
         place=place,
@@ -170,7 +173,7 @@ def begin(graph_run: GraphRun, asked: AskedModelCall, opened: OpenModelCall | St
         opened,
         step,
         asked.prompt,
-        _parameters(asked.facts),
+        asked.parameters,
         asked.namespace,
         asked.place,
         asked.speaker,
@@ -183,11 +186,6 @@ def begin(graph_run: GraphRun, asked: AskedModelCall, opened: OpenModelCall | St
     step.enter()
     graph_run.save()
     return None
-
-
-def _parameters(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    parameters = facts.get("invocation_params")
-    return parameters if is_mapping(parameters) else None
 
 
 def _projected(
@@ -205,11 +203,7 @@ def _asked(
     graph_run: GraphRun, call: ModelCall, parent: RunId | None, run_id: RunId
 ) -> OpenModelCall | Stop:
     frame = current()
-    if (
-        isinstance(frame, Step)
-        and frame.run_id is not None
-        and frame.run_id not in (parent, run_id)
-    ):
+    if type(frame) is Step and frame.call is not None and frame.run_id not in (parent, run_id):
         # The call of a stream that is read between its chunks; this one is another.
         with entered(graph_run.run.frame()):
             return graph_run.run.model_call(call)

@@ -18,6 +18,7 @@ from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prom
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._seams import GraphCall
+from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 _REPLIES: Final = 16
 
@@ -40,7 +41,8 @@ class Step(Frame):
         self.graph_run = graph_run
         self.run_id = run_id
         self.closed = False
-        self.before = _open(FRAME.get())
+        before = FRAME.get()
+        self.before = _open(before) if type(before) is Step else before
 
     def enter(self) -> None:
         """Make this the frame of the code that runs; hooks have no block to do it in."""
@@ -54,7 +56,8 @@ class Step(Frame):
         """
         self.closed, self.above = True, self.before
         if FRAME.get() is self:
-            FRAME.set(_open(self.before))
+            before = self.before
+            FRAME.set(_open(before) if type(before) is Step else before)
 
     @property
     def is_live(self) -> bool:
@@ -148,6 +151,7 @@ class GraphRun:
         self._said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
         self.waits = False
+        self.is_awaited = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
         self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
@@ -240,6 +244,7 @@ class GraphRun:
     def wait_for_tools(self, seconds: float) -> None:
         """Block until no tool is in flight, at most so long."""
         with self.settled:
+            self.is_awaited = True
             self.settled.wait_for(lambda: not self.tools, seconds)
 
     def started(self) -> list[str | None]:
@@ -265,9 +270,16 @@ class GraphRun:
         """Forget a chain that is over."""
         OWNERS.pop(run_id, None)
         self.ids.discard(run_id)
-        step = self.steps.pop(run_id, None)
-        if step is not None:
-            step.leave()
+        if run_id in self.steps:
+            self.steps.pop(run_id).leave()
+
+    def is_over(self, error: BaseException | None) -> None:
+        """Note that the graph or chain that this run is has ended, and whether it waits."""
+        self.leave(error)
+        if self.graph_call is not None:
+            at_breakpoint, found = self.graph_call.interrupts()
+            asked = any(not is_budget_interrupt(one) for one in found)
+            self.waits = asked or (at_breakpoint and not found)
 
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""

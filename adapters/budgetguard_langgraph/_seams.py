@@ -197,15 +197,14 @@ def request_around() -> tuple[Any, dict[str, Any] | None, list[Any] | None]:
     frame = _frame_of(_CALLS, "kwargs", _NEAREST)
     if frame is None:
         return None, None, None
-    values = frame.f_locals
+    values: Any = frame.f_locals
     settings, messages = values.get("kwargs"), values.get("messages")
-    if isinstance(messages, list) and messages and isinstance(messages[0], list):
-        listed = cast("list[Any]", messages)
-        messages = listed[0] if len(listed) == 1 else None
+    if messages.__class__ is list and messages and messages[0].__class__ is list:
+        messages = messages[0] if len(messages) == 1 else None
     return (
         values.get("self"),
-        cast("dict[str, Any]", settings) if isinstance(settings, dict) else None,
-        cast("list[Any]", messages) if isinstance(messages, list) else None,
+        settings if settings.__class__ is dict else None,
+        messages if messages.__class__ is list else None,
     )
 
 
@@ -265,15 +264,19 @@ class WaitingHook:
 # Configurations
 
 
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
 def _around() -> Mapping[str, Any]:
     """Return the configuration that code inherits."""
-    return cast("Mapping[str, Any]", _CONFIG.get() or {})
+    found: Mapping[str, Any] = _CONFIG.get() or _NOTHING
+    return found
 
 
 def configuration(config: Any = None) -> Mapping[str, Any]:
     """Return the configurable part of a configuration, of the code's own if none is given."""
     found: Any = _around() if config is None else config
-    return found.get("configurable") or {}
+    return found.get("configurable") or _NOTHING
 
 
 def surrounding_run_id() -> Any:

@@ -29,7 +29,6 @@ from budgetguard_langgraph._closing import (
     FOLD,
     conversation_in,
     conversation_key,
-    is_sent,
     stops_of,
     write,
 )
@@ -71,6 +70,8 @@ class Terms:
 class Attached(BudgetCallback):
     """The callback of what opens its run and writes its ending itself."""
 
+    ends_elsewhere = True
+
     def on_chain_start(
         self,
         serialized: dict[str, Any] | None,
@@ -87,9 +88,6 @@ class Attached(BudgetCallback):
         super().on_chain_start(
             serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
         )
-
-    def _is_ended_elsewhere(self, mine: GraphRun) -> bool:
-        return True
 
     def take(self, graph_run: GraphRun) -> None:
         """Take the run that was opened for this call."""
@@ -315,15 +313,11 @@ class Session:
     def stays_open(self, state: StateSnapshot | None) -> bool:
         """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.
 
-        A state without a conversation has nothing to close. Tasks with an input of their own are
-        scheduled again with it, but what a graph that is such a task has done would be lost.
+        A state without a conversation has nothing to close.
         """
         if state is None or not state.next:
             return False
-        if self.key is None or not hasattr(self.graph, "builder"):
-            return True
-        inside = any(is_sent(task) and task.state is not None for task in state.tasks)
-        return inside and not unanswered(conversation_in(state.values, self.key))
+        return self.key is None or not hasattr(self.graph, "builder")
 
     def _shown(self, values: Any, whole: Sequence[BaseMessage], trip: Trip) -> Any:
         """Return what the caller gets: the same type as ever, with the closed conversation."""

@@ -77,7 +77,8 @@ def ask(
     def known() -> Mapping[str, Any] | None:
         nonlocal node
         node = enclosing_tool_node()
-        return cast("Mapping[str, Any] | None", getattr(node, "tools_by_name", None))
+        tools: Mapping[str, Any] | None = getattr(node, "tools_by_name", None)
+        return tools
 
     opened = graph_run.asked.take(_graph(metadata), call, known)
     return AskedToolCall(run_id, opened, node)
@@ -115,8 +116,8 @@ def _graph(metadata: Mapping[str, Any] | None) -> str:
 def _plain(arguments: Any, id_: str | None) -> Any:
     """Leave out the call's own id, which some tools are handed: it makes each call look new."""
     if not isinstance(arguments, dict) or id_ is None:
-        return cast("Any", arguments)
-    given = cast("dict[str, Any]", arguments)
+        return arguments  # pyright: ignore[reportUnknownVariableType]
+    given: Any = arguments  # pyright: ignore[reportUnknownVariableType]
     return {name: value for name, value in given.items() if value != id_}
 
 
@@ -136,7 +137,8 @@ def _taken(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
     with graph_run.settled:
         graph_run.ids.discard(run_id)
         flying = graph_run.tools.pop(run_id, None)
-        graph_run.settled.notify_all()
+        if graph_run.is_awaited:
+            graph_run.settled.notify_all()
     if flying is not None:
         flying.forget()
         flying.step.leave()

@@ -174,7 +174,7 @@ def request_of(
     provider = metadata.get("ls_provider")
     options = parameters.get("options")
     bound = _count(metadata.get("ls_max_tokens")) or _bound_in(parameters)
-    if bound is None and is_mapping(options):
+    if bound is None and options is not None and is_mapping(options):
         bound = _bound_in(options)
     return (
         model if isinstance(model, str) else None,

@@ -10,6 +10,7 @@ from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 NODE: Final = "budgetguard"
 """The name under which the closing messages show up in `updates` and `messages` streams."""
+_STATES: Final = frozenset({"updates", "values"})
 _LISTS: Final = frozenset({"debug", "tasks", "checkpoints"})
 
 
@@ -48,28 +49,27 @@ class View:
             self._modes if "values" in self._modes else [*self._modes, "values"]
         )
 
-    def seen(self, chunk: Any) -> Iterator[Any]:
-        """Take note of a chunk, and yield what the caller gets of it."""
-        namespace, mode, payload, interrupts = self._parts(chunk)
+    def seen(self, chunk: Any) -> Sequence[Any]:
+        """Take note of a chunk, and return what the caller gets of it: one chunk or none."""
+        namespace: tuple[str, ...] = ()
+        interrupts: tuple[Any, ...] = ()
+        if self._typed:
+            mode, payload = chunk["type"], chunk["data"]
+            namespace, interrupts = tuple(chunk.get("ns", ())), tuple(chunk.get("interrupts", ()))
+        elif self._subgraphs:
+            namespace, mode, payload = chunk
+        else:
+            mode, payload = chunk
         if mode in _LISTS:
             payload = _without_stops(payload)
         stops = False
-        if mode in ("values", "updates"):
+        if mode in _STATES:
             payload, interrupts, stops = self._asked_for(namespace, mode, payload, interrupts)
         if stops and not payload:
-            return
+            return ()
         if mode == "values" and not namespace:
             self.latest = payload
-        if mode in self._modes:
-            yield self.chunk(mode, payload, namespace, interrupts)
-
-    def _parts(self, chunk: Any) -> tuple[tuple[str, ...], str, Any, tuple[Any, ...]]:
-        if self._typed:
-            namespace, interrupts = chunk.get("ns", ()), chunk.get("interrupts", ())
-            return tuple(namespace), chunk["type"], chunk["data"], tuple(interrupts)
-        if self._subgraphs:
-            return (*chunk, ())
-        return ((), *chunk, ())
+        return (self.chunk(mode, payload, namespace, interrupts),) if mode in self._modes else ()
 
     def chunk(
         self,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Final, Unpack, cast
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
@@ -19,9 +18,9 @@ from budgetguard_core import (
     BudgetExceeded,
     Guard,
     Outcome,
-    Trip,
 )
 from budgetguard_core.kit import (
+    FRAME,
     Envelope,
     EnvelopeOptions,
     Run,
@@ -30,9 +29,7 @@ from budgetguard_core.kit import (
     envelope_of,
 )
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
-from budgetguard_langgraph._history import messages_of
 from budgetguard_langgraph._model_calls import AskedModelCall
-from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step
@@ -45,9 +42,6 @@ from budgetguard_langgraph._seams import (
 )
 from budgetguard_langgraph._tool_calls import AskedToolCall
 from budgetguard_langgraph.interrupts import (
-    BudgetInterrupt,
-    BudgetStop,
-    is_budget_interrupt,
     was_stopped,
 )
 
@@ -88,6 +82,9 @@ class BudgetCallback(BaseCallbackHandler):
     raise_error = True
     run_inline = True
 
+    ends_elsewhere = False
+    """Whether somebody else writes the ending of this callback's runs."""
+
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
@@ -97,7 +94,7 @@ class BudgetCallback(BaseCallbackHandler):
     ) -> None:
         probe()
         self.envelope = envelope_of(budget, **options)
-        self._messages_key = messages_key
+        self.messages_key = messages_key
         self._lock = threading.Lock()
         self._loose: GraphRun | None = None
         self._last: GraphRun | None = None
@@ -128,9 +125,16 @@ class BudgetCallback(BaseCallbackHandler):
         **_: Any,
     ) -> None:
         """Note whose run a chain belongs to."""
-        frame = current()
         key: RunId = getattr(run_id, "int", run_id)
-        owner = owner_of(key, getattr(parent_run_id, "int", parent_run_id), frame)
+        above: RunId | None = getattr(parent_run_id, "int", parent_run_id)
+        owner = self._nearest(above)
+        if owner is not None:
+            # In code of the run already, and of no call in it.
+            owner.ids.add(key)
+            OWNERS[key] = owner
+            return
+        frame = current()
+        owner = owner_of(key, above, frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
             owner = mine = self._begin(key, inputs, owner, metadata)
@@ -156,19 +160,23 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> None:
         owner = OWNERS.get(run_id)
-        if owner is None or owner.opened_by(self) is None:
+        if owner is None:
             return
         if owner.root != run_id:
             if owner.opener is self:
                 owner.left(run_id)
+            return
+        if owner.opened_by(self) is None:
             return
         # The first callback that hears of it ends all runs that are this call, the innermost first.
         owner.left(run_id)
         stop: BudgetExceeded | None = None
         mine: GraphRun | None = owner
         while mine is not None and mine.root == run_id:
-            opener = cast("BudgetCallback", mine.opener)
-            stop = opener.end(mine, outputs, error) or stop
+            mine.is_over(error)
+            opener: BudgetCallback = mine.opener
+            if not opener.ends_elsewhere:
+                stop = _endings.end(mine, outputs, error, opener.messages_key) or stop
             mine = mine.outer
         if stop is not None:
             raise stop
@@ -200,7 +208,7 @@ class BudgetCallback(BaseCallbackHandler):
     def _let_model_go(self, mine: GraphRun, asked: AskedModelCall, opened: Any) -> None:
         trip = _model_calls.begin(mine, asked, opened)
         if trip is not None:
-            raise self._stopped(mine, trip, asked.prompt)
+            raise _endings.stop(mine, trip, asked.prompt)
 
     on_chat_model_start: Any = WaitingHook(_start_model_call, _astart_model_call)
     on_llm_start: Any = on_chat_model_start
@@ -215,7 +223,7 @@ class BudgetCallback(BaseCallbackHandler):
             text = token if isinstance(token, str) else str(token)
             trip = _model_calls.token(mine, key, text)
             if trip is not None:
-                raise self._stopped(mine, trip, ())
+                raise _endings.stop(mine, trip, ())
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
@@ -258,7 +266,7 @@ class BudgetCallback(BaseCallbackHandler):
         if isinstance(refused, Exception):
             raise refused
         if refused is not None:
-            raise self._stopped(mine, refused, ())
+            raise _endings.stop(mine, refused, ())
 
     on_tool_start: Any = WaitingHook(_start_tool_call, _astart_tool_call)
 
@@ -275,7 +283,7 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._flying(key)
         trip = None if mine is None else _tool_calls.fail(mine, key, error)
         if mine is not None and trip is not None:
-            raise self._stopped(mine, trip, ())
+            raise _endings.stop(mine, trip, ())
 
     # Whose run it is
 
@@ -321,8 +329,20 @@ class BudgetCallback(BaseCallbackHandler):
                 self._loose = GraphRun(self._open(loose=True), self, None, None)
             return self._loose
 
+    def _nearest(self, parent_run_id: RunId | None) -> GraphRun | None:
+        """Return this callback's run where the code is plainly in it; None asks for a search."""
+        frame = FRAME.get()
+        if type(frame) is not Step or frame.call is not None or not frame.is_live:
+            return None
+        mine = frame.graph_run
+        above = None if parent_run_id is None else OWNERS.get(parent_run_id)
+        return mine if above is mine and mine.opener is self else None
+
     def _counting(self, run_id: RunId, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
+        nearest = self._nearest(parent_run_id)
+        if nearest is not None:
+            return nearest
         frame = current()
         owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)
@@ -353,61 +373,6 @@ class BudgetCallback(BaseCallbackHandler):
         """Return this callback's run where it has counted a call that goes on."""
         owner = OWNERS.get(run_id)
         return owner if owner is not None and owner.opener is self else None
-
-    # How it ends
-
-    def _stopped(
-        self, mine: GraphRun, trip: Trip, prompt: Sequence[Any]
-    ) -> BudgetInterrupt | BudgetStop:
-        messages = [message for message in prompt if isinstance(message, BaseMessage)]
-        if messages:
-            mine.talked(messages)
-        mine.tell(trip)
-        outcome = None
-        if mine.root is None and mine.outer is None:
-            outcome = _endings.conclude(mine, _endings.closing_of(mine, trip, messages), trip)
-        kind = BudgetStop if mine.run.envelope.on_trip == "raise" else BudgetInterrupt
-        return kind(trip, outcome)
-
-    def end(
-        self, mine: GraphRun, outputs: Any, error: BaseException | None
-    ) -> BudgetExceeded | None:
-        """End a run of this callback; return what its caller gets instead of a result."""
-        mine.leave(error)
-        if mine.graph_call is not None:
-            at_breakpoint, found = mine.graph_call.interrupts()
-            asked = any(not is_budget_interrupt(one) for one in found)
-            mine.waits = asked or (at_breakpoint and not found)
-        if self._is_ended_elsewhere(mine):
-            return None
-        messages = messages_of(outputs, self._messages_key) or mine.conversation
-        if error is not None and not isinstance(error, BudgetExceeded):
-            _endings.fail(mine, error, messages)
-            return None
-        if mine.waits and error is None:
-            outcome = _endings.pause(mine, messages)
-            if mine.thread is not None:
-                mine.thread.keep(mine.run.guard, mine.slot)
-            remember(outputs, self._messages_key, outcome)
-            return None
-        trip = mine.run.stopped_by or mine.stopped_inside
-        if trip is not None:
-            messages = _endings.closing_of(mine, trip, messages)
-        outcome = _endings.conclude(mine, messages, trip)
-        if isinstance(error, BudgetExceeded):
-            error.outcome = outcome if trip is not None else error.outcome or outcome
-            return None
-        remember(outputs, self._messages_key, outcome)
-        if trip is not None and mine.run.is_to_raise:
-            return BudgetStop(trip, outcome)
-        if trip is not None and mine.goes_through(trip):
-            # So that nobody takes the partial result for an answer.
-            return BudgetInterrupt(trip, outcome)
-        return None
-
-    def _is_ended_elsewhere(self, mine: GraphRun) -> bool:
-        """Tell whether somebody else writes the ending of this callback's runs."""
-        return False
 
     def __copy__(self) -> BudgetCallback:
         return self

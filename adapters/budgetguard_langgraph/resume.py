@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from langchain_core.messages import BaseMessage
@@ -16,13 +17,13 @@ from budgetguard_langgraph._closing import (
     is_sent,
     replaced,
 )
+from budgetguard_langgraph._going_back import Flow, arun, go_back, run
 from budgetguard_langgraph._history import is_synthetic, unanswered
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._seams import COPY, ROOT, configuration
+from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph.bounded import bounded, plain, terms_of
 
 _PAST: Final = 8
-_COPY: Final = [[StateUpdate(None, COPY)]]
 
 
 def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any) -> Any:
@@ -37,7 +38,7 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
     Raises:
         AdapterError: The thread was not stopped by a budget, or was changed since.
     """
-    again, given = _prepared(graph, config, budget)
+    again, given = run(_prepared(graph, config, budget))
     return again.invoke(given, config, **options)
 
 
@@ -45,7 +46,7 @@ def resume_stream(
     graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
 ) -> Iterator[Any]:
     """Go on with a stopped thread as `resume` does, and return what `stream` returns."""
-    again, given = _prepared(graph, config, budget)
+    again, given = run(_prepared(graph, config, budget))
     found: Iterator[Any] = again.stream(given, config, **options)
     return found
 
@@ -54,7 +55,7 @@ async def aresume(
     graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
 ) -> Any:
     """Go on with a stopped thread where it stopped, as `resume` does."""
-    again, given = await _aprepared(graph, config, budget)
+    again, given = await arun(_prepared(graph, config, budget))
     return await again.ainvoke(given, config, **options)
 
 
@@ -62,46 +63,32 @@ async def aresume_stream(
     graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
 ) -> AsyncIterator[Any]:
     """Go on with a stopped thread as `resume` does, and return what `astream` returns."""
-    again, given = await _aprepared(graph, config, budget)
+    again, given = await arun(_prepared(graph, config, budget))
     found: AsyncIterator[Any] = again.astream(given, config, **options)
     return found
 
 
-def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> tuple[Any, Any]:
-    """Return the graph to go on with, and its input; the thread is ready for it."""
+def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
+    """Make a thread ready; return the graph to go on with, and its input."""
     again = _again(graph, budget)
-    state = graph.get_state(config)
+    state = yield graph.get_state, graph.aget_state, (config,)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
-        past = list(graph.get_state_history(config, limit=_PAST))
+        past = yield partial(_history, graph), partial(_ahistory, graph), (config,)
     update, given, before = _plan(graph, state, past)
     if update is not None:
-        graph.bulk_update_state(config, update)
+        yield graph.bulk_update_state, graph.abulk_update_state, (config, update)
     if before is not None:
-        saver = Thread(graph, configuration(config)).saver
-        copy = graph.bulk_update_state(before.config, _COPY)
-        copied, saved = graph.get_state(copy), saver.get_tuple(before.config)
-        for task, writes in _finished(before, copied, saved):
-            saver.put_writes(copy, writes, task)
+        yield from go_back(graph, Thread(graph, configuration(config)).saver, before.config)
     return again, given
 
 
-async def _aprepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> tuple[Any, Any]:
-    again = _again(graph, budget)
-    state = await graph.aget_state(config)
-    past: Sequence[StateSnapshot] = ()
-    if not state.next:
-        past = [one async for one in graph.aget_state_history(config, limit=_PAST)]
-    update, given, before = _plan(graph, state, past)
-    if update is not None:
-        await graph.abulk_update_state(config, update)
-    if before is not None:
-        saver = Thread(graph, configuration(config)).saver
-        copy = await graph.abulk_update_state(before.config, _COPY)
-        copied, saved = await graph.aget_state(copy), await saver.aget_tuple(before.config)
-        for task, writes in _finished(before, copied, saved):
-            await saver.aput_writes(copy, writes, task)
-    return again, given
+def _history(graph: Any, config: Any) -> list[StateSnapshot]:
+    return list(graph.get_state_history(config, limit=_PAST))
+
+
+async def _ahistory(graph: Any, config: Any) -> list[StateSnapshot]:
+    return [one async for one in graph.aget_state_history(config, limit=_PAST)]
 
 
 def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:
@@ -118,20 +105,6 @@ def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:
     )
 
 
-def _finished(before: Any, copied: Any, saved: Any) -> list[tuple[str, list[tuple[str, Any]]]]:
-    """List what finished tasks of a checkpoint wrote, by the ids that they have in its copy."""
-    ids: dict[Any, str] = {task.path: task.id for task in copied.tasks}
-    done: dict[str, str | None] = {
-        task.id: ids.get(task.path) for task in before.tasks if task.result is not None
-    }
-    writes: dict[str, list[tuple[str, Any]]] = {}
-    for task, channel, value in saved.pending_writes or ():
-        copy = done.get(task)
-        if copy is not None:
-            writes.setdefault(copy, []).append((channel, value))
-    return list(writes.items())
-
-
 def _plan(
     graph: Any, state: StateSnapshot, past: Sequence[StateSnapshot]
 ) -> tuple[list[list[StateUpdate]] | None, Any, StateSnapshot | None]:
@@ -139,8 +112,8 @@ def _plan(
 
     Returns:
         What to write to the thread; the input to go on with; and the checkpoint to go back to,
-        where several tasks are left. What is scheduled by a command has no checkpoint: stopped once
-        more, what the first of them have done would be lost.
+        where several tasks are left, or one that is a graph. What is scheduled by a command has no
+        checkpoint: stopped once more, what the first of them have done would be lost.
     """
     if state.next:
         return None, None, None
@@ -174,7 +147,7 @@ def _plan(
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None
     sent = any(is_sent(task) for task in left)
-    if sent or len(left) > 1:
+    if sent or len(left) > 1 or any(task.state is not None for task in left):
         if not _was_edited(state, past[past.index(before) - 1], key):
             return None, None, before
         if sent:

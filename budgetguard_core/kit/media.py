@@ -56,6 +56,8 @@ _KINDS: Final = {
 """Blocks by the only name in them (Bedrock, Strands), and the first part of a media type."""
 _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"})
 """Parts by their name: Gemini."""
+NAMED: Final = _BLOBS | _KINDS.keys() | {"images"}
+"""The names of parts that `named_tokens` may have an allowance for."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
 _ANY_MEDIA_TYPE: Final = frozenset(_MEDIA_TYPES)
 _BYTES: Final = (bytes, bytearray, memoryview)
@@ -67,6 +69,10 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     kind = block.get("type") or block.get("kind")
     allowance = _TYPES.get(kind) if isinstance(kind, str) else None
     if allowance is None and _ANY_MEDIA_TYPE.isdisjoint(block):
+        return None
+    kind = block.get("type") or block.get("kind")
+    if type(kind) is str and kind not in _TYPES and _ANY_MEDIA_TYPE.isdisjoint(block):
+        # Nearly every one.
         return None
     source = block.get("source")
     if source is not None:
@@ -81,7 +87,7 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     return by_media_type
 
 
-def named_tokens(name: object, value: object) -> int | None:
+def named_tokens(name: Any, value: object) -> int | None:
     """Return the allowance of what a message or a block has under a name; None if it is text."""
     if name == "images" and isinstance(value, list | tuple):  # Ollama
         return IMAGE_TOKENS * len(cast("Sequence[object]", value))
@@ -96,7 +102,7 @@ def named_tokens(name: object, value: object) -> int | None:
     if source is None:
         # The sound of an answer of OpenAI's is sent again by its id.
         return AUDIO_TOKENS if name == "audio" else None
-    return None if source.keys() & {"text", "content"} else _KINDS[cast("str", name)]
+    return None if source.keys() & {"text", "content"} else _KINDS[name]
 
 
 def data_tokens(data: object) -> int | None:

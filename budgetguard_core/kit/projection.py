@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, cast
 
 from pydantic import BaseModel, TypeAdapter
 
-from budgetguard_core.kit.media import block_tokens, data_tokens, named_tokens
-from budgetguard_core.kit.records import fields_of, part
+from budgetguard_core.kit.media import NAMED, block_tokens, data_tokens, named_tokens
+from budgetguard_core.kit.records import MODEL, fields_of, part
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 _MESSAGE_TOKENS: Final = 5
@@ -93,12 +93,19 @@ def estimate(content: object) -> int:
     total = 0
     parts = [content]
     for one in islice(parts, _MOST_PARTS):  # which grow meanwhile
-        # Nearly every part is one of these two.
-        if type(one) is dict:
+        # Nearly every part is one of these, and is known by its type alone.
+        kind = type(one)
+        if kind is dict:
             total += _estimate_fields(cast("dict[Any, Any]", one), parts)
             continue
-        if type(one) is str and one[:5] != "data:":
-            total += estimate_tokens(one) if one else 0
+        if kind is str and cast("str", one)[:5] != "data:":
+            total += estimate_tokens(cast("str", one)) if one else 0
+            continue
+        if kind is list:
+            parts += cast("list[object]", one)
+            continue
+        if type(kind) is MODEL:
+            total += _estimate_fields(cast("Mapping[Any, Any]", fields_of(one)), parts)
             continue
         if one is None or isinstance(one, _NUMBERS):
             continue
@@ -243,7 +250,10 @@ def _same(one: object, other: object) -> bool:
 
 
 def _estimate_messages(messages: Sequence[object]) -> int:
-    return sum(_MESSAGE_TOKENS + estimate(message) for message in messages)
+    total = 0
+    for message in messages:
+        total += _MESSAGE_TOKENS + estimate(message)
+    return total
 
 
 def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
@@ -255,15 +265,17 @@ def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
     for name, value in fields.items():
         if name in _NOT_SENT or value is None:
             continue
-        if isinstance(value, str):
+        if type(value) is str or isinstance(value, str):
             if name in _MAY_BE_ENCRYPTED and _is_encrypted(name, fields):
                 total += len(value) // _ENCRYPTED_BYTES + 1
             elif value:
                 parts.append(value)
             continue
+        if value.__class__ is list and not value and name not in _JSON:
+            continue
         if name == "tool_calls" and _are_in_content(fields.get("content")):
             continue
-        allowance = named_tokens(name, value)
+        allowance = named_tokens(name, value) if name in NAMED else None
         if allowance is not None:
             total += allowance
         elif isinstance(value, bytes) and _is_encrypted(name, fields):
@@ -277,6 +289,8 @@ def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
 
 def _are_in_content(content: object) -> bool:
     """Tell whether calls are blocks of the content too, as in LangChain's messages."""
+    if type(content) is str:
+        return False
     blocks = cast("list[object]", content) if isinstance(content, list) else ()
     return any(part(block, "type") in _CALLS for block in blocks)
 
@@ -317,7 +331,7 @@ def _called(method: Callable[[], object]) -> object:
 
 def _json(value: object) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, skipkeys=True, default=_plain)
+        return _ENCODER.encode(value)
     except Exception:  # it refers to itself, or its own code failed
         return type(value).__name__
 
@@ -330,6 +344,9 @@ def _plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_none=True)
     return str(value)
+
+
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=_plain)
 
 
 def _schema_of(of: type[object]) -> object:

@@ -604,9 +604,10 @@ def test_a_turn_without_a_guard_on_a_stopped_map_keeps_what_was_paid():
     check_request(second["messages"])
 
 
-@pytest.mark.parametrize(("own", "answers"), [({"checkpointer": True}, 5), ({}, 3)])
-def test_what_a_subgraph_keeps_of_a_stop_depends_on_its_own_checkpointer(own, answers):
-    """Declared in the README: without one LangGraph finds its checkpoints by its task alone."""
+@pytest.mark.parametrize("own", [{"checkpointer": True}, {}], ids=["its own", "none"])
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_stopped_subgraph_goes_on_with_what_it_had_done(own, edited):
+    """Declared in the README: what changes the thread meanwhile keeps its own checkpointer's."""
     script = asks(4)
     parent = StateGraph(MessagesState)
     parent.add_node("agent", agent(script, **own))
@@ -615,7 +616,15 @@ def test_what_a_subgraph_keeps_of_a_stop_depends_on_its_own_checkpointer(own, an
     config = thread()
     bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
     assert graph.get_state(config).next == ()
+    if edited:
+        kept = graph.get_state(config).values["messages"]
+        change = {"messages": [kept[0].model_copy(update={"content": "Go on."})]}
+        graph.update_state(config, change, as_node="agent")
     result = resume(graph, config, Budget(max_model_calls=20))
+    if not own:
+        # Else what the subgraph kept of it is newer.
+        assert result["messages"][0].content == ("Go on." if edited else "Go.")
+    answers = 3 if edited and not own else 5
     assert sum(isinstance(one, AIMessage) for one in result["messages"]) == answers
     assert script.calls == 5
     check_request(result["messages"])

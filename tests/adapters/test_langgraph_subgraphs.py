@@ -1,0 +1,117 @@
+"""Subgraphs in which a run was stopped: what they had done is there when the thread is resumed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Annotated, Any, TypedDict
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.messages import AIMessage, HumanMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Send
+
+import langgraph_graphs as graphs
+from budgetguard_core import Budget
+from budgetguard_core.testing import Call, Script, calls, says
+from budgetguard_langgraph import aresume, bounded, resume
+from langgraph_graphs import StrictChat, check_request, search, thread, user
+
+ANSWERS = 4
+
+
+@pytest.fixture(autouse=True)
+def bodies():
+    graphs.BODIES.clear()
+
+
+def asks(times=ANSWERS):
+    return Script(lambda n: calls(Call("search", str(n))) if n < times else says("Done."))
+
+
+def agent(script):
+    return create_agent(StrictChat(script=script), [search])
+
+
+def inside(graph, levels, saver=None):
+    """Put a graph into so many others, each its only node."""
+    for level in reversed(range(levels)):
+        outer = StateGraph(MessagesState)
+        outer.add_node("inner", graph)
+        outer.add_edge(START, "inner")
+        graph = outer.compile(checkpointer=saver if level == 0 else None)
+    return graph
+
+
+async def of(awaited, call, acall, *arguments):
+    return await acall(*arguments) if awaited else call(*arguments)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("levels", [1, 2, 3])
+async def test_a_subgraph_goes_on_where_it_was_stopped(levels, awaited):
+    script = asks()
+    graph = inside(agent(script), levels, InMemorySaver())
+    config = thread()
+    made = bounded(graph, Budget(max_model_calls=2))
+    await of(awaited, made.invoke, made.ainvoke, user(), config)
+    assert graph.get_state(config).next == ()
+    for stop in (3, 20):
+        result = await of(awaited, resume, aresume, made, config, Budget(max_model_calls=stop - 2))
+    assert result["stop_reason"] == "completed"
+    assert script.calls == ANSWERS + 1
+    assert [str(n) for n in range(ANSWERS)] == graphs.BODIES
+    assert sum(isinstance(one, AIMessage) for one in result["messages"]) == ANSWERS + 1
+    assert not any(one.response_metadata.get("synthetic") for one in result["messages"])
+    check_request(result["messages"])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
+async def test_tasks_of_a_send_that_are_graphs_are_closed_and_go_on_where_they_were(awaited):
+    answered: dict[str, int] = {}
+
+    class State(TypedDict):
+        messages: Annotated[list[Any], operator.add]
+        done: Annotated[list[str], operator.add]
+        item: str
+
+    class Done(TypedDict):
+        done: Annotated[list[str], operator.add]
+
+    script = Script([says("x")])
+    model = StrictChat(script=script)
+
+    def step(name):
+        def work(state):
+            key = f"{state['item']}{name}"
+            answered[key] = answered.get(key, 0)
+            model.invoke([HumanMessage(key)])
+            answered[key] += 1
+            return {"done": [key]} if name == "b" else {}
+
+        return work
+
+    child = StateGraph(State, output_schema=Done)
+    child.add_node("a", step("a"))
+    child.add_node("b", step("b"))
+    child.add_edge(START, "a")
+    child.add_edge("a", "b")
+    parent = StateGraph(State)
+    parent.add_node("child", child.compile())
+    parent.add_conditional_edges(
+        START, lambda _: [Send("child", {"item": str(n)}) for n in range(4)], ["child"]
+    )
+    graph = parent.compile(checkpointer=InMemorySaver())
+    config = thread()
+    made = bounded(graph, Budget(max_model_calls=5))
+    given = {"messages": [HumanMessage("Go.")]}
+    await of(awaited, made.invoke, made.ainvoke, given, config)
+    assert graph.get_state(config).next == ()
+    result = await of(awaited, resume, aresume, made, config, Budget(max_model_calls=20))
+    assert sorted(result["done"]) == ["0b", "1b", "2b", "3b"]
+    assert script.calls == 8
+    assert set(answered.values()) == {1}
+    assert [one.content for one in result["messages"]] == ["Go."]
