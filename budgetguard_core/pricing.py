@@ -67,7 +67,7 @@ def to_usd(amount: int) -> Decimal:
         The same amount in US dollars, without trailing zeros after the point.
     """
     whole, part = divmod(abs(amount), FEMTO_USD_PER_USD)
-    text = f"{whole}.{part:015d}".rstrip("0").rstrip(".")
+    text = f"{whole}.{part:015d}".rstrip("0")
     return Decimal(f"-{text}" if amount < 0 else text)
 
 

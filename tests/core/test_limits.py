@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core import Budget, StopReason
+from budgetguard_core import Budget, FinalizeReserve, Guard, ModelCall, StopReason
 from budgetguard_core.caps import Caps, Marks
 from budgetguard_core.limits import (
+    cut_answer,
     due_warnings,
+    foreseen_warnings,
     in_order,
     model_call_violations,
     tool_call_violations,
@@ -188,6 +190,85 @@ def test_a_warning_is_due_from_its_share_on_and_only_once():
         ("max_cost_usd", Decimal(1), Decimal("0.8")),
     ]
     assert due_warnings(metered(budget, ("max_iterations",), iterations=9), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("used", "reserved", "projected", "foreseen"),
+    [(9, 0, 1, False), (9, 0, 2, True), (8, 1, 1, False), (8, 1, 2, True), (10, 0, 1, False)],
+)
+def test_a_projection_is_warned_of_where_it_alone_would_pass_the_cap(
+    used, reserved, projected, foreseen
+):
+    meter = metered(Budget(max_total_tokens=10), tokens=used, reserved_tokens=reserved)
+    found = foreseen_warnings(meter, 0, projected, 0)
+    assert [(str(v.reason), v.limit, v.used) for v in found] == [
+        ("max_total_tokens", 10, used)
+    ] * foreseen
+    meter = metered(Budget(max_cost_usd=10), cost=used * FEMTO, reserved_cost=reserved * FEMTO)
+    found = foreseen_warnings(meter, 0, 0, projected * FEMTO)
+    assert [(str(v.reason), v.limit, v.used) for v in found] == [
+        ("max_cost_usd", Decimal(10), Decimal(used))
+    ] * foreseen
+    warned = metered(Budget(max_total_tokens=10), ("max_total_tokens",), tokens=used)
+    assert foreseen_warnings(warned, 0, projected, 0) == []
+
+
+RESERVE = FinalizeReserve(tokens=100, cost_usd=Decimal("0.5"))
+
+
+@pytest.mark.parametrize(
+    ("counters", "limit", "used", "detail"),
+    [
+        (
+            {"tokens": 900},
+            1000,
+            900,
+            "max_total_tokens=1000 reached: 900 used, 100 kept back for a last answer",
+        ),
+        (
+            {"tokens": 7, "reserved_tokens": 880},
+            1000,
+            7,
+            "max_total_tokens=1000 would be passed: 7 used, 901 projected, "
+            "100 kept back for a last answer",
+        ),
+        (
+            {"cost": 2 * FEMTO, "reserved_cost": 2 * FEMTO},
+            Decimal(4),
+            Decimal(2),
+            "max_cost_usd=4 would be passed: 2 used, 3 projected, 0.5 kept back for a last answer",
+        ),
+        ({"iterations": 3}, 3, 3, "max_iterations=3 reached: 3 used"),
+    ],
+)
+def test_a_violation_says_what_was_used_and_what_is_kept_back(counters, limit, used, detail):
+    budget = Budget(
+        max_iterations=3, max_total_tokens=1000, max_cost_usd=4, finalize_reserve=RESERVE
+    )
+    meter = metered(budget, **counters)
+    (found,) = model_call_violations(meter, 0, False, 21, FEMTO)
+    assert (found.limit, found.used, found.detail) == (limit, used, detail)
+
+
+@pytest.mark.parametrize(
+    ("reason", "figure"),
+    [(StopReason.MAX_OUTPUT_TOKENS_PER_CALL, 50), (StopReason.MAX_TOTAL_TOKENS, None)],
+)
+def test_a_cut_answer_says_what_its_bound_was_set_for(reason, figure):
+    found = cut_answer(reason, 50)
+    assert (found.reason, found.limit, found.used) == (reason, figure, figure)
+    assert found.detail == f"an answer was cut short at its bound of 50 tokens, set for {reason}"
+
+
+def test_what_cannot_be_charged_is_said_in_a_sentence():
+    guard = Guard(Budget(max_cost_usd=1))
+    stop = guard.admit_model_call(ModelCall(model="no-such-model"))
+    assert stop.trip.detail == "no price is known for model 'no-such-model' and max_cost_usd is set"
+    guard = Guard(Budget(max_total_tokens=1))
+    guard.settle_model_call(guard.admit_model_call())
+    assert guard.admit_model_call().trip.detail == (
+        "a model call reported no usage and had no estimate; it cannot be charged"
+    )
 
 
 @pytest.mark.parametrize("limit", [5, 10, 25, 100, 1000, 10**6])

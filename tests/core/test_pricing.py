@@ -4,8 +4,9 @@ import json
 import pickle
 import subprocess
 import sys
+import time as system_time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import ROUND_DOWN, Context, Decimal, localcontext
 from fractions import Fraction
 from importlib.metadata import version
@@ -16,12 +17,14 @@ from genai_prices import data, types
 from hypothesis import given
 from hypothesis import strategies as st
 
+from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.pricing import (
     FEMTO_USD_PER_USD,
     Price,
     PriceBook,
     from_usd,
+    shared_prices,
     to_usd,
 )
 from budgetguard_core.usage import TokenUsage, check_token_usage
@@ -198,6 +201,14 @@ def test_a_projection_takes_the_dearest_tier_within_reach():
     assert rates.output_cost(MILLION, input_tokens=200_001) == from_usd(Decimal(15))
 
 
+@pytest.mark.parametrize("price", [FULL, TIERED])
+@pytest.mark.parametrize("tokens", [0, 7, 200_000, 200_001, 500_001])
+def test_a_projected_cost_is_that_of_input_and_output_together(price, tokens):
+    rates = rates_of(price)
+    together = rates.input_cost(tokens) + rates.output_cost(11, input_tokens=tokens)
+    assert rates.projected_cost(tokens, 11) == together
+
+
 def test_a_projection_allows_for_cache_writes():
     assert rates_of(FULL).input_cost(MILLION) == from_usd(Decimal(6) + Decimal("0.01"))
 
@@ -278,6 +289,7 @@ def test_no_call_within_a_projection_costs_more_than_it(price, usage, more_input
     bound = rates.input_cost(input_tokens)
     output = usage.output_tokens + more_output
     known = rates.output_cost(output, input_tokens=input_tokens)
+    assert rates.projected_cost(input_tokens, output) == bound + known
     assert rates.cost(usage) <= bound + known <= bound + rates.output_cost(output)
 
 
@@ -302,6 +314,14 @@ def test_a_price_takes_decimal_int_and_float_as_printed():
     assert Price(input=2.5, output=10) == Price(input=Decimal("2.5"), output=Decimal(10))
     assert Price(input=0.1, output=1).input == Decimal("0.1")
     assert Price(input=Decimal("1.00000000000"), output=1) == Price(input=1, output=1)
+
+
+def test_the_largest_price_is_a_million_dollars():
+    assert rates_of(Price(input=MILLION, output=0)).cost(TokenUsage(input_tokens=1)) == from_usd(
+        Decimal(1)
+    )
+    with pytest.raises(ConfigurationError, match="between 0 and 1000000 US dollars"):
+        Price(input=Decimal("1000000.000000001"), output=0)
 
 
 def test_a_price_is_frozen_hashable_and_picklable():
@@ -349,7 +369,7 @@ def test_nine_decimals_per_million_tokens_are_the_finest_rate():
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        ([(0, FULL)], "whole number of tokens >= 1, got 0"),
+        ([(0, FULL)], "^a threshold in tiers must be a whole number of tokens >= 1, got 0"),
         ([(True, FULL)], "whole number of tokens >= 1, got True"),
         ([(200_000.0, FULL)], "whole number of tokens >= 1, got 200000.0"),
         ([(2, FULL), (2, FULL)], "must rise, got 2 after 2"),
@@ -380,6 +400,13 @@ def test_a_context_window_is_a_positive_whole_number(window):
 def test_overrides_that_make_no_sense_are_refused(overrides, message):
     with pytest.raises(ConfigurationError, match=message):
         PriceBook(overrides)
+
+
+def test_names_of_models_and_providers_have_512_characters_at_most():
+    name = "x" * 512
+    book = PriceBook({name: FULL}, as_of=DAY)
+    assert book.rates_for(name, name) is book.rates_for(name, name) is not None
+    assert book.rates_for(name + "x") is book.rates_for(name, name + "x") is None
 
 
 def test_an_override_wins_whole_and_for_its_exact_name_only():
@@ -528,13 +555,24 @@ def test_where_hours_differ_in_price_the_dearest_counts(book):
 def listed(monkeypatch):
     """Prices written down as genai-prices would list them, for the one model of one provider."""
 
-    def rates(prices):
-        model = types.ModelInfo(id="m", match=types.ClauseEquals("m"), prices=prices)
-        acme = types.Provider(id="acme", name="Acme", api_pattern="acme", models=[model])
-        monkeypatch.setattr(data, "providers", [acme])
-        return PriceBook(as_of=DAY).rates_for("m", "acme")
+    def rates(prices, name="m"):
+        monkeypatch.setattr(data, "providers", [provider_of("acme", prices, name)])
+        return PriceBook(as_of=DAY).rates_for(name, "acme")
 
     return rates
+
+
+def provider_of(name, prices, *models, **settings):
+    return types.Provider(
+        id=name,
+        name=name,
+        api_pattern=name,
+        models=[
+            types.ModelInfo(id=model, match=types.ClauseEquals(model), prices=prices)
+            for model in models
+        ],
+        **settings,
+    )
 
 
 def model_price(**rates):
@@ -559,6 +597,46 @@ def test_prices_that_all_start_later_fall_back_to_the_first(listed):
         ]
     )
     assert usd(rates, input_tokens=MILLION) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "listed_rates", "write_rate", "hour_rate"),
+    [
+        ("m", {}, "4", "4"),
+        ("m", {"cache_write": 5}, "5", "5"),
+        ("my-claude-m", {}, "5", "8"),
+        ("my-claude-m", {"cache_write": 9}, "9", "9"),
+        ("m", {"cache_write": 5, "cache_write_1h": 3}, "5", "3"),
+        ("my-claude-m", {"cache_write": 5, "cache_write_1h": 3}, "5", "3"),
+    ],
+)
+def test_write_rates_are_the_listed_ones_or_those_of_the_models_kind(
+    listed, name, listed_rates, write_rate, hour_rate
+):
+    exact = {kind: Decimal(rate) for kind, rate in listed_rates.items()}
+    rates = listed(model_price(input=Decimal(4), output=Decimal(20), **exact), name)
+    writes = {"input_tokens": MILLION, "cache_write_tokens": MILLION}
+    assert usd(rates, **writes) == Decimal(write_rate)
+    assert usd(rates, **writes, cache_write_1h_tokens=MILLION) == Decimal(hour_rate)
+
+
+def test_a_name_without_a_provider_is_looked_for_where_it_belongs(monkeypatch):
+    price = model_price(input=Decimal(1), output=Decimal(1))
+    starts = types.ClauseStartsWith
+    providers = [
+        provider_of("openai", price, "ft:tuned", "other"),
+        provider_of("aws", price, "us.maker.model", "plain"),
+        provider_of(
+            "reseller", price, model_match=starts("sold-"), fallback_model_providers=["maker"]
+        ),
+        provider_of("maker", price, "sold-model"),
+    ]
+    monkeypatch.setattr(data, "providers", providers)
+    book = PriceBook(as_of=DAY)
+    for found in "ft:tuned", "us.maker.model", "sold-model", "aws/plain", "maker:sold-model":
+        assert book.rates_for(found) is not None, found
+    for unknown in "ft:other", "other", "plain", "sold-other", "openai", "openai/", "maker:":
+        assert book.rates_for(unknown) is None, unknown
 
 
 def test_buckets_may_have_thresholds_of_their_own(listed):
@@ -641,6 +719,44 @@ def test_every_model_of_the_data_is_priced_or_unknown_but_never_free(book):
                 priced += 1
                 assert rates.cost(TokenUsage(input_tokens=MILLION)) > 0
     assert priced > 2_000
+
+
+# --- the day --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """The machine's wall clock, to be set; the machine is where it is a day later already."""
+    monkeypatch.setenv("TZ", "Etc/GMT-14")
+    system_time.tzset()
+
+    def moment(when):
+        monkeypatch.setattr(
+            SystemClock, "wall_ns", staticmethod(lambda: int(when.timestamp() * 10**9))
+        )
+
+    yield moment
+    monkeypatch.undo()
+    system_time.tzset()
+
+
+def test_a_book_has_the_prices_of_the_day_on_which_it_is_made(at):
+    at(datetime(2026, 3, 12, 23, 59, tzinfo=UTC))
+    book = PriceBook()
+    at(datetime(2026, 3, 13, tzinfo=UTC))
+    assert (book.as_of, PriceBook().as_of) == (date(2026, 3, 12), date(2026, 3, 13))
+    usage = {"input_tokens": MILLION}
+    assert usd(book.rates_for("claude-opus-4-6"), **usage) == Decimal(10)
+    assert usd(PriceBook().rates_for("claude-opus-4-6"), **usage) == Decimal(5)
+
+
+def test_runs_share_the_book_of_their_day(at):
+    noon = datetime(2026, 3, 12, 12, tzinfo=UTC)
+    at(noon)
+    book = shared_prices()
+    assert (shared_prices(), book.as_of) == (book, noon.date())
+    at(noon + timedelta(days=1))
+    assert shared_prices().as_of == date(2026, 3, 13)
 
 
 # --- memory, version, import ----------------------------------------------------------------
