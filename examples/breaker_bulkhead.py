@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from budgetguard_core import Budget
 from budgetguard_core.breakers import BulkheadConfig
-from budgetguard_loop import run_bounded_async
-
-
-def model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stand in for a model that opens six pages at once."""
-    if messages[-1]["role"] == "tool":
-        return {"role": "assistant", "content": "Six pages read."}
-    calls = [
-        {
-            "id": f"call_{number}",
-            "type": "function",
-            "function": {"name": "browse", "arguments": f'{{"page": {number}}}'},
-        }
-        for number in range(6)
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import run_bounded_async, scripted
 
 
 async def main() -> None:
@@ -39,8 +24,9 @@ async def main() -> None:
         return f"page {page}"
 
     places = BulkheadConfig(max_concurrent_calls=2, max_wait_duration=30)
+    answers = Answers([[("browse", {"page": page}) for page in range(6)], "Six pages read."])
     outcome = await run_bounded_async(
-        model,
+        scripted.scripted_model(answers),
         Budget(bulkheads={"browse": places}, max_iterations=25),
         messages="Read the six pages.",
         tools={"browse": browse},

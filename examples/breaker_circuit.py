@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from budgetguard_core import Budget
 from budgetguard_core.breakers import CircuitBreakerConfig
-from budgetguard_loop import run_bounded
-
-
-def model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stand in for a model that tries the same server again and again, a page at a time."""
-    function = {"name": "fetch", "arguments": f'{{"page": {len(messages)}}}'}
-    call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import run_bounded, scripted
 
 
 def fetch(page: int) -> str:
@@ -23,8 +15,10 @@ def fetch(page: int) -> str:
 
 def main() -> None:
     config = CircuitBreakerConfig(sliding_window_size=4, minimum_number_of_calls=2)
+    # A model that tries the same server again and again, a page at a time.
+    answers = Answers([{"fetch": {"page": page}} for page in range(1, 26)])
     outcome = run_bounded(
-        model,
+        scripted.scripted_model(answers),
         Budget(circuit_breaker=config, max_iterations=25),
         messages="Read all pages.",
         tools={"fetch": fetch},

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from budgetguard_core import Budget
 from budgetguard_core.breakers import ProgressReports
 from budgetguard_core.kit import PROGRESS_TOOL
-from budgetguard_loop import run_bounded
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import run_bounded, scripted
 
-# What a step sends to its provider as its tools; `run_bounded` has the body of the second.
-TOOLS = [
-    {"name": "search", "parameters": {"query": "string"}},
-    {
-        "name": PROGRESS_TOOL.name,
-        "description": PROGRESS_TOOL.description,
-        "parameters": PROGRESS_TOOL.parameters,
-    },
+# A real model is sent `PROGRESS_TOOL` (name, description, parameters) among its tools, whose body
+# `run_bounded` has. This planner is full of ideas, and names one next step whenever it is asked.
+REPORT = {
+    "claims_so_far": ["looked at three more places"],
+    "next_subgoal": "Find the cause.",
+    "estimated_remaining_steps": 5,
+}
+ASKED_AT = {4, 7, 10, 14}  # every third iteration; the correction at 11 begins the count anew
+ANSWERS = [
+    {PROGRESS_TOOL.name: REPORT} if turn in ASKED_AT else {"search": {"query": f"idea {turn}"}}
+    for turn in range(1, 101)
 ]
-
-
-def model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stand in for a model that plans and plans: `create(messages=messages, tools=TOOLS)`."""
-    name, arguments = "search", {"query": f"idea {len(messages)}"}
-    if PROGRESS_TOOL.name in messages[-1]["content"]:
-        name = PROGRESS_TOOL.name
-        arguments = {
-            "claims_so_far": [f"looked at {len(messages)} places"],
-            "next_subgoal": "Find the cause.",
-            "estimated_remaining_steps": 5,
-        }
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def main() -> None:
     outcome = run_bounded(
-        model,
+        scripted.scripted_model(Answers(ANSWERS)),
         Budget(progress=ProgressReports(every_iterations=3), max_iterations=100),
         messages="Why is it slow?",
         tools={"search": lambda query: f"nothing about {query}"},

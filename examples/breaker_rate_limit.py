@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from budgetguard_core import Budget
 from budgetguard_core.breakers import RateLimit
-from budgetguard_loop import run_bounded
-
-
-def model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stand in for a model that asks for five searches at once."""
-    if messages[-1]["role"] == "tool":
-        return {"role": "assistant", "content": "That is what I could find."}
-    calls = [
-        {
-            "id": f"call_{number}",
-            "type": "function",
-            "function": {"name": "search", "arguments": f'{{"query": "part {number}"}}'},
-        }
-        for number in range(5)
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import run_bounded, scripted
 
 
 def search(query: str) -> str:
@@ -32,8 +16,10 @@ def search(query: str) -> str:
 def main() -> None:
     # Two at once, then ten a second; who would wait longer than a tenth of a second is refused.
     limit = RateLimit(rate=10, burst=2, max_wait_duration=0.1)
+    searches = [("search", {"query": f"part {number}"}) for number in range(5)]
+    answers = Answers([searches, "That is what I could find."])
     outcome = run_bounded(
-        model,
+        scripted.scripted_model(answers),
         Budget(rate_limits={"sea*": limit}, max_iterations=25),
         messages="Look everything up.",
         tools={"search": search},

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from budgetguard_core import Budget
 from budgetguard_core.breakers import VelocityLimits
-from budgetguard_loop import run_bounded
-
-
-def model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stand in for a model that asks for everything at once."""
-    calls = [
-        {
-            "id": f"call_{number}",
-            "type": "function",
-            "function": {"name": "send_mail", "arguments": f'{{"to": "customer {number}"}}'},
-        }
-        for number in range(200)
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import run_bounded, scripted
 
 
 def main() -> None:
@@ -31,8 +17,12 @@ def main() -> None:
 
     # From 99 % of the ceiling on calls would wait until the minute is over.
     limits = VelocityLimits(max_tool_calls_per_minute=20, throttle_at=0.99)
+    answers = Answers([[("send_mail", {"to": f"customer {number}"}) for number in range(200)]])
     outcome = run_bounded(
-        model, Budget(velocity=limits), messages="Write to all.", tools={"send_mail": send_mail}
+        scripted.scripted_model(answers),
+        Budget(velocity=limits),
+        messages="Write to all.",
+        tools={"send_mail": send_mail},
     )
     print(f"{outcome.status}: {outcome.detail}")
     print(f"{len(sent)} of 200 mails are out")

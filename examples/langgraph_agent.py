@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage
-from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from budgetguard_core import Budget
-from budgetguard_langgraph import bounded, outcome, resume
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_langgraph import bounded, outcome, resume, scripted
 
 PAGES = ["page 1 of 4", "page 2 of 4", "page 3 of 4", "page 4 of 4"]
-
-
-class Model(BaseChatModel):
-    """Stands in for `ChatOpenAI(model="gpt-4o")`."""
-
-    model_name: str = "gpt-4o"
-
-    @property
-    def _llm_type(self) -> str:
-        return "scripted"
-
-    def _generate(self, messages: Any, stop: Any = None, run_manager: Any = None, **_: Any) -> Any:
-        turn = sum(message.type == "tool" for message in messages)
-        usage = {"input_tokens": 400 + 150 * turn, "output_tokens": 40}
-        answer = AIMessage("The report has four pages.")
-        if turn < len(PAGES):
-            call = {"name": "read_page", "args": {"number": turn + 1}, "id": f"call_{turn}"}
-            answer = AIMessage("", tool_calls=[call])
-        answer.usage_metadata = {**usage, "total_tokens": sum(usage.values())}  # type: ignore[typeddict-item]
-        return ChatResult(generations=[ChatGeneration(message=answer)])
+READS = [{"read_page": {"number": number}} for number in range(1, len(PAGES) + 1)]
 
 
 @tool
@@ -46,7 +25,8 @@ def read_page(number: int) -> str:
 
 
 def build() -> Any:
-    model = Model()
+    # In place of `ChatOpenAI(model="gpt-4o")`.
+    model = scripted.scripted_model(Answers([*READS, "The report has four pages."]))
     graph = StateGraph(MessagesState)
     graph.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
     graph.add_node("tools", ToolNode([read_page]))

@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from budgetguard_core import Budget, Outcome
-from budgetguard_loop import bounded, run_bounded_async, run_bounded_stream
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import bounded, run_bounded_async, run_bounded_stream, scripted
 
-Message: TypeAlias = dict[str, Any]
-
-
-def asks(*names: str) -> Message:
-    calls = [
-        {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
-        for name in names
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
-
-
-async def planner(messages: list[Message]) -> Message | str:
-    """Stand in for a call of a provider's async client."""
-    if messages[-1]["role"] == "user":
-        return asks("weather", "research")
-    return "Take a coat."
-
-
-async def researcher(_: list[Message]) -> Message:
-    """Never has enough: the model behind every runaway."""
-    return asks("weather")
+BOTH: dict[str, dict[str, Any]] = {"weather": {}, "research": {}}
 
 
 async def weather() -> str:
@@ -37,6 +18,8 @@ async def weather() -> str:
 
 
 async def research() -> Outcome:
+    # Never has enough: the model behind every runaway.
+    researcher = scripted.scripted_model(Answers([{"weather": {}}]))
     # Inside another run a Budget is an envelope within that run's.
     found = await run_bounded_async(
         researcher, Budget(max_iterations=3), messages="Look closer.", tools={"weather": weather}
@@ -45,13 +28,15 @@ async def research() -> Outcome:
     return found
 
 
-async def talker(_: list[Message]) -> AsyncIterator[str]:
+async def talker(_: list[dict[str, Any]]) -> AsyncIterator[str]:
     for word in ("Take ", "a ", "coat"):
         yield word
     await asyncio.Event().wait()  # a provider that hangs
 
 
 async def main() -> None:
+    # In place of an async function that calls a provider's client.
+    planner = scripted.scripted_model(Answers([BOTH, "Take a coat."]))
     print("Parallel tools and a sub-agent:")
     outcome = await run_bounded_async(
         planner,
@@ -71,7 +56,7 @@ async def main() -> None:
     with bounded(Budget(max_iterations=2)) as run:
         while True:
             with run.model_call() as call:
-                call.settle(await planner([{"role": "user", "content": "Go"}]))
+                call.settle(planner([{"role": "user", "content": "Go"}]))
     print(f"  {run.outcome.status}: {run.outcome.stop_reason}")
 
 

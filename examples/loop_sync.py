@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from budgetguard_core import Budget, MemoryStore
-from budgetguard_loop import run_bounded
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_loop import run_bounded, scripted
 
 PAGES = ["page 1 of 4", "page 2 of 4", "page 3 of 4", "page 4 of 4"]
-
-
-def model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stand in for `client.chat.completions.create(model=..., messages=messages)`."""
-    turn = sum(message["role"] == "tool" for message in messages)
-    usage = {"prompt_tokens": 400 + 150 * turn, "completion_tokens": 40}
-    if turn == len(PAGES):
-        message: dict[str, Any] = {"role": "assistant", "content": "The report has four pages."}
-    else:
-        function = {"name": "read_page", "arguments": f'{{"number": {turn + 1}}}'}
-        call = {"id": f"call_{turn}", "type": "function", "function": function}
-        message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return {"choices": [{"message": message}], "usage": usage}
+READS = [{"read_page": {"number": number}} for number in range(1, len(PAGES) + 1)]
 
 
 def read_page(number: int) -> str:
@@ -29,6 +16,8 @@ def read_page(number: int) -> str:
 
 
 def main() -> None:
+    # In place of a function that calls `client.chat.completions.create(messages=messages, ...)`.
+    model = scripted.scripted_model(Answers([*READS, "The report has four pages."]))
     store = MemoryStore()  # SqliteStore() outlives the process
     tools = {"read_page": read_page}
 

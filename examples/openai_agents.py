@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
-from agents import Agent, Model, ModelResponse, Runner, Usage, function_tool
+from agents import Agent, Runner, function_tool
 from agents.memory import SQLiteSession
 from agents.tracing import set_tracing_disabled
-from openai.types.responses import (
-    ResponseFunctionToolCall,
-    ResponseOutputMessage,
-    ResponseOutputText,
-)
 
 from budgetguard_core import Budget, Guard
-from budgetguard_openai_agents import BudgetHooks, bounded_run, outcome
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_openai_agents import BudgetHooks, bounded_run, outcome, scripted
 
-
-class Scripted(Model):
-    """Stands in for a provider: always wants to search, until the user asks it not to."""
-
-    model = "gpt-4o"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    async def get_response(
-        self,
-        system_instructions: str | None,
-        input: str | list[Any],  # noqa: A002
-        *args: Any,
-        **kwargs: Any,
-    ) -> ModelResponse:
-        self.calls += 1
-        output: Any = ResponseFunctionToolCall(
-            type="function_call",
-            call_id=f"call_{id(self)}_{self.calls}",
-            name="search",
-            arguments='{"input": "France"}',
-        )
-        if "without searching" in str(input[-1]):
-            text = ResponseOutputText(
-                type="output_text", text="Paris, I believe.", annotations=[], logprobs=[]
-            )
-            output = ResponseOutputMessage(
-                id=f"msg_{self.calls}",
-                type="message",
-                role="assistant",
-                status="completed",
-                content=[text],
-            )
-        usage = Usage(requests=1, input_tokens=400, output_tokens=30, total_tokens=430)
-        return ModelResponse(output=[output], usage=usage, response_id=None)
-
-    def stream_response(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        raise NotImplementedError
-
-
+SEARCH = {"search": {"input": "France"}}
 pages = iter(range(1, 1000))
 
 
@@ -70,7 +24,8 @@ def search() -> str:
 
 async def main() -> None:
     set_tracing_disabled(True)
-    model = Scripted()
+    # Searches until it is asked not to; from then on it never stops.
+    model = scripted.scripted_model(Answers([*[SEARCH] * 5, "Paris, I believe.", SEARCH]))
     agent = Agent(name="researcher", model=model, tools=[search])
     session = SQLiteSession("conversation")
 
@@ -96,11 +51,10 @@ async def main() -> None:
     # Agents as tools spend the budget of the run that calls them.
     chief = Agent(
         name="chief",
-        model=Scripted(),
+        model=scripted.scripted_model(Answers([SEARCH])),
         tools=[agent.as_tool(tool_name="search", tool_description="Ask the researcher.")],
     )
     guard = Guard(Budget(max_model_calls=8))
-    model.calls = 0
     result = await bounded_run(chief, "Find out.", budget=guard)
     print(f"{outcome(result).stop_reason}: {guard.usage.model_calls} model calls in all")
 

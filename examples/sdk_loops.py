@@ -43,9 +43,9 @@ def with_openai(url: str) -> Any:
             messages.append(answer.model_dump(exclude_none=True))
             if not answer.tool_calls:
                 break
-            for call in run.tool_calls(answer.tool_calls):
-                result = call.run(read_page)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            for asked in run.tool_calls(answer.tool_calls):
+                result = asked.run(read_page)
+                messages.append({"role": "tool", "tool_call_id": asked.id, "content": result})
     return run.outcome
 
 
@@ -65,8 +65,8 @@ def with_anthropic(url: str) -> Any:
             if reply.stop_reason != "tool_use":
                 break
             results = [
-                {"type": "tool_result", "tool_use_id": call.id, "content": call.run(read_page)}
-                for call in run.tool_calls(reply.content)
+                {"type": "tool_result", "tool_use_id": asked.id, "content": asked.run(read_page)}
+                for asked in run.tool_calls(reply.content)
             ]
             messages.append({"role": "user", "content": results})
     return run.outcome

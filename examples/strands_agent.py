@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from typing import Any
 
 from strands import Agent, tool
-from strands.models import Model
 
 from budgetguard_core import Budget
-from budgetguard_strands import BudgetHookProvider
+from budgetguard_core.testing.scripted import Answers
+from budgetguard_strands import BudgetHookProvider, scripted
 
 PAGES = ["page 1 of 4", "page 2 of 4", "page 3 of 4", "page 4 of 4"]
-
-
-class Scripted(Model):
-    """Stands in for a real model: asks for one page after the other, or never stops asking."""
-
-    def __init__(self, *, pages: int) -> None:
-        self.pages = pages
-        self.config = {"model_id": "gpt-4o"}
-
-    def update_config(self, **model_config: Any) -> None:
-        self.config.update(model_config)
-
-    def get_config(self) -> Any:
-        return self.config
-
-    def structured_output(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    async def stream(self, messages: Any, *_args: Any, **_kwargs: Any) -> AsyncIterator[Any]:
-        results = [block for m in messages for block in m["content"] if "toolResult" in block]
-        turn = len(results)
-        yield {"messageStart": {"role": "assistant"}}
-        if turn == self.pages:
-            yield {"contentBlockDelta": {"delta": {"text": "The report has four pages."}}}
-        else:
-            use = {"name": "read_page", "toolUseId": f"call_{turn}"}
-            arguments = json.dumps({"number": turn % len(PAGES) + 1})
-            yield {"contentBlockStart": {"start": {"toolUse": use}}}
-            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": arguments}}}}
-        yield {"contentBlockStop": {}}
-        yield {"messageStop": {"stopReason": "end_turn" if turn == self.pages else "tool_use"}}
-        usage = {"inputTokens": 400 + 150 * turn, "outputTokens": 40}
-        usage["totalTokens"] = sum(usage.values())
-        yield {"metadata": {"usage": usage, "metrics": {"latencyMs": 1}}}
+READS = [{"read_page": {"number": number}} for number in range(1, len(PAGES) + 1)]
 
 
 @tool
@@ -71,7 +35,7 @@ def main() -> None:
     print("Under a budget that is too small:")
     provider = BudgetHookProvider(Budget(max_iterations=2, max_cost_usd=0.10))
     agent = Agent(
-        model=Scripted(pages=len(PAGES)),
+        model=scripted.scripted_model(Answers([*READS, "The report has four pages."])),
         tools=[read_page],
         hooks=[provider],
         callback_handler=None,
@@ -89,7 +53,7 @@ def main() -> None:
 
     print("A model that never stops, streamed:")
     runaway = Agent(
-        model=Scripted(pages=-1),
+        model=scripted.scripted_model(Answers(READS)),
         tools=[read_page],
         hooks=[BudgetHookProvider(Budget(max_iterations=4))],
         callback_handler=None,

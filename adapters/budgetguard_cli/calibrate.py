@@ -63,6 +63,8 @@ class Measured:
     stopped: Counter[str] = field(default_factory=lambda: Counter())
     failed: int = 0
     """Runs that an exception left, that wait, or that are labelled as not healthy."""
+    unfinished: int = 0
+    """Runs whose log breaks off: they go on, or their process was killed."""
     labelled: dict[str, list[Figure]] = field(default_factory=lambda: dict[str, list[Figure]]())
     unlabelled: dict[str, list[Figure]] = field(default_factory=lambda: dict[str, list[Figure]]())
     budget: Budget | None = None
@@ -78,6 +80,10 @@ class Measured:
         if verdict.stop_reason is not None or verdict.runaway:
             # It only repeats the cap that ended it.
             self.stopped[str(verdict.stop_reason or "max_steps")] += 1
+            return
+        if verdict.timed and verdict.status is None:
+            # What it needed in all is not known: it would only pull the figures down.
+            self.unfinished += 1
             return
         known = verdict.status is None or labelled
         if verdict.succeeded is False or verdict.status in ("failed", "paused"):
@@ -122,10 +128,10 @@ def calibrate(
 ) -> None:
     """Propose caps from measured runs, by profile and dimension, as TOML to paste.
 
-    Runs that a cap ended, failed, or did not succeed are left out. With fewer than 10 nothing is
-    proposed; with 10 to 29 three times the maximum (provisional), with 30 to 299 twice; from 300
-    on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody says which runs are
-    good, 2.5 times the 95th percentile.
+    Runs that a cap ended, failed, did not succeed or have not ended are left out. With fewer than
+    10 nothing is proposed; with 10 to 29 three times the maximum (provisional), with 30 to 299
+    twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody says
+    which runs are good, 2.5 times the 95th percentile.
 
     Example: budgetguard calibrate logs/*.jsonl >> budgetguard.toml
 
@@ -344,7 +350,8 @@ def _summary(group: Measured) -> str:
     return (
         f"{group.runs:,} runs, {group.usable:,} used"
         f"{'' if group.are_labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
-        f"limit{f' ({stopped})' if stopped else ''}, {group.failed:,} that failed left out"
+        f"limit{f' ({stopped})' if stopped else ''}, {group.unfinished:,} unfinished and "
+        f"{group.failed:,} that failed left out"
     )
 
 
@@ -372,6 +379,7 @@ def _plain_group(group: Measured) -> dict[str, Any]:
         "used": group.usable,
         "labelled": group.are_labelled,
         "stopped": dict(sorted(group.stopped.items())),
+        "unfinished": group.unfinished,
         "left_out": group.failed,
     }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -179,6 +179,8 @@ def export(
         check(logs)
         written = _write(reader, logs, output)
     except OSError as error:
+        if output == STDIN:
+            raise
         problem = f"{printable(output)}: {error.strerror}. Name a file that can be written."
         typer.echo(f"budgetguard: {problem}", err=True)
         raise typer.Exit(2) from None
@@ -196,20 +198,27 @@ def _write(reader: Reader, logs: Sequence[str], output: str) -> int:
         for log in logs
         for example in reader.examples(log)
     )
-    written = 0
     if output == STDIN:
-        for line in lines:
-            sys.stdout.write(f"{line}\n")
-            written += 1
-        return written
+        return _write_lines(sys.stdout, lines)
+    target = Path(output).resolve()
+    if target.exists() and not target.is_file():
+        # A pipe or a device: nothing may take its place.
+        with target.open("w", encoding="utf-8", errors="replace") as file:
+            return _write_lines(file, lines)
     # The set may be among the logs by mistake: nothing is lost before all is read.
-    part = Path(f"{output}.part")
+    part = Path(f"{target}.part")
     try:
         with part.open("w", encoding="utf-8", errors="replace") as file:
-            for line in lines:
-                file.write(f"{line}\n")
-                written += 1
-        part.replace(output)
+            written = _write_lines(file, lines)
+        part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+    return written
+
+
+def _write_lines(file: TextIO, lines: Iterable[str]) -> int:
+    written = 0
+    for line in lines:
+        file.write(f"{line}\n")
+        written += 1
     return written

@@ -114,6 +114,8 @@ class _Tail:
     problems: int = 0
     """Lines that could not be read."""
     inode: int | None = None
+    unreadable: str = ""
+    """Why the file cannot be opened; empty where it can, or went away."""
 
     def read(self) -> None:
         """Read what is new."""
@@ -135,9 +137,11 @@ class _Tail:
                         if line.strip():
                             told = self.runs.take(Line(self.number, line, last=False))
                             self.problems += told is not None
-        except OSError:
-            # It went away, or may not be read any more: what it said stays.
-            return
+            self.unreadable = ""
+        except FileNotFoundError:
+            return  # it went away: what it said stays
+        except OSError as error:
+            self.unreadable = error.strerror or type(error).__name__
 
 
 @dataclass
@@ -193,6 +197,11 @@ class _Logs:
             Text(f"{printable(str(log))}: {tail.problems:,} lines could not be read", "red")
             for log, tail in self.tails.items()
             if tail.problems
+        ]
+        parts += [
+            Text(f"{printable(str(log))}: {tail.unreadable}", "red")
+            for log, tail in self.tails.items()
+            if tail.unreadable
         ]
         return Group(*parts)
 

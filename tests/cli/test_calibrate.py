@@ -77,6 +77,22 @@ def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     assert profile["stopped"] == {"max_iterations": 30}
 
 
+def test_runs_whose_log_breaks_off_are_left_out(budgetguard, tmp_path):
+    # Processes that were killed after one call of many: with them the caps would cut real work.
+    log = record(tmp_path / "log.jsonl", [30] * 12)
+    killed = record(tmp_path / "killed.jsonl", [1] * 300)
+    events = [line for line in killed.read_text().splitlines() if '"run_ended"' not in line]
+    killed.write_text("".join(f"{line}\n" for line in events))
+    done = budgetguard("calibrate", log, killed, "--json")
+    (profile,) = [one for one in lines(done) if one["type"] == "profile"]
+    assert (profile["runs"], profile["used"], profile["unfinished"]) == (312, 12, 300)
+    (iterations,) = [one for one in lines(done) if one.get("dimension") == "max_iterations"]
+    assert iterations["measured"]["maximum"] == iterations["measured"]["p50"] == 30
+    told = budgetguard("calibrate", killed)
+    assert told.returncode == 2
+    assert b"300 unfinished and 0 that failed left out" in told.stderr
+
+
 @pytest.mark.slow
 def test_logs_are_unlabelled_until_somebody_says_otherwise(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", range(1, 41))

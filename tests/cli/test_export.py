@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -101,6 +104,40 @@ def test_damaged_lines_and_missing_files_are_said(tmp_path):
     assert f"{tmp_path}: Is a directory. Name a file" in done.stderr.replace("\n", " ")
     assert not list(tmp_path.parent.glob("*.part"))
     assert "Example: budgetguard export" in export("--help").stdout
+
+
+def test_an_output_that_is_no_plain_file_stays_what_it_is(tmp_path):
+    log = write(tmp_path / "log.jsonl")
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "set.jsonl"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        export(log, "-o", pipe)
+        assert pipe.is_fifo()
+        assert "stopped" in examples(os.read(reading, 2**16))
+    finally:
+        os.close(reading)
+    target.touch()
+    link.symlink_to(target)
+    export(log, "-o", link)
+    assert link.is_symlink()
+    assert "stopped" in examples(target.read_text())
+
+
+def test_a_reader_that_goes_away_is_no_file_of_a_wrong_name(tmp_path):
+    log = write(tmp_path / "log.jsonl")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "budgetguard_cli", "export", log, log],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert b"Name a file" not in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("adapter", sorted(RUNS))

@@ -51,6 +51,15 @@ def test_what_is_written_is_seen_also_while_a_line_is(tmp_path):
     assert view.shown()[0].shares() == {"max_iterations": 1.0}
 
 
+def test_a_log_that_may_not_be_read_is_named(budgetguard, tmp_path):
+    write(tmp_path / "log.jsonl")
+    # A link to itself: unreadable for everybody, also for an administrator.
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    text = budgetguard("watch", tmp_path, "--once").stdout.decode()
+    assert "1 runs go on, 3 have ended" in text
+    assert "loop.jsonl: Too many levels of symbolic links" in " ".join(text.split())
+
+
 @pytest.mark.slow
 def test_a_run_for_machines(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")

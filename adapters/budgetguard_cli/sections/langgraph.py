@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from http.client import HTTPConnection
 from typing import Any
-from urllib.parse import urlsplit
 
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
+from langchain_core.messages import (
+    BaseMessage,
+    convert_to_messages,
+    convert_to_openai_messages,
+)
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import StructuredTool
@@ -23,12 +24,13 @@ from langgraph.graph import (  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from budgetguard_cli.sections import PROMPT
+from budgetguard_cli.sections.chat import complete
 from budgetguard_core import Guard, Outcome
 from budgetguard_langgraph import bounded
 
 
 class _HttpChat(BaseChatModel):
-    """Stands in for `langchain_openai.ChatOpenAI`, which is not a dependency."""
+    """What `langchain_openai.ChatOpenAI` sends and reads, without that dependency."""
 
     base_url: str
     tools: list[dict[str, Any]]
@@ -41,52 +43,24 @@ class _HttpChat(BaseChatModel):
     def _generate(
         self, messages: list[BaseMessage], stop: Any = None, run_manager: Any = None, **_: Any
     ) -> ChatResult:
-        url = urlsplit(self.base_url)
         body = {
             "model": self.model_name,
             "messages": convert_to_openai_messages(messages),
             "tools": self.tools,
         }
-        # Not urllib: it would send a loopback request through a proxy.
-        connection = HTTPConnection(url.hostname or "", url.port, timeout=30)
-        try:
-            connection.request(
-                "POST",
-                f"{url.path}/chat/completions",
-                json.dumps(body),
-                {"Content-Type": "application/json"},
-            )
-            answer = connection.getresponse()
-            text = answer.read()
-        finally:
-            connection.close()
-        if answer.status != 200:
-            msg = f"the server answered {answer.status}: {text[:200]!r}"
-            raise ConnectionError(msg)
-        return _result(json.loads(text))
-
-
-def _result(reply: dict[str, Any]) -> ChatResult:
-    message: dict[str, Any] = reply["choices"][0]["message"]
-    usage: dict[str, Any] = reply["usage"]
-    answered = AIMessage(
-        message.get("content") or "",
-        tool_calls=[
-            {
-                "name": call["function"]["name"],
-                "args": json.loads(call["function"]["arguments"]),
-                "id": call["id"],
+        reply = complete(self.base_url, body)
+        (message,) = convert_to_messages([reply["choices"][0]["message"]])
+        usage = reply["usage"]
+        answered = message.model_copy(
+            update={
+                "usage_metadata": UsageMetadata(
+                    input_tokens=usage["prompt_tokens"],
+                    output_tokens=usage["completion_tokens"],
+                    total_tokens=usage["total_tokens"],
+                )
             }
-            for call in message.get("tool_calls") or ()
-        ],
-        usage_metadata=UsageMetadata(
-            input_tokens=usage["prompt_tokens"],
-            output_tokens=usage["completion_tokens"],
-            total_tokens=usage["total_tokens"],
-        ),
-        response_metadata={"model_name": reply.get("model", "")},
-    )
-    return ChatResult(generations=[ChatGeneration(message=answered)])
+        )
+        return ChatResult(generations=[ChatGeneration(message=answered)])
 
 
 def run(base_url: str, guard: Guard, read_file: Callable[[str], str]) -> Outcome:
