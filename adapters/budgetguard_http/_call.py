@@ -79,17 +79,25 @@ class Call:
         wire, body = posted.wire, posted.body
         if posted.is_signed or not body:
             return None
-        changed = False
+        known = dict(body)
         bound = opened.max_output_tokens
         if bound is not None and wire.bound(body) != bound:
             wire.set_bound(body, bound)
-            changed = True
-        for text in self._to_tell():
+        told = self._to_tell()
+        for text in told:
             wire.add_nudge(body, text)
-            changed = True
         if posted.is_streamed and self._policy.ask_for_usage and wire.ask_for_usage(body):
-            self.asked_for_usage = changed = True
-        return json.dumps(body, ensure_ascii=False).encode() if changed else None
+            self.asked_for_usage = True
+        if told or any(body[name] is not value for name, value in known.items()):
+            return _json(body)
+        added = {name: value for name, value in body.items() if name not in known}
+        raw = posted.raw.strip()
+        if not added:
+            return None
+        if raw[:1] != b"{" or raw[-1:] != b"}":  # UTF-16
+            return _json(body)
+        # Most of it is the conversation, which need not be written again.
+        return raw[:-1] + b"," + _json(added)[1:]
 
     def _to_tell(self) -> list[str]:
         told = [] if self.opened.nudge is None else [self.opened.nudge]
@@ -111,7 +119,7 @@ class Call:
             self.settle()
             return None
         other = self.parsed(cast("Body", parsed))
-        return None if other is None else json.dumps(other, ensure_ascii=False).encode()
+        return None if other is None else _json(other)
 
     def parsed(self, body: Body) -> Body | None:
         """Take a whole answer that was parsed before; as `whole`, which it may change in place."""
@@ -307,11 +315,12 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
 
 
 def _is_capped(run: Run) -> bool:
-    return any(
-        one.budget.max_total_tokens is not None or one.budget.max_cost_usd is not None
-        for guard in run.guards
-        for one in guard.lineage
-    )
+    for guard in run.guards:
+        for one in guard.lineage:
+            budget = one.budget
+            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+                return True
+    return False
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:
@@ -338,6 +347,10 @@ def _was_failed(failed: dict[bytes, int], lock: Any, raw: bytes) -> bool:
         if count > 1:
             failed[digest] = count - 1
     return count > 0
+
+
+def _json(body: Body) -> bytes:
+    return json.dumps(body, ensure_ascii=False).encode()
 
 
 def _digest(raw: bytes) -> bytes:

@@ -21,6 +21,7 @@ from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
 _MOST_KEPT: Final = 256
 _NO_RESULT: Final = "no result"
 _LONGEST_BEGINNING: Final = 4
+_PLAIN: Final = json.JSONEncoder(default=str)
 
 
 @dataclass(slots=True, eq=False)
@@ -256,12 +257,13 @@ class Conversations:
 
     def _spoken(self, conversation: Conversation, wire: Wire, turns: Sequence[Any]) -> None:
         """Tell new words of the user's from those that another model says again and again."""
-        words = [text for turn in turns if (text := wire.user_text(turn)) is not None]
+        spoken = (text for turn in reversed(turns) if (text := wire.user_text(turn)) is not None)
+        latest, before = next(spoken, None), next(spoken, None)
         run = self.seat(conversation)
-        if len(words) > 1 and words[-1] == words[-2]:
+        if latest is not None and latest == before:
             if conversation.unreported is not None:
                 run.guard.report_reply(conversation.unreported)
-        elif words and turns and wire.user_text(turns[-1]) is not None:
+        elif turns and wire.user_text(turns[-1]) is not None:
             run.guard.user_turn()
         conversation.unreported = None
 
@@ -269,7 +271,7 @@ class Conversations:
 def _head(wire: Wire, turns: Sequence[Any]) -> bytes:
     digest = blake2b(digest_size=16)
     for turn in turns[:_LONGEST_BEGINNING]:
-        digest.update(json.dumps(turn, default=str).encode())
+        digest.update(_PLAIN.encode(turn).encode())
         if wire.user_text(turn) is not None and record(turn).get("role") != "system":
             break
     return digest.digest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from budgetguard_http._policy import Policy, is_free, is_provider
 from budgetguard_http.wires import OPAQUE, is_path_of_a_model, wire_of
@@ -42,11 +42,11 @@ class Posted:
     is_unwanted: bool
 
 
-def may_be_posted(host: str, path: str, policy: Policy) -> bool:
+def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
     """Tell by its address whether a POST is worth reading."""
     if is_path_of_a_model(path):
         return True
-    return policy.on_unknown != "pass" and is_provider(host) and not is_free(path)
+    return policy.on_unknown != "pass" and is_provider(url.host) and not is_free(path)
 
 
 def read_posted(

@@ -50,15 +50,15 @@ class Seam:
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
         """
-        with audit.expected(request.url.host):
+        with audit.expected(request.url):
             return self._send(request, send, stream, of_client)
 
     def _send(self, request: Any, send: Callable[[Any], Any], stream: bool, of_client: bool) -> Any:
-        run = self._run_of(request)
-        if run is None:
+        found = self._found(request)
+        if found is None:
             return send(request)
+        run, policy = found
         request.read()
-        policy = self._policy_of(run)
         posted = _read(request, policy)
         if posted is None:
             return send(request)
@@ -75,10 +75,11 @@ class Seam:
         is_kept = False
         try:
             with run.entered(call.opened):
-                outgoing = _outgoing(mod, request, call)
-                extensions = {"trace": flight.traced, **outgoing.extensions}
-                outgoing.extensions = extensions
-                response = send(outgoing)
+                own = request.extensions
+                try:
+                    response = send(_outgoing(mod, request, call, {"trace": flight.traced}))
+                finally:
+                    request.extensions = own
             flight.answered(response)
             if not _is_an_answer(request, response, call):
                 return response
@@ -111,7 +112,7 @@ class Seam:
         of_client: bool,
     ) -> Any:
         """Send a request on an event loop, or answer it; as `send`."""
-        with audit.expected(request.url.host):
+        with audit.expected(request.url):
             return await self._asend(request, send, stream, of_client)
 
     async def _asend(
@@ -121,11 +122,11 @@ class Seam:
         stream: bool,
         of_client: bool,
     ) -> Any:
-        run = self._run_of(request)
-        if run is None:
+        found = self._found(request)
+        if found is None:
             return await send(request)
+        run, policy = found
         await request.aread()
-        policy = self._policy_of(run)
         posted = _read(request, policy)
         if posted is None:
             return await send(request)
@@ -168,7 +169,11 @@ class Seam:
         of_client: bool,
     ) -> Any:
         with call.run.entered(call.opened):
-            response = await send(_outgoing(mod, request, call))
+            own = request.extensions
+            try:
+                response = await send(_outgoing(mod, request, call, {}))
+            finally:
+                request.extensions = own
         if not _is_an_answer(request, response, call):
             return response
         passing = _passing(response, call)
@@ -180,15 +185,17 @@ class Seam:
         response.stream = async_stream(mod)(mod, response.stream, passing)
         return response
 
-    def _run_of(self, request: Any) -> Run | None:
+    def _found(self, request: Any) -> tuple[Run, Policy] | None:
+        """Return the run that a request may be a call of, and its policy."""
         if request.method != "POST":
             return None
         run = self._here()
         if run is None:
             return None
-        if not may_be_posted(request.url.host, _path_of(request), self._policy_of(run)):
+        policy = self._policy_of(run)
+        if not may_be_posted(request.url, _path_of(request), policy) or is_off(run):
             return None
-        return None if is_off(run) else run
+        return run, policy
 
 
 def _module_of(request: Any) -> Any:
@@ -206,30 +213,27 @@ def _path_of(request: Any) -> str:
     return path
 
 
-def _outgoing(mod: Any, request: Any, call: Call) -> Any:
+def _outgoing(mod: Any, request: Any, call: Call, added: dict[str, Any]) -> Any:
     """Return the request as it goes out: with the bound, a nudge, and the time that is left."""
+    extensions = {**added, **request.extensions}
+    left = call.opened.seconds
+    if left is not None:
+        own: dict[str, Any] = extensions.get("timeout") or {}
+        extensions["timeout"] = {
+            phase: left if own.get(phase) is None else min(own[phase], left) for phase in _PHASES
+        }
     content = call.content()
     if content is not None:
-        headers = request.headers.copy()
-        headers.pop("transfer-encoding", None)
+        # Of one that has its headers they are copied without being read again.
+        headers = mod.Headers(request.headers)
+        if "transfer-encoding" in request.headers:
+            del headers["transfer-encoding"]
         headers["content-length"] = str(len(content))
-        request = mod.Request(
-            request.method,
-            request.url,
-            headers=headers,
-            content=content,
-            extensions=dict(request.extensions),
-        )
+        request = mod.Request(request.method, request.url, headers=headers, content=content)
     if call.posted.is_streamed and not call.posted.is_signed:
         # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = "identity"
-    left = call.opened.seconds
-    if left is not None:
-        own: dict[str, Any] = request.extensions.get("timeout") or {}
-        limits = {
-            phase: left if own.get(phase) is None else min(own[phase], left) for phase in _PHASES
-        }
-        request.extensions = {**request.extensions, "timeout": limits}
+    request.extensions = extensions
     return request
 
 

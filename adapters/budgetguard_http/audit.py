@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeAlias
 
 from budgetguard_http._policy import is_provider
@@ -65,12 +65,16 @@ def uncovered_hosts() -> Counts:
         return dict(_WATCHER.uncovered)
 
 
+_NOTHING: Final = nullcontext()
+
+
+def expected(url: Any) -> AbstractContextManager[None]:
+    """Say that a request to an address goes through the seam in this block."""
+    return _expected(url.host) if _WATCHER.on else _NOTHING
+
+
 @contextmanager
-def expected(host: str) -> Generator[None]:
-    """Say that a request to a host goes through the seam in this block."""
-    if not _WATCHER.on:
-        yield
-        return
+def _expected(host: str) -> Generator[None]:
     host = host.lower().removesuffix(".")
     with _WATCHER.lock:
         _WATCHER.expected[host] += 1

@@ -30,8 +30,14 @@ from budgetguard_http.wires.wire import (
 
 DONE: Final[Event] = ("", "[DONE]")
 _FORMS: Final = frozenset({"json_schema", "json_object"})
-_TEXT: Final = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
-_MORE_THAN_TEXT: Final = re.compile(rb'"tool_calls"|"finish_reason": ?"|"usage"|\[DONE\]')
+# Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
+_TEXT: Final = re.compile(
+    rb'"(content|refusal|reasoning(?:_content)?)":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'
+)
+_MORE_THAN_TEXT: Final = re.compile(
+    rb'"(?:(?:tool_calls|usage|x_groq)":\s*[^n\s]|content":\s*\[|finish_reason":\s*")'
+)
+_SAID: Final = (b"content", b"refusal")
 _ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
 
 
@@ -178,15 +184,21 @@ class ChatEditor(Editor):
 
     def needs(self, event: bytes) -> bool:
         """Tell by the names of what is more than text."""
-        return bool(self._held) or _MORE_THAN_TEXT.search(event) is not None
+        return (
+            bool(self._held)
+            or _MORE_THAN_TEXT.search(event) is not None
+            or b"[DONE]" in event
+            or event.count(b"data:") > 1  # spread over lines
+        )
 
     def skim(self, event: bytes) -> None:
         """Find the text without parsing JSON, which most of the time would go into."""
-        for piece in _TEXT.findall(event):
+        for name, piece in _TEXT.findall(event):
             try:
-                self.answer.says(json.loads(piece.decode()))
+                text = json.loads(b'"%b"' % piece) if b"\\" in piece else piece.decode()
             except ValueError:
                 continue
+            self.answer.says(text) if name in _SAID else self.answer.writes(text)
 
     def rest(self) -> list[Event]:
         """Let go what may stay of an answer that never said that it is finished."""
