@@ -90,4 +90,8 @@ class Policy:
 
     def is_exempt(self, model: str | None) -> bool:
         """Tell whether a model costs no money."""
-        return bool(self.exempt) and model is not None and any(fnmatchcase(model, one) for one in self.exempt)
+        return (
+            bool(self.exempt)
+            and model is not None
+            and any(fnmatchcase(model, one) for one in self.exempt)
+        )

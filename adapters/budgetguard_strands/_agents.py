@@ -179,7 +179,7 @@ class AgentHooks:
         return found
 
     def _before_added(self, event: MessageAddedEvent) -> None:
-        """Let what other hooks do with the user's message, before the loop begins, be of the run."""
+        """Let what other hooks do with the user's message before the loop be of the run."""
         at = self._calls.going_on(event.agent)
         if at is None or at.watched or at.is_entered:
             return

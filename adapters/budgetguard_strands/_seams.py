@@ -80,9 +80,7 @@ def wrap_runs(kind: type[Agent], around: Around) -> None:
         return
 
     @functools.wraps(own)
-    def cycle(
-        self: Agent, invocation_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Events:
+    def cycle(self: Agent, invocation_state: dict[str, Any], *args: Any, **kwargs: Any) -> Events:
         return around(self, invocation_state, own(self, invocation_state, *args, **kwargs))
 
     wrapped: Any = cycle
