@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from budgetguard_core import AdapterError, TokenUsage
 from budgetguard_core.kit import merge_usage, part, parts_of, reported_cost, token_usage
 from budgetguard_loop._history import Message, message_text, result_text
 
 # To ask first whether it is a dictionary: a protocol is asked through Python.
-_MAPPINGS = (dict, Mapping)
+_LISTS: tuple[Any, ...] = (list, tuple)
+_MAPPINGS: tuple[Any, ...] = (dict, Mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,26 +213,27 @@ def _assistant(message: Any) -> Message:
     kept["role"] = "assistant"
     calls = kept.get("tool_calls")
     if calls:
-        if not isinstance(calls, list | tuple):
+        if not isinstance(calls, _LISTS):
             raise _unreadable(calls)
         kept.setdefault("content", None)
-        kept["tool_calls"] = [_with_id(_plain(call)) for call in cast("Sequence[Any]", calls)]
+        kept["tool_calls"] = [_with_id(call) for call in calls]
     return kept
 
 
 def _plain(record: Any) -> Message:
     if isinstance(record, _MAPPINGS):
-        return dict(cast("Mapping[str, Any]", record))
+        return dict(record)
     if hasattr(record, "model_dump"):
-        return cast("Message", record.model_dump(mode="json", exclude_none=True))
+        plain: Message = record.model_dump(mode="json", exclude_none=True)
+        return plain
     raise _unreadable(record)
 
 
-def _with_id(call: Message) -> Message:
+def _with_id(call: Any) -> Message:
+    plain = _plain(call)
     # Never the same twice: a tool's idempotency key and a resume tell calls apart by their ids.
-    if not call.get("id"):
-        call["id"] = f"call_{uuid.uuid4().hex}"
-    return call
+    plain["id"] = plain.get("id") or f"call_{uuid.uuid4().hex}"
+    return plain
 
 
 def _unreadable(answer: object) -> AdapterError:

@@ -6,17 +6,14 @@ and what is charged when some of them are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Context, Decimal
 from itertools import islice
 from typing import Any, Final, cast
 
 from budgetguard_core.kit.figures import fitted, is_free, larger, read_figures
-from budgetguard_core.kit.records import part, parts_of
+from budgetguard_core.kit.records import kind_of, part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
-
-# `type`, for values that nothing is known of: the type checkers follow it no further.
-_kind_of: Callable[[Any], Any] = type
 
 _RECORDS: Final = (
     "usage_metadata",
@@ -162,7 +159,7 @@ def reported_cost(record: object) -> Decimal | None:
 
 def _lacks(record: Any, names: frozenset[str]) -> bool:
     """Tell whether a record is a dictionary with none of these names."""
-    return _kind_of(record) is dict and names.isdisjoint(record)
+    return kind_of(record) is dict and names.isdisjoint(record)
 
 
 def _kept_in(record: object, depth: int) -> Iterator[object]:
@@ -170,7 +167,7 @@ def _kept_in(record: object, depth: int) -> Iterator[object]:
     # Figures count under a name of usage only: what else is in there may be the user's own.
     held = parts_of(record)
     names: Sequence[str] = _RECORDS
-    if _kind_of(record) is dict:
+    if kind_of(record) is dict:
         found = _HOLDS.intersection(cast("dict[str, object]", record))
         if len(found) <= 1:
             # Nearly every response.
