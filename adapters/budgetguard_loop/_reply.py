@@ -96,8 +96,7 @@ def said_by(response: Any, usage: TokenUsage | None = None) -> Said:
 
     Args:
         response: What a model call returned.
-        usage: What it reports. Where that leaves nothing to be estimated from the text, the
-            arguments of tool calls are not looked at.
+        usage: What it reports, as for `written`.
     """
     if response is None:
         return Said("", asks=False, is_cut=False)
@@ -114,11 +113,17 @@ def said_by(response: Any, usage: TokenUsage | None = None) -> Said:
 
 
 def written(message: Mapping[str, Any], usage: TokenUsage | None) -> str:
-    """Return what the model wrote: its text, and its calls where tokens are to be estimated."""
+    """Return what the model wrote, for whoever looks at it: estimates, and repeated replies.
+
+    The text, and the calls that a reply asks for; empty where these are asked for and nothing is
+    to be estimated.
+    """
     calls = message.get("tool_calls")
-    if calls and (usage is None or usage.estimated or not usage.output_tokens):
-        return message_text(message) + str(calls)
-    return message_text(message)
+    if not calls:
+        return message_text(message)
+    if usage is not None and usage.output_tokens and not usage.estimated:
+        return ""
+    return message_text(message) + str(calls)
 
 
 def said_by_chunk(chunk: Any) -> Said:

@@ -58,7 +58,8 @@ class _Shell:
                 return read_reply(self._plan.step(command.messages, **settings))
         if isinstance(command, StartTools):
             self._jobs.extend(command.jobs)
-        if isinstance(command, StartTools | NextTool):
+            return self._run_tool(self._jobs.popleft())
+        if isinstance(command, NextTool):
             return self._run_tool(self._jobs.popleft())
         if isinstance(command, Save):
             self._loop.save()

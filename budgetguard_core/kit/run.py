@@ -191,7 +191,7 @@ class Run(Lifetime):
         if call.above is not None:
             call.above.attempted(used)
         for ticket in call.tickets:
-            self._settle(ticket, used, model=model, cost_usd=cost_usd)
+            self._settle(ticket, used, None, model, cost_usd)
         # What housekeeping writes is no reply of the run.
         if final and not any(one.guard.is_housekeeping for one in call.charged):
             self.guard.report_reply(text, speaker=speaker)
@@ -409,12 +409,21 @@ class Run(Lifetime):
         for ticket in tickets:
             ticket.guard.withdraw_model_call(ticket)
 
-    def _settle(self, ticket: Admit, usage: TokenUsage | None, **facts: Any) -> None:
+    def _settle(
+        self,
+        ticket: Admit,
+        usage: TokenUsage | None,
+        error: BaseException | str | None = None,
+        model: str | None = None,
+        cost_usd: Decimal | None = None,
+    ) -> None:
         try:
-            ticket.guard.settle_model_call(ticket, usage, **facts)
-        except ConfigurationError as error:
+            ticket.guard.settle_model_call(
+                ticket, usage, error=error, model=model, cost_usd=cost_usd
+            )
+        except ConfigurationError as wrong:
             # The reservation was charged; a provider's wrong figures must not end the run.
-            self.guard.report("usage", error)
+            self.guard.report("usage", wrong)
 
 
 def _waited(call: OpenModelCall | OpenToolCall, trip: Trip | None) -> Asked:

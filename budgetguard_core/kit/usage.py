@@ -6,7 +6,7 @@ and what is charged when some of them are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from decimal import Context, Decimal
 from itertools import islice
 from typing import Any, Final, cast
@@ -166,14 +166,16 @@ def _kept_in(record: object, depth: int) -> Iterator[object]:
     """Name what may be the usage record in a response, the likeliest first."""
     # Figures count under a name of usage only: what else is in there may be the user's own.
     held = parts_of(record)
-    names: Sequence[str] = _RECORDS
     if kind_of(record) is dict:
         found = _HOLDS.intersection(cast("dict[str, object]", record))
-        if len(found) <= 1:
+        if len(found) <= 1 and found <= _RECORD_NAMES:
             # Nearly every response.
-            names = tuple(_RECORD_NAMES & found)
-            depth = 0 if names or not found else depth
-    for name in names:
+            for name in found:
+                kept = held(name)
+                if kept is not None:
+                    yield kept
+            return
+    for name in _RECORDS:
         kept = held(name)
         if kept is not None:
             yield kept
