@@ -529,6 +529,34 @@ class TestTheEnd:
         assert outcome.stop_reason is StopReason.MAX_MODEL_CALLS
         assert outcome.resume == "again"
         assert run.is_to_raise
+        assert run.is_passed_on
+
+    def test_a_stop_of_the_run_around_is_passed_on(self):
+        with opened(Budget(max_model_calls=1)).entered():
+            cut = opened(Budget())
+            until_stopped(cut)
+            assert cut.is_passed_on
+            assert not cut.is_to_raise
+        alone = opened(Budget(max_model_calls=1))
+        assert not alone.is_passed_on
+        until_stopped(alone)
+        assert not alone.is_passed_on
+
+    def test_a_call_is_freed_with_its_last_reference(self):
+        run = opened(Budget())
+        gc.disable()
+        try:
+            calls = [run.model_call(CALL), run.tool_call(tool())]
+            for call in calls:
+                with run.entered(call):
+                    assert current().call is call
+            run.answered(calls[0], USAGE)
+            run.finished(calls[1], "done")
+            kept = [weakref.ref(call) for call in calls]
+            del call, calls
+            assert [ref() for ref in kept] == [None, None]
+        finally:
+            gc.enable()
 
     def test_a_failed_run_has_its_outcome_on_the_exception(self):
         store, told = MemoryStore(), []
@@ -758,7 +786,10 @@ class TestWhatHolds:
         clock.advance(2)
         assert inner.time_left() == 3
         assert opened(Budget()).time_left() is None
+        assert not inner.has_to_end
         clock.advance(3)
+        assert inner.has_to_end
+        assert inner.trip is None
         assert inner.check().reason is StopReason.MAX_SECONDS
         assert inner.trip is not None
 
@@ -770,8 +801,10 @@ class TestWhatHolds:
         inner.on_abort(lambda: heard.append(1))
         inner.on_abort(lambda: heard.append(2))()
         assert not inner.aborted
+        assert not inner.has_to_end
         outer.guard.abort("enough")
         assert inner.aborted
+        assert inner.has_to_end
         assert heard == [1]
 
     def test_children_that_go_on_are_known(self):
