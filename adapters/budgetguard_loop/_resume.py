@@ -70,7 +70,9 @@ def begin(
         call.id for call in earlier.open_calls if call.kind == "tool" and call.id
     )
     if given:
-        _close(past, interrupted)
+        for call in history.open_calls(past):
+            text = OUTCOME_UNKNOWN if call.id in interrupted else NOT_EXECUTED
+            past.append(history.tool_message(call.id, text))
         past += given
         run.guard.user_turn()
     elif past and isinstance(past[-1], history.SyntheticMessage):
@@ -80,12 +82,6 @@ def begin(
     # The same turn under the same caps: the attempt that the process died in was counted.
     again = budget is None and not given and any(c.kind == "model" for c in earlier.open_calls)
     return Beginning(run, past, interrupted, again)
-
-
-def _close(messages: list[history.Message], interrupted: frozenset[str]) -> None:
-    for call in history.open_calls(messages):
-        text = OUTCOME_UNKNOWN if call.id in interrupted else NOT_EXECUTED
-        messages.append(history.tool_message(call.id, text))
 
 
 def _earlier(resume: Resume, store: CheckpointStore | None) -> tuple[Snapshot, int | None]:
