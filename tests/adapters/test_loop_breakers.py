@@ -78,17 +78,18 @@ class Model:
 
 @ways
 def test_a_tool_call_waits_for_its_token(way):
-    at = []
+    at, model = [], Model(asking("x", "x"))
     limit = RateLimit(rate=1 / SHORT, max_wait_duration=9)
     outcome = ran(
         way,
-        Model(asking("x", "x")),
+        model,
         Budget(rate_limits={"x": limit}),
         messages="Go.",
         tools={"x": lambda: at.append(now())},
     )
     assert outcome.status == "completed"
-    assert max(at) - min(at) >= SHORT * 0.9
+    # From before the admission: on a busy machine the first body may begin late itself.
+    assert max(at) - model.at[0] >= SHORT
 
 
 @ways
