@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from budgetguard_core import (
     AdapterError,
@@ -18,27 +18,17 @@ from budgetguard_core import (
     Trip,
     Violation,
 )
-from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run, reported_cost, token_usage
+from budgetguard_core.kit import (
+    OpenModelCall,
+    OpenToolCall,
+    Prompt,
+    Run,
+    reported_cost,
+    token_usage,
+)
 from budgetguard_loop import _history as history
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import said_by
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class Block(Protocol):
-        """The block that a call is made in."""
-
-        messages: list[Message]
-
-        @property
-        def run(self) -> Run:
-            """The run of the block."""
-            ...
-
-        def measured(self, usage: Any) -> None:
-            """Take what the provider counted."""
-            ...
 
 
 class ToolRefused(BudgetExceeded):
@@ -84,9 +74,11 @@ class AdmittedModelCall:
         BudgetExceeded: On entering, when a limit holds.
     """
 
-    def __init__(self, block: Block, call: ModelCall) -> None:
-        self._block = block
+    def __init__(self, run: Run, call: ModelCall, messages: list[Message], prompt: Prompt) -> None:
+        self._run = run
         self._call = call
+        self._messages = messages
+        self._prompt = prompt
         self._open: OpenModelCall | None = None
         self.nudge: str | None = None
         self.max_output_tokens: int | None = None
@@ -94,7 +86,7 @@ class AdmittedModelCall:
     @property
     def messages(self) -> list[Message]:
         """The history to send, the nudge at its end where there is one."""
-        messages = list(self._block.messages)
+        messages = list(self._messages)
         if self.nudge is not None:
             messages.append({"role": "user", "content": self.nudge})
         return messages
@@ -125,8 +117,7 @@ class AdmittedModelCall:
         opened = self._opened()
         usage = token_usage(response)
         said = said_by(response, usage)
-        run = self._block.run
-        run.answered(
+        self._run.answered(
             opened,
             usage,
             text=said.text,
@@ -134,9 +125,9 @@ class AdmittedModelCall:
             cost_usd=cost_usd or reported_cost(response),
             final=said.is_final,
         )
-        self._block.measured(usage)
+        self._prompt.measured(usage)
         if said.is_cut:
-            run.cut_short(opened)
+            self._run.cut_short(opened)
 
     def _opened(self) -> OpenModelCall:
         if self._open is None:
@@ -144,12 +135,10 @@ class AdmittedModelCall:
         return self._open
 
     def __enter__(self) -> Self:
-        run = self._block.run
-        return self._begin(run.wait(run.model_call(self._call)))
+        return self._begin(self._run.wait(self._run.model_call(self._call)))
 
     async def __aenter__(self) -> Self:
-        run = self._block.run
-        return self._begin(await run.wait_async(run.model_call(self._call)))
+        return self._begin(await self._run.wait_async(self._run.model_call(self._call)))
 
     async def __aexit__(
         self,
@@ -165,7 +154,7 @@ class AdmittedModelCall:
         self._open = answer
         self.nudge = answer.nudge
         self.max_output_tokens = answer.max_output_tokens
-        self._inside = self._block.run.entered(answer)
+        self._inside = self._run.entered(answer)
         self._inside.__enter__()
         return self
 
@@ -177,9 +166,9 @@ class AdmittedModelCall:
     ) -> None:
         self._inside.__exit__()
         if error is None:
-            self._block.run.unreported(self._opened())
+            self._run.unreported(self._opened())
         else:
-            self._block.run.failed(self._opened(), error)
+            self._run.failed(self._opened(), error)
 
 
 class AdmittedToolCall:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from budgetguard_core import (
@@ -83,7 +84,8 @@ def guarded(
     envelope = None if budget is None and not options else envelope_of(budget, **options)
 
     def decorate(function: _F) -> _F:
-        gate = _Gate(function, envelope, kind, name, model, provider, usage, tuple(tools))
+        known = str(name or getattr(function, "__name__", type(function).__name__))
+        gate = _Gate(function, envelope, kind, known, model, provider, usage, tuple(tools))
         if inspect.isasyncgenfunction(function):
             wrapper: Any = gate.async_generator
         elif inspect.iscoroutinefunction(function):
@@ -100,21 +102,17 @@ def guarded(
     return decorate
 
 
+@dataclass(slots=True)
 class _Call:
     """One call of a guarded function, admitted."""
 
-    __slots__ = ("asks", "is_cut", "open", "run", "settings", "text", "usage")
-
-    def __init__(
-        self, run: Run, opened: OpenModelCall | OpenToolCall, settings: dict[str, Any]
-    ) -> None:
-        self.run = run
-        self.open = opened
-        self.settings = settings
-        self.usage: Any = None
-        self.text = ""
-        self.asks = False
-        self.is_cut = False
+    run: Run
+    open: OpenModelCall | OpenToolCall
+    settings: dict[str, Any]
+    usage: Any = None
+    text: str = ""
+    asks: bool = False
+    is_cut: bool = False
 
     @property
     def said_final(self) -> bool:
@@ -128,31 +126,23 @@ class _Call:
         self.is_cut = (self.is_cut or said.is_cut) and not self.asks
 
 
+@dataclass(eq=False)
 class _Gate:
     """Admits and settles the calls of one function."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        envelope: Envelope | None,
-        kind: Literal["tool", "model"],
-        name: str | None,
-        model: str | None,
-        provider: str | None,
-        usage: Callable[[Any], Any],
-        tools: tuple[Any, ...],
-    ) -> None:
-        self.wrapper: object = None
-        self._function = function
-        self._envelope = envelope
-        self._kind = kind
-        self._name = str(name or getattr(function, "__name__", type(function).__name__))
-        self._model = model
-        self._provider = provider
-        self._usage = usage
-        self._tools = tools
-        self._settings = Settings(function)
-        self._outside: Run | None = None
+    _function: Callable[..., Any]
+    _envelope: Envelope | None
+    _kind: Literal["tool", "model"]
+    _name: str
+    _model: str | None
+    _provider: str | None
+    _usage: Callable[[Any], Any]
+    _tools: tuple[Any, ...]
+    wrapper: object = None
+    _outside: Run | None = None
+
+    def __post_init__(self) -> None:
+        self._settings = Settings(self._function)
 
     # The four shells
 

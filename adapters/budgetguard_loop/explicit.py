@@ -158,7 +158,7 @@ class bounded:
             max_output_tokens=max_output_tokens,
             seconds=seconds,
         )
-        return AdmittedModelCall(self, call)
+        return AdmittedModelCall(self.run, call, self.messages, self._prompt)
 
     def tool_calls(self, calls: Iterable[Any]) -> ToolCalls:
         """Ask for all tool calls of one reply, in the model's order.
@@ -192,10 +192,6 @@ class bounded:
         """Return the messages for the next request: `messages`, or what `prune` keeps of them."""
         self._tidy()
         return self.run.pruned(self.messages) or list(self.messages)
-
-    def measured(self, usage: Any) -> None:
-        """Take what the provider counted as the projection of the next prompt."""
-        self._prompt.measured(usage)
 
     def __enter__(self) -> Self:
         self._begin()
