@@ -297,7 +297,7 @@ class Loop:
             self._calls = [(call.id, OUTCOME_UNKNOWN) for call in waiting]
             fresh = [call for call in waiting if call.id not in gone]
         asked = [self._request(call) for call in fresh]
-        batch = self.run.batch([request for request, _ in asked])
+        batch = list(self.run.batch([request for request, _ in asked]))
         answers = iter(batch)
         self._calls = [
             (call.id, OUTCOME_UNKNOWN if call.id in gone else next(answers)) for call in waiting

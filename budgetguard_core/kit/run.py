@@ -139,17 +139,14 @@ class Run(Lifetime):
                 nudge = nudge or decision.message
             asked.append(decision)
         above = outer if same or before is not None else None
-        bounding: list[Admit | OpenModelCall] = [*tickets, *retries]
-        if above is not None:
-            bounding.append(above)
-            if before is not None:
-                used, error = before
-                above.attempt = above.measured = None
-                for ticket in retries:
-                    self._settle(ticket, used, error=error or "tried again")
+        if above is not None and before is not None:
+            used, error = before
+            above.attempt = above.measured = None
+            for ticket in retries:
+                self._settle(ticket, used, error or "tried again")
         bound: int | None = None
-        for one in bounding:
-            most = one.max_output_tokens
+        for one in (*tickets, *retries, above):
+            most = None if one is None else one.max_output_tokens
             if most is not None and (bound is None or most < bound):
                 bound = most
         return OpenModelCall(
