@@ -47,14 +47,10 @@ class Sink(Protocol):
 class Listener:
     """A plain callable as a sink."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("emit",)
 
     def __init__(self, function: Callable[[Event], object]) -> None:
-        self._function = function
-
-    def emit(self, event: Event) -> None:
-        """Call the function with the event."""
-        self._function(event)
+        self.emit = function
 
     def flush(self) -> None:
         """Do nothing: a callable keeps nothing back."""

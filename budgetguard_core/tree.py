@@ -142,23 +142,22 @@ class Tree:
         # through just before it let go.
         outbox, delivery = self.outbox, self.delivery
         while outbox and delivery.acquire(wait):
+            if self.delivering:
+                # A listener acted on its guard: the loop that called it goes on with the event,
+                # or the sinks after it would see this event before the one it listened to.
+                delivery.release()
+                return
+            self.delivering = True
             try:
-                if self.delivering:
-                    # A listener acted on its guard: the loop that called it goes on with the event,
-                    # or the sinks after it would see this event before the one it listened to.
-                    return
-                self.delivering = True
-                try:
-                    while outbox:
-                        event = outbox.pop(0)
-                        for sink in self.sinks:
-                            try:
-                                sink.emit(event)
-                            except Exception as error:
-                                self.report(f"sink {type(sink).__name__}", error)
-                finally:
-                    self.delivering = False
+                while outbox:
+                    event = outbox.pop(0)
+                    for sink in self.sinks:
+                        try:
+                            sink.emit(event)
+                        except Exception as error:
+                            self.report(f"sink {type(sink).__name__}", error)
             finally:
+                self.delivering = False
                 delivery.release()
 
     def postpone(self, act: Callable[[], object]) -> bool:
