@@ -30,13 +30,13 @@ from budgetguard_core.meter import COUNTERS, Chain, Meter
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates
 from budgetguard_core.run_breakers import BreakerLine, RunBreakers
-from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.standing import Mode, Standing, as_mode
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.tree import Tree
 from budgetguard_core.usage import Usage
 
 if TYPE_CHECKING:
+    from budgetguard_core.snapshot import OpenCall, Snapshot
     from budgetguard_core.tenancy import TenantPlace
 
 _RECORDS_KEPT = 256
@@ -387,6 +387,9 @@ class RunState:
         Args:
             messages: The conversation, in any form that JSON can hold.
         """
+        # Not at import: most processes never take one.
+        from budgetguard_core.snapshot import OpenCall, Snapshot
+
         with self._tree.lock:
             now = self._now()
             meter, standing = self._meter, self._standing
