@@ -141,8 +141,9 @@ class Occurrences:
     def __init__(self, floor: int = 0, restored: Mapping[str, int] | None = None) -> None:
         self._counts: dict[_Alike, int] = {}
         self._floor = floor
-        self._free: dict[str, list[int]] = {}
-        self._restored = dict(restored or {})
+        # Thousands of runs give nothing back and were never stored.
+        self._free: dict[str, list[int]] | None = None
+        self._restored = restored
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
@@ -158,7 +159,7 @@ class Occurrences:
 
     def state(self) -> dict[str, Any]:
         """Return the numbers, by digest, ready for JSON."""
-        counts = dict(self._restored)
+        counts = dict(self._restored or {})
         for alike, count in self._counts.items():
             digest = _alike_digest(*alike)
             counts.pop(digest, None)
@@ -195,6 +196,8 @@ class Occurrences:
     def give_back(self, call: ToolCall, number: int) -> None:
         """Let the next call like this one have this number."""
         digest = _alike_digest(call.id, call.name, call.key or "")
+        if self._free is None:
+            self._free = {}
         if len(self._free) < _ALIKE_KEPT:
             self._free.setdefault(digest, []).append(number)
 

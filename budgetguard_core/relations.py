@@ -66,7 +66,7 @@ class RunRelations(RunControls):
             price_book or shared_prices(),
             [as_sink(sink) for sink in followed(sinks)],
             log_arguments,
-            breakers or BreakerRegistry(),
+            breakers,
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
         self._charge_to(ledger, tenant)

@@ -138,7 +138,9 @@ class RunState:
         self._breakers = (
             None
             if self.mode is Mode.OFF
-            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, breakers or tree.breakers)
+            else RunBreakers.of(
+                self.budget, self.mode is Mode.ENFORCE, lambda: breakers or tree.breakers
+            )
         )
         self._standing = Standing(self._meter, self.budget, self.mode, self._breakers)
         above = () if parent is None else (parent, *beside)
@@ -315,7 +317,7 @@ class RunState:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The dimensions that have reached their warning share, in the order they did."""
-        return tuple(self._meter.warned)
+        return self._meter.warned
 
     @property
     def window_nearly_full(self) -> bool:
@@ -409,7 +411,7 @@ class RunState:
                 observed=standing.observed,
                 aborted=standing.aborted,
                 held=tuple(standing.held),
-                warned=tuple(meter.warned),
+                warned=meter.warned,
                 window_warned=self._window_warned,
                 detector=None if standing.detector is None else standing.detector.state(),
                 breakers=None if self._breakers is None else self._breakers.state(now),
