@@ -1,5 +1,8 @@
 """A deterministic bound for agent loops: budgets, the guard that enforces them, and its records."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import fingerprint
@@ -33,7 +36,6 @@ from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.replay import replay
 from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.sinks import JsonLinesSink, LoggingSink, Sink
-from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.stop import (
     StopCondition,
     StopReason,
@@ -42,14 +44,17 @@ from budgetguard_core.stop import (
     after_iterations,
     tool_called,
 )
-from budgetguard_core.stores import (
-    Checkpoint,
-    CheckpointStore,
-    MemoryStore,
-    NumberedStore,
-    SqliteStore,
-)
 from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
+
+if TYPE_CHECKING:
+    from budgetguard_core.snapshot import OpenCall, Snapshot
+    from budgetguard_core.stores import (
+        Checkpoint,
+        CheckpointStore,
+        MemoryStore,
+        NumberedStore,
+        SqliteStore,
+    )
 
 __all__ = [
     "NOT_AVAILABLE",
@@ -109,3 +114,26 @@ __all__ = [
     "synthetic_text",
     "tool_called",
 ]
+
+# What is loaded when it is asked for: most processes neither take a snapshot nor store one.
+_LATER = {
+    "Checkpoint": "stores",
+    "CheckpointStore": "stores",
+    "MemoryStore": "stores",
+    "NumberedStore": "stores",
+    "OpenCall": "snapshot",
+    "Snapshot": "snapshot",
+    "SqliteStore": "stores",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from weakref import ref
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.pricing import from_usd
@@ -127,3 +128,20 @@ class Marks:
 
 def _or_infinity(cap: int | None) -> float:
     return INFINITY if cap is None else cap
+
+
+_LATEST: list[tuple[ref[Budget], Marks]] = []
+"""The latest budget, and the marks with which its runs begin: thousands of runs have one budget."""
+
+
+def marks_of(caps: Caps, warned: tuple[str, ...]) -> Marks:
+    """Return the marks of a run; those with which the runs of one budget begin are one object."""
+    if warned:
+        return Marks(caps, warned)
+    if _LATEST:
+        budget, marks = _LATEST[0]
+        if budget() is caps.budget:
+            return marks
+    marks = Marks(caps, warned)
+    _LATEST[:] = [(ref(caps.budget), marks)]
+    return marks

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from budgetguard_core.events import CheckpointSaved, IncidentRecorded
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip
-from budgetguard_core.stores import SnapshotWriter
+
+if TYPE_CHECKING:
+    from budgetguard_core.stores import SnapshotWriter
 
 _ERROR_LENGTH = 500
 

@@ -4,6 +4,8 @@ The events that change a guard carry all that the guard was told, so that `repla
 it again. Argument values are not among it unless the user asked for them; their hash is.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

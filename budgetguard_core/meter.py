@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.caps import INFINITY, Caps, Marks, Quota
+from budgetguard_core.caps import INFINITY, Caps, Quota, marks_of
 from budgetguard_core.decision import Admit, ModelCall
 from budgetguard_core.pricing import Rates, to_usd
 from budgetguard_core.stop import StopReason
@@ -117,7 +117,7 @@ class Meter:
         self.started_ns: int | None = None
         self.stood_ns: int | None = None
         self.tools: dict[str, Tool] = {}
-        self.warned: dict[str, None] = {}
+        self.warned: tuple[str, ...] = ()
         self._set_caps(Caps(budget))
 
     def go_on_from(
@@ -133,7 +133,7 @@ class Meter:
         """Take over what another meter had counted; a paused one stands still."""
         for name in COUNTERS:
             setattr(self, name, counters[name])
-        self.warned = dict.fromkeys(warned)
+        self.warned = tuple(dict.fromkeys(warned))
         self.pauses = pauses
         if elapsed_ns is not None:
             self.started_ns = now - elapsed_ns
@@ -156,7 +156,8 @@ class Meter:
 
     def warn(self, dimension: str) -> None:
         """Remember that a dimension was warned of; its mark is its cap from now on."""
-        self.warned[dimension] = None
+        if dimension not in self.warned:
+            self.warned += (dimension,)
         self.set_marks()
 
     def restart_iterations(self) -> None:
@@ -303,7 +304,7 @@ class Meter:
 
     def set_marks(self) -> None:
         """Work out from where a step is looked at closely."""
-        self.marks = marks = Marks(self.caps, self.warned)
+        self.marks = marks = marks_of(self.caps, self.warned)
         # No more iterations begin than model calls: up to here, neither reaches its mark.
         left = min(marks.iterations - self.iterations, marks.model_calls - self.model_calls)
         self.mark_calls = self.model_calls + left

@@ -127,8 +127,7 @@ class RunNotices(RunState):
         self._finish([(self, event)])
 
     def _finish(self, warnings: Sequence[Notice]) -> None:
-        if self._tree.outbox or self._tree.postponed:
-            self._tree.deliver()
+        self._tree.deliver()
         for guard, event in warnings:
             if guard._on_warning is not None:
                 try:

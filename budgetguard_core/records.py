@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import get_annotations
 from typing import (
     Annotated,
@@ -95,7 +95,11 @@ class Record:
         Raises:
             ValueError: The record holds what JSON cannot.
         """
-        return _fields_of(type(self)).serializer.to_json(self.__dict__)
+        kind = type(self)
+        write = _WRITERS.get(kind)
+        if write is None:
+            write = _WRITERS[kind] = _fields_of(kind).serializer.to_json
+        return write(self.__dict__)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
         """Return a copy with other values for some fields; they are not validated."""
@@ -168,6 +172,7 @@ class _Fields:
 
 
 _KNOWN: dict[type[Record], TypeAdapter[dict[str, Any]]] = {}
+_WRITERS: dict[type[Record], Callable[[dict[str, Any]], bytes]] = {}
 
 
 def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:

@@ -18,7 +18,6 @@ from budgetguard_core.housekeeping import Housekeeping
 from budgetguard_core.pricing import PriceBook, shared_prices
 from budgetguard_core.run_log import followed
 from budgetguard_core.sinks import Sink
-from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.standing import Mode
 from budgetguard_core.state import RunState, WarningEvent
 from budgetguard_core.tenancy import tenant_place
@@ -26,6 +25,7 @@ from budgetguard_core.tree import Tree, as_sink
 
 if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
+    from budgetguard_core.snapshot import Snapshot
 
 _A = TypeVar("_A")
 _LOG: Final = logging.getLogger("budgetguard")
@@ -66,7 +66,7 @@ class RunRelations(RunControls):
             price_book or shared_prices(),
             [as_sink(sink) for sink in followed(sinks)],
             log_arguments,
-            breakers or BreakerRegistry(),
+            breakers,
         )
         self._set_up(tree, None, budget, mode, run_id, on_warning)
         self._charge_to(ledger, tenant)

@@ -43,7 +43,6 @@ from budgetguard_core.events import (
 from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.sinks import Sink
-from budgetguard_core.snapshot import Snapshot
 
 _LARGEST_COST = 10**9
 
@@ -160,6 +159,9 @@ class Replay:
         self._guards[event.run_id] = guard
 
     def _restore(self, event: RunRestored) -> None:
+        # Not at import: most logs have none.
+        from budgetguard_core.snapshot import Snapshot
+
         snapshot = Snapshot.model_validate(event.snapshot)
         budget = self._budget or Budget.from_json(snapshot.budget or {})
         # A budget that is given makes the leg a fresh one; the recorded leg had its own counters.

@@ -6,7 +6,7 @@ of `meter` take its meters: all of them are asked, then all are moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, cast
 
@@ -66,10 +66,12 @@ class RunBreakers:
         self.begin()
 
     @classmethod
-    def of(cls, budget: Budget, enforced: bool, registry: BreakerRegistry) -> RunBreakers | None:
+    def of(
+        cls, budget: Budget, enforced: bool, registry: Callable[[], BreakerRegistry]
+    ) -> RunBreakers | None:
         """Return the breakers of a run; None where its budget has none."""
         if any(getattr(budget, name) for name in BREAKERS):
-            return cls(budget, enforced, registry)
+            return cls(budget, enforced, registry())
         return None
 
     def begin(self) -> None:

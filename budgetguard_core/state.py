@@ -30,13 +30,13 @@ from budgetguard_core.meter import COUNTERS, Chain, Meter
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook, Rates
 from budgetguard_core.run_breakers import BreakerLine, RunBreakers
-from budgetguard_core.snapshot import OpenCall, Snapshot
 from budgetguard_core.standing import Mode, Standing, as_mode
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.tree import Tree
 from budgetguard_core.usage import Usage
 
 if TYPE_CHECKING:
+    from budgetguard_core.snapshot import OpenCall, Snapshot
     from budgetguard_core.tenancy import TenantPlace
 
 _RECORDS_KEPT = 256
@@ -138,7 +138,9 @@ class RunState:
         self._breakers = (
             None
             if self.mode is Mode.OFF
-            else RunBreakers.of(self.budget, self.mode is Mode.ENFORCE, breakers or tree.breakers)
+            else RunBreakers.of(
+                self.budget, self.mode is Mode.ENFORCE, lambda: breakers or tree.breakers
+            )
         )
         self._standing = Standing(self._meter, self.budget, self.mode, self._breakers)
         above = () if parent is None else (parent, *beside)
@@ -315,7 +317,7 @@ class RunState:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The dimensions that have reached their warning share, in the order they did."""
-        return tuple(self._meter.warned)
+        return self._meter.warned
 
     @property
     def window_nearly_full(self) -> bool:
@@ -387,6 +389,9 @@ class RunState:
         Args:
             messages: The conversation, in any form that JSON can hold.
         """
+        # Not at import: most processes never take one.
+        from budgetguard_core.snapshot import OpenCall, Snapshot
+
         with self._tree.lock:
             now = self._now()
             meter, standing = self._meter, self._standing
@@ -406,7 +411,7 @@ class RunState:
                 observed=standing.observed,
                 aborted=standing.aborted,
                 held=tuple(standing.held),
-                warned=tuple(meter.warned),
+                warned=meter.warned,
                 window_warned=self._window_warned,
                 detector=None if standing.detector is None else standing.detector.state(),
                 breakers=None if self._breakers is None else self._breakers.state(now),

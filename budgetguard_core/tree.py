@@ -34,8 +34,8 @@ class Tree:
 
     __slots__ = (
         "__weakref__",
+        "_breakers",
         "attachments",
-        "breakers",
         "call_id",
         "clock",
         "delivering",
@@ -61,7 +61,7 @@ class Tree:
         price_book: PriceBook,
         sinks: Sequence[Sink],
         log_arguments: bool,
-        breakers: BreakerRegistry,
+        breakers: BreakerRegistry | None,
     ) -> None:
         # Re-entrant, because a signal handler may abort the run in the middle of an admission.
         self.lock = threading.RLock()
@@ -74,9 +74,9 @@ class Tree:
         self.price_book = price_book
         self.sinks = tuple(sinks)
         self.log_arguments = log_arguments
-        self.breakers = breakers
+        self._breakers = breakers
         # Lists, because an empty deque or set takes as much memory as all else in here.
-        self.failed: list[str] = []
+        self.failed: tuple[str, ...] = ()
         self.errors: list[str] = []
         self.outbox: list[Event] = []
         self.postponed: list[Callable[[], object]] = []
@@ -87,6 +87,14 @@ class Tree:
         self.seq = 0
         self.call_id = 0
         _TREES.add(self)
+
+    @property
+    def breakers(self) -> BreakerRegistry:
+        """What the runs share that were given nothing to share; made when one has use for it."""
+        with self.lock:
+            if self._breakers is None:
+                self._breakers = BreakerRegistry()
+            return self._breakers
 
     def go_on_from(self, seq: int, call_id: int, tickets: Sequence[Admit]) -> None:
         """Take over the numbers, and the calls in flight, of a run in another process."""
@@ -142,23 +150,22 @@ class Tree:
         # through just before it let go.
         outbox, delivery = self.outbox, self.delivery
         while outbox and delivery.acquire(wait):
+            if self.delivering:
+                # A listener acted on its guard: the loop that called it goes on with the event,
+                # or the sinks after it would see this event before the one it listened to.
+                delivery.release()
+                return
+            self.delivering = True
             try:
-                if self.delivering:
-                    # A listener acted on its guard: the loop that called it goes on with the event,
-                    # or the sinks after it would see this event before the one it listened to.
-                    return
-                self.delivering = True
-                try:
-                    while outbox:
-                        event = outbox.pop(0)
-                        for sink in self.sinks:
-                            try:
-                                sink.emit(event)
-                            except Exception as error:
-                                self.report(f"sink {type(sink).__name__}", error)
-                finally:
-                    self.delivering = False
+                while outbox:
+                    event = outbox.pop(0)
+                    for sink in self.sinks:
+                        try:
+                            sink.emit(event)
+                        except Exception as error:
+                            self.report(f"sink {type(sink).__name__}", error)
             finally:
+                self.delivering = False
                 delivery.release()
 
     def postpone(self, act: Callable[[], object]) -> bool:
@@ -181,7 +188,7 @@ class Tree:
     def warn_once(self, sentence: str) -> None:
         """Log a sentence that holds no text from outside, the first time."""
         if sentence not in self.failed:
-            self.failed.append(sentence)
+            self.failed += (sentence,)
             _LOG.warning(sentence)
 
     def keep_error(self, sentence: str) -> None:
@@ -193,7 +200,7 @@ class Tree:
         """Keep what failed for the outcome, and log it the first time, without its text."""
         self.keep_error(f"{what}: {type(error).__name__}: {text_of(error)}")
         if what not in self.failed:
-            self.failed.append(what)
+            self.failed += (what,)
             _LOG.warning("%s failed: %s", what, type(error).__name__)
 
 

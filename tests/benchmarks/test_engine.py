@@ -47,10 +47,8 @@ def test_memory_is_constant():
     assert grown < 50_000
 
 
-@pytest.mark.parametrize(
-    ("most", "parent"), [(6_500, None), (5_000, Guard(EVERYTHING, sinks=None))], ids=["own", "one"]
-)
-def test_ten_thousand_runs_at_the_same_time_are_small(most, parent):
+@pytest.mark.parametrize("parent", [None, Guard(EVERYTHING, sinks=None)], ids=["own", "one"])
+def test_ten_thousand_runs_at_the_same_time_are_small(parent):
     def run():
         guard = Guard(EVERYTHING, sinks=None) if parent is None else parent.child()
         Steps(guard).guarded()
@@ -67,7 +65,7 @@ def test_ten_thousand_runs_at_the_same_time_are_small(most, parent):
     finally:
         tracemalloc.stop()
     print(f"\n{each:.0f} bytes a run")
-    assert each <= most
+    assert each <= 5_000
 
 
 PYDANTIC = """

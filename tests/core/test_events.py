@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from budgetguard_core import (
     read_events,
     replay,
 )
+from budgetguard_core.records import line_of
 from budgetguard_core.sinks import Listener, Sink
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.tree import Tree
@@ -358,6 +360,46 @@ def test_version_1_which_had_model_calls_flat_is_read_and_replayed():
 )
 def test_a_flat_model_call_has_no_other_fields(line):
     assert message([line]).startswith("line 1: not an event (model_call_")
+
+
+def test_a_copied_call_has_every_field():
+    given = {
+        "model": "m",
+        "provider": "p",
+        "retry": True,
+        "input_tokens": 1,
+        "max_output_tokens": 2,
+        "output_is_fixed": True,
+        "min_output_tokens": 3,
+        "seconds": 4.0,
+        "cost_usd": Decimal(5),
+    }
+    assert given.keys() == {field.name for field in fields(ModelCall)}
+    call = ModelCall(**given)
+    assert call.copied() == call
+    assert call.copied() is not call
+
+
+def test_an_event_has_the_fields_of_its_kind_in_their_order():
+    """The engine writes out those of the events of every step."""
+    seen = []
+    guard = Guard(Budget(max_iterations=1, max_tool_calls=1), sinks=[seen.append])
+    guard.settle_model_call(guard.admit_model_call(), TokenUsage(1, 2))
+    tickets = guard.admit_tool_calls([ToolCall(name="search"), ToolCall(name="search")])
+    guard.settle_tool_call(tickets[0], error=ValueError("no"))
+    guard.admit_model_call()
+    kinds = {type(event).__name__ for event in seen}
+    assert kinds >= {
+        "ModelCallAdmitted",
+        "ModelCallSettled",
+        "ToolCallsRequested",
+        "ToolCallSettled",
+    }
+    for event in seen:
+        # What a reader makes has every field, in the order of its class.
+        read = next(read_events([line_of(event)]))
+        assert list(vars(event)) == list(vars(read))
+        assert event == read
 
 
 def test_an_event_keeps_the_call_as_it_was_asked():
