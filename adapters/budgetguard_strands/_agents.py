@@ -8,6 +8,7 @@ from asyncio import current_task
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from opentelemetry import trace
 from strands import Agent, tool  # pyright: ignore[reportUnknownVariableType]
 from strands.hooks import (
     AfterInvocationEvent,
@@ -29,7 +30,7 @@ from budgetguard_core.kit import (
     current,
     report_progress,
 )
-from budgetguard_strands import _ending, _history, _seams
+from budgetguard_strands import _ending, _history, _seams, _spans
 from budgetguard_strands._background import Bodies
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._identity import ByIdentity
@@ -205,6 +206,7 @@ class AgentHooks:
         written = at.written
         pieces = 0
         loop = asyncio.get_running_loop()
+        span = trace.get_current_span()
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
             # while a model answers: nothing else starts then, and its chunks are many. Without an
@@ -265,7 +267,9 @@ class AgentHooks:
                 at.took_effect()
                 return
             at.took_effect()
+            _spans.end_left(span)
         except asyncio.CancelledError as error:
+            _spans.end_left(span, error)
             if not at.took_effect():
                 at.error = error
                 raise
@@ -275,6 +279,7 @@ class AgentHooks:
                 if at.call is not None:
                     run.unmade(at.call)
                 raise
+            _spans.end_left(span, halt)
             if halt.error is not None:
                 at.error = halt.error
                 raise halt.error from None
