@@ -241,7 +241,7 @@ class Calls:
         )
         call = await at.run.wait_async(call)
         at.note_warnings()
-        at.asked.append(_history.Asked(use, call))
+        at.asked.append(_history.Asked(use, call, trace.get_current_span()))
         refusal = at.run.start(call)
         if refusal is None:
             at.within(call)

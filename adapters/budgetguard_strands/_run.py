@@ -196,6 +196,11 @@ class AgentRun:
     # What holds
 
     @property
+    def spans(self) -> list[trace.Span | None]:
+        """The spans in which the calls of this cycle began, the innermost first."""
+        return [*(one.span for one in self.asked), self.span]
+
+    @property
     def trip(self) -> Trip | None:
         """Why the run has to end."""
         return self.run.stopped_by
