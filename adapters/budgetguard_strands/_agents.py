@@ -8,6 +8,7 @@ from asyncio import current_task
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from opentelemetry import trace
 from strands import Agent, tool  # pyright: ignore[reportUnknownVariableType]
 from strands.hooks import (
     AfterInvocationEvent,
@@ -29,7 +30,7 @@ from budgetguard_core.kit import (
     current,
     report_progress,
 )
-from budgetguard_strands import _ending, _history, _seams
+from budgetguard_strands import _ending, _history, _seams, _spans
 from budgetguard_strands._background import Bodies
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._identity import ByIdentity
@@ -205,6 +206,7 @@ class AgentHooks:
         written = at.written
         pieces = 0
         loop = asyncio.get_running_loop()
+        span = trace.get_current_span()
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
             # while a model answers: nothing else starts then, and its chunks are many. Without an
@@ -251,13 +253,16 @@ class AgentHooks:
                         break
                     if str(event["stop"][0]).startswith("limit_"):
                         event = await _ending.limited(agent, at, invocation_state, event)
+                    elif event["stop"][0] == "cancelled":
+                        await _ending.cancelled(agent, at)
+                # First, because older releases take the last event for the one that ends the run.
+                if at.notices:
+                    for notice in at.take_notices():
+                        yield _seams.StreamEvent({"budgetguard_warning": notice})
                 yield event
                 if not at.streaming:
                     if at.due:
                         break
-                    if at.notices:
-                        for notice in at.take_notices():
-                            yield _seams.StreamEvent({"budgetguard_warning": notice})
                     at.enter()
                 # The consumer may ask for each event in another task.
                 at.awaiting = current_task(loop)
@@ -265,7 +270,9 @@ class AgentHooks:
                 at.took_effect()
                 return
             at.took_effect()
+            _spans.end_left(span, at.spans)
         except asyncio.CancelledError as error:
+            _spans.end_left(span, at.spans, error)
             if not at.took_effect():
                 at.error = error
                 raise
@@ -275,6 +282,7 @@ class AgentHooks:
                 if at.call is not None:
                     run.unmade(at.call)
                 raise
+            _spans.end_left(span, at.spans, halt)
             if halt.error is not None:
                 at.error = halt.error
                 raise halt.error from None
@@ -298,11 +306,14 @@ class AgentHooks:
         yield ended
 
     def _is_stopped_at(self, at: AgentRun, event: Any) -> bool:
-        """Tell whether a run that would wait for a person has nothing left that may run."""
-        return (
-            event["stop"][0] == "interrupt"
-            and at.trip is not None
-            and not any(one.result is None and one.call.refusal is None for one in at.asked)
+        """Tell whether a run that a person has cancelled, or is asked in, was stopped before.
+
+        Where it waits for a person's word, nothing may be left that could run.
+        """
+        if at.trip is None or event["stop"][0] not in ("interrupt", "cancelled"):
+            return False
+        return event["stop"][0] == "cancelled" or not any(
+            one.result is None and one.call.refusal is None for one in at.asked
         )
 
     # The end

@@ -184,16 +184,21 @@ class Calls:
         if usage is None and self.watching.get(agent) and at.model is None:
             usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
         other = None if at.model in (None, agent.model) else model_name(at.model)
+        used = usage if isinstance(usage, TokenUsage) else token_usage(usage)
         if error is None:
             content: list[Any] = message["content"]
             final = not any("toolUse" in block for block in content)
-            # With the arguments of its tool calls, in case that they have to be estimated.
-            text = _history.text_of(message) if final else json.dumps(content, default=str)
-            at.run.answered(call, usage, text=text, model=other, speaker=agent.name, final=final)
-            at.prompt.measured(token_usage(usage), reply=message)
+            text = ""
+            if final:
+                text = _history.text_of(message)
+            elif used is None or used.estimated or not used.output_tokens:
+                # What it wrote has to be estimated, the arguments of its tool calls included.
+                text = json.dumps(content, default=str)
+            at.run.answered(call, used, text=text, model=other, speaker=agent.name, final=final)
+            at.prompt.measured(used, reply=message)
         else:
             if usage is not None:
-                call.measured = token_usage(usage)
+                call.measured = used
             at.run.failed(call, with_status(error), written="".join(written))
         at.begin_call(None)
         if keep:
@@ -236,7 +241,7 @@ class Calls:
         )
         call = await at.run.wait_async(call)
         at.note_warnings()
-        at.asked.append(_history.Asked(use, call))
+        at.asked.append(_history.Asked(use, call, trace.get_current_span()))
         refusal = at.run.start(call)
         if refusal is None:
             at.within(call)
@@ -253,7 +258,8 @@ class Calls:
         result: Any = event.result
         failed = result.get("status") == "error"
         if (
-            isinstance(child, Agent)
+            child is not None
+            and isinstance(child, Agent)
             and child.messages
             and _history.is_synthetic(child.messages[-1])
         ):

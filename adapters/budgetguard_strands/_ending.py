@@ -38,8 +38,6 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
     trip = at.trip or at.run.check()
     if trip is None:
         raise AdapterError("a stopped run must have a trip, got none. Please report this.")
-    if at.span is not None and at.span.is_recording():
-        at.span.end()
     written = "".join(at.written)
     answers = _history.results_for_open_calls(
         agent.messages, at.asked, _seams.results_before_interrupt(agent)
@@ -57,6 +55,15 @@ async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], 
     if not agent.messages or agent.messages[-1]["role"] != "user":
         return event
     return await _stopped(agent, at, invocation_state, at.run.trip, reason, "")
+
+
+async def cancelled(agent: Agent, at: AgentRun) -> None:
+    """Close the history of a run that a person has cancelled, where Strands leaves it open."""
+    if agent.messages and agent.messages[-1]["role"] == "user":
+        guard = at.run.guard
+        marks = {"synthetic": True, "stop_reason": "cancelled", "run_id": guard.run_id}
+        message = _history.synthetic_message("", synthetic_text(guard), marks)
+        await _history.append(agent, message, guard.report)
 
 
 async def _stopped(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+from opentelemetry import trace
 from strands.hooks import MessageAddedEvent
 
 from budgetguard_core import NOT_EXECUTED
@@ -27,6 +28,7 @@ class Asked:
 
     use: Mapping[str, Any]
     call: OpenToolCall
+    span: trace.Span
     result: Any = None
 
 

@@ -52,6 +52,7 @@ class AgentRun:
         self.snapshot: Any = None
         self.error: BaseException | None = None
         self.prompt = Prompt()
+        self.frame: Frame = self.run.frame()
         self.span: trace.Span | None = None
         self.waiting: list[OpenToolCall] = []
         self.unwatch: Callable[[], None] | None = None
@@ -76,7 +77,7 @@ class AgentRun:
         self.watched = False
         self.streaming = False
         self.cut_off = False
-        self.inner: Frame = self.run.frame()
+        self.inner: Frame = self.frame
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
@@ -105,6 +106,8 @@ class AgentRun:
 
     def prune(self, agent: Any) -> None:
         """Leave in the agent's history, for one model call, what is to be sent of it."""
+        if self.run.envelope.prune is None:
+            return
         kept = self.run.pruned(agent.messages, model_name(agent.model))
         if kept is not None:
             self._whole, self._sent = list(agent.messages), len(kept)
@@ -138,7 +141,7 @@ class AgentRun:
 
     def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
         """Let the code that follows in this step be the body of a call, or of none."""
-        FRAME.set(self.run.frame() if call is None else call.frame)
+        FRAME.set(self.frame if call is None else call.frame)
 
     def leave_call(self) -> None:
         """Be in the body of no call of this run: one that went to the background ends elsewhere."""
@@ -191,6 +194,11 @@ class AgentRun:
                         self.notices += [_notice(guard, one) for one in given if one not in known]
 
     # What holds
+
+    @property
+    def spans(self) -> list[trace.Span | None]:
+        """The spans in which the calls of this cycle began, the innermost first."""
+        return [*(one.span for one in self.asked), self.span]
 
     @property
     def trip(self) -> Trip | None:

@@ -176,7 +176,9 @@ def kept_with_interrupts(target: Any) -> Any:
 
 def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
     """Tell whether a hook before ours waits for a person's word on a tool call."""
-    interrupts: Mapping[str, Any] = getattr(_interrupts(agent), "interrupts", None) or {}
+    interrupts: Mapping[str, Any] | None = getattr(_interrupts(agent), "interrupts", None)
+    if not interrupts:
+        return False
     mark = f":before_tool_call:{use['toolUseId']}:"
     return any(mark in name and one.response is None for name, one in interrupts.items())
 

@@ -81,6 +81,28 @@ def test_what_is_not_covered_ends_with_1(doctor, script):
     assert problem[0] in ("way", "script")
 
 
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        ("from strands.bidi import BidiAgent", "strands.bidi"),
+        ("from strands.experimental.bidi import BidiAgent", "strands.experimental.bidi"),
+        ("from strands_tools import workflow", "strands_tools.workflow"),
+        ("import strands_tools.workflow", "strands_tools.workflow"),
+        ("from strands_tools.agent_graph import agent_graph", "strands_tools.agent_graph"),
+    ],
+)
+def test_what_a_strands_agent_cannot_be_bounded_in_is_named(doctor, script, way):
+    code, found = doctor(script)
+    assert code == 1
+    assert names(found, "problem") == [("way", way)]
+
+
+def test_agents_that_tools_of_strands_make_are_covered(doctor):
+    code, found = doctor("from strands import Agent\nfrom strands_tools import think, swarm, graph")
+    assert (code, names(found, "problem")) == (0, [])
+    assert ("framework", "strands-agents") in names(found, "ok")
+
+
 def test_bedrock_through_boto3_is_covered(doctor):
     code, found = doctor("import boto3; boto3.client('bedrock-runtime')")
     assert (code, names(found, "ok")) == (0, [("client", "boto3")])
