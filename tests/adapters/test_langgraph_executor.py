@@ -103,7 +103,8 @@ async def test_a_completed_run_is_as_it_would_be(mode):
 async def test_the_call_over_the_cap_never_starts(mode):
     script, guard = Script([calls("search", "search", "search")]), Guard(Budget(max_tool_calls=4))
     result = await run(bounded_executor(executor(script), guard), mode)
-    assert len(BODIES) == 4
+    # The thread of the last one may still be on its way when the run has ended.
+    assert guard.usage.tool_calls == 4 >= len(BODIES)
     assert result["stop_reason"] == "max_tool_calls"
 
 

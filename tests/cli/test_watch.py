@@ -57,7 +57,8 @@ def test_a_log_that_may_not_be_read_is_named(budgetguard, tmp_path):
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     text = budgetguard("watch", tmp_path, "--once").stdout.decode()
     assert "1 runs go on, 3 have ended" in text
-    assert "loop.jsonl: Too many levels of symbolic links" in " ".join(text.split())
+    # A line that is too long is broken somewhere, for the path has any length.
+    assert "loop.jsonl:Toomanylevelsofsymboliclinks" in "".join(text.split())
 
 
 @pytest.mark.slow
