@@ -335,6 +335,13 @@ class PostgresLedgerStore:
             for row in rows
         ]
 
+    def before_fork(self) -> bool:
+        """Do nothing: what a child takes along is closed for nobody."""
+        return False
+
+    def after_fork(self) -> None:
+        """Do nothing."""
+
     def forked(self) -> None:
         """Leave the connection to the parent process; called in a forked child."""
         if self._db is not None:
