@@ -189,7 +189,7 @@ class SqliteLedgerStore:
             if self._inherited:
                 raise LedgerUnreachable(
                     "the ledger's file must not be in use while its process forks, got a step that "
-                    "took longer than the fork could wait. Fork again, or raise timeout."
+                    "took longer than the fork could wait. Open it in the child, or raise timeout."
                 )
             if self._db is not None and self._inode != self._inode_now():
                 # Removed or replaced: what is written to it from here on nobody would read.
