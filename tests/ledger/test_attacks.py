@@ -17,6 +17,7 @@ from budgetguard_cli.app import app
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import Key, LeaseOptions, Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
+from budgetguard_core.ledger.lease import Part
 from budgetguard_core.ledger.reconcile import Proof, read_proofs
 from budgetguard_core.testing import ManualClock
 from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until
@@ -393,6 +394,21 @@ def test_no_name_is_a_formula_in_an_exported_table(sqlite, opened, name):
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert {row["key"] for row in rows} == {f"'{name}"}
     assert not any(cell[:1] in "=+-@" for row in rows for cell in row.values() if cell)
+
+
+def test_calls_that_cost_more_than_they_reserved_are_known_before_the_next(place, opened):
+    # Nobody beats here: what was settled behind a call has not been sent when the next one asks.
+    ledger = opened(place, daily_usd=1, lease="exact")
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    parts = 0
+    while isinstance(part := run.obtain(CENT, 0), Part):
+        run.settle(part, (CENT, 0), (40 * CENT, 0))
+        parts += 1
+        assert parts < 100, "the ceiling is not seen"
+    assert (parts, part.reason) == (3, "tenant_daily")
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("1.2"), 0)
+    run.close()
 
 
 # Connections
