@@ -400,33 +400,38 @@ class SqliteStore:
 
 _OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
 """Stores that have opened a file."""
-_FORKING = threading.local()
-"""What this thread holds closed while it forks."""
 
 
-def _before_fork() -> None:
-    stores = list(_OPEN)
-    _FORKING.held = [
-        one
-        for one in stores
-        if one._close_for_fork()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    ]
+class _Forking(threading.local):
+    """What this thread holds closed while it forks."""
+
+    held: tuple[SqliteStore, ...] = ()
+
+    def before(self) -> None:
+        self.held = tuple(
+            one
+            for one in list(_OPEN)
+            if one._close_for_fork()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        )
+
+    def after(self) -> None:
+        for store in self.held:
+            store._mutex.release()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        self.held = ()
+
+    def in_child(self) -> None:
+        for store in self.held:
+            store._forked()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        self.held = ()
 
 
-def _after_fork() -> None:
-    for store in _FORKING.held:
-        store._mutex.release()  # noqa: SLF001
-    _FORKING.held = []
-
-
-def _forked() -> None:
-    for store in _FORKING.held:
-        store._forked()  # noqa: SLF001
-    _FORKING.held = []
-
-
+_FORKING = _Forking()
 if hasattr(os, "register_at_fork"):  # pragma: no branch - Windows has no fork
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)
+    os.register_at_fork(
+        before=_FORKING.before,
+        after_in_parent=_FORKING.after,
+        after_in_child=_FORKING.in_child,
+    )
 
 
 class MemoryStore(SqliteStore):
