@@ -38,7 +38,7 @@ from budgetguard_core.state import NAME_LENGTH
 from budgetguard_core.stop import StopReason, Trip, Violation, reason_of
 
 # None is a value that a caller may give, and is refused.
-_AS_IT_IS: Final[Any] = object()
+_AS_IT_IS: Final[Any] = ...
 
 
 class RunControls(BrakedRun):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -347,6 +348,7 @@ class SqliteStore:
         if not self._is_memory:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = FileLock(_beside(self._path, ".lock"), _BUSY_SECONDS)
+            _OPEN.add(self)
         with self._file or nullcontext():
             if not self._is_memory:
                 self._path.touch(mode=0o600)
@@ -372,6 +374,17 @@ class SqliteStore:
         if file is not None:
             file.close()
 
+    def _close_for_fork(self) -> bool:
+        """Close the file, and hold it closed until the fork is over.
+
+        A child would believe that it holds the locks of an open file: what it commits is lost when
+        another process closes the file and takes itself for the last.
+        """
+        held = self._mutex.acquire(timeout=_BUSY_SECONDS)
+        if held:
+            self._disconnect()
+        return held
+
     def _forked(self) -> None:
         """Leave the file to the parent process; what is in memory was copied."""
         self._process = os.getpid()
@@ -383,6 +396,42 @@ class SqliteStore:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+_OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
+"""Stores that have opened a file."""
+
+
+class _Forking(threading.local):
+    """What this thread holds closed while it forks."""
+
+    held: tuple[SqliteStore, ...] = ()
+
+    def before(self) -> None:
+        self.held = tuple(
+            one
+            for one in list(_OPEN)
+            if one._close_for_fork()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        )
+
+    def after(self) -> None:
+        for store in self.held:
+            store._mutex.release()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        self.held = ()
+
+    def in_child(self) -> None:
+        for store in self.held:
+            store._forked()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        self.held = ()
+
+
+_FORKING = _Forking()
+if hasattr(os, "register_at_fork"):  # pragma: no branch - Windows has no fork
+    os.register_at_fork(
+        before=_FORKING.before,
+        after_in_parent=_FORKING.after,
+        after_in_child=_FORKING.in_child,
+    )
 
 
 class MemoryStore(SqliteStore):

@@ -164,6 +164,15 @@ class Connection:
             "its windows. Check the clocks."
         )
 
+    def before_fork(self) -> bool:
+        """Leave nothing open that must not cross a fork; return whether `after_fork` is due."""
+        return self._store is not None and self._store.before_fork()
+
+    def after_fork(self) -> None:
+        """Go on in the parent process."""
+        if self._store is not None:
+            self._store.after_fork()
+
     def forked(self) -> None:
         """Leave the connection to the parent process."""
         self._lock = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from budgetguard_core.charges import Amounts
 from budgetguard_core.ledger.account import Account
@@ -39,6 +40,8 @@ class Exact:
         self._allow = allow
         self._wake = wake
         self._tell = tell
+        self._passed = False
+        """A call cost more than it had reserved, and the store may not have heard of it yet."""
 
     def take(self, usd: int, tokens: int) -> Part | None:  # noqa: ARG002
         """Return None: nothing is set aside ahead of need."""
@@ -50,6 +53,11 @@ class Exact:
 
     def reserve(self, amount: Amount, run: str, name: str) -> Obtained:
         """Reserve under a name of the caller's: a repeat is the same reservation."""
+        if self._passed:
+            self._passed = False
+            # A store that does not answer is met again below.
+            with suppress(LedgerUnreachable):
+                self._outbox.deliver(self._connection.send)
         flags = self.account.flags
         if run:
             flags = tuple(sorted((*flags, f"r:{run}")))
@@ -98,6 +106,7 @@ class Exact:
         """Have it settled by the thread that talks to the store: this one may hold a lock."""
         part.settle(reserved, spent)
         self._outbox.add(self.settlement(part, Amount(*spent)))
+        self._passed |= spent[0] > reserved[0] or spent[1] > reserved[1]
         self._wake()
 
     def settle_now(self, part: Part, reserved: Amount, spent: Amount) -> None:

@@ -940,11 +940,27 @@ def _close_all() -> None:
         ledger.close()
 
 
+_FORKING = threading.local()
+"""What this thread holds closed while it forks."""
+
+
+def _before_fork() -> None:
+    connections = [ledger.connection for ledger in list(_LEDGERS)]
+    _FORKING.held = [one for one in connections if one.before_fork()]
+
+
+def _after_fork() -> None:
+    for connection in _FORKING.held:
+        connection.after_fork()
+    _FORKING.held = []
+
+
 def _forked() -> None:
+    _FORKING.held = []
     for ledger in list(_LEDGERS):
         ledger.forked()
 
 
 atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):  # pragma: no branch
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)

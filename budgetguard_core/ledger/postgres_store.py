@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any, TypeVar, cast
 
@@ -50,6 +49,7 @@ _REFUSALS: dict[str, Status] = {
     "BG004": "foreign",
 }
 _STEPS_BETWEEN_CLEANINGS = 500
+_SHUT_DOWN = "57P"  # the class of what a server says that goes, or was told to end a connection
 _LEAST_CONNECT_SECONDS = 2  # libpq's own
 
 
@@ -86,8 +86,7 @@ class PostgresLedgerStore:
         self._db: Any = None
         self._inherited: list[Any] = []
         self._steps = 0
-        with self._connected():
-            pass
+        self._ask(id)
 
     # Connection
 
@@ -137,17 +136,29 @@ class PostgresLedgerStore:
                 "Upgrade BudgetGuard."
             )
 
-    @contextmanager
-    def _connected(self) -> Generator[Any]:
+    def _ask(self, work: Callable[[Any], _R]) -> _R:
+        """Do some work on the connection.
+
+        That a server was restarted, or a proxy ended what was idle, only the next statement tells.
+        So the work is done once more, on a new connection: all of it counts once, however often it
+        is sent. A server that does not answer in time gets no second chance.
+        """
         if not self._mutex.acquire(timeout=self._timeout):
             raise LedgerUnreachable(
                 f"the ledger must be free within {self._timeout} s, got another thread's step that "
                 "took longer. Raise timeout."
             )
         try:
-            if self._db is None or self._db.closed:
-                self._db = self._connect()
-            yield self._db
+            db = self._db
+            if db is not None and not db.closed:
+                try:
+                    return work(db)
+                except self._psycopg.OperationalError as error:
+                    if not (db.closed or (error.sqlstate or "").startswith(_SHUT_DOWN)):
+                        raise
+                    db.close()
+            self._db = self._connect()
+            return work(self._db)
         except self._psycopg.Error as error:
             self._drop_if_broken()
             code = f" {error.sqlstate}" if error.sqlstate else ""
@@ -175,31 +186,33 @@ class PostgresLedgerStore:
         windows = step.windows
         keys = SEPARATOR.join([window.key for window in windows])
         labels = SEPARATOR.join([window.label for window in windows])
-        with self._connected() as db:
-            self._steps += 1
-            if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
-                db.execute(_FORGET)
-            if step.op == 1 and not step.close and step.spent == ZERO:
-                if step.need == step.want != ZERO:
-                    return self._reserve(db, step, keys, labels)
-            elif step.op == 2 and step.close and not step.takes:
-                status, warn = db.execute(
-                    _SETTLE, (step.id, *map(str, step.spent), keys, labels, step.ledger)
-                ).fetchone()
-                if status == "ok":
-                    return Answer("ok", step.spent, warn=warn)
-            row = db.execute(
-                _STEP,
-                (
-                    step.id,
-                    str(step.op),
-                    "t" if step.close else "f",
-                    repr(step.ttl),
-                    str(step.share),
-                    *map(_array, (step.spent, step.keep, step.need, step.want)),
-                    *_common(step, keys, labels),
-                ),
+        return self._ask(lambda db: self._step(db, step, keys, labels))
+
+    def _step(self, db: Any, step: Step, keys: str, labels: str) -> Answer:
+        self._steps += 1
+        if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
+            db.execute(_FORGET)
+        if step.op == 1 and not step.close and step.spent == ZERO:
+            if step.need == step.want != ZERO:
+                return self._reserve(db, step, keys, labels)
+        elif step.op == 2 and step.close and not step.takes:
+            status, warn = db.execute(
+                _SETTLE, (step.id, *map(str, step.spent), keys, labels, step.ledger)
             ).fetchone()
+            if status == "ok":
+                return Answer("ok", step.spent, warn=warn)
+        row = db.execute(
+            _STEP,
+            (
+                step.id,
+                str(step.op),
+                "t" if step.close else "f",
+                repr(step.ttl),
+                str(step.share),
+                *map(_array, (step.spent, step.keep, step.need, step.want)),
+                *_common(step, keys, labels),
+            ),
+        ).fetchone()
         return _answer(row)
 
     def _reserve(self, db: Any, step: Step, keys: str, labels: str) -> Answer:
@@ -221,12 +234,11 @@ class PostgresLedgerStore:
     # Notes, ceilings, reports
 
     def _all(self, statement: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._connected() as db:
-            return cast("list[tuple[Any, ...]]", db.execute(statement, arguments).fetchall())
+        rows = self._ask(lambda db: db.execute(statement, arguments).fetchall())
+        return cast("list[tuple[Any, ...]]", rows)
 
     def _do(self, statement: str, arguments: Sequence[Any] = ()) -> None:
-        with self._connected() as db:
-            db.execute(statement, arguments)
+        self._ask(lambda db: db.execute(statement, arguments))
 
     def now(self) -> float:
         """Return the server's clock."""
@@ -322,6 +334,13 @@ class PostgresLedgerStore:
             )
             for row in rows
         ]
+
+    def before_fork(self) -> bool:
+        """Do nothing: what a child takes along is closed for nobody."""
+        return False
+
+    def after_fork(self) -> None:
+        """Do nothing."""
 
     def forked(self) -> None:
         """Leave the connection to the parent process; called in a forked child."""

@@ -68,6 +68,7 @@ class RedisLedgerStore:
             "retry": Retry(NoBackoff(), 0),
         }
         self._errors = (redis.RedisError, OSError)
+        self._cut: type[Exception] = redis.ConnectionError
         self._missing: type[Exception] = NoScriptError
         self._class: Any = redis.Redis
         self._prefix = "{" + quote(name, safe="") + "}"
@@ -86,7 +87,13 @@ class RedisLedgerStore:
 
     def _call(self, *command: Any) -> Any:
         try:
-            return self._client.execute_command(*command)
+            try:
+                return self._client.execute_command(*command)
+            except self._cut:
+                # A server that was restarted, or a proxy that ends what was idle. Once more on a
+                # new connection: every command counts once, however often it is sent. A time-out
+                # is not among these errors.
+                return self._client.execute_command(*command)
         except self._missing:
             raise
         except self._errors as error:
@@ -241,6 +248,13 @@ class RedisLedgerStore:
             names.update(name.decode() for name in found)
             if int(cursor) == 0:
                 return sorted(names)
+
+    def before_fork(self) -> bool:
+        """Do nothing: what a child takes along is closed for nobody."""
+        return False
+
+    def after_fork(self) -> None:
+        """Do nothing."""
 
     def forked(self) -> None:
         """Leave the connections to the parent process; called in a forked child."""

@@ -105,6 +105,7 @@ class SqliteLedgerStore:
         self._file: FileLock | None = None
         self._inode: tuple[int, int] = (0, 0)
         self._inherited: list[sqlite3.Connection] = []
+        """Connections of the parent process that a fork took along."""
         self._steps = 0
         self._cleaned_to = ""
         self._settings: str | None = None
@@ -185,6 +186,11 @@ class SqliteLedgerStore:
                 "took longer. Raise timeout."
             )
         try:
+            if self._inherited:
+                raise LedgerUnreachable(
+                    "the ledger's file must not be in use while its process forks, got a step that "
+                    "took longer than the fork could wait. Open it in the child, or raise timeout."
+                )
             if self._db is not None and self._inode != self._inode_now():
                 # Removed or replaced: what is written to it from here on nobody would read.
                 self._disconnect()
@@ -458,8 +464,26 @@ class SqliteLedgerStore:
         wrong += [f"{key!r} {label}: the window is missing" for key, label in sorted(sums)]
         return wrong
 
+    def before_fork(self) -> bool:
+        """Close the file, and hold it closed until the fork is over.
+
+        SQLite keeps what it has locked in the memory of the process. A child would believe that it
+        holds the locks of an open file, and the system knows of none: another process that closes
+        the file then takes itself for the last, and what the child commits is lost with the log.
+        """
+        # A step under way may wait for the file as long as that, and then takes its time.
+        if not self._mutex.acquire(timeout=2 * self._timeout):
+            return False
+        with suppress(sqlite3.Error):
+            self._disconnect()
+        return True
+
+    def after_fork(self) -> None:
+        """Let the parent process go on."""
+        self._mutex.release()
+
     def forked(self) -> None:
-        """Leave the connection to the parent process; called in a forked child."""
+        """Begin anew in a forked child; with a file that is open here nothing can be done."""
         if self._db is not None:
             # Closing it here would drop the locks that the parent relies on.
             self._inherited.append(self._db)

@@ -339,6 +339,14 @@ class Store(Protocol):
         """Return every hold, closed ones only where the store keeps their particulars."""
         ...
 
+    def before_fork(self) -> bool:
+        """Leave nothing open that must not cross a fork; return whether `after_fork` is due."""
+        ...
+
+    def after_fork(self) -> None:
+        """Go on in the parent process."""
+        ...
+
     def forked(self) -> None:
         """Leave the connection to the parent process; called in a forked child."""
         ...

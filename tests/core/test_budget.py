@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core import Budget, ConfigurationError, LoopDetection
+from budgetguard_core import Budget, ConfigurationError, Guard, LoopDetection
 from budgetguard_core.budget import DIMENSIONS
 
 NAN, INF = float("nan"), float("inf")
@@ -353,6 +353,12 @@ def test_help_is_a_page_that_names_every_field():
     assert len(text.splitlines()) <= 70 + signatures
     assert [name for name in Budget.model_fields if f"{name}: " not in text] == []
     assert "model_dump" not in text
+
+
+def test_the_help_of_extend_is_the_same_on_every_day():
+    text = pydoc.plain(pydoc.render_doc(Guard.extend))
+    assert "max_iterations: 'int' = Ellipsis" in text
+    assert " object at 0x" not in text
 
 
 def test_the_signature_has_every_field_and_its_default():

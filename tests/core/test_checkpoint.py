@@ -301,6 +301,62 @@ def test_a_forked_process_opens_its_own_connection(tmp_path, guard):
     store.close()
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_what_a_child_saves_after_its_parent_has_closed_is_not_lost(tmp_path, guard):
+    path = tmp_path / "c.sqlite3"
+    store = SqliteStore(path)
+    store.save(guard.snapshot())
+    child_has_opened, parent_has_closed = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - runs in the child
+        code = 1
+        try:
+            store.save(guard.snapshot().model_copy(update={"run_id": "before"}))
+            os.write(child_has_opened[1], b".")
+            os.read(parent_has_closed[0], 1)
+            store.save(guard.snapshot().model_copy(update={"run_id": "after"}))
+            store.close()
+            code = 0
+        finally:
+            os._exit(code)
+    os.read(child_has_opened[0], 1)
+    store.close()
+    os.write(parent_has_closed[1], b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    found = SqliteStore(path)
+    assert found.load("before") is not None
+    assert found.load("after") is not None
+    found.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_store_in_use_by_another_thread_is_waited_for_by_a_fork(tmp_path, guard):
+    store = SqliteStore(tmp_path / "c.sqlite3")
+    writing, may_end = threading.Event(), threading.Event()
+
+    def write():
+        with store._transaction():
+            writing.set()
+            may_end.wait(30)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert writing.wait(30)
+    threading.Timer(0.05, may_end.set).start()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - runs in the child
+        code = 1
+        try:
+            store.save(guard.snapshot())
+            code = len(store._inherited)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    thread.join()
+    assert store.load("r") is not None
+    store.close()
+
+
 def test_what_a_fork_inherited_is_neither_used_nor_closed(tmp_path, guard, monkeypatch):
     store = SqliteStore(tmp_path / "c.sqlite3")
     inherited = store._connection

@@ -17,6 +17,7 @@ from budgetguard_cli.app import app
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import Key, LeaseOptions, Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
+from budgetguard_core.ledger.lease import Part
 from budgetguard_core.ledger.reconcile import Proof, read_proofs
 from budgetguard_core.testing import ManualClock
 from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until
@@ -395,6 +396,21 @@ def test_no_name_is_a_formula_in_an_exported_table(sqlite, opened, name):
     assert not any(cell[:1] in "=+-@" for row in rows for cell in row.values() if cell)
 
 
+def test_calls_that_cost_more_than_they_reserved_are_known_before_the_next(place, opened):
+    # Nobody beats here: what was settled behind a call has not been sent when the next one asks.
+    ledger = opened(place, daily_usd=1, lease="exact")
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    parts = 0
+    while isinstance(part := run.obtain(CENT, 0), Part):
+        run.settle(part, (CENT, 0), (40 * CENT, 0))
+        parts += 1
+        assert parts < 100, "the ceiling is not seen"
+    assert (parts, part.reason) == (3, "tenant_daily")
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("1.2"), 0)
+    run.close()
+
+
 # Connections
 
 
@@ -418,13 +434,12 @@ def test_a_process_that_forks_after_use_shares_nothing_but_the_ceiling(place, op
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.375"), 0)
 
 
-def test_a_connection_to_postgres_that_is_cut_costs_one_call_and_no_money(tmp_path, opened):
+def test_a_connection_to_postgres_that_is_cut_costs_nothing(tmp_path, opened):
     need("postgres")
     import psycopg
 
     place = Place("postgres", tmp_path)
     ledger = opened(place, daily_usd=1, lease="exact")
-    ledger.connection._pause_ns = 0
     reservation = ledger.reserve("acme", usd=0.5)
 
     def cut():
@@ -433,23 +448,63 @@ def test_a_connection_to_postgres_that_is_cut_costs_one_call_and_no_money(tmp_pa
             db.execute("SELECT pg_terminate_backend(%s, 60000)", (pid,))
 
     cut()
-    with pytest.raises(LedgerRefused, match="must answer in time"):
-        ledger.reserve("acme", usd=0.25)
     ledger.reserve("acme", usd=0.25).settle(0.125)
     cut()
-    reservation.settle(0.5)  # not lost: sent with the next beat
-    ledger.beat()
+    reservation.settle(0.5)
+    cut()
+    with pytest.raises(LedgerRefused, match="of the day"):
+        ledger.reserve("acme", usd=0.5)
+    cut()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.625"), 0)
     ledger.close()
     place.remove()
 
 
-def test_redis_that_forgets_its_scripts_or_cuts_the_connection(tmp_path, opened):
+def test_a_step_whose_reply_was_lost_with_the_connection_counts_once(tmp_path, opened, monkeypatch):
+    need("postgres")
+    from psycopg import OperationalError
+
+    place = Place("postgres", tmp_path)
+    ledger = opened(place, daily_usd=1, lease="exact")
+    store = ledger.connection.store()
+
+    class LosesReplies:
+        """Takes the statement, and the connection goes before the reply comes."""
+
+        def __init__(self, db):
+            self._db = db
+            self.closed = False
+
+        def execute(self, *arguments):
+            self._db.execute(*arguments)
+            self.close()
+            raise OperationalError("terminating connection")
+
+        def close(self):
+            self.closed = True
+            self._db.close()
+
+    def lose_the_next():
+        monkeypatch.setattr(store, "_db", LosesReplies(store._db))
+
+    ledger.reserve("acme", usd=0.125).release()
+    lose_the_next()
+    kept = ledger.reserve("acme", usd=0.75)
+    lose_the_next()
+    kept.settle(0.5)
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
+    ledger.close()
+    place.remove()
+
+
+def test_redis_that_forgets_its_scripts_or_cuts_the_connection(tmp_path, opened, monkeypatch):
     need("redis")
+    from redis import ConnectionError as Cut
+
     place = Place("redis", tmp_path)
     ledger = opened(place, daily_usd=1, lease="exact")
-    ledger.connection._pause_ns = 0
     client = ledger.connection.store()._client
     reservation = ledger.reserve("acme", usd=0.5)
     client.script_flush()
@@ -459,19 +514,24 @@ def test_redis_that_forgets_its_scripts_or_cuts_the_connection(tmp_path, opened)
         ledger.reserve("acme", usd=1)
     with client.client() as one, Place("redis", tmp_path).store()._client as other:
         assert other.client_kill_filter(_id=one.client_id()) == 1
-    wait_until(lambda: _reserves(ledger))
-    ledger.beat()
+    ledger.reserve("acme", usd=0.5).release()
+    # Cut after the step, before its reply: it is sent again, and counts once.
+    execute, cuts = client.execute_command, [1]
+
+    def loses_replies(*command):
+        got = execute(*command)
+        if cuts and command[0] == "EVALSHA":
+            cuts.pop()
+            raise Cut("Connection closed by server.")
+        return got
+
+    monkeypatch.setattr(client, "execute_command", loses_replies)
+    kept = ledger.reserve("acme", usd=0.5)
+    cuts.append(1)
+    kept.settle(0.25)
     day = ledger.usage("acme").daily
-    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.25"), 0)
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
     place.remove()
-
-
-def _reserves(ledger):
-    try:
-        ledger.reserve("acme", usd=0.5).release()
-    except LedgerRefused:
-        return False
-    return True
 
 
 # Since Redis 6.0 or earlier, as the manual of each says.

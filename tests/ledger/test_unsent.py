@@ -120,6 +120,7 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     ledger._heartbeat.stop()
     holder, store = ledger._holder, ledger.connection.store()
     monkeypatch.setattr(module, "_LEDGERS", [ledger])
+    module._before_fork()
     module._forked()
     assert ledger._holder != holder
     assert run.take(1, 1) is None

@@ -1,0 +1,100 @@
+"""A process forks while its ledger is open, as servers do that fork their workers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from decimal import Decimal
+
+import pytest
+
+from budgetguard_core.ledger import Ledger, LedgerRefused
+from ledger_servers import PATIENT
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+
+
+def in_a_child(work):
+    """Fork, and return what ends the child: 0 where the work did not fail."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("lease", ["auto", "exact"])
+def test_what_a_child_spends_after_its_parent_has_closed_is_not_lost(place, opened, lease):
+    ledger = opened(place, daily_usd=10, lease=lease)
+    ledger.reserve("acme", usd=1).settle(1)
+    child_has_opened, parent_has_closed = os.pipe(), os.pipe()
+
+    def work():
+        ledger.reserve("acme", usd=1).settle(1)
+        os.write(child_has_opened[1], b".")
+        os.read(parent_has_closed[0], 1)
+        ledger.reserve("acme", usd=1).settle(1)
+        ledger.close()
+
+    ended = in_a_child(work)
+    os.read(child_has_opened[0], 1)
+    ledger.close()
+    os.write(parent_has_closed[1], b".")
+    assert ended() == 0
+    with Ledger(place.url, timeout=PATIENT) as other:
+        day = other.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal(3), 0)
+
+
+def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=10, lease="exact")
+    ledger.reserve("acme", usd=1).settle(1)
+    store, connection = ledger.connection.store(), ledger.connection
+    in_a_step, may_end, asked = threading.Event(), threading.Event(), threading.Event()
+    said = []
+
+    def step():
+        with store._writing():
+            in_a_step.set()
+            may_end.wait(PATIENT)
+            said.append("step")
+
+    def next_step():
+        asked.set()
+        ledger.reserve("acme", usd=1).settle(1)
+        said.append("next step")
+
+    first, second = threading.Thread(target=step), threading.Thread(target=next_step)
+    first.start()
+    assert in_a_step.wait(PATIENT)
+    threading.Timer(0.05, may_end.set).start()
+    assert connection.before_fork()
+    assert store._db is None
+    second.start()
+    assert asked.wait(PATIENT)
+    said.append("fork")
+    connection.after_fork()
+    first.join(PATIENT)
+    second.join(PATIENT)
+    assert said == ["step", "fork", "next step"]
+
+
+def test_a_child_of_a_fork_that_could_not_wait_is_refused(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=10, lease="exact", timeout=0.05)
+    ledger.reserve("acme", usd=1).settle(1)
+    store = ledger.connection.store()
+
+    def work():
+        with pytest.raises(LedgerRefused, match="must not be in use while its process forks"):
+            ledger.reserve("acme", usd=1)
+
+    with store._writing():
+        ended = in_a_child(work)
+    assert ended() == 0
+    ledger.reserve("acme", usd=1).settle(1)
+    ended = in_a_child(lambda: ledger.reserve("acme", usd=1).release())
+    assert ended() == 0
