@@ -27,9 +27,9 @@ from budgetguard_core import (
     Trip,
     Violation,
 )
-from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Frame, OpenToolCall, Run
+from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Frame, OpenToolCall, Run, part
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls, part
+from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls
 from budgetguard_openai_agents._tools import Gates
 
 _NO_RESULT = "no result"

@@ -27,7 +27,7 @@ from agents.run import (
 )
 
 from budgetguard_core import CheckpointError, ConfigurationError, Guard, Mode, Snapshot, Trip
-from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume
+from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume, part
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import (
@@ -37,7 +37,6 @@ from budgetguard_openai_agents._ending import (
     partial_result,
     store_in_session,
 )
-from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._last import answer_of
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import asking, bounded_config, config_of
