@@ -217,9 +217,7 @@ class Recorder(RunHooks[Any]):
 
     def _open(self, call: OpenModelCall) -> None:
         self._call = call
-        frame = self.calls.turn_frame
-        frame.call = call
-        call.frame = frame
+        self.calls.turn_frame.call = call
 
     def _answered(self, turn: Turn) -> None:
         call, self._call = self._call, None

@@ -77,7 +77,7 @@ class BudgetRunner(AgentRunner):
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
         run = recorder.run
-        with entered(recorder.calls.frame):
+        with entered(recorder.calls.turn_frame):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
         known: RunErrorDetails | RunResult | None = None
         result: RunResult | None = None
@@ -121,7 +121,7 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
-        with entered(recorder.calls.frame):
+        with entered(recorder.calls.turn_frame):
             try:
                 result = self.previous.run_streamed(starting_agent, input, **options)
             except BaseException as error:
