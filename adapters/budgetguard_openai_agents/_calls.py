@@ -27,10 +27,10 @@ from budgetguard_core import (
     Trip,
     Violation,
 )
-from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Frame, OpenToolCall, Run
+from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Frame, OpenToolCall, Run, entered, part
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls, part
-from budgetguard_openai_agents._tools import Gates
+from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls
+from budgetguard_openai_agents._tools import Gates, progress_tool
 
 _NO_RESULT = "no result"
 _NO_TOOL: Any = None
@@ -91,8 +91,7 @@ class ToolCalls:
         hooks: The user's hooks.
 
     Attributes:
-        frame: What all code of the run runs in.
-        turn_frame: What the turn at hand runs in, its model call included.
+        turn_frame: What the turn at hand runs in, its model call included; at first all of the run.
         tools: The tools of the turn at hand.
         settings: The settings of its model call.
         bounds: What they ask; None where nothing bounds them.
@@ -104,7 +103,7 @@ class ToolCalls:
     def __init__(self, run: Run, hooks: RunHooks[Any]) -> None:
         self.run = run
         self.hooks = hooks
-        self.frame = self.turn_frame = RunFrame(self)
+        self.turn_frame: Frame = RunFrame(self)
         self.tools: list[Tool] = []
         self.settings: ModelSettings | None = None
         self.bounds: CallBounds | None = None
@@ -134,7 +133,7 @@ class ToolCalls:
         self.tools = [self._copy_of(tool, known) for tool in tools]
         asks = self.run.guard.budget.progress is not None
         if asks and not any(tool.name == PROGRESS_TOOL.name for tool in tools):
-            self.tools.append(GATES.tool(_progress_tool()))
+            self.tools.append(GATES.tool(progress_tool()))
         return self.tools
 
     def ask(self, batch: list[Asked]) -> None:
@@ -151,12 +150,7 @@ class ToolCalls:
         # What the provider has run already takes its places before anything else starts.
         listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
         for asked, opened in zip(listed, self.run.batch(one.call for one in listed), strict=True):
-            self._attach(asked, opened)
-
-    def _attach(self, asked: Asked, opened: OpenToolCall) -> OpenToolCall:
-        asked.opened = opened
-        opened.frame = RunFrame(self, asked)
-        return opened
+            asked.opened = opened
 
     def trip_of(self, violation: Violation) -> Trip:
         """Make the stop of a limit that is not the budget's own."""
@@ -189,11 +183,10 @@ class ToolCalls:
             # The SDK made another object of the call, as it does on a resume.
             return next((one for one in here if one.call.id == call_id), None)
         # Shells, computers and patches come without an id, one after the other.
-        for type_ in next((types for kind, types in _TYPES if isinstance(tool, kind)), ()):
-            same = [one for one in self._batch if one.type == type_]
-            if same:
-                at_work = next((one for one in reversed(same) if one.is_begun), None)
-                return at_work if at_work in here else None
+        same = self._alike(tool)
+        if same:
+            at_work = next((one for one in reversed(same) if one.is_begun), None)
+            return at_work if at_work in here else None
         return next((one for one in here if one.call.name == getattr(tool, "name", None)), None)
 
     async def admitted(self, context: Any) -> str | None:
@@ -210,7 +203,7 @@ class ToolCalls:
         refusal = self.refusal(asked)
         if refusal is None:
             # The SDK starts the body in a task that it makes of this one.
-            FRAME.set(asked.opened.frame)
+            FRAME.set(RunFrame(self, asked))
         return refusal
 
     async def start(self, context: Any, tool: Tool) -> bool:
@@ -221,7 +214,9 @@ class ToolCalls:
         """
         asked = self._at_work(context)
         if asked is None or asked.opened is None or asked.opened.state != "waiting":
-            self._begin(tool)
+            begun = next((one for one in self._alike(tool) if not one.is_begun), None)
+            if begun is not None:
+                begun.is_begun = True
             asked = self._find(context, tool, "waiting")
             if asked is not None and asked.opened is not None:
                 await self.run.wait_async(asked.opened)
@@ -237,18 +232,13 @@ class ToolCalls:
             self.stop(opened.trip or self.trip_of(Violation(reason=reason, detail=detail)))
         return False
 
-    def _begin(self, tool: Tool) -> None:
-        """Come to the next call of a tool whose calls have no id in its hooks."""
-        if isinstance(tool, FunctionTool):
-            return
+    def _alike(self, tool: Tool) -> list[Asked]:
+        """List the calls of the likeliest kind that a tool answers which is called by no name."""
         for type_ in next((types for kind, types in _TYPES if isinstance(tool, kind)), ()):
             same = [one for one in self._batch if one.type == type_]
-            for one in same:
-                if not one.is_begun:
-                    one.is_begun = True
-                    return
             if same:
-                return
+                return same
+        return []
 
     def _asked_late(self, context: Any, tool: Tool) -> Asked:
         # Its response was not of this run.
@@ -290,7 +280,7 @@ class ToolCalls:
 
     def entered(self, asked: Asked) -> Any:
         """Make the code of a block the body of a call."""
-        return self.run.entered(asked.opened)
+        return entered(RunFrame(self, asked))
 
     def leave_partial(self, call: OpenToolCall, text: str) -> None:
         """Keep what a run inside the body of a call had brought when it was stopped."""
@@ -326,7 +316,7 @@ class ToolCalls:
             if ticket is None:
                 fresh.append(asked)
             else:
-                self._attach(asked, OpenToolCall(asked.call, [ticket]))
+                asked.opened = OpenToolCall(asked.call, [ticket])
         for item, approved in decided:
             ticket = None if approved else _take(tickets, part(item.raw_item, "call_id"))
             if approved is False and ticket is not None:
@@ -336,7 +326,8 @@ class ToolCalls:
             # A run inside this one waited too: its tool is still at work.
             ticket = _take(tickets, asked.call.id)
             if ticket is not None:
-                self.run.start(self._attach(asked, OpenToolCall(asked.call, [ticket])))
+                asked.opened = OpenToolCall(asked.call, [ticket])
+                self.run.start(asked.opened)
                 self.resumed.append(asked)
         self._opened(fresh)
         self._batch = self.resumed
@@ -379,6 +370,7 @@ class ToolCalls:
 
     def let_go(self) -> None:
         """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
+        self.turn_frame = Frame(self.run.guard)
         self.bounds = self.settings = None
         self.tools, self._copies, self.resumed = [], {}, []
 
@@ -398,19 +390,6 @@ def around() -> ToolCalls | None:
 
 GATES = Gates(around)
 """The copies of tools that the runs of this adapter work with."""
-
-
-def _progress_tool() -> FunctionTool:
-    async def report(_: Any, arguments: str) -> str:
-        return PROGRESS_TOOL.report(arguments)
-
-    return FunctionTool(
-        name=PROGRESS_TOOL.name,
-        description=PROGRESS_TOOL.description,
-        params_json_schema=dict(PROGRESS_TOOL.parameters),
-        on_invoke_tool=report,
-        strict_json_schema=False,
-    )
 
 
 def _take(tickets: list[Any], call_id: Any) -> Any:

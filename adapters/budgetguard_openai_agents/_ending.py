@@ -19,13 +19,12 @@ from agents import (
 )
 
 from budgetguard_core import Outcome, Trip, synthetic_metadata, synthetic_text
-from budgetguard_core.kit import remember
+from budgetguard_core.kit import part, remember
 from budgetguard_openai_agents import _seams, _session
 from budgetguard_openai_agents._calls import RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
     closing_items,
-    part,
     synthetic_message,
 )
 from budgetguard_openai_agents._run import Recorder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from openai.types.responses import (
 )
 
 from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, ToolCall
-from budgetguard_core.kit import OpenToolCall, ToolKind
+from budgetguard_core.kit import OpenToolCall, ToolKind, part, parts_of
 from budgetguard_openai_agents import _seams
 
 # How the SDK names the tools that are called without a name.
@@ -62,6 +62,7 @@ _REPORTED: dict[str, type[Any]] = {
     "tool_search_call": ToolSearchCallItem,
     "tool_search_output": ToolSearchOutputItem,
 }
+_ARGUMENTS = ("arguments", "input", "action", "operation")
 _PNG = "data:image/png;base64,"
 # The words "Not executed." and "Outcome unknown.", black on white.
 _NOT_EXECUTED = (
@@ -135,39 +136,32 @@ class Turn:
         return any(item.raw_item is one for one in self.response.output)
 
 
-def part(item: object, name: str) -> Any:
-    """Read a field of an item, which is a model of the client library or a mapping."""
-    if isinstance(item, dict):
-        return cast("dict[str, Any]", item).get(name)
-    value = getattr(item, name, None)
-    if value is None and isinstance(item, Mapping):
-        return cast("Mapping[str, Any]", item).get(name)
-    return value
-
-
 def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
-    typed = [(part(item, "type"), item) for item in items]
+    listed = [(item, parts_of(item)) for item in items]
     # A shell may be the provider's own.
-    answered = {part(item, "call_id") for type_, item in typed if _is_output(type_)} - {None}
-    for type_, item in typed:
+    answered = {held("call_id") for _, held in listed if _is_output(held("type"))} - {None}
+    for item, held in listed:
         kind: ToolKind = "function"
+        type_ = held("type")
         if type_ in LOCAL:
-            name = LOCAL[type_] or part(item, "name")
-            call_id = part(item, "call_id")
+            name = LOCAL[type_] or held("name")
+            call_id = held("call_id")
             if call_id in answered:
                 kind = "hosted"
             if type_ == "function_call":
                 if agent.handoffs and name in handoff_names(agent):
                     kind = "handoff"
-                name = _seams.qualified_name(name, part(item, "namespace"))
+                name = _seams.qualified_name(name, held("namespace"))
         elif type_ in _HOSTED:
-            name = _HOSTED[type_] or part(item, "name")
-            call_id, kind = part(item, "id"), "hosted"
+            name = _HOSTED[type_] or held("name")
+            call_id, kind = held("id"), "hosted"
         else:
             continue
-        call = ToolCall(name=str(name), arguments=_arguments(item), id=call_id, kind=kind)
+        given = (held(field) for field in _ARGUMENTS)
+        arguments = next((one for one in given if one is not None), None)
+        call = ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
         found.append(Asked(item, call))
     return found
 
@@ -379,14 +373,6 @@ def _count_results(items: Sequence[RunItem]) -> Counter[Any]:
 
 def _call_id(item: RunItem) -> Any:
     return part(item.raw_item, "call_id")
-
-
-def _arguments(item: object) -> Any:
-    for name in ("arguments", "input", "action", "operation"):
-        value = part(item, name)
-        if value is not None:
-            return value
-    return None
 
 
 def transfer_text(agent: Agent[Any]) -> str:

@@ -11,10 +11,9 @@ from agents import Agent, Model, ModelTracing, OpenAIResponsesModel, RunConfig
 from agents.run import CallModelData, ModelInputData
 
 from budgetguard_core import ModelCall, Trip
-from budgetguard_core.kit import ANSWER_NOW, Answer, OpenModelCall, Prompt, last_answer
+from budgetguard_core.kit import ANSWER_NOW, Answer, OpenModelCall, Prompt, last_answer, part
 from budgetguard_openai_agents import _session
 from budgetguard_openai_agents._ending import history_of
-from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import plain_settings
 from budgetguard_openai_agents._usage import model_of, usage_of

@@ -21,9 +21,9 @@ from agents import (
 from agents.run import ModelInputData
 
 from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, Trip
-from budgetguard_core.kit import OpenModelCall, Prompt, Run, supervised, token_usage
+from budgetguard_core.kit import OpenModelCall, Prompt, Run, part, supervised, token_usage
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
-from budgetguard_openai_agents._history import Turn, asked_calls, part, transfer_text, turn_items
+from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
 from budgetguard_openai_agents._tools import original
 from budgetguard_openai_agents._usage import (
     ended_at_its_bound,
@@ -37,6 +37,7 @@ from budgetguard_openai_agents._usage import (
 _LEAST_OUTPUT = 16
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
+_NO_DATA: dict[str, Any] = {}
 _TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
 
 
@@ -216,9 +217,7 @@ class Recorder(RunHooks[Any]):
 
     def _open(self, call: OpenModelCall) -> None:
         self._call = call
-        frame = self.calls.turn_frame
-        frame.call = call
-        call.frame = frame
+        self.calls.turn_frame.call = call
 
     def _answered(self, turn: Turn) -> None:
         call, self._call = self._call, None
@@ -257,12 +256,13 @@ class Recorder(RunHooks[Any]):
 
     def see(self, event: Any) -> None:
         """Take in an event of a stream: what has been written so far is paid for."""
-        data = getattr(event, "data", None)
-        delta = getattr(data, "delta", None)
+        # Not getattr: a model looks for a name that it lacks for about a microsecond.
+        data = getattr(getattr(event, "data", None), "__dict__", _NO_DATA)
+        delta = data.get("delta")
         if isinstance(delta, str):
             self.streamed.append(delta)
-        elif getattr(data, "type", None) == "response.incomplete":
-            response = getattr(data, "response", None)
+        elif data.get("type") == "response.incomplete":
+            response = data.get("response")
             self._incomplete = response if _is_bounded(response) else None
 
     # Tool calls

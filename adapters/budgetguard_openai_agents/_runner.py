@@ -27,7 +27,7 @@ from agents.run import (
 )
 
 from budgetguard_core import CheckpointError, ConfigurationError, Guard, Mode, Snapshot, Trip
-from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume
+from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume, part
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import (
@@ -37,7 +37,6 @@ from budgetguard_openai_agents._ending import (
     partial_result,
     store_in_session,
 )
-from budgetguard_openai_agents._history import part
 from budgetguard_openai_agents._last import answer_of
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import asking, bounded_config, config_of
@@ -78,7 +77,7 @@ class BudgetRunner(AgentRunner):
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
         run = recorder.run
-        with entered(recorder.calls.frame):
+        with entered(recorder.calls.turn_frame):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
         known: RunErrorDetails | RunResult | None = None
         result: RunResult | None = None
@@ -122,7 +121,7 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
-        with entered(recorder.calls.frame):
+        with entered(recorder.calls.turn_frame):
             try:
                 result = self.previous.run_streamed(starting_agent, input, **options)
             except BaseException as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from agents import TResponseInputItem
 
-from budgetguard_openai_agents._history import part
+from budgetguard_core.kit import part
 
 _PATIENCE = 5.0
 """Seconds that a session gets at the end of a run: one that hangs must not hold the result, and one

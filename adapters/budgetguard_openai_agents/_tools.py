@@ -31,6 +31,7 @@ from agents import (
 from agents.editor import ApplyPatchResult
 
 from budgetguard_core import BudgetExceeded
+from budgetguard_core.kit import PROGRESS_TOOL
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._history import Asked, picture_of
 
@@ -228,6 +229,21 @@ def original(tool: Tool) -> Tool:
         # The SDK makes another copy for a computer of the run's own.
         return cast("Tool", own.computer.tool)
     return own
+
+
+def progress_tool() -> FunctionTool:
+    """Make the tool that a model reports its progress with."""
+
+    async def report(_: Any, arguments: str) -> str:
+        return PROGRESS_TOOL.report(arguments)
+
+    return FunctionTool(
+        name=PROGRESS_TOOL.name,
+        description=PROGRESS_TOOL.description,
+        params_json_schema=dict(PROGRESS_TOOL.parameters),
+        on_invoke_tool=report,
+        strict_json_schema=False,
+    )
 
 
 def text_of(stop: BudgetExceeded) -> str:

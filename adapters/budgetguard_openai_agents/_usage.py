@@ -19,8 +19,7 @@ from agents.models import get_default_model
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
 from budgetguard_core import TokenUsage
-from budgetguard_core.kit import estimate, token_usage
-from budgetguard_openai_agents._history import part
+from budgetguard_core.kit import estimate, part, token_usage
 from budgetguard_openai_agents._tools import original
 
 # A figure above it is looked at closely: it may be none.
@@ -79,9 +78,9 @@ def usage_of(response: ModelResponse) -> TokenUsage | None:
             cache_write_tokens=vars(before).get("cache_write_tokens", 0),
             reasoning_tokens=vars(after).get("reasoning_tokens", 0),
         )
-        adds_up = inputs and outputs and usage.total_tokens == inputs + outputs
-        has_more = before.model_extra or after.model_extra
-        if adds_up and not has_more and token_usage(told) is told and told.total_tokens < _PLAIN:
+        adds_up = token_usage(told) is told and usage.total_tokens == told.total_tokens
+        has_more = before.model_extra or after.model_extra or not (inputs and outputs)
+        if adds_up and not has_more and told.total_tokens < _PLAIN:
             return told
     return token_usage(usage)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -107,3 +109,21 @@ async def test_a_guard_is_free_again_after_a_run_however_it_ended(mode):
         await go(mode, agent, hooks=BudgetHooks(guard))
     assert outcome(await go(mode, agent, hooks=BudgetHooks(guard))).run_id == "mine"
     assert guard.usage.model_calls == 2
+
+
+@pytest.mark.anyio
+async def test_a_run_is_freed_when_it_is_over_without_a_garbage_collection():
+    """Runs that end as fast as they come would pile up until the next one."""
+    agent = agent_of(*[calls("search")] * 3, says("Done."), tools=[tool("search", [])])
+    budget = Budget(max_iterations=9, max_seconds=60)
+    gc.collect()
+    gc.disable()
+    try:
+        result = await bounded_run(agent, "Go.", budget=budget)
+        kept = [weakref.ref(result), *map(weakref.ref, result.raw_responses)]
+        # The callbacks of the tasks that have ended.
+        await asyncio.sleep(0)
+        del result
+        assert [one for one in kept if one() is not None] == []
+    finally:
+        gc.enable()

@@ -24,6 +24,7 @@ from budgetguard_core.kit import token_usage
 from budgetguard_core.testing import MODEL, Call, ProviderError, Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
 from budgetguard_openai_agents._usage import model_of, written
+from budgetguard_openai_agents._usage import usage_of as reported
 from openai_agents_raw import RawModel, text_item
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool
 
@@ -39,7 +40,9 @@ def usage_of(inputs: int, outputs: int, **details: int) -> Usage:
     usage.input_tokens_details = InputTokensDetails.model_construct(
         cached_tokens=details.get("cached", 0), cache_write_tokens=details.get("written", 0)
     )
-    usage.output_tokens_details = OutputTokensDetails(reasoning_tokens=details.get("reasoning", 0))
+    usage.output_tokens_details = OutputTokensDetails.model_construct(
+        reasoning_tokens=details.get("reasoning", 0)
+    )
     return usage
 
 
@@ -48,6 +51,31 @@ def test_every_bucket_is_read():
     assert usage == TokenUsage(
         100, 50, cache_read_tokens=40, cache_write_tokens=20, reasoning_tokens=30
     )
+
+
+FIGURES = (0, 1, 100, -1, 10**12, 10**13, 10.5, "100", None, True)
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=repr)
+@pytest.mark.parametrize(
+    "field", ["input_tokens", "output_tokens", "total_tokens", "cached", "written", "reasoning"]
+)
+def test_plain_figures_are_read_as_any_record_is(field, figure):
+    usage = usage_of(100, 50, **({} if field.endswith("tokens") else {field: figure}))
+    if field.endswith("tokens"):
+        setattr(usage, field, figure)
+        if type(figure) is int and field != "total_tokens":
+            usage.total_tokens = usage.input_tokens + usage.output_tokens
+    assert reported(ModelResponse([], usage, None)) == token_usage(usage)
+
+
+def test_figures_of_other_names_are_read_beside_the_plain_ones():
+    usage = usage_of(100, 50)
+    usage.output_tokens_details = OutputTokensDetails.model_construct(
+        reasoning_tokens=0, thinking_tokens=20
+    )
+    used = reported(ModelResponse([], usage, None))
+    assert used == token_usage(usage) == TokenUsage(100, 50, reasoning_tokens=20)
 
 
 def test_a_figure_with_a_fraction_is_read():

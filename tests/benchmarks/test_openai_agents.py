@@ -16,7 +16,7 @@ from openai_agents_runs import agent_of, go, tool
 pytestmark = pytest.mark.benchmark
 
 TURNS = 20
-MOST_CALLS = 750
+MOST_CALLS = 500
 EVERYTHING = Budget(
     max_iterations=10**9,
     max_model_calls=10**9,
