@@ -14,7 +14,6 @@ from budgetguard_http.wires.wire import Event, record
 
 _END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _LONGEST_END: Final = 4
-_END_OF_EVENT: Final = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)|(?<=\r\r)")
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SMALLEST_FRAME: Final = 16
@@ -73,8 +72,13 @@ class ServerSentEvents:
 
     def split(self, data: bytes) -> tuple[list[bytes], bytes]:
         """Cut after each empty line."""
-        *events, rest = _END_OF_EVENT.split(data)
-        return events, rest
+        events: list[bytes] = []
+        begin = 0
+        for found in _END.finditer(data):
+            end = found.end()
+            events.append(data[begin:end])
+            begin = end
+        return events, data[begin:]
 
     def parse(self, event: bytes) -> Event | None:
         """Join the data lines of an event."""

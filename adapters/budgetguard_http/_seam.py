@@ -16,6 +16,7 @@ from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted, may_be_posted, read_posted
 from budgetguard_http._refusal import Refusal, refuse_unknown
+from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, async_stream, sync_stream
@@ -224,12 +225,14 @@ def _outgoing(mod: Any, request: Any, call: Call, added: dict[str, Any]) -> Any:
         }
     content = call.content()
     if content is not None:
-        # Of one that has its headers they are copied without being read again.
         headers = mod.Headers(request.headers)
         if "transfer-encoding" in request.headers:
             del headers["transfer-encoding"]
         headers["content-length"] = str(len(content))
-        request = mod.Request(request.method, request.url, headers=headers, content=content)
+        # Given as a stream, its headers are not looked through and made anew.
+        body = mod.ByteStream(content)
+        request = mod.Request(request.method, request.url, headers=headers, stream=body)
+        request.read()
     if call.posted.is_streamed and not call.posted.is_signed:
         # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = "identity"
@@ -246,6 +249,7 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
         return False
     if response.is_error:
         call.failed(AnsweredWith(response.status_code))
+        shorten(request, response, call.run.time_left())
         return False
     return True
 

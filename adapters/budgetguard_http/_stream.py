@@ -50,7 +50,10 @@ class Passing:
             return data
         if self._inflate is not None and not self.is_plain:
             data = self._inflate(data)
-        return b"".join(map(self._passed, self._frames.feed(data)))
+        events = self._frames.feed(data)
+        if len(events) == 1:
+            return self._passed(events[0])
+        return b"".join(map(self._passed, events))
 
     def _passed(self, event: bytes) -> bytes:
         editor = self._editor
