@@ -19,7 +19,7 @@ from budgetguard_http._refusal import Refusal, refuse_unknown
 from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
-from budgetguard_http._stream import Passing, async_stream, sync_stream
+from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
@@ -84,7 +84,7 @@ class Seam:
             flight.answered(response)
             if not _is_an_answer(request, response, call):
                 return response
-            passing = _passing(response, call)
+            passing = _passing(mod, response, call)
             if passing is None:
                 content = response.read()
                 return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
@@ -177,7 +177,7 @@ class Seam:
                 request.extensions = own
         if not _is_an_answer(request, response, call):
             return response
-        passing = _passing(response, call)
+        passing = _passing(mod, response, call)
         if passing is None:
             content = await response.aread()
             return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
@@ -254,7 +254,7 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
     return True
 
 
-def _passing(response: Any, call: Call) -> Passing | None:
+def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
     headers = response.headers
     posted = call.posted
@@ -264,12 +264,14 @@ def _passing(response: Any, call: Call) -> Passing | None:
         return None
     if content_type.startswith("application/json"):
         return None
-    passing = Passing(call, frames, headers.get("content-encoding", ""))
-    if passing.inflates:
+    encoding = headers.get("content-encoding", "")
+    if encoding and reads(mod, encoding):
         del headers["content-encoding"]
+    elif encoding:
+        frames, encoding = None, ""
     if "content-length" in headers:
         del headers["content-length"]
-    return passing
+    return Passing(call, frames, encoding)
 
 
 def _whole(
@@ -285,7 +287,6 @@ def _whole(
 
 def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:
     """Take a streamed answer that was read whole, and decompressed, before it came here."""
-    passing.is_plain = True
     content = passing.feed(response.content) + passing.last()
     return _remade(mod, response, content, of_client=of_client)
 
