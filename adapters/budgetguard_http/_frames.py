@@ -59,6 +59,8 @@ class ServerSentEvents:
                 self._tail = edge[-_LONGEST_END:]
                 return []
             data = self.rest() + data
+        if data.endswith(b"\n\n") and data.count(b"\n\n") == 1 and b"\r" not in data:
+            return [data]  # as most servers send them
         events, rest = self.split(data)
         if rest:
             self._waiting, self._tail = [rest], rest[-_LONGEST_END:]

@@ -49,8 +49,9 @@ class OpenAIChat(Wire):
 
     def bound(self, body: Body) -> int | None:
         """Return the lower of the two fields that there are for it."""
-        bounds = (count_or_none(body.get(one)) for one in ("max_completion_tokens", "max_tokens"))
-        return min((one for one in bounds if one is not None), default=None)
+        newer, older = body.get("max_completion_tokens"), body.get("max_tokens")
+        one, other = count_or_none(newer), count_or_none(older)
+        return one or other if one is None or other is None else min(one, other)
 
     def set_bound(self, body: Body, tokens: int) -> None:
         """Write the field that the request has already: servers know one of them or both."""
