@@ -119,6 +119,39 @@ def test_a_text_that_looks_like_the_end_of_an_answer_is_only_text():
     assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("spaced", [True, False])
+def test_a_text_of_anthropics_is_read_as_it_would_be_parsed(end, spaced):
+    pieces = ["Gr", 'üße \\ "', 'x","type":"tool_use"}} \n\n event: message_stop', "世界"]
+    usage = {"input_tokens": 100, "output_tokens": 1}
+    message = {"id": "m", "role": "assistant", "content": [], "model": "claude", "usage": usage}
+    found = [{"type": "message_start", "message": message}]
+    found.append({"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
+    for text in pieces:
+        delta = {"type": "text_delta", "text": text}
+        found.append({"type": "content_block_delta", "index": 0, "delta": delta})
+    found.append({"type": "content_block_stop", "index": 0})
+    told = {"output_tokens": 10}
+    found.append({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": told})
+    found.append({"type": "message_stop"})
+    separators = (", ", ": ") if spaced else (",", ":")
+    lines = "".join(
+        f"event: {one['type']}{end}data: {json.dumps(one, separators=separators)}{end}{end}"
+        for one in found
+    ).encode()
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, headers=headers, stream=Pieces([lines[:90], lines[90:]]))
+
+    transport = BudgetTransport(Budget(loop_detection=None), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client:
+        assert client.post("http://provider/v1/messages", json=ASK).content == lines
+    assert transport.outcome.final == "".join(pieces)
+    usage = transport.outcome.usage
+    assert (usage.total_tokens, usage.estimated_calls) == (110, 0)
+
+
 @ENDS
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_stream_without_tool_calls_passes_byte_by_byte(end, size):

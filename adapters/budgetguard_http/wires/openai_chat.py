@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
@@ -24,6 +23,7 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    text_of,
     text_or_none,
     written,
 )
@@ -195,10 +195,7 @@ class ChatEditor(Editor):
     def skim(self, event: bytes) -> None:
         """Find the text without parsing JSON, which most of the time would go into."""
         for name, piece in _TEXT.findall(event):
-            try:
-                text = json.loads(b'"%b"' % piece) if b"\\" in piece else piece.decode()
-            except ValueError:
-                continue
+            text = text_of(piece)
             self.answer.says(text) if name in _SAID else self.answer.writes(text)
 
     def rest(self) -> list[Event]:
