@@ -40,14 +40,15 @@ class ProviderServer:
         calls: Tool calls in each answer that asks for tools.
         turns: Answers that ask for tools, before the final one; None for every one.
         encoding: "gzip" for compressed answers.
+        wait: The Retry-After of an answer by a status; about nothing if left out.
 
     Attributes:
         posts: Every POST: path, headers, body and what was answered.
     """
 
-    def __init__(self, script=(), *, calls=1, turns=None, encoding=None, text=DONE, bound=None):
+    def __init__(self, script=(), *, calls=1, turns=None, encoding=None, text=DONE, wait=None):
         self.script, self.calls, self.turns, self.encoding = list(script), calls, turns, encoding
-        self.text = text
+        self.text, self.wait = text, wait
         self.barrier = None
         self.posts = []
         self.connections = set()
@@ -200,7 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status, body):
         self.send_response(status)
         self.send_header("content-type", "application/json")
-        if status != 200:
+        if status != 200 and self.server_.wait is not None:
+            self.send_header("retry-after", self.server_.wait)
+        elif status != 200:
             self.send_header("retry-after-ms", "1")
             self.send_header("retry-after", "0")
         elif self.server_.encoding == "gzip":

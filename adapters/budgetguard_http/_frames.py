@@ -7,19 +7,17 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Protocol, cast
 
 from budgetguard_http.wires.wire import Event, record
 
 _END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _LONGEST_END: Final = 4
-_END_OF_EVENT: Final = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)|(?<=\r\r)")
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SMALLEST_FRAME: Final = 16
 _TEXT_HEADER: Final = 7
-_HEAD_OF_DEFLATE: Final = 2
 # The bytes of a header's value by its type: two booleans, byte, short, integer, long; a length and
 # bytes or text; a time and a UUID.
 _HEADER_SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
@@ -61,6 +59,8 @@ class ServerSentEvents:
                 self._tail = edge[-_LONGEST_END:]
                 return []
             data = self.rest() + data
+        if data.endswith(b"\n\n") and data.count(b"\n\n") == 1 and b"\r" not in data:
+            return [data]  # as most servers send them
         events, rest = self.split(data)
         if rest:
             self._waiting, self._tail = [rest], rest[-_LONGEST_END:]
@@ -73,8 +73,13 @@ class ServerSentEvents:
 
     def split(self, data: bytes) -> tuple[list[bytes], bytes]:
         """Cut after each empty line."""
-        *events, rest = _END_OF_EVENT.split(data)
-        return events, rest
+        events: list[bytes] = []
+        begin = 0
+        for found in _END.finditer(data):
+            end = found.end()
+            events.append(data[begin:end])
+            begin = end
+        return events, data[begin:]
 
     def parse(self, event: bytes) -> Event | None:
         """Join the data lines of an event."""
@@ -195,51 +200,6 @@ def frames_of(content_type: str, path: str) -> Frames | None:
     if content_type.startswith(EVENT_STREAM):
         return event_stream_at(path) or EventStream(wrapped=True)
     return None
-
-
-def inflater(encoding: str) -> Callable[[bytes], bytes] | None:
-    """Return what decompresses a stream piece by piece; None for an encoding that is unknown."""
-    if encoding == "gzip":
-        return _Inflater(zlib.MAX_WBITS | 16).inflate
-    return _Inflater(zlib.MAX_WBITS).inflate if encoding == "deflate" else None
-
-
-class _Inflater:
-    """Decompresses a stream, of one member or of several.
-
-    Args:
-        bits: As zlib takes them.
-    """
-
-    def __init__(self, bits: int) -> None:
-        self._bits = bits
-        self._inner = zlib.decompressobj(bits)
-        self._began = False
-        self._head = b""
-
-    def inflate(self, data: bytes) -> bytes:
-        """Decompress a piece."""
-        out = b""
-        if not self._began:
-            data = self._head + data
-            if len(data) < _HEAD_OF_DEFLATE:
-                self._head = data
-                return b""
-        while data:
-            try:
-                out += self._inner.decompress(data)
-            except zlib.error:
-                if self._began or self._bits != zlib.MAX_WBITS:
-                    raise
-                # Some servers leave out the head of what they call deflate.
-                self._bits = -zlib.MAX_WBITS
-                self._inner = zlib.decompressobj(self._bits)
-                continue
-            self._began = True
-            data = self._inner.unused_data
-            if data:
-                self._inner = zlib.decompressobj(self._bits)
-        return out
 
 
 def _text_header(name: str, value: str) -> bytes:

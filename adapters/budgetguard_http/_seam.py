@@ -16,9 +16,10 @@ from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted, may_be_posted, read_posted
 from budgetguard_http._refusal import Refusal, refuse_unknown
+from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
-from budgetguard_http._stream import Passing, async_stream, sync_stream
+from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
@@ -83,7 +84,7 @@ class Seam:
             flight.answered(response)
             if not _is_an_answer(request, response, call):
                 return response
-            passing = _passing(response, call)
+            passing = _passing(mod, response, call)
             if passing is None:
                 content = response.read()
                 return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
@@ -176,7 +177,7 @@ class Seam:
                 request.extensions = own
         if not _is_an_answer(request, response, call):
             return response
-        passing = _passing(response, call)
+        passing = _passing(mod, response, call)
         if passing is None:
             content = await response.aread()
             return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
@@ -224,12 +225,14 @@ def _outgoing(mod: Any, request: Any, call: Call, added: dict[str, Any]) -> Any:
         }
     content = call.content()
     if content is not None:
-        # Of one that has its headers they are copied without being read again.
         headers = mod.Headers(request.headers)
         if "transfer-encoding" in request.headers:
             del headers["transfer-encoding"]
         headers["content-length"] = str(len(content))
-        request = mod.Request(request.method, request.url, headers=headers, content=content)
+        # Given as a stream, its headers are not looked through and made anew.
+        body = mod.ByteStream(content)
+        request = mod.Request(request.method, request.url, headers=headers, stream=body)
+        request.read()
     if call.posted.is_streamed and not call.posted.is_signed:
         # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = "identity"
@@ -246,11 +249,12 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
         return False
     if response.is_error:
         call.failed(AnsweredWith(response.status_code))
+        shorten(request, response, call.run.time_left())
         return False
     return True
 
 
-def _passing(response: Any, call: Call) -> Passing | None:
+def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
     headers = response.headers
     posted = call.posted
@@ -260,12 +264,14 @@ def _passing(response: Any, call: Call) -> Passing | None:
         return None
     if content_type.startswith("application/json"):
         return None
-    passing = Passing(call, frames, headers.get("content-encoding", ""))
-    if passing.inflates:
+    encoding = headers.get("content-encoding", "")
+    if encoding and reads(mod, encoding):
         del headers["content-encoding"]
+    elif encoding:
+        frames, encoding = None, ""
     if "content-length" in headers:
         del headers["content-length"]
-    return passing
+    return Passing(call, frames, encoding)
 
 
 def _whole(
@@ -281,7 +287,6 @@ def _whole(
 
 def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:
     """Take a streamed answer that was read whole, and decompressed, before it came here."""
-    passing.is_plain = True
     content = passing.feed(response.content) + passing.last()
     return _remade(mod, response, content, of_client=of_client)
 

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 from budgetguard_core import synthetic_text
 from budgetguard_core.kit import Watch
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import Frames, ServerSentEvents, inflater
+from budgetguard_http._frames import Frames, ServerSentEvents
 from budgetguard_http.wires.wire import Editor
 
 _IDENTITY: Final = "identity"
+
+
+@functools.cache
+def _encodings(mod: Any) -> frozenset[str]:
+    """List the encodings that a client of httpx or httpx2 reads, as it tells a server."""
+    with mod.Client(transport=mod.BaseTransport()) as client:
+        return frozenset(client.headers["accept-encoding"].split(", "))
+
+
+def reads(mod: Any, encoding: str) -> bool:
+    """Tell whether a client of httpx or httpx2 decompresses what is encoded like this."""
+    parts = {part.strip() for part in encoding.lower().split(",")}
+    return parts <= _encodings(mod) | {_IDENTITY}
 
 
 class Passing:
@@ -22,35 +35,35 @@ class Passing:
 
     Args:
         call: The call that it answers.
-        frames: How its events are written; None where nobody can read it.
-        encoding: How it is compressed.
-
-    Attributes:
-        inflates: It is decompressed on its way.
-        is_plain: It was decompressed before.
+        frames: How its events are written; None where nobody can read it: it is passed on as it
+            is, and estimated.
+        encoding: How it is compressed, where its client would decompress it.
     """
 
     def __init__(self, call: Call, frames: Frames | None, encoding: str) -> None:
         self.call = call
         self._frames: Frames = frames or ServerSentEvents()
         self._editor: Editor | None = None if frames is None else call.editor()
-        self._inflate: Callable[[bytes], bytes] | None = None
-        if encoding not in ("", _IDENTITY):
-            self._inflate = inflater(encoding)
-            if self._inflate is None:
-                # It cannot be decompressed piece by piece here: passed on as it is, and estimated.
-                self._editor = None
-        self.inflates = self._inflate is not None
-        self.is_plain = False
+        self._encoding = encoding
         self._began = False
+
+    def plain(self, mod: Any, inner: Any) -> Any:
+        """Return a stream of the answer's bytes, decompressed as its client would have done it."""
+        if not self._encoding:
+            return inner
+        packed = mod.Response(200, headers={"content-encoding": self._encoding}, stream=inner)
+        return (
+            packed.iter_bytes() if isinstance(inner, mod.SyncByteStream) else packed.aiter_bytes()
+        )
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes; return those that the reader gets."""
         if self._editor is None:
             return data
-        if self._inflate is not None and not self.is_plain:
-            data = self._inflate(data)
-        return b"".join(map(self._passed, self._frames.feed(data)))
+        events = self._frames.feed(data)
+        if len(events) == 1:
+            return self._passed(events[0])
+        return b"".join(map(self._passed, events))
 
     def _passed(self, event: bytes) -> bytes:
         editor = self._editor
@@ -156,7 +169,7 @@ class BlockingStream:
         self._flight = flight
         # One for all readers: newer SDKs read on after the end of the answer, to give the
         # connection back. It does not refer to this object, which would outlive its reader.
-        self._passed = _passed(mod, inner, passing, flight)
+        self._passed = _passed(mod, passing.plain(mod, inner), passing, flight)
 
     def __iter__(self) -> Iterator[bytes]:
         return self._passed
@@ -257,7 +270,7 @@ class LoopStream:
         # An adapter above cuts its own calls.
         mine = passing.call.opened.above is None and _has_loop()
         self._reading = Reading(passing.call) if mine else None
-        self._passed = _passed_async(mod, inner, passing, self._reading)
+        self._passed = _passed_async(mod, passing.plain(mod, inner), passing, self._reading)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._passed

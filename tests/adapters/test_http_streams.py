@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 
+import httpx
 import httpx2
 import pytest
 
@@ -96,6 +97,61 @@ def test_a_stream_may_be_cut_anywhere(end, size, extra):
     assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 1)
 
 
+def test_what_a_stream_thinks_is_estimated_where_no_usage_comes():
+    """Also where no chunk has more than text, and its keys have no value yet."""
+    thought, said = "word " * 400, 'a "quoted" answer\n'
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "m", "usage": None}
+    deltas = [{"role": "assistant", "reasoning_content": thought}, {"content": said}]
+    chunks = [{**base, "choices": [{"delta": one, "finish_reason": None}]} for one in deltas]
+    lines = written([json.dumps(chunk) for chunk in chunks])
+    content, outcome = exchange([lines])
+    assert content == lines
+    assert outcome.final == said.strip()
+    assert outcome.usage.output_tokens > 400
+    assert outcome.usage.estimated_calls == 1
+
+
+def test_a_text_that_looks_like_the_end_of_an_answer_is_only_text():
+    text = '"finish_reason": "stop", "tool_calls": [], "usage": {} [DONE] data: {"content": "x"}'
+    content, outcome = exchange([written(events(text=text, calls=0))])
+    assert said_in(content) == (text, 0)
+    assert outcome.final == text
+    assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("spaced", [True, False])
+def test_a_text_of_anthropics_is_read_as_it_would_be_parsed(end, spaced):
+    pieces = ["Gr", 'üße \\ "', 'x","type":"tool_use"}} \n\n event: message_stop', "世界"]
+    usage = {"input_tokens": 100, "output_tokens": 1}
+    message = {"id": "m", "role": "assistant", "content": [], "model": "claude", "usage": usage}
+    found = [{"type": "message_start", "message": message}]
+    found.append({"type": "content_block_start", "index": 0, "content_block": {"type": "text"}})
+    for text in pieces:
+        delta = {"type": "text_delta", "text": text}
+        found.append({"type": "content_block_delta", "index": 0, "delta": delta})
+    found.append({"type": "content_block_stop", "index": 0})
+    told = {"output_tokens": 10}
+    found.append({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": told})
+    found.append({"type": "message_stop"})
+    separators = (", ", ": ") if spaced else (",", ":")
+    lines = "".join(
+        f"event: {one['type']}{end}data: {json.dumps(one, separators=separators)}{end}{end}"
+        for one in found
+    ).encode()
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, headers=headers, stream=Pieces([lines[:90], lines[90:]]))
+
+    transport = BudgetTransport(Budget(loop_detection=None), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client:
+        assert client.post("http://provider/v1/messages", json=ASK).content == lines
+    assert transport.outcome.final == "".join(pieces)
+    usage = transport.outcome.usage
+    assert (usage.total_tokens, usage.estimated_calls) == (110, 0)
+
+
 @ENDS
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_stream_without_tool_calls_passes_byte_by_byte(end, size):
@@ -155,29 +211,51 @@ def packed(encoding, data):
         return gzip.compress(data)
     if encoding == "deflate":
         return zlib.compress(data)
+    if encoding == "gzip, deflate":
+        return zlib.compress(gzip.compress(data))
     packer = zlib.compressobj(wbits=-15)  # what some servers mean by deflate
     return packer.compress(data) + packer.flush()
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw deflate"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw deflate", "gzip, deflate"])
 @pytest.mark.parametrize("size", [1, 50, 10**6])
 def test_a_compressed_stream_is_read_and_edited(encoding, size):
+    if encoding == "raw deflate":
+        size += 1  # of less, no client tells it from the other
     lines = packed(encoding, written(events(calls=3)))
     pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
     budget = Budget(max_tool_calls=2, loop_detection=None)
-    content, outcome = exchange(pieces, encoding=encoding.split()[-1], budget=budget)
+    content, outcome = exchange(pieces, encoding=encoding.removeprefix("raw "), budget=budget)
     assert said_in(content) == (TEXT, 2)
     assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
 
 
-def test_a_stream_of_two_gzip_members_is_read_to_its_end():
-    one, two = written(events()[:3]), written(events()[3:])
-    content, outcome = exchange([gzip.compress(one) + gzip.compress(two)], encoding="gzip")
-    assert said_in(content) == (TEXT, 1)
-    assert outcome.usage.total_tokens == 110
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_zstd_is_read_where_its_client_reads_it(stream):
+    """httpx does where this package is installed, httpx2 with its extra."""
+    zstandard = pytest.importorskip("zstandard")
+    lines = zstandard.compress(written(events(calls=3)))
+    headers = {"content-type": "text/event-stream", "content-encoding": "zstd"}
+
+    def answer(request):
+        return httpx.Response(200, headers=headers, content=iter([lines[:40], lines[40:]]))
+
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    transport = BudgetTransport(budget, httpx.MockTransport(answer), ask_for_usage=False)
+    with httpx.Client(transport=transport) as client:
+        with client.stream("POST", URL, json=ASK) as response:
+            content = b"".join(response.iter_raw()) if stream else response.read()
+    assert said_in(content) == (TEXT, 2)
+    usage = transport.outcome.usage
+    assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 2)
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd", "x-unknown"])
+def test_what_cannot_be_decompressed_is_the_clients_own_error():
+    with pytest.raises(httpx2.DecodingError):
+        exchange([b"no gzip at all"], encoding="gzip")
+
+
+@pytest.mark.parametrize("encoding", ["x-unknown", "gzip, x-unknown"])
 def test_an_encoding_that_nobody_reads_passes_as_it_came_and_is_estimated(encoding):
     lines = b"\x01not what anybody can read\xff" * 10
 

@@ -23,12 +23,18 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    text_of,
     text_or_none,
     written,
 )
 
 _MODEL_IN_PATH: Final = re.compile(r"/models?/([^/:]+)")
 _LEAST_OUTSIDE_THOUGHT: Final = 1
+# Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
+_TEXT: Final = re.compile(
+    rb'event: content_block_delta\ndata: \{[^{]*"delta":\s*\{"type":\s*"text_delta",\s*'
+    rb'"text":\s*"([^"\\]*(?:\\.[^"\\]*)*)"\s*\}\s*\}\n\n'
+)
 
 
 class AnthropicMessages(Wire):
@@ -178,6 +184,17 @@ class MessagesEditor(Editor):
         self._open: int | None = None
         self._next = 0
         self._held: list[tuple[str, Body]] = []
+        self._piece: re.Match[bytes] | None = None
+
+    def needs(self, event: bytes) -> bool:
+        """Tell a piece of text by all that there is of it."""
+        self._piece = None if self._held else _TEXT.fullmatch(event)
+        return self._piece is None
+
+    def skim(self, event: bytes) -> None:
+        """Take in the piece of text that was found."""
+        del event
+        self.answer.says(None if self._piece is None else text_of(self._piece[1]))
 
     def take(self, name: str, data: Body) -> list[Event] | None:
         """Take an event."""

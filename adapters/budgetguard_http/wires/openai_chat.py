@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
@@ -24,6 +23,7 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    text_of,
     text_or_none,
     written,
 )
@@ -49,8 +49,9 @@ class OpenAIChat(Wire):
 
     def bound(self, body: Body) -> int | None:
         """Return the lower of the two fields that there are for it."""
-        bounds = (count_or_none(body.get(one)) for one in ("max_completion_tokens", "max_tokens"))
-        return min((one for one in bounds if one is not None), default=None)
+        newer, older = body.get("max_completion_tokens"), body.get("max_tokens")
+        one, other = count_or_none(newer), count_or_none(older)
+        return one or other if one is None or other is None else min(one, other)
 
     def set_bound(self, body: Body, tokens: int) -> None:
         """Write the field that the request has already: servers know one of them or both."""
@@ -194,10 +195,7 @@ class ChatEditor(Editor):
     def skim(self, event: bytes) -> None:
         """Find the text without parsing JSON, which most of the time would go into."""
         for name, piece in _TEXT.findall(event):
-            try:
-                text = json.loads(b'"%b"' % piece) if b"\\" in piece else piece.decode()
-            except ValueError:
-                continue
+            text = text_of(piece)
             self.answer.says(text) if name in _SAID else self.answer.writes(text)
 
     def rest(self) -> list[Event]:

@@ -178,7 +178,8 @@ class ResponsesEditor(Editor):
         self._items: dict[int, Body] = {}
         """The items that the reader has got, by their places; those in `_open` not to their end."""
         self._open: set[int] = set()
-        self._open_parts: set[int] = set()
+        self._open_parts: dict[int, list[str]] = {}
+        """What was said in the last part of each item that is open."""
         self._held: list[Event] = []
         self._sent = 0
 
@@ -228,13 +229,12 @@ class ResponsesEditor(Editor):
         elif kind == "response.content_part.added":
             item = self._items[place]
             item["content"] = [*items(item.get("content")), {**record(data.get("part"))}]
-            self._open_parts.add(place)
+            self._open_parts[place] = []
         elif kind == "response.content_part.done":
             self._items[place]["content"][-1:] = [record(data.get("part"))]
-            self._open_parts.discard(place)
+            self._open_parts.pop(place, None)
         elif kind == "response.output_text.delta" and place in self._open_parts:
-            part = self._items[place]["content"][-1]
-            part["text"] = f"{part.get('text') or ''}{data.get('delta') or ''}"
+            self._open_parts[place].append(str(data.get("delta") or ""))
 
     def closing(self, text: str) -> list[Event]:
         """Complete what there is; tool calls, of which some were held back, are left out."""
@@ -262,13 +262,14 @@ class ResponsesEditor(Editor):
         if not parts:
             empty: Body = {"type": "output_text", "text": "", "annotations": []}
             parts = [{**empty}]
-            self._open_parts.add(place)
+            self._open_parts[place] = []
             events.append(
                 ("response.content_part.added", {**at, "content_index": 0, "part": empty})
             )
         at["content_index"], part = len(parts) - 1, parts[-1]
         if place in self._open_parts:
             if part.get("type") == "output_text":
+                part["text"] = (part.get("text") or "") + "".join(self._open_parts[place])
                 if text:
                     part["text"] = text
                     said: Body = {"delta": text, "logprobs": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -254,6 +255,14 @@ def count_or_none(value: object) -> int | None:
     """Return a positive whole number; None for anything else."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return cast("int", value) if is_count else None
+
+
+def text_of(piece: bytes) -> str | None:
+    """Return what stands between the quotes of a text in JSON; None for what is no text."""
+    try:
+        return json.loads(b'"%b"' % piece) if b"\\" in piece else piece.decode()
+    except ValueError:
+        return None
 
 
 def items(value: object) -> list[Any]:
