@@ -12,7 +12,7 @@ from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.types import StateSnapshot
 
 from budgetguard_core import AdapterError, Budget, Guard, Trip
-from budgetguard_core.kit import Envelope, EnvelopeOptions, cut_short, entered, envelope_of
+from budgetguard_core.kit import CutShort, Envelope, EnvelopeOptions, entered, envelope_of
 from budgetguard_langgraph._closing import FOLD
 from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_reason
 from budgetguard_langgraph._pauses import Thread, with_outcome
@@ -140,6 +140,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         error: Exception | None = None
         cut: Trip | None = None
         parts: Any = self._astream(inner, given, call.config, call.options)
+        cutting = CutShort(run)
         try:
             if opened is not None:
                 await self.abulk_update_state(call.address, opened)
@@ -149,7 +150,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             while True:
                 chunk: Any = _NOTHING
                 # One pull after the other in this very task: its context is the run's.
-                with entered(call.frame), cut_short(run) as watch:
+                with entered(call.frame), cutting as watch:
                     chunk = await anext(parts, _NOTHING)
                 if watch is not None and watch.trip is not None:
                     cut = watch.trip
@@ -166,6 +167,8 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
                 await parts.aclose()
             await run.in_thread(partial(call.fail, left))
             raise
+        finally:
+            cutting.close()
         with entered(call.frame), suppress(*STOPS):
             await parts.aclose()
         trip = call.trip(error, cut)
