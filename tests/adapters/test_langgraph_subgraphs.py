@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from importlib.util import find_spec
 from typing import Annotated, Any, TypedDict
 
 import pytest
@@ -182,3 +183,41 @@ def test_a_subgraph_that_is_stopped_in_a_later_turn_keeps_the_turns_before():
     assert [one.content for one in result[: len(first)]] == [one.content for one in first]
     check_request(result)
     assert [one.content for one in result if one.type == "human"] == ["One.", "Two."]
+
+
+if find_spec("langgraph.channels.delta") is not None:  # later than the oldest supported release
+    from langgraph.channels.delta import DeltaChannel
+
+    def added(before, writes):
+        return [*(before or []), *(one for write in writes for one in write)]
+
+    class Deltas(MessagesState):
+        log: Annotated[list[str], DeltaChannel(added)]
+
+    class Outer(MessagesState):
+        log: list[str]
+
+    def test_a_subgraph_whose_state_is_not_in_one_checkpoint_begins_anew():
+        """Declared in the README."""
+        script = Script([says("x")])
+        model = StrictChat(script=script)
+
+        def step(name):
+            def work(state):
+                model.invoke([HumanMessage(name)])
+                return {"log": [name]}
+
+            return work
+
+        child = StateGraph(Deltas)
+        for name, before in zip("abc", [START, "a", "b"], strict=True):
+            child.add_node(name, step(name))
+            child.add_edge(before, name)
+        parent = StateGraph(Outer)
+        parent.add_node("child", child.compile())
+        parent.add_edge(START, "child")
+        graph = parent.compile(checkpointer=InMemorySaver())
+        config = thread()
+        bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
+        result = resume(graph, config, Budget(max_model_calls=9))
+        assert (result["log"], script.calls) == (["a", "b", "c"], 5)
