@@ -7,46 +7,15 @@ is: both are copied to the ids that take their place.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, cast
 
 from langgraph.types import StateSnapshot, StateUpdate
 
+from budgetguard_langgraph._flow import Flow
 from budgetguard_langgraph._seams import COPY, configuration
 
-_T = TypeVar("_T")
-
-Flow: TypeAlias = Generator[
-    tuple[Callable[..., Any], Callable[..., Awaitable[Any]], tuple[Any, ...]], Any, _T
-]
-"""Steps that are written once, each by what does it: blocking, awaited, and what it is given."""
-
 _COPY: Final = [[StateUpdate(None, COPY)]]
-
-
-def run(flow: Flow[_T]) -> _T:
-    """Take the steps of a flow one by one."""
-    answer: Any = None
-    while True:
-        try:
-            call, _, given = flow.send(answer)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        answer = call(*given)
-
-
-async def arun(flow: Flow[_T]) -> _T:
-    """Await the steps of a flow one by one."""
-    answer: Any = None
-    while True:
-        try:
-            _, call, given = flow.send(answer)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        answer = await call(*given)
 
 
 def go_back(graph: Any, saver: Any, config: Any) -> Flow[None]:

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
-from langgraph.types import StateSnapshot
+from langgraph.types import StateSnapshot, StateUpdate
 
-from budgetguard_core import AdapterError, Budget, Guard, Trip
-from budgetguard_core.kit import Envelope, EnvelopeOptions, cut_short, entered, envelope_of
+from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
+from budgetguard_core.kit import CutShort, Envelope, EnvelopeOptions, entered, envelope_of
 from budgetguard_langgraph._closing import FOLD
+from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_reason
 from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
@@ -48,17 +49,11 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             return
         *inner, terms = budgets
         call = Session(self, terms, given, config, options, told)
-        state = self._plain.get_state(call.address) if call.checkpointed else None
-        kept = call.thread.kept(call.slot) if call.checkpointed and call.goes_on else None
-        opened = call.begin(state, kept)
+        opened = run(self._opened(call))
         error: Exception | None = None
         parts: Any = None
         try:
-            if opened is not None:
-                self.bulk_update_state(call.address, opened)
-                rest = call.opened(self._plain.get_state(call.address))
-                if rest is not None:
-                    self.bulk_update_state(call.address, rest)
+            run(self._closed_before(call, opened))
             parts = self._stream(inner, given, call.config, call.options)
             while True:
                 # Not around the yield: what reads the stream is no part of the run.
@@ -80,22 +75,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         if trip is None:
             call.leave(call.conclude(None))
             return
-        if call.has_to_wait(trip):
-            call.wait()
-        call.graph_run.leave(error)
-        state = self._plain.get_state(call.address) if call.checkpointed else None
-        if state is not None and not call.stays_open(state):
-            if state.next:
-                self.bulk_update_state(call.address, [FOLD])
-                state = self._plain.get_state(call.address)
-            last = call.last_call(trip, state)
-            plan = call.close(trip, state, None if last is None else last.ask())
-            if plan is not None:
-                self.bulk_update_state(call.address, plan)
-        else:
-            last = call.last_call(trip, None)
-            call.close(trip, None, None if last is None else last.ask())
-        outcome = call.conclude(trip)
+        outcome = run(self._ended(call, trip, error))
         call.leave(outcome)
         yield from call.last_chunks(trip, outcome)
 
@@ -133,23 +113,18 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             return
         *inner, terms = budgets
         call = Session(self, terms, given, config, options, told)
-        state = await self._plain.aget_state(call.address) if call.checkpointed else None
-        kept = await call.thread.akept(call.slot) if call.checkpointed and call.goes_on else None
-        opened = call.begin(state, kept)
-        run = call.graph_run.run
+        opened = await arun(self._opened(call))
+        bounds = call.graph_run.run
         error: Exception | None = None
         cut: Trip | None = None
         parts: Any = self._astream(inner, given, call.config, call.options)
+        cutting = CutShort(bounds)
         try:
-            if opened is not None:
-                await self.abulk_update_state(call.address, opened)
-                rest = call.opened(await self._plain.aget_state(call.address))
-                if rest is not None:
-                    await self.abulk_update_state(call.address, rest)
+            await arun(self._closed_before(call, opened))
             while True:
                 chunk: Any = _NOTHING
                 # One pull after the other in this very task: its context is the run's.
-                with entered(call.frame), cut_short(run) as watch:
+                with entered(call.frame), cutting as watch:
                     chunk = await anext(parts, _NOTHING)
                 if watch is not None and watch.trip is not None:
                     cut = watch.trip
@@ -164,33 +139,68 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         except BaseException as left:
             with entered(call.frame):
                 await parts.aclose()
-            await run.in_thread(partial(call.fail, left))
+            await bounds.in_thread(partial(call.fail, left))
             raise
+        finally:
+            cutting.close()
         with entered(call.frame), suppress(*STOPS):
             await parts.aclose()
         trip = call.trip(error, cut)
         if trip is None:
-            await call.aleave(await run.in_thread(lambda: call.conclude(None)))
+            await call.aleave(await bounds.in_thread(lambda: call.conclude(None)))
             return
-        if call.has_to_wait(trip):
-            await asyncio.to_thread(call.wait)
-        call.graph_run.leave(error)
-        state = await self._plain.aget_state(call.address) if call.checkpointed else None
-        if state is not None and not call.stays_open(state):
-            if state.next:
-                await self.abulk_update_state(call.address, [FOLD])
-                state = await self._plain.aget_state(call.address)
-            last = call.last_call(trip, state)
-            plan = call.close(trip, state, None if last is None else await last.ask_async())
-            if plan is not None:
-                await self.abulk_update_state(call.address, plan)
-        else:
-            last = call.last_call(trip, None)
-            call.close(trip, None, None if last is None else await last.ask_async())
-        outcome = await run.in_thread(lambda: call.conclude(trip))
+        outcome = await arun(self._ended(call, trip, error))
         await call.aleave(outcome)
         for one in call.last_chunks(trip, outcome):
             yield one
+
+    # What both do before and after
+
+    def _opened(self, call: Session) -> Flow[list[list[StateUpdate]] | None]:
+        """Open the run; return what has to be written to its thread first, if anything."""
+        state = kept = None
+        if call.checkpointed:
+            state = yield self._plain.get_state, self._plain.aget_state, (call.address,)
+            if call.goes_on:
+                kept = yield call.thread.kept, call.thread.akept, (call.slot,)
+        return call.begin(state, kept)
+
+    def _closed_before(self, call: Session, opened: list[list[StateUpdate]] | None) -> Flow[None]:
+        """Close what a stopped run left open on the thread."""
+        write = self.bulk_update_state, self.abulk_update_state
+        if opened is None:
+            return
+        yield *write, (call.address, opened)
+        state = yield self._plain.get_state, self._plain.aget_state, (call.address,)
+        rest = call.opened(state)
+        if rest is not None:
+            yield *write, (call.address, rest)
+
+    def _ended(self, call: Session, trip: Trip, error: Exception | None) -> Flow[Outcome]:
+        """Close a stopped run, on its thread too, and end it."""
+        read = self._plain.get_state, self._plain.aget_state, (call.address,)
+        write = self.bulk_update_state, self.abulk_update_state
+        if call.has_to_wait(trip):
+            yield call.wait, partial(asyncio.to_thread, call.wait), ()
+        call.graph_run.leave(error)
+        state: StateSnapshot | None = None
+        if call.checkpointed:
+            state = yield read
+            if call.stays_open(state):
+                state = None
+        if state is not None and state.next:
+            yield *write, (call.address, [FOLD])
+            state = yield read
+        last = call.last_call(trip, state)
+        answer: str | None = None
+        if last is not None:
+            answer = yield last.ask, last.ask_async, ()
+        plan = call.close(trip, state, answer)
+        if plan is not None:
+            yield *write, (call.address, plan)
+        conclude = partial(call.conclude, trip)
+        outcome: Outcome = yield conclude, partial(call.graph_run.run.in_thread, conclude), ()
+        return outcome
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does, with a key `stop_reason`, also of a run that completed."""

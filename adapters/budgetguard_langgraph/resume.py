@@ -17,7 +17,8 @@ from budgetguard_langgraph._closing import (
     is_sent,
     replaced,
 )
-from budgetguard_langgraph._going_back import Flow, arun, go_back, run
+from budgetguard_langgraph._flow import Flow, arun, run
+from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._seams import ROOT, configuration

@@ -40,7 +40,7 @@ from budgetguard_core.kit.usage import (
     reported_cost,
     token_usage,
 )
-from budgetguard_core.kit.watch import Watch, cut_short, supervised
+from budgetguard_core.kit.watch import CutShort, Watch, cut_short, supervised
 
 __all__ = [
     "ANSWER_NOW",
@@ -49,6 +49,7 @@ __all__ = [
     "PROGRESS_TOOL",
     "Answer",
     "Batch",
+    "CutShort",
     "Envelope",
     "EnvelopeOptions",
     "Frame",

@@ -45,6 +45,7 @@ class Watch:
         self._patience = PATIENCE
         self._timer: _Timer | None = None
         self._closed = False
+        self._held = self._missed = False
         self._lock = threading.Lock()
         self.trip: Trip | None = None
         try:
@@ -63,6 +64,23 @@ class Watch:
         self._forget()
         # It holds this, and this what the work has brought: not until a garbage collection.
         self._forget = _nothing
+
+    def hold(self) -> None:
+        """Cut nothing until `go_on`."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """Watch again, and look soon at what passed meanwhile."""
+        self._held = False
+        if self._missed:
+            self._missed = False
+            self._look_in(0)
+        elif self._timer is None:
+            self._arm()
+
+    def is_of(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Tell whether it watches on this event loop."""
+        return self._loop is loop
 
     def _arm(self) -> None:
         left = self._run.time_left()
@@ -90,6 +108,9 @@ class Watch:
         # An abort may have been on its way from another thread when the work ended.
         if self._closed or self.trip is not None:
             return
+        if self._held:
+            self._missed = True
+            return
         if not self._run.aborted and self._run.time_left():
             self._arm()
             return
@@ -106,6 +127,65 @@ def _nothing() -> None:
     """There is nothing to forget any more."""
 
 
+class CutShort:
+    """Cancels what a task does in blocks that follow each other, when the run ends.
+
+    As `cut_short` does in one block, with one watch for all of them: of what is between them
+    nothing is cancelled. `close` it in the end.
+
+    Args:
+        run: The run to watch.
+    """
+
+    __slots__ = ("_earlier", "_run", "_task", "_watch")
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._watch: Watch | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._earlier = 0
+
+    def __enter__(self) -> Watch | None:
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:
+            task = None
+        if task is None:
+            return None
+        self._task, self._earlier = task, task.cancelling()
+        watch = self._watch
+        if watch is not None and watch.is_of(task.get_loop()):
+            watch.go_on()
+            return watch
+        self.close()
+        self._watch = watch = Watch(self._run, self._cut)
+        return watch
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        task, watch = self._task, self._watch
+        self._task = None
+        if task is None or watch is None:
+            return False
+        watch.hold()
+        if isinstance(error, asyncio.CancelledError):
+            return watch.trip is not None and task.uncancel() <= self._earlier
+        if error is None and watch.trip is not None:
+            # The work ended in the moment in which it was to be cut.
+            task.uncancel()
+        return False
+
+    def close(self) -> None:
+        """Stop watching; safe to call again."""
+        # Each holds the other: not until a garbage collection.
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _cut(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
 @contextmanager
 def cut_short(run: Run) -> Generator[Watch | None]:
     """Cancel what the current task does in this block when the run ends; None without a loop.
@@ -113,26 +193,12 @@ def cut_short(run: Run) -> Generator[Watch | None]:
     Leaving the block swallows that cancellation and no other, as `asyncio.timeout` does: ask
     `watch.trip`.
     """
+    cut = CutShort(run)
     try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    if task is None:
-        yield None
-        return
-    earlier = task.cancelling()
-    watch = Watch(run, task.cancel)
-    try:
-        yield watch
-    except asyncio.CancelledError:
-        if watch.trip is None or task.uncancel() > earlier:
-            raise
-    else:
-        # The work ended in the moment in which it was to be cut.
-        if watch.trip is not None:
-            task.uncancel()
+        with cut as watch:
+            yield watch
     finally:
-        watch.close()
+        cut.close()
 
 
 async def supervised(run: Run, work: asyncio.Task[Any]) -> Trip | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
+from importlib.util import find_spec
 from typing import Annotated, Any, TypedDict
 
 import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.types import Send
+from langgraph.types import Command, Send, interrupt
 
 import langgraph_graphs as graphs
 from budgetguard_core import Budget
@@ -115,3 +118,106 @@ async def test_tasks_of_a_send_that_are_graphs_are_closed_and_go_on_where_they_w
     assert script.calls == 8
     assert set(answered.values()) == {1}
     assert [one.content for one in result["messages"]] == ["Go."]
+
+
+@pytest.mark.parametrize("child", ["plain", "bounded"])
+def test_new_objects_on_a_file_go_on_too(tmp_path, child):
+    script = asks()
+
+    def made(saver):
+        inner = agent(script)
+        if child == "bounded":
+            inner = bounded(inner, Budget(max_model_calls=50))
+        return inside(inner, 2, saver)
+
+    config = thread()
+    path = str(tmp_path / "threads.sqlite3")
+    with SqliteSaver.from_conn_string(path) as saver:
+        bounded(made(saver), Budget(max_model_calls=2)).invoke(user(), config)
+    with SqliteSaver.from_conn_string(path) as saver:
+        resume(made(saver), config, Budget(max_model_calls=1))
+    with SqliteSaver.from_conn_string(path) as saver:
+        result = resume(made(saver), config, Budget(max_model_calls=9))
+    assert script.calls == ANSWERS + 1
+    assert [str(n) for n in range(ANSWERS)] == graphs.BODIES
+    check_request(result["messages"])
+    assert result["messages"][-1].content == "Done."
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3])
+def test_a_question_inside_of_a_subgraph_is_asked_after_the_stop_and_answered(cap):
+    @tool
+    def ask(value: str = "") -> str:
+        """Ask a person."""
+        return f"the person said {interrupt(value)}"
+
+    asked = [Call("search", "a"), Call("search", "b"), Call("ask", "?")]
+    script = Script([*map(calls, asked), says("Done.")])
+    child = create_agent(StrictChat(script=script), [search, ask])
+    graph = inside(child, 2, InMemorySaver())
+    config = thread()
+    result = bounded(graph, Budget(max_model_calls=cap)).invoke(user(), config)
+    if cap < 3:
+        assert "__interrupt__" not in result
+        result = resume(graph, config, Budget(max_model_calls=9))
+    assert [one.value for one in result["__interrupt__"]] == ["?"]
+    made = bounded(graph, Budget(max_model_calls=9))
+    result = made.invoke(Command(resume="yes"), config)
+    assert script.calls == 4
+    assert graphs.BODIES == ["a", "b"]
+    assert result["messages"][-2].content == "the person said yes"
+    check_request(result["messages"])
+
+
+def test_a_subgraph_that_is_stopped_in_a_later_turn_keeps_the_turns_before():
+    script = asks(2)
+    graph = inside(agent(script), 1, InMemorySaver())
+    config = thread()
+    made = bounded(graph, Budget(max_model_calls=9))
+    first = made.invoke(user("One."), config)["messages"]
+    script = asks(2)
+    again = inside(agent(script), 1, graph.checkpointer)
+    bounded(again, Budget(max_model_calls=1)).invoke(user("Two."), config)
+    result = resume(again, config, Budget(max_model_calls=9))["messages"]
+    assert script.calls == 3
+    assert [one.content for one in result[: len(first)]] == [one.content for one in first]
+    check_request(result)
+    assert [one.content for one in result if one.type == "human"] == ["One.", "Two."]
+
+
+if find_spec("langgraph.channels.delta") is not None:  # later than the oldest supported release
+    from langgraph.channels.delta import DeltaChannel
+
+    def added(before, writes):
+        return [*(before or []), *(one for write in writes for one in write)]
+
+    class Deltas(MessagesState):
+        log: Annotated[list[str], DeltaChannel(added)]
+
+    class Outer(MessagesState):
+        log: list[str]
+
+    def test_a_subgraph_whose_state_is_not_in_one_checkpoint_begins_anew():
+        """Declared in the README."""
+        script = Script([says("x")])
+        model = StrictChat(script=script)
+
+        def step(name):
+            def work(state):
+                model.invoke([HumanMessage(name)])
+                return {"log": [name]}
+
+            return work
+
+        child = StateGraph(Deltas)
+        for name, before in zip("abc", [START, "a", "b"], strict=True):
+            child.add_node(name, step(name))
+            child.add_edge(before, name)
+        parent = StateGraph(Outer)
+        parent.add_node("child", child.compile())
+        parent.add_edge(START, "child")
+        graph = parent.compile(checkpointer=InMemorySaver())
+        config = thread()
+        bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
+        result = resume(graph, config, Budget(max_model_calls=9))
+        assert (result["log"], script.calls) == (["a", "b", "c"], 5)

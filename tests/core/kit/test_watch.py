@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from budgetguard_core import Budget, Mode, StopReason
-from budgetguard_core.kit import Envelope, Watch, cut_short, supervised
+from budgetguard_core.kit import CutShort, Envelope, Watch, cut_short, supervised
 from budgetguard_core.kit import watch as watching
 
 SOON = 0.05
@@ -238,3 +238,54 @@ def test_a_watch_that_is_closed_looks_no_more():
     watch._look()  # it was on its way when the watch was closed
     assert watch._timer is timer
     assert cuts == []
+
+
+async def test_of_blocks_that_follow_each_other_the_next_is_cut_and_nothing_between():
+    run = opened(Budget())
+    cutting = CutShort(run)
+    with cutting as watch:
+        await asyncio.sleep(0)
+    run.guard.abort()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert watch.trip is None
+    async with asyncio.timeout(5):
+        with cutting as watch:
+            await forever()
+    assert watch.trip.reason is StopReason.ABORTED
+    assert asyncio.current_task().cancelling() == 0
+    cutting.close()
+
+
+async def test_the_deadline_that_passes_between_blocks_cuts_the_next():
+    run = opened(Budget(max_seconds=SOON))
+    cutting = CutShort(run)
+    with cutting:
+        pass
+    async with asyncio.timeout(5):
+        while run.time_left():
+            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        with cutting as watch:
+            await forever()
+    assert watch.trip.reason is StopReason.MAX_SECONDS
+    cutting.close()
+
+
+def test_blocks_on_one_event_loop_after_the_other_are_each_cut():
+    run = opened(Budget())
+    cutting = CutShort(run)
+
+    async def block():
+        async with asyncio.timeout(5):
+            with cutting as watch:
+                asyncio.get_running_loop().call_soon(run.guard.abort)
+                await forever()
+        return watch.trip
+
+    async def nothing():
+        with cutting as watch:
+            return watch.trip
+
+    assert asyncio.run(nothing()) is None
+    assert asyncio.run(block()).reason is StopReason.ABORTED
+    cutting.close()
