@@ -150,6 +150,8 @@ def test_below_every_mark_nothing_holds_and_no_warning_is_due(budget, counters, 
         and counters.cost < marks.cost
         and ns < marks.nanoseconds
     )
+    if far_from_caps((counters,), ns, 0, 0):
+        assert below
     if below:
         assert due_warnings(counters, ns) == []
         assert counters.fits_tool_calls(ns)

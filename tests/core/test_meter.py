@@ -200,3 +200,16 @@ def test_dollars_cut_a_completion_at_the_price_of_the_calls_own_tier(input_token
     )
     assert isinstance(ticket, Admit)
     assert (ticket.max_output_tokens, ticket.clamped_by) == (admitted, "max_cost_usd")
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+def test_a_run_that_only_looks_on_leaves_the_bounds_of_those_above_it(mode):
+    outer = Guard(Budget(max_total_tokens=100), mode=mode)
+    advisory = outer.child(Budget(max_model_calls=1), mode="observe")
+    for _ in range(3):
+        spend(advisory)
+    assert advisory.observed_trip is not None
+    ticket = advisory.admit_model_call(ModelCall(input_tokens=10, max_output_tokens=500))
+    assert isinstance(ticket, Admit)
+    assert outer.usage.reserved_tokens == 100
+    assert outer.observed_trip is None
