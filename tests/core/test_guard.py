@@ -1558,3 +1558,30 @@ def test_the_log_says_what_failed_by_its_kind_alone(make):
     failed = [event.error for event in events if getattr(event, "error", None)]
     assert failed == ["error", "error", "OSError", "OSError"]
     assert "secret" not in str(events)
+
+
+def test_a_handoff_after_the_stop_is_stopped_by_the_same_trip(make):
+    guard = make(Budget(max_tool_calls=1))
+    calls = [ToolCall(name=name) for name in ("read", "read")] + [
+        ToolCall(name="to_b", kind="handoff")
+    ]
+    admitted, *stops = guard.admit_tool_calls(calls)
+    assert isinstance(admitted, Admit)
+    assert [stop.trip for stop in stops] == [guard.trip] * 2
+
+
+def test_a_correction_is_what_the_refused_call_says_and_what_the_log_has(make):
+    events = []
+    guard = make(sinks=[events.append])
+    for _ in range(3):
+        use(guard, "read")
+    refused = use(guard, "read")
+    assert isinstance(refused, Refuse)
+    assert refused.detail == refused.message
+    assert refused.message.startswith("You have called read with these arguments 3 times")
+    guard = make(sinks=[events.append])
+    for _ in range(3):
+        use(guard, "read")
+    nudge = guard.admit_model_call()
+    assert isinstance(nudge, Nudge)
+    assert [event.nudge for event in events if hasattr(event, "nudge")] == [nudge.message]
