@@ -232,6 +232,13 @@ def test_the_nudge_names_the_tools_of_the_cycle():
     )
 
 
+def test_the_nudge_names_each_call_of_the_cycle():
+    detector = make()
+    for path in ("a", "b", "a", "b", "a"):
+        detector.observe("read", path, "")
+    assert "a circle of the same 2 calls (read, read)" in detector.nudge()
+
+
 def test_the_nudge_of_mixed_repetition_names_what_was_repeated():
     detector = make()
     for tool in ("a", "b", "c", "b", "c", "c", "b"):
@@ -968,6 +975,13 @@ def damaged():
         yield {**sound, name: value}
     for name in sound:
         yield {key: value for key, value in sound.items() if key != name}
+    one = make()
+    one.observe("a", "b", "c")
+    one.observe_reply("a", "yes")
+    for wrong in ([1, "b", "c"], ["a", 1, "c"], ["a", "b", 1]):
+        yield {**one.state(), "seen": [wrong], "recent": [wrong]}
+    for wrong in ([1, "yes"], ["a", 1]):
+        yield {**one.state(), "said": [wrong], "replies": [wrong]}
     fresh = make().state()
     yield {**fresh, "rows": {**rows, "stale": [1, 0], "replies": [0, 0]}}
     yield {**fresh, "rows": {**rows, "stale": [0, 0], "replies": [1, 0]}}
