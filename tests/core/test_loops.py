@@ -471,6 +471,13 @@ def test_the_same_call_with_the_same_error_counts_across_the_users_turns():
     assert detector.tripped
 
 
+def test_a_call_that_fails_with_what_it_returned_before_is_stale():
+    detector = make(nudge_after=1)
+    detector.observe("fetch", "a", "r")
+    detector.observe("fetch", "a", "r", error="e")
+    assert detector.due
+
+
 def test_a_test_that_fails_the_same_way_after_every_edit_is_left_alone():
     detector = make()
     for edit in range(50):
