@@ -24,7 +24,7 @@ class Quota:
 
     __slots__ = ("limit", "pattern", "used")
 
-    def __init__(self, pattern: str, limit: int, used: int = 0) -> None:
+    def __init__(self, pattern: str, limit: int, used: int) -> None:
         self.pattern = pattern
         self.limit = limit
         self.used = used

@@ -33,8 +33,10 @@ from budgetguard_core import (
     end_run,
     replay,
 )
+from budgetguard_core.breakers import VelocityLimits
 from budgetguard_core.events import ContextWindowNearlyFull, LimitNearlyReached
 from budgetguard_core.testing import ManualClock
+from budgetguard_core.usage import MOST_TOKENS
 
 DIME = Decimal("0.10")
 BOOK = PriceBook(
@@ -1475,3 +1477,111 @@ def test_a_recorded_warning_counts_only_at_the_same_cap(make):
     guard.note_warning("run_id", "r")
     guard.note_warning("max_total_tokens", 90)
     assert guard.warnings == ()
+
+
+# --- what is asked, at its bounds -----------------------------------------------------------
+
+
+def test_who_serves_a_model_decides_its_price(make):
+    guard = make(Budget(max_cost_usd=1), price_book=PriceBook())
+    assert isinstance(guard.admit_model_call(ModelCall(model="gpt-4o")), Admit)
+    stop = guard.admit_model_call(ModelCall(model="gpt-4o", provider="ollama"))
+    assert reasons(stop) == ["unpriced_model"]
+    guard = make(Budget(max_cost_usd=1, on_unpriced="count_zero"), price_book=PriceBook())
+    ticket = guard.admit_model_call(ModelCall(model="no-such-model", provider="ollama"))
+    guard.settle_model_call(ticket, TokenUsage(10**6, 0), model="gpt-4o")
+    assert (guard.usage.cost_usd, guard.usage.unpriced_calls) == (0, 1)
+
+
+@pytest.mark.parametrize("model", [7, ["m"], b"m"])
+def test_a_model_that_is_no_name_is_said_to_be_what_it_is(make, model):
+    kind = type(model).__name__
+    with pytest.raises(ConfigurationError, match=f"must be a model's name, got {kind}"):
+        make().admit_model_call(ModelCall(model=model))
+
+
+@pytest.mark.parametrize("field", ["input_tokens", "min_output_tokens", "max_output_tokens"])
+def test_a_projection_may_be_as_large_as_a_usage(make, field):
+    assert isinstance(make().admit_model_call(ModelCall(**{field: MOST_TOKENS})), Admit)
+    with pytest.raises(ConfigurationError, match=f"<= {MOST_TOKENS}, got {MOST_TOKENS + 1}"):
+        make().admit_model_call(ModelCall(**{field: MOST_TOKENS + 1}))
+
+
+@pytest.mark.parametrize(
+    ("budget", "call", "admitted"),
+    [
+        (Budget(max_total_tokens=100), {"input_tokens": 10}, 90),
+        (Budget(max_cost_usd=Decimal("0.0001")), {"model": "m", "input_tokens": 20}, 40),
+    ],
+)
+def test_a_bound_that_can_be_cut_to_fit_is_no_reason_to_warn(make, budget, call, admitted):
+    guard = make(budget)
+    ticket = guard.admit_model_call(ModelCall(max_output_tokens=500, **call))
+    assert (ticket.max_output_tokens, guard.warnings) == (admitted, ())
+
+
+def test_a_warning_of_a_projection_has_the_time_of_its_call(make, clock):
+    seen = []
+    guard = make(
+        Budget(max_total_tokens=100), on_warning=lambda guard, event: seen.append(event.at_ns)
+    )
+    guard.admit_model_call()
+    clock.advance(3)
+    guard.admit_model_call(ModelCall(input_tokens=200))
+    assert seen == [3 * 10**9]
+
+
+def test_caps_hold_beside_breakers(make):
+    guard = make(Budget(max_iterations=2, velocity=VelocityLimits(max_tokens_per_minute=10**6)))
+    assert [type(spend(guard)) for _ in range(3)] == [Admit, Admit, Stop]
+
+
+def test_refused_calls_with_other_arguments_are_no_repetition(make):
+    guard = make(Budget(tool_quotas={"send": 1}))
+    use(guard, "send")
+    for number in range(10):
+        assert isinstance(use(guard, "send", arguments={"to": number}), Refuse)
+        assert type(spend(guard)) is Admit
+    for _ in range(2):
+        use(guard, "send", arguments={"to": 0})
+    assert isinstance(spend(guard), Admit)
+    use(guard, "send", arguments={"to": 0})
+    assert isinstance(spend(guard), Nudge)
+
+
+def test_the_log_says_what_failed_by_its_kind_alone(make):
+    events = []
+    guard = make(sinks=[events.append])
+    for error in ("no such secret", OSError("no such secret")):
+        guard.settle_model_call(guard.admit_model_call(), error=error)
+        guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="read")), error=error)
+    failed = [event.error for event in events if getattr(event, "error", None)]
+    assert failed == ["error", "error", "OSError", "OSError"]
+    assert "secret" not in str(events)
+
+
+def test_a_handoff_after_the_stop_is_stopped_by_the_same_trip(make):
+    guard = make(Budget(max_tool_calls=1))
+    calls = [ToolCall(name=name) for name in ("read", "read")] + [
+        ToolCall(name="to_b", kind="handoff")
+    ]
+    admitted, *stops = guard.admit_tool_calls(calls)
+    assert isinstance(admitted, Admit)
+    assert [stop.trip for stop in stops] == [guard.trip] * 2
+
+
+def test_a_correction_is_what_the_refused_call_says_and_what_the_log_has(make):
+    events = []
+    guard = make(sinks=[events.append])
+    for _ in range(3):
+        use(guard, "read")
+    refused = use(guard, "read")
+    assert isinstance(refused, Refuse)
+    assert refused.detail == refused.message
+    assert refused.message.startswith("You have called read with these arguments 3 times")
+    guard = make(sinks=[events.append])
+    for _ in range(3):
+        use(guard, "read")
+    nudge = guard.admit_model_call()
+    assert isinstance(nudge, Nudge)
+    assert [event.nudge for event in events if hasattr(event, "nudge")] == [nudge.message]

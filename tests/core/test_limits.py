@@ -150,6 +150,8 @@ def test_below_every_mark_nothing_holds_and_no_warning_is_due(budget, counters, 
         and counters.cost < marks.cost
         and ns < marks.nanoseconds
     )
+    if far_from_caps((counters,), ns, 0, 0):
+        assert below
     if below:
         assert due_warnings(counters, ns) == []
         assert counters.fits_tool_calls(ns)
@@ -271,6 +273,37 @@ def test_what_cannot_be_charged_is_said_in_a_sentence():
     )
 
 
+@pytest.mark.parametrize(
+    ("dimension", "mark"),
+    [
+        ("max_iterations", "iterations"),
+        ("max_model_calls", "model_calls"),
+        ("max_tool_calls", "tool_calls"),
+        ("max_total_tokens", "tokens"),
+        ("max_seconds", "nanoseconds"),
+        ("max_cost_usd", "cost"),
+    ],
+)
+def test_a_dimension_that_was_warned_of_is_looked_at_from_its_cap_on(dimension, mark):
+    caps = Caps(Budget(**{dimension: 10}))
+    full = getattr(caps, mark)
+    assert getattr(Marks(caps, ()), mark) == full * 4 // 5
+    assert getattr(Marks(caps, {dimension: None}), mark) == full
+
+
+@pytest.mark.parametrize(
+    ("reserve", "tokens", "dollars"),
+    [
+        (FinalizeReserve(tokens=3), 7, 10),
+        (FinalizeReserve(cost_usd=3), 10, 7),
+        (FinalizeReserve(tokens=3, cost_usd=1), 7, 9),
+    ],
+)
+def test_only_what_is_kept_back_is_taken_off_the_caps(reserve, tokens, dollars):
+    caps = Caps(Budget(max_total_tokens=10, max_cost_usd=10, finalize_reserve=reserve))
+    assert (caps.tokens, caps.cost) == (tokens, dollars * FEMTO)
+
+
 @pytest.mark.parametrize("limit", [5, 10, 25, 100, 1000, 10**6])
 def test_eighty_per_cent_are_not_missed_by_rounding(limit):
     assert Marks(Caps(Budget(max_iterations=limit)), ()).iterations == limit * 4 // 5
@@ -314,6 +347,12 @@ def test_quotas_are_found_by_name_pattern_and_class(name, patterns):
     )
     assert {quota.pattern for quota in caps.quotas_of(name)} == patterns
     assert caps.quotas_of(name) == caps.quotas_of(name)  # the same quotas, not copies of them
+
+
+def test_a_tool_without_a_class_has_none():
+    caps = Caps(Budget(tool_quotas={"*/read": 1, "files/*": 1}, tool_classes={"read_*": "files"}))
+    assert [caps.class_of(name) for name in ("read_file", "write", "")] == ["files", "", ""]
+    assert {quota.pattern for quota in caps.quotas_of("read_file")} == {"files/*"}
 
 
 def test_every_reason_has_its_place():

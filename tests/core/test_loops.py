@@ -38,6 +38,7 @@ fixed = settings(derandomize=True, deadline=None, max_examples=150, database=Non
         ({"nudge_after_replies": 9}, r"^stop_after_replies must be > nudge_after_replies=9, got 4"),
         ({"stop_after_replies": 0}, r"^stop_after_replies must be a whole number >= 1, got 0\."),
         ({"window": 7}, r"window must be a whole number from 8 to 4096, got 7\. Leave"),
+        ({"window": 4097}, r"window must be .*, got 4097\."),
         ({"window": 8.0}, r"window must be .*, got 8\.0\."),
         ({"exempt": "poll_*"}, r"exempt must be a list of names, got 'poll_\*'\. Use \["),
         ({"exempt": [""]}, r"exempt must be a list of names"),
@@ -53,7 +54,24 @@ def test_a_setting_that_makes_no_sense_is_one_sentence(fields, sentence):
     assert "\n" not in str(caught.value)
 
 
+def test_each_setting_that_makes_no_sense_has_a_line():
+    with pytest.raises(ConfigurationError) as caught:
+        LoopDetection(nudge_after=0, window=7, nudges=1)
+    lines = str(caught.value).split("\n")
+    assert [line.split()[0] for line in lines] == ["nudge_after", "window", "nudges"]
+    assert all(line.endswith(".") for line in lines)
+
+
+def test_the_smallest_and_the_largest_window():
+    assert [LoopDetection(window=window).window for window in (8, 4096)] == [8, 4096]
+
+
 # The detector
+
+
+def test_a_detector_begins_with_nothing_to_say():
+    detector = make()
+    assert (detector.due, detector.tripped, detector.nudge()) == (False, False, None)
 
 
 def make(**fields):
@@ -172,6 +190,21 @@ def test_a_cycle_is_oscillation(period):
     assert all(f"tool_{place}" in violation.detail for place in range(period))
 
 
+@pytest.mark.parametrize("before", range(20))
+def test_a_cycle_is_found_whatever_went_before_it(before):
+    detector = make(window=8)
+    new = [(f"before_{step}", "r") for step in range(before)]
+    assert feed(detector, [*new, *((f"tool_{step % 4}", "r") for step in range(50))]) == before + 10
+    assert detector.violation().reason == "oscillation"
+
+
+def test_what_is_counted_are_the_calls_of_the_row():
+    detector = make()
+    for tool in ("a", "a", "b", "b", "b"):
+        detector.observe(tool, "", "")
+    assert detector.nudge().startswith("You have called b with these arguments 3 times")
+
+
 def test_a_cycle_longer_than_four_is_no_progress():
     detector = make()
     assert feed(detector, [(f"tool_{step % 5}", "r") for step in range(50)]) == 12
@@ -197,6 +230,13 @@ def test_the_nudge_names_the_tools_of_the_cycle():
         "You are going round in a circle of the same 2 calls (verify, analyse), and they bring "
         "the same results each time; try another approach, or report what blocks you."
     )
+
+
+def test_the_nudge_names_each_call_of_the_cycle():
+    detector = make()
+    for path in ("a", "b", "a", "b", "a"):
+        detector.observe("read", path, "")
+    assert "a circle of the same 2 calls (read, read)" in detector.nudge()
 
 
 def test_the_nudge_of_mixed_repetition_names_what_was_repeated():
@@ -356,6 +396,17 @@ def test_a_name_cannot_write_into_the_sentence(name, shown):
     assert (shown if name else "assistant") in detector.nudge()
 
 
+def test_a_name_of_64_characters_is_shown_in_whole():
+    detector = make()
+    name = "x" * 64
+    for _ in range(3):
+        detector.observe(name, "", "")
+    assert name in detector.nudge()
+    for _ in range(3):
+        detector.observe_reply(name, "yes")
+    assert name in detector.nudge()
+
+
 def test_long_names_are_cut_and_still_told_apart():
     detector = make()
     for count in range(20):
@@ -418,6 +469,13 @@ def test_the_same_call_with_the_same_error_counts_across_the_users_turns():
         assert not detector.tripped
     fail(detector, "fetch", "a", "not found")
     assert detector.tripped
+
+
+def test_a_call_that_fails_with_what_it_returned_before_is_stale():
+    detector = make(nudge_after=1)
+    detector.observe("fetch", "a", "r")
+    detector.observe("fetch", "a", "r", error="e")
+    assert detector.due
 
 
 def test_a_test_that_fails_the_same_way_after_every_edit_is_left_alone():
@@ -521,6 +579,21 @@ def test_two_agents_that_say_the_same_to_each_other_are_stopped():
         "4 replies in a row were made before, word for word, stop_after_replies=4; "
         "cycle of 2: Analyzer, Verifier"
     )
+
+
+def test_replies_that_repeat_without_a_cycle_are_stopped():
+    detector = make()
+    replies = [(speaker, "I agree.") for speaker in "ABCBACAB"]
+    assert talk(detector, replies) == (
+        7,
+        [
+            "The latest replies (B, A) were all made before, word for word; try another approach, "
+            "or report what blocks you."
+        ],
+    )
+    violation = detector.violation()
+    assert violation.reason == "no_progress"
+    assert violation.detail.endswith("stop_after_replies=4; latest: B, A, C")
 
 
 @pytest.mark.parametrize("speaker", [None, "writer"])
@@ -853,6 +926,33 @@ def test_a_state_is_judged_by_the_settings_it_is_loaded_under():
     assert patient.state()["fresh"] == 2
 
 
+def test_every_state_can_be_loaded_again_and_goes_on():
+    steps = [
+        lambda detector: detector.observe("a", "b", "c"),
+        lambda detector: fail(detector, "a", "b", "denied"),
+        lambda detector: fail(detector, "a", "b", "denied"),
+        lambda detector: fail(detector, "x", "y", "denied"),
+        lambda detector: detector.observe("a", "b", "c"),
+        lambda detector: detector.user_turn(),
+        lambda detector: detector.observe_reply("a", "yes"),
+        lambda detector: detector.observe_reply("a", "yes"),
+        lambda detector: fail(detector, "a", "b", "denied"),
+        lambda detector: detector.nudge(),
+    ]
+    for start in range(len(steps)):
+        detector = make(nudge_after=1, nudge_after_errors=1, nudge_after_replies=1)
+        for step in [*steps[start:], *steps[:start], lambda detector: None]:
+            stored = json.loads(json.dumps(detector.state()))
+            again = LoopDetector.from_state(
+                LoopDetection(nudge_after=1, nudge_after_errors=1, nudge_after_replies=1), stored
+            )
+            assert again.state() == stored
+            assert (again.due, again.tripped) == (detector.due, detector.tripped)
+            step(detector)
+            step(again)
+            assert again.state() == detector.state()
+
+
 def damaged():
     detector = make()
     for _ in range(4):
@@ -882,6 +982,13 @@ def damaged():
         yield {**sound, name: value}
     for name in sound:
         yield {key: value for key, value in sound.items() if key != name}
+    one = make()
+    one.observe("a", "b", "c")
+    one.observe_reply("a", "yes")
+    for wrong in ([1, "b", "c"], ["a", 1, "c"], ["a", "b", 1]):
+        yield {**one.state(), "seen": [wrong], "recent": [wrong]}
+    for wrong in ([1, "yes"], ["a", 1]):
+        yield {**one.state(), "said": [wrong], "replies": [wrong]}
     fresh = make().state()
     yield {**fresh, "rows": {**rows, "stale": [1, 0], "replies": [0, 0]}}
     yield {**fresh, "rows": {**rows, "stale": [0, 0], "replies": [1, 0]}}
@@ -892,5 +999,7 @@ def damaged():
 
 @pytest.mark.parametrize("state", list(damaged()))
 def test_a_damaged_state_is_refused(state):
-    with pytest.raises(ValueError, match="state of a loop detector must be what state"):
+    with pytest.raises(ValueError, match="state of a loop detector must be what state") as caught:
         LoopDetector.from_state(LoopDetection(), state)
+    assert str(caught.value).endswith(". Use a new LoopDetector to go on without it.")
+    assert f"got {state!r}"[:60] in str(caught.value)
