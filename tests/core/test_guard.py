@@ -1585,3 +1585,18 @@ def test_a_correction_is_what_the_refused_call_says_and_what_the_log_has(make):
     nudge = guard.admit_model_call()
     assert isinstance(nudge, Nudge)
     assert [event.nudge for event in events if hasattr(event, "nudge")] == [nudge.message]
+
+
+def test_arguments_that_mean_nothing_do_not_make_a_call_another(make):
+    guard = make()
+    for number in range(3):
+        use(guard, "read", arguments={"path": "a", "request_id": number})
+    assert isinstance(guard.admit_model_call(), Nudge)
+
+
+def test_a_model_call_is_withdrawn_once(make):
+    guard = make()
+    ticket = guard.admit_model_call()
+    assert guard.withdraw_model_call(ticket) is True
+    assert guard.withdraw_model_call(ticket) is False
+    assert guard.usage.model_calls == 0
