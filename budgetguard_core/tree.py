@@ -150,13 +150,13 @@ class Tree:
         # through just before it let go.
         outbox, delivery = self.outbox, self.delivery
         while outbox and delivery.acquire(wait):
-            if self.delivering:
-                # A listener acted on its guard: the loop that called it goes on with the event,
-                # or the sinks after it would see this event before the one it listened to.
-                delivery.release()
-                return
-            self.delivering = True
+            within = self.delivering
             try:
+                if within:
+                    # A listener acted on its guard: the loop that called it goes on with the event,
+                    # or the sinks after it would see this event before the one it listened to.
+                    return
+                self.delivering = True
                 while outbox:
                     event = outbox.pop(0)
                     for sink in self.sinks:
@@ -165,7 +165,7 @@ class Tree:
                         except Exception as error:
                             self.report(f"sink {type(sink).__name__}", error)
             finally:
-                self.delivering = False
+                self.delivering = within
                 delivery.release()
 
     def postpone(self, act: Callable[[], object]) -> bool:
