@@ -16,6 +16,7 @@ from budgetguard_langgraph._flow import Flow
 from budgetguard_langgraph._seams import COPY, configuration
 
 _COPY: Final = [[StateUpdate(None, COPY)]]
+_DELTAS: Final = "counters_since_delta_snapshot"
 
 
 def go_back(graph: Any, saver: Any, config: Any) -> Flow[None]:
@@ -74,6 +75,3 @@ def _placed(kept: Any, around: StateSnapshot, place: StateSnapshot) -> tuple[Any
     address = {"thread_id": own["thread_id"], "checkpoint_ns": namespace}
     versions = dict(kept.checkpoint["channel_versions"])
     return {"configurable": address}, kept.checkpoint, {**kept.metadata, "parents": above}, versions
-
-
-_DELTAS: Final = "counters_since_delta_snapshot"
