@@ -5,6 +5,18 @@ from collections import Counter
 
 import pytest
 
+from budgetguard_core.frame import FRAME
+
+
+@pytest.fixture(autouse=True)
+def _frame():
+    """A run that a test leaves behind would be around every test after it in this process."""
+    before = FRAME.get()
+    yield
+    left = FRAME.get()
+    FRAME.set(before)
+    assert left is before
+
 
 @pytest.fixture(scope="session")
 def anyio_backend():
