@@ -319,6 +319,10 @@ class RunControls(BrakedRun):
                     "reset needs a guard without a parent and without calls in flight, got "
                     f"{flying} in flight. Settle them first, or make a new Guard."
                 )
+            self._meter.begin(self.budget)
+            if self._breakers is not None:
+                self._breakers.begin()
+            self._standing.begin(self.budget, self.mode)
             self._begin()
             self._tree.errors.clear()
             self.outcome = None

@@ -190,11 +190,7 @@ class RunState:
         )
 
     def _begin(self) -> None:
-        """Put everything to its beginning."""
-        self._meter.begin(self.budget)
-        if self._breakers is not None:
-            self._breakers.begin()
-        self._standing.begin(self.budget, self.mode)
+        """Put what is the guard's own to its beginning."""
         self._earlier = _no_usage()
         self._records: list[tuple[str | None, str, str]] = []
         self._occurrences = Occurrences()
