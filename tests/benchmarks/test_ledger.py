@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import statistics
-import sys
 import time
 import uuid
 from decimal import Decimal
@@ -13,6 +12,7 @@ from decimal import Decimal
 import pytest
 
 import ledger_workers as workers
+from benchmarks.arms import executed
 from budgetguard_core import Guard, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_core.ledger.amounts import Amount
@@ -187,27 +187,6 @@ def test_a_hot_row_of_postgres_beside_a_bare_one(tmp_path):
     assert statistics.median(ratios) <= 3, ratios
 
 
-def instructions(act, times=200):
-    """Bytecode instructions of one call: a count that no other process can change."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    act()
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for _ in range(times):
-            act()
-    finally:
-        sys.settrace(before)
-    return count / times
-
-
 def steps(ledger):
     """A guarded step without a ledger, twice, and with a lease."""
     call = ModelCall(cost_usd=Decimal("0.0001"), input_tokens=100, max_output_tokens=100)
@@ -238,7 +217,7 @@ WHOLE = LeaseOptions(least_calls=10**6, most_calls=10**6)
 
 def test_instructions_of_a_guarded_step_with_a_lease_beside_one_without(tmp_path):
     with Ledger(Place("sqlite", tmp_path).url, daily_usd=10**6, options=WHOLE) as ledger:
-        found = {name: instructions(act) for name, act in steps(ledger).items()}
+        found = {name: executed(act, 200) for name, act in steps(ledger).items()}
     print(found)
     assert found["again"] == pytest.approx(found["without"], rel=0.02)
     assert found["lease"] <= 1.25 * found["without"]
