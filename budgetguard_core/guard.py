@@ -155,9 +155,7 @@ class Guard(RunRelations):
         if self._tenants and self._standing.trip is None:
             unknown = rates is None and call.cost_usd is None
             last = self if self._answered else None
-            charges = charge_ahead(
-                self._tenants, call, tokens, cost, unpriced=unknown, last_answer=last
-            )
+            charges = charge_ahead(self._tenants, call, tokens, cost, unknown, last)
         warnings: Sequence[Notice] = ()
         decision: ModelDecision | None = None
         with tree.lock:
@@ -331,7 +329,8 @@ class Guard(RunRelations):
                         now, ticket.call, rates, usage.input_tokens, warnings
                     )
         if ticket.charges:
-            settle_charges(ticket.charges, measured(cost or 0, used.total_tokens))
+            tokens = used.input_tokens + used.output_tokens
+            settle_charges(ticket.charges, measured(cost or 0, tokens))
             if (usage is None or cost is None) and not failed:
                 projected = (ticket.reserved_tokens, ticket.reserved_cost) != ticket.expected
                 for place in guard._tenants:

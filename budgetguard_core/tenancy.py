@@ -136,7 +136,6 @@ def charge_ahead(
     call: ModelCall,
     tokens: int,
     cost: int,
-    *,
     unpriced: bool,
     last_answer: Charged | None = None,
 ) -> Charges:
