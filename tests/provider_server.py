@@ -94,6 +94,8 @@ class ProviderServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes: the second would wait for the first to be acknowledged.
+    disable_nagle_algorithm = True
     server_ = None
 
     def log_message(self, *args):

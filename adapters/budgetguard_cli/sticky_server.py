@@ -113,6 +113,8 @@ class StickyServer:
 class _Handler(BaseHTTPRequestHandler):
     sticky: StickyServer
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes: the second would wait for the first to be acknowledged.
+    disable_nagle_algorithm = True
     timeout = 30
 
     def do_POST(self) -> None:
