@@ -320,7 +320,7 @@ class Guard(RunRelations):
                 tokens = used.total_tokens - ticket.reserved_tokens
                 dollars = (cost or 0) - ticket.reserved_cost
                 correct_model_call(guard._paced, ticket.breakers, now, tokens, dollars)
-            if (usage is None or cost is None) and not failed:
+            if (usage is None or (cost is None and guard._needs_price)) and not failed:
                 guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None and rates.context_window is not None:
                 full = usage.input_tokens >= rates.context_window * guard._warn_at

@@ -371,11 +371,24 @@ class RunState:
         not shrink while the time stands still (see `pause`).
         """
         with self._tree.lock:
-            now, left = self._now(), INFINITY
+            left = INFINITY
             for guard, meter in zip(self._line, self._asked, strict=True):
                 if guard.mode is Mode.ENFORCE:
-                    left = min(left, meter.caps.nanoseconds - meter.elapsed(now))
-        return None if left == INFINITY else max(left, 0) / 1_000_000_000
+                    cap = meter.caps.nanoseconds
+                    if cap != INFINITY:
+                        left = min(left, cap - meter.elapsed(self._now()))
+        if left == INFINITY:
+            return None
+        return left / 1_000_000_000 if left > 0 else 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline of this run or of an ancestor has passed."""
+        now = self._now()
+        for meter in self._asked:
+            if now >= meter.mark_at:
+                return self.time_left() == 0
+        return False
 
     # Checkpoints
 

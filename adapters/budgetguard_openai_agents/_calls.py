@@ -54,7 +54,7 @@ class _Copied(NamedTuple):
     """A tool, what it held when its copy was made, and the copy."""
 
     tool: Tool
-    held: dict[str, Any]
+    held: tuple[dict[str, Any], tuple[Any, ...]]
     copy: Tool
 
 
@@ -117,11 +117,11 @@ class ToolCalls:
         """Return a tool's copy, that of the turn before where the tool is what it was."""
         if not isinstance(tool, FunctionTool):
             return GATES.tool(tool)
-        before, held = known.get(id(tool)), dict(vars(tool))
+        before = known.get(id(tool))
         # The list may be changed in place.
-        held["tool_input_guardrails"] = list(tool.tool_input_guardrails or ())
+        held = vars(tool), tuple(tool.tool_input_guardrails or ())
         if before is None or before.tool is not tool or before.held != held:
-            before = _Copied(tool, held, GATES.tool(tool))
+            before = _Copied(tool, ({**held[0]}, held[1]), GATES.tool(tool))
         self._copies[id(tool)] = before
         return before.copy
 

@@ -140,8 +140,10 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
     listed = [(item, parts_of(item)) for item in items]
-    # A shell may be the provider's own.
-    answered = {held("call_id") for _, held in listed if _is_output(held("type"))} - {None}
+    answered: set[Any] = set()
+    if len(listed) > 1:
+        # A shell may be the provider's own.
+        answered = {held("call_id") for _, held in listed if _is_output(held("type"))} - {None}
     for item, held in listed:
         kind: ToolKind = "function"
         type_ = held("type")
@@ -159,8 +161,11 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
             call_id, kind = held("id"), "hosted"
         else:
             continue
-        given = (held(field) for field in _ARGUMENTS)
-        arguments = next((one for one in given if one is not None), None)
+        arguments = None
+        for name_of_arguments in _ARGUMENTS:
+            arguments = held(name_of_arguments)
+            if arguments is not None:
+                break
         call = ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
         found.append(Asked(item, call))
     return found

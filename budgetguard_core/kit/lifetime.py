@@ -166,7 +166,7 @@ class Lifetime:
     def has_to_end(self) -> bool:
         """Whether the run was aborted or its deadline has passed; `check` tells which."""
         for guard in self.guards:
-            if guard.cancellation.cancelled or housekeeping_for(guard).time_left() == 0:
+            if guard.cancellation.cancelled or housekeeping_for(guard).is_late:
                 return True
         return False
 

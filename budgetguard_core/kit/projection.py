@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 from pydantic import BaseModel, TypeAdapter
 
 from budgetguard_core.kit.media import NAMED, block_tokens, data_tokens, named_tokens
-from budgetguard_core.kit.records import MODEL, fields_of, part
+from budgetguard_core.kit.records import MODEL, fields_of, kind_of, part
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 _MESSAGE_TOKENS: Final = 5
@@ -91,18 +91,18 @@ def estimate(content: object) -> int:
         content: In the format of any provider or framework, as plain data or objects.
     """
     total = 0
-    parts = [content]
+    parts: list[Any] = [content]
     for one in islice(parts, _MOST_PARTS):  # which grow meanwhile
         # Nearly every part is one of these, and is known by its type alone.
-        kind = type(one)
+        kind = kind_of(one)
         if kind is dict:
-            total += _estimate_fields(cast("dict[Any, Any]", one), parts)
+            total += _estimate_fields(one, parts)
             continue
-        if kind is str and cast("str", one)[:5] != "data:":
-            total += estimate_tokens(cast("str", one)) if one else 0
+        if kind is str and one[:5] != "data:":
+            total += estimate_tokens(one) if one else 0
             continue
         if kind is list:
-            parts += cast("list[object]", one)
+            parts += one
             continue
         if type(kind) is MODEL:
             total += _estimate_fields(cast("Mapping[Any, Any]", fields_of(one)), parts)
