@@ -16,7 +16,7 @@ from budgetguard_core.charges import Charges
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
-from budgetguard_core.usage import MOST_TOKENS, TokenUsage, span
+from budgetguard_core.usage import MOST_TOKENS, TokenUsage, out_of_range
 
 NOT_EXECUTED = "Not executed: the run was stopped before this call started."
 """The result that a tool call gets when the run ends before it starts."""
@@ -340,13 +340,14 @@ def wrong_projection(call: ModelCall) -> str:
     """Say what is wrong with a projection that no call can have."""
     if not 0 <= call.input_tokens <= MOST_TOKENS:
         given = call.input_tokens
-        return f"input_tokens must be {span(0, given)}. Use 0 where it is not known."
+        return f"input_tokens must be {out_of_range(0, given)}. Use 0 where it is not known."
     if not 1 <= call.min_output_tokens <= MOST_TOKENS:
         return (
-            f"min_output_tokens must be {span(1, call.min_output_tokens)}. "
+            f"min_output_tokens must be {out_of_range(1, call.min_output_tokens)}. "
             "Leave it out where the provider has none."
         )
-    return f"max_output_tokens must be {span(1, call.max_output_tokens)}. Use None for no bound."
+    bound = call.max_output_tokens
+    return f"max_output_tokens must be {out_of_range(1, bound)}. Use None for no bound."
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:

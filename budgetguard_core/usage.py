@@ -69,7 +69,7 @@ def check_token_usage(usage: TokenUsage) -> None:
     raise ConfigurationError(_problem(usage))
 
 
-def span(least: int, value: object) -> str:
+def out_of_range(least: int, value: object) -> str:
     """Say from where to where a figure makes sense, and what was given; few pass the end."""
     end = f" and <= {MOST_TOKENS}" if isinstance(value, int) and value > MOST_TOKENS else ""
     return f">= {least}{end}, got {shown(value)}"
@@ -79,7 +79,7 @@ def _problem(usage: TokenUsage) -> str:
     for name, value in zip(TokenUsage._fields[:-1], usage, strict=False):
         if type(value) is not int or not 0 <= value <= MOST_TOKENS:
             return (
-                f"{name} must be a whole number {span(0, value)}. "
+                f"{name} must be a whole number {out_of_range(0, value)}. "
                 "Pass usage=None when the provider reported nothing."
             )
     if usage.cache_write_1h_tokens > usage.cache_write_tokens:
