@@ -77,10 +77,11 @@ def canonical(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     Returns:
         ASCII text, the same in every process and Python version.
     """
-    if type(value) is str:
-        value = _parsed(value)
     kind = _kind_of(value)
-    if ignore and kind is not dict and isinstance(value, BaseModel):
+    if kind is str:
+        value = _parsed(value)
+        kind = _kind_of(value)
+    if kind is not dict and ignore and isinstance(value, BaseModel):
         value = _model_fields(value)
         kind = dict
     try:
@@ -230,7 +231,7 @@ def _named(value: dict[Any, Any]) -> str:
         keys = sorted(value)
     except TypeError:
         return ascii(_mapping(value, 0, _Walk()))
-    parts: list[str] = []
+    text = "{"
     walk: _Walk | None = None
     for key in keys:
         if type(key) is not str:
@@ -249,8 +250,8 @@ def _named(value: dict[Any, Any]) -> str:
                 walk = _Walk()
                 walk.left -= len(value)
             item = _plain(item, 1, walk)
-        parts.append(f"{key!a}: {item!a}")
-    return f"{{{', '.join(parts)}}}"
+        text += f"{key!a}: {item!a}, "
+    return text[:-2] + "}" if keys else "{}"
 
 
 def _plain(value: Any, depth: int, walk: _Walk) -> Any:

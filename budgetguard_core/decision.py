@@ -33,6 +33,8 @@ _ALIKE_KEPT = 64
 _MOST_USD = Decimal(10**15)
 _LEAST_USD = Decimal("1E-15")
 _Alike: TypeAlias = tuple[str | None, str, str]
+# One for all: thousands of runs never have an older generation.
+_NO_COUNTS: Mapping[_Alike, int] = {}
 
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
 """What a tool call is: a body that starts, a handoff, the framework's structured output, or a tool
@@ -135,10 +137,12 @@ class Occurrences:
     was left open by a process that is gone, gives its number back to the same call.
     """
 
-    __slots__ = ("_counts", "_floor", "_free", "_restored")
+    __slots__ = ("_counts", "_floor", "_free", "_older", "_restored")
 
     def __init__(self, floor: int = 0, restored: Mapping[str, int] | None = None) -> None:
+        # Two generations: to forget the older one at once costs less than one at each new call.
         self._counts: dict[_Alike, int] = {}
+        self._older = _NO_COUNTS
         self._floor = floor
         # Thousands of runs give nothing back and were never stored.
         self._free: dict[str, list[int]] | None = None
@@ -159,7 +163,7 @@ class Occurrences:
     def state(self) -> dict[str, Any]:
         """Return the numbers, by digest, ready for JSON."""
         counts = dict(self._restored or {})
-        for alike, count in self._counts.items():
+        for alike, count in {**self._older, **self._counts}.items():
             digest = _alike_digest(*alike)
             counts.pop(digest, None)
             counts[digest] = count
@@ -175,20 +179,20 @@ class Occurrences:
             digest = _alike_digest(*alike)
             free = self._free.get(digest)
             if free:
-                number = free.pop(0)
+                returned = free.pop(0)
                 if not free:
                     del self._free[digest]
-                return number
+                return returned
         counts = self._counts
-        number = counts.pop(alike, -1)
-        if number < 0:
-            number = self._floor
+        number = counts.get(alike)
+        if number is None:
+            number = self._older.get(alike, self._floor)
             if self._restored:
                 number = max(number, self._restored.get(_alike_digest(*alike), 0))
-            if len(counts) == _ALIKE_KEPT:
-                forgotten = counts.pop(next(iter(counts)))
-                if forgotten > self._floor:
-                    self._floor = forgotten
+            if len(counts) == _ALIKE_KEPT // 2:
+                self._floor = max(self._floor, *self._older.values(), 0)
+                self._older = counts
+                self._counts = counts = {}
         counts[alike] = number + 1
         return number
 

@@ -11,6 +11,7 @@ from budgetguard_core.breakers import REPORT_PROGRESS
 from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.canonical import (
+    KEY_MARKS,
     arguments_key,
     fingerprint_error,
     result_key,
@@ -136,20 +137,23 @@ class Guard(RunRelations):
             tree.deliver()
         if self._conditional:
             self._ask_conditions()
-        bound = self._output_bound
-        if call.max_output_tokens is not None:
-            own = call.max_output_tokens
-            bound = own if bound is None or call.output_is_fixed else min(bound, own)
         # Put so that NaN fails too: reserved, it would be above no cap for ever.
-        if (
-            not 0 <= given <= MOST_TOKENS
-            or not 1 <= call.min_output_tokens <= MOST_TOKENS
-            or (bound is not None and not 1 <= bound <= MOST_TOKENS)
-        ):
+        if not (0 <= given <= MOST_TOKENS and 1 <= call.min_output_tokens <= MOST_TOKENS):
             raise ConfigurationError(wrong_projection(call))
+        bound = self._output_bound
+        own = call.max_output_tokens
+        if own is not None:
+            if not 1 <= own <= MOST_TOKENS:
+                raise ConfigurationError(wrong_projection(call))
+            if bound is None or own < bound or call.output_is_fixed:
+                bound = own
         tokens = given if bound is None else given + bound
-        cost = projected_cost(call, rates, bound)
-        unpriced = self._needs_price and rates is None and call.cost_usd is None
+        if rates is None or call.cost_usd is not None:
+            cost = projected_cost(call, rates, bound)
+            unpriced = self._needs_price and call.cost_usd is None
+        else:
+            cost = rates.projected_cost(given, bound or 0)
+            unpriced = False
         # Before the lock: a lease that is dry makes a trip to its store.
         charges: Charges = ()
         if self._tenants and self._standing.trip is None:
@@ -158,6 +162,7 @@ class Guard(RunRelations):
             charges = charge_ahead(self._tenants, call, tokens, cost, unknown, last)
         warnings: Sequence[Notice] = ()
         decision: ModelDecision | None = None
+        watched = self._watched
         with tree.lock:
             now = tree.now()
             kept_tokens, kept_cost, expected = tokens, cost, 0
@@ -170,28 +175,28 @@ class Guard(RunRelations):
             if not far:
                 warnings = self._foresee(now, call, rates, bound, tokens, cost)
             if not warnings:
-                held, start = unpriced, now
-                if self._watched:
-                    fits, start = self._pace_of(call, now)
-                    held = held or not fits
-                    # A turn that begins may be one too many without progress.
-                    far = far and not self._meter.halt
-                trip: Trip | None = None
+                start = now
                 clamped_by: StopReason | None = None
-                if not (far or model_call_fits(asked, now, call.retry, tokens, cost)) or held:
-                    if bound is not None and not call.output_is_fixed:
-                        bound, clamped_by = clamp(self._binding, call, rates, bound)
-                        tokens = kept_tokens = given + bound
-                        cost = kept_cost = projected_cost(call, rates, bound)
-                    trip = self._stop_model_call(now, call, tokens, cost, unpriced)
-                if trip is not None:
-                    decision = Stop(trip)
-                else:
+                if watched or unpriced or not far:
+                    held = unpriced
+                    if watched:
+                        fits, start = self._pace_of(call, now)
+                        held = held or not fits
+                        # A turn that begins may be one too many without progress.
+                        far = far and not self._meter.halt
+                    if not (far or model_call_fits(asked, now, call.retry, tokens, cost)) or held:
+                        if bound is not None and not call.output_is_fixed:
+                            bound, clamped_by = clamp(self._binding, call, rates, bound)
+                            tokens = kept_tokens = given + bound
+                            cost = kept_cost = projected_cost(call, rates, bound)
+                        trip = self._stop_model_call(now, call, tokens, cost, unpriced)
+                        decision = None if trip is None else Stop(trip)
+                if decision is None:
                     # From here to the end of the block nothing refuses the call.
                     standing = self._standing
                     detector = standing.detector
+                    braked = self._breakers if watched else None
                     message = None
-                    braked = self._breakers
                     if (detector is not None and detector.due) or (
                         braked is not None and braked.due
                     ):
@@ -203,7 +208,7 @@ class Guard(RunRelations):
                     else:
                         ticket = Admit(self, call, call_id)
                     decision = ticket
-                    ticket.max_output_tokens = bound if self._enforced else call.max_output_tokens
+                    ticket.max_output_tokens = bound if self._enforced else own
                     ticket.rates = rates
                     ticket.reserved_tokens = kept_tokens
                     ticket.reserved_cost = kept_cost
@@ -217,7 +222,7 @@ class Guard(RunRelations):
                     ticket.charged = 0
                     tree.open[call_id] = ticket
                     reserve(asked, call.retry, kept_tokens, kept_cost)
-                    if self._paced:
+                    if watched and self._paced:
                         ticket.breakers = hold_model_call(
                             self._paced, start, kept_tokens, kept_cost
                         )
@@ -225,8 +230,8 @@ class Guard(RunRelations):
                         self._record_admitted(ticket, now, message)
                     if not far:
                         warnings = self._look(now)
-                    if rates is not None and rates.context_window is not None and given:
-                        full = given >= rates.context_window * self._warn_at
+                    if rates is not None and given:
+                        full = given >= rates.window * self._warn_at
                         if full is not self._window_warned:
                             warnings = self._watch_window(now, call, rates, given, warnings)
         if charges and not isinstance(decision, Admit):
@@ -322,8 +327,8 @@ class Guard(RunRelations):
                 correct_model_call(guard._paced, ticket.breakers, now, tokens, dollars)
             if (usage is None or (cost is None and guard._needs_price)) and not failed:
                 guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
-            if usage is not None and rates is not None and rates.context_window is not None:
-                full = usage.input_tokens >= rates.context_window * guard._warn_at
+            if usage is not None and rates is not None:
+                full = usage.input_tokens >= rates.window * guard._warn_at
                 if full is not guard._window_warned:
                     warnings = guard._watch_window(
                         now, ticket.call, rates, usage.input_tokens, warnings
@@ -384,9 +389,12 @@ class Guard(RunRelations):
             return [Admit(self, call, 0) for call in calls]
         detector = standing.detector
         ignored = _NOTHING if detector is None else detector.ignored
+        from_outside = False
         for call in calls:
             if call.key is None:
                 call.key = arguments_key(call.arguments, ignored)
+            elif call.key[:1] not in KEY_MARKS:
+                from_outside = True
             # A report is about the run, so it has no place among what the run may do.
             if call.name == REPORT_PROGRESS and call.kind == "function" and standing.asks:
                 call.kind = "output"
@@ -398,14 +406,14 @@ class Guard(RunRelations):
         decisions: list[ToolDecision] = []
         with tree.lock:
             now = tree.now()
+            if from_outside and detector is not None:
+                detector.settle_on_digests()
             far = far_from_tool_caps(asked, now, len(calls))
-            trip = None if far or tool_calls_fit(asked, now) else self._stop(now)
+            if not (far or tool_calls_fit(asked, now)):
+                self._stop(now)
             shut: list[bool] = []
             for call in calls:
-                decision = self._decide_tool_call(call, trip, now, shut)
-                if type(decision) is Stop:
-                    trip = decision.trip
-                decisions.append(decision)
+                decisions.append(self._decide_tool_call(call, now, shut))
             if shut:
                 self._end_round(False not in shut)
             if not far:
@@ -478,7 +486,9 @@ class Guard(RunRelations):
             # As `show` does; each step pays for a call.
             detector = standing.detector
             if detector is not None and not (call.name == REPORT_PROGRESS and standing.asks):
-                detector.observe(call.name, call.key or "", key, kind)
+                if result_fingerprint is not None:
+                    detector.settle_on_digests()
+                detector.take(call.name, call.key or "", key, kind)
                 if detector.tripped:
                     standing.weigh()
             now = tree.now()
@@ -575,18 +585,18 @@ class Guard(RunRelations):
             if unmetered and capped:
                 guard._standing.hold(limits.unmetered_usage())
 
-    def _decide_tool_call(
-        self, call: ToolCall, trip: Trip | None, now: int, shut: list[bool]
-    ) -> ToolDecision:
+    def _decide_tool_call(self, call: ToolCall, now: int, shut: list[bool]) -> ToolDecision:
         kind = call.kind
         held: CallBreakers | None = None
+        standing = self._standing
+        trip = standing.trip
         if kind == "function":
             if trip is not None:
                 return self._refused(call, Stop(trip))
-            detector = self._standing.detector
+            detector = standing.detector
             if detector is not None and detector.due:
                 # No model call came in between that could have brought the correction.
-                message = self._standing.take_nudge()
+                message = standing.take_nudge()
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             if not count_tool_call(self._chain, call.name):
@@ -597,7 +607,7 @@ class Guard(RunRelations):
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
                     # Asking again and again for what is refused brings nothing new either.
-                    self._standing.show(call.name, call.key or "", _REFUSED)
+                    standing.show(call.name, call.key or "", _REFUSED)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
             if self._gated:
@@ -607,7 +617,7 @@ class Guard(RunRelations):
                     if isinstance(answer, Refuse):
                         # Asking again and again for what is refused brings nothing new either.
                         message = answer.message
-                        self._standing.show(call.name, call.key or "", result_key(message))
+                        standing.show(call.name, call.key or "", result_key(message))
                     return self._refused(call, answer)
                 held = answer
         elif kind == "hosted":

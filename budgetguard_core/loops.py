@@ -155,14 +155,17 @@ class LoopDetector:
             error: The `fingerprint_error` of the text of its error, or where that is not known,
                 what stands in for it. None when the call did not fail.
         """
+        if arguments[:1] not in KEY_MARKS or result[:1] not in KEY_MARKS:
+            self.settle_on_digests()
+        self.take(tool, arguments, result, error)
+
+    def take(self, tool: str, arguments: str, result: str, error: str | None) -> None:
+        """Do what `observe` does, for keys; after `settle_on_digests`, for fingerprints too."""
         if self._exempt is not None and self._exempt(tool):
             return
         if len(tool) > _LONGEST_NAME:
             tool = _short(tool)
         if self._digested:
-            arguments, result = digest_of(arguments), digest_of(result)
-        elif arguments[:1] not in KEY_MARKS or result[:1] not in KEY_MARKS:
-            self._settle_on_digests()
             arguments, result = digest_of(arguments), digest_of(result)
         key = (tool, arguments, result)
         seen = self._seen
@@ -182,6 +185,14 @@ class LoopDetector:
         recent.append(key)
         if len(recent) > self._window:
             del recent[:-_RECENT_KEPT]
+
+    def settle_on_digests(self) -> None:
+        """Compare digests from now on: a fingerprint came from outside, or goes there."""
+        if self._digested:
+            return
+        self._digested = True
+        self._seen = {_digested(key): last for key, last in self._seen.items()}
+        self._recent = [_digested(key) for key in self._recent]
 
     def _count(self, key: _Key, generation: int, error: str | None) -> None:
         rows = self._rows
@@ -352,7 +363,7 @@ class LoopDetector:
 
     def state(self) -> dict[str, Any]:
         """Return what the detector knows, ready for JSON. It holds no argument and no result."""
-        self._settle_on_digests()
+        self.settle_on_digests()
         generation = self._generation
         return {
             "seen": [list(key) for key in self._seen],
@@ -438,13 +449,6 @@ class LoopDetector:
         self._quiet = not (same_error.length or errors.length or stale.length or replies.length)
         self.due = same_error.due or errors.due or stale.due or replies.due
         self.tripped = same_error.tripped or errors.tripped or stale.tripped or replies.tripped
-
-    def _settle_on_digests(self) -> None:
-        if self._digested:
-            return
-        self._digested = True
-        self._seen = {_digested(key): last for key, last in self._seen.items()}
-        self._recent = [_digested(key) for key in self._recent]
 
     def _latest(self) -> str:
         return _speakable(self._recent[-1][0])

@@ -456,9 +456,8 @@ def charge(
     rare = write or reasoning or estimated or failed or cost is None
     for meter in chain[ticket.charged :] if ticket.charged else chain:
         marks = meter.marks
-        largest = meter.largest_output
         # One statement, which nothing interrupts: neither a signal nor an exception of a thread's.
-        if rare:
+        if rare or outputs > meter.largest_output:
             (
                 ticket.charged,
                 meter.reserved_tokens,
@@ -483,7 +482,7 @@ def charge(
                 meter.output_tokens + outputs,
                 meter.tokens + inputs + outputs,
                 meter.cost + money,
-                outputs if outputs > largest else largest,
+                max(outputs, meter.largest_output),
                 meter.cache_read_tokens + read,
                 meter.cache_write_tokens + write,
                 meter.cache_write_1h_tokens + write_1h,
@@ -501,7 +500,6 @@ def charge(
                 meter.output_tokens,
                 meter.tokens,
                 meter.cost,
-                meter.largest_output,
                 meter.cache_read_tokens,
             ) = (
                 ticket.charged + 1,
@@ -511,7 +509,6 @@ def charge(
                 meter.output_tokens + outputs,
                 meter.tokens + inputs + outputs,
                 meter.cost + money,
-                outputs if outputs > largest else largest,
                 meter.cache_read_tokens + read,
             )
         if meter.tokens >= marks.tokens or now >= meter.mark_at or meter.cost >= marks.cost:

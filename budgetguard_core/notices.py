@@ -96,6 +96,8 @@ class RunNotices(RunState):
         warnings: Sequence[Notice],
     ) -> Sequence[Notice]:
         """Warn of a prompt near its window; armed again once a pruning hook has cut it."""
+        if rates.context_window is None:
+            return warnings
         self._window_warned = not self._window_warned
         if not self._window_warned:
             return warnings
@@ -105,7 +107,7 @@ class RunNotices(RunState):
             now,
             {
                 "model": call.model or "",
-                "context_window": rates.context_window or 0,
+                "context_window": rates.context_window,
                 "input_tokens": input_tokens,
             },
         )

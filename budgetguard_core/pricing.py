@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Context, Decimal, Inexact, InvalidOperation
 from functools import cache, cached_property, lru_cache
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from budgetguard_core.clock import SystemClock
@@ -276,17 +277,23 @@ class Rates:
     Amounts are femto-dollars; `to_usd` turns them into dollars. Made by `PriceBook.rates_for`.
     """
 
-    __slots__ = ("_bounds", "_rows", "_untiered", "context_window")
+    __slots__ = ("_bounds", "_only_bound", "_only_row", "_rows", "window")
 
-    context_window: int | None
-    """Most input tokens that one call can have, or `None` if that is not known."""
+    window: float
+    """Most input tokens that one call can have; infinity if that is not known."""
 
     def __init__(self, rows: tuple[_Row, ...], context_window: int | None) -> None:
-        self.context_window = context_window
-        self._untiered = rows[0] if len(rows) == 1 else None
+        self.window = inf if context_window is None else context_window
         # The highest threshold first: the first one that is exceeded decides.
         self._rows = rows[::-1]
         self._bounds = tuple(_dearest(rows[: end + 1]) for end in range(len(rows)))[::-1]
+        self._only_row = rows[0] if len(rows) == 1 else None
+        self._only_bound = None if self._only_row is None else self._bounds[0]
+
+    @property
+    def context_window(self) -> int | None:
+        """Most input tokens that one call can have, or `None` if that is not known."""
+        return None if self.window == inf else int(self.window)
 
     def cost(self, usage: TokenUsage) -> int:
         """Return what one finished call costs.
@@ -300,7 +307,7 @@ class Rates:
             Femto-dollars, including the price per request.
         """
         tokens, made, reads, writes, hours, _, _ = usage
-        _, plain, read, write, hour, output, request = self._untiered or _reached(
+        _, plain, read, write, hour, output, request = self._only_row or _reached(
             self._rows, tokens
         )
         cost = tokens * plain + made * output + request
@@ -312,9 +319,9 @@ class Rates:
 
     def projected_cost(self, input_tokens: int, output_tokens: int) -> int:
         """Return the most that a call of this size can cost: `input_cost` plus `output_cost`."""
-        bounds = self._bounds
-        bound = bounds[0] if self._untiered is not None else _reached(bounds, input_tokens)
-        _, per_input, _, _, _, per_output, per_request = bound
+        _, per_input, _, _, _, per_output, per_request = self._only_bound or _reached(
+            self._bounds, input_tokens
+        )
         return input_tokens * per_input + output_tokens * per_output + per_request
 
     def input_cost(self, tokens: int) -> int:

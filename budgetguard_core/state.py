@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from budgetguard_core.tenancy import TenantPlace
 
 _RECORDS_KEPT = 256
+_RECORDS_CUT = 2 * _RECORDS_KEPT
 _NOBODY: frozenset[Any] = frozenset()
 NAME_LENGTH = 200
 """Characters that are kept of a tool's name in the record of a call."""
@@ -597,7 +598,7 @@ class RunState:
     def _keep_record(self, call: ToolCall, status: str) -> None:
         records = self._records
         records.append((call.id, call.name[:NAME_LENGTH], status))
-        if len(records) > 2 * _RECORDS_KEPT:
+        if len(records) > _RECORDS_CUT:
             del records[:-_RECORDS_KEPT]
 
     def _record(self, kind: type[EventBase], now: int, **facts: Any) -> None:

@@ -53,19 +53,18 @@ def check_token_usage(usage: TokenUsage) -> None:
             "Pass None when the provider reported nothing."
         ) from None
     try:
-        whole = type(inputs + outputs + read + write + write_1h + reasoning) is int
+        if (
+            type(inputs + outputs + read + write + write_1h + reasoning) is int
+            and inputs <= MOST_TOKENS
+            and outputs <= MOST_TOKENS
+            and read >= 0
+            and 0 <= write_1h <= write
+            and read + write <= inputs
+            and 0 <= reasoning <= outputs
+        ):
+            return
     except TypeError:
-        whole = False
-    if (
-        whole
-        and inputs <= MOST_TOKENS
-        and outputs <= MOST_TOKENS
-        and read >= 0
-        and 0 <= write_1h <= write
-        and read + write <= inputs
-        and 0 <= reasoning <= outputs
-    ):
-        return
+        pass
     raise ConfigurationError(_problem(usage))
 
 
