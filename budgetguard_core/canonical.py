@@ -167,11 +167,17 @@ def _result(result: Any, ignore: AbstractSet[str]) -> str:
     return text if found is text else canonical(found, ignore=ignore)
 
 
+# To copy it takes less than to make another one.
+_EMPTY_DIGEST = blake2b(digest_size=8)
+
+
 def _digest(text: str) -> str:
+    digest = _EMPTY_DIGEST.copy()
     try:
-        return blake2b(text.encode(), digest_size=8).hexdigest()
+        digest.update(text.encode())
     except UnicodeEncodeError:
-        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        digest.update(text.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 # Values

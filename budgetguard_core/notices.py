@@ -22,7 +22,7 @@ from budgetguard_core.events import (
     ToolCallsRequested,
 )
 from budgetguard_core.meter import clamp
-from budgetguard_core.pricing import Rates, to_usd
+from budgetguard_core.pricing import Rates, usd_text
 from budgetguard_core.state import RunState, WarningEvent
 from budgetguard_core.stop import Violation
 from budgetguard_core.usage import TokenUsage
@@ -187,7 +187,7 @@ class RunNotices(RunState):
             "nudge": message,
             "holds": tuple([part.id for _, part, _ in charges if part]) if charges else (),
         }
-        tree.take(ModelCallAdmitted.made(fields))
+        tree.take(ModelCallAdmitted, fields)
         if ticket.breakers is not None:
             self._record_delay(ticket, now)
 
@@ -211,11 +211,11 @@ class RunNotices(RunState):
             "call_id": ticket.call_id,
             "model": model,
             "usage": usage,
-            "cost_usd": None if cost is None else str(to_usd(cost)),
+            "cost_usd": None if cost is None else usd_text(cost),
             "given_cost_usd": None if given is None else str(given),
             "error": None if error is None else _error_name(error),
         }
-        tree.take(ModelCallSettled.made(fields))
+        tree.take(ModelCallSettled, fields)
 
     def _record_tools(
         self, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision], now: int
@@ -229,7 +229,7 @@ class RunNotices(RunState):
             "event": "tool_calls_requested",
             "calls": ToolCallRequested.of_batch(calls, decisions, tree.log_arguments),
         }
-        tree.take(ToolCallsRequested.made(fields))
+        tree.take(ToolCallsRequested, fields)
 
     def _record_tool_settled(
         self,
@@ -255,7 +255,7 @@ class RunNotices(RunState):
             "outcomes": outcomes,
             "duration_ns": duration_ns,
         }
-        tree.take(ToolCallSettled.made(fields))
+        tree.take(ToolCallSettled, fields)
 
     def _record_delay(self, ticket: Admit, now: int) -> None:
         held = ticket.breakers

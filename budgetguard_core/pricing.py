@@ -38,6 +38,7 @@ FEMTO_USD_PER_USD: Final = 10**15
 
 _RATE_DECIMALS: Final = 9
 _REQUEST_DECIMALS: Final = 15
+_LEAST_PLAIN: Final = FEMTO_USD_PER_USD // 10**6
 _PER_TOKEN: Final = FEMTO_USD_PER_USD // 10**6
 _PER_REQUEST_OF_1000: Final = FEMTO_USD_PER_USD // 10**3
 _DATA_KEYS: Final = (
@@ -70,6 +71,19 @@ def to_usd(amount: int) -> Decimal:
     whole, part = divmod(abs(amount), FEMTO_USD_PER_USD)
     text = f"{whole}.{part:015d}".rstrip("0")
     return Decimal(f"-{text}" if amount < 0 else text)
+
+
+def usd_text(amount: int) -> str:
+    """Return the text of `to_usd`, at half of what the way over a decimal takes.
+
+    Args:
+        amount: Femto-dollars, not negative.
+    """
+    whole, part = divmod(amount, FEMTO_USD_PER_USD)
+    # A decimal writes smaller parts with an exponent, and none without a point.
+    if part >= _LEAST_PLAIN:
+        return f"{whole}.{part:015d}".rstrip("0")
+    return str(to_usd(amount))
 
 
 def from_usd(amount: Decimal) -> int:

@@ -27,7 +27,7 @@ _CONTROL = re.compile(
 """What JSON does not escape, and a terminal or an editor obeys or does not show."""
 
 
-_new = object.__new__
+new = object.__new__
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -56,13 +56,13 @@ class Record:
         cls._required |= {name for name, default in own.items() if default is ...}
 
     def __init__(self, **fields: Any) -> None:
-        _set_fields(self, _fields_of(type(self)).validator.validate_python(fields))
+        set_fields(self, _fields_of(type(self)).validator.validate_python(fields))
 
     @classmethod
     def made(cls, fields: dict[str, Any]) -> Self:
         """Make a record of all of its fields, in their order, as they are."""
-        record = _new(cls)
-        _set_fields(record, fields)
+        record = new(cls)
+        set_fields(record, fields)
         return record
 
     @classmethod
@@ -95,11 +95,7 @@ class Record:
         Raises:
             ValueError: The record holds what JSON cannot.
         """
-        kind = type(self)
-        write = _WRITERS.get(kind)
-        if write is None:
-            write = _WRITERS[kind] = _fields_of(kind).serializer.to_json
-        return write(self.__dict__)
+        return _WRITERS[type(self)](self.__dict__)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
         """Return a copy with other values for some fields; they are not validated."""
@@ -156,7 +152,7 @@ class Record:
 
 
 # The slot itself: to set it by its name takes twice as long.
-_set_fields = vars(Record)["__dict__"].__set__
+set_fields = vars(Record)["__dict__"].__set__
 
 
 class _Fields:
@@ -172,7 +168,6 @@ class _Fields:
 
 
 _KNOWN: dict[type[Record], TypeAdapter[dict[str, Any]]] = {}
-_WRITERS: dict[type[Record], Callable[[dict[str, Any]], bytes]] = {}
 
 
 def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
@@ -180,6 +175,17 @@ def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
     if known is None:
         known = _KNOWN[kind] = TypeAdapter(Annotated[dict[str, Any], _Fields(kind)])
     return known
+
+
+class _Writers(dict[type[Record], Callable[[dict[str, Any]], bytes]]):
+    """What turns the fields of a kind of record into JSON; made when the first is written."""
+
+    def __missing__(self, kind: type[Record]) -> Callable[[dict[str, Any]], bytes]:
+        write = self[kind] = _fields_of(kind).serializer.to_json
+        return write
+
+
+_WRITERS = _Writers()
 
 
 def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:
@@ -222,7 +228,7 @@ def encoded_line(record: BaseModel | Record) -> bytes:
     """
     if isinstance(record, Record):
         try:
-            line = record.to_json()
+            line = _WRITERS[type(record)](record.__dict__)
         except PydanticSerializationError:
             line = type(record)(**_encodable(record.model_dump())).to_json()
     else:

@@ -81,8 +81,9 @@ class JsonLinesSink:
         if self._torn:
             line = b"\n" + line
         self._torn = True
-        while line:
-            line = line[self._file.write(line) :]
+        left = len(line) - self._file.write(line)
+        while left:
+            left -= self._file.write(line[-left:])
         self._torn = False
 
     def flush(self) -> None:

@@ -15,6 +15,7 @@ from budgetguard_core.decision import Admit
 from budgetguard_core.errors import ConfigurationError, text_of
 from budgetguard_core.events import Event, EventBase
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.records import new, set_fields
 from budgetguard_core.sinks import Listener, Sink
 
 _LOG = logging.getLogger("budgetguard")
@@ -131,8 +132,16 @@ class Tree:
             self.seq = seq
         return event
 
-    def take(self, event: Event) -> None:
-        """Let an event with the next number wait for the sinks. Under the lock."""
+    def take(self, kind: type[EventBase], fields: dict[str, Any]) -> None:
+        """Let an event of these fields, with the next number, wait for the sinks. Under the lock.
+
+        Args:
+            kind: What happened.
+            fields: All of its fields, in their order.
+        """
+        # As `Record.made` does; each step pays for four calls.
+        event: Any = new(kind)
+        set_fields(event, fields)
         # Last, and no call: an interrupt leaves no number without its event.
         self.outbox += (event,)
         self.seq += 1

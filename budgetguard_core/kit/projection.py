@@ -229,7 +229,7 @@ class Prompt:
 def _listed(given: object) -> Sequence[object]:
     if given is None:
         return ()
-    if isinstance(given, list | tuple):
+    if isinstance(given, _LISTS):
         return cast("Sequence[object]", given)
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return list(cast("Sequence[object]", given))

@@ -144,9 +144,9 @@ class Run(Lifetime):
             above.attempt = above.measured = None
             for ticket in retries:
                 self._settle(ticket, used, error or "tried again")
-        bound: int | None = None
-        for one in (*tickets, *retries, above):
-            most = None if one is None else one.max_output_tokens
+        bound = None if above is None else above.max_output_tokens
+        for one in (*tickets, *retries):
+            most = one.max_output_tokens
             if most is not None and (bound is None or most < bound):
                 bound = most
         return OpenModelCall(

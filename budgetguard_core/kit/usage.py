@@ -6,7 +6,7 @@ and what is charged when some of them are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Context, Decimal
 from itertools import islice
 from typing import Any, Final, cast
@@ -79,7 +79,7 @@ def token_usage(record: object) -> TokenUsage | None:
         return fitted(record)
     usage = read_figures(record)
     if usage is None:
-        for held in islice(_kept_in(record, _DEEPEST), _MOST_RECORDS):
+        for held in _kept_in(record):
             usage = read_figures(held)
             if usage is not None:
                 break
@@ -150,7 +150,7 @@ def reported_cost(record: object) -> Decimal | None:
             return cost
     cost = _cost_of(record)
     if cost is None:
-        for held in islice(_kept_in(record, _DEEPEST), _MOST_RECORDS):
+        for held in _kept_in(record):
             cost = _cost_of(held)
             if cost is not None:
                 break
@@ -162,19 +162,20 @@ def _lacks(record: Any, names: frozenset[str]) -> bool:
     return kind_of(record) is dict and names.isdisjoint(record)
 
 
-def _kept_in(record: object, depth: int) -> Iterator[object]:
+def _kept_in(record: object, depth: int = _DEEPEST) -> Iterable[object]:
     """Name what may be the usage record in a response, the likeliest first."""
     # Figures count under a name of usage only: what else is in there may be the user's own.
-    held = parts_of(record)
     if kind_of(record) is dict:
-        found = _HOLDS.intersection(cast("dict[str, object]", record))
+        fields = cast("dict[str, object]", record)
+        found = _HOLDS.intersection(fields)
         if len(found) <= 1 and found <= _RECORD_NAMES:
             # Nearly every response.
-            for name in found:
-                kept = held(name)
-                if kept is not None:
-                    yield kept
-            return
+            return [fields[name] for name in found if fields[name] is not None]
+    return islice(_looked_for(record, depth), _MOST_RECORDS)
+
+
+def _looked_for(record: object, depth: int) -> Iterator[object]:
+    held = parts_of(record)
     for name in _RECORDS:
         kept = held(name)
         if kept is not None:

@@ -274,6 +274,15 @@ def test_a_step_gets_the_bounds_that_it_has_keywords_for():
     assert given == [(500, 20.0, 0)]
 
 
+def test_a_tool_may_name_its_arguments_as_it_likes():
+    step = scripted(asks(("grab", '{"frame": 1, "function": 2, "self": 3}')), says("Done."))
+    tools = {"grab": lambda **given: given}
+
+    outcome = run_bounded(step, Budget(), messages="Go", tools=tools)
+
+    assert json.loads(outcome.messages[2]["content"]) == {"frame": 1, "function": 2, "self": 3}
+
+
 def test_a_nudge_is_for_one_call_and_not_in_the_history():
     step = sticky()
     outcome = run_bounded(step, Budget(), messages="Go", tools={"search": lambda: "nothing"})
