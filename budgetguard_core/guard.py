@@ -139,10 +139,13 @@ class Guard(RunRelations):
         bound = self._output_bound
         if call.max_output_tokens is not None:
             own = call.max_output_tokens
+            if type(own) is not int:
+                raise ConfigurationError(wrong_projection(call))
             bound = own if bound is None or call.output_is_fixed else min(bound, own)
-        # Put so that NaN fails too: reserved, it would be above no cap for ever.
+        # What is no whole number would be in every sum from now on.
         if (
-            not 0 <= given <= MOST_TOKENS
+            type(given) is not int
+            or not 0 <= given <= MOST_TOKENS
             or not 1 <= call.min_output_tokens <= MOST_TOKENS
             or (bound is not None and not 1 <= bound <= MOST_TOKENS)
         ):

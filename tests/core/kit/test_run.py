@@ -903,5 +903,5 @@ class TestAnswersCutShort:
         assert not isinstance(run.guard.trip, type(None))
 
     def test_a_least_bound_that_is_none_is_refused(self):
-        with pytest.raises(ConfigurationError, match="min_output_tokens must be >= 1, got 0"):
+        with pytest.raises(ConfigurationError, match="min_output_tokens must be a whole number >= 1, got 0"):
             opened(Budget()).model_call(ModelCall(min_output_tokens=0))
