@@ -191,7 +191,7 @@ def test_quotas_map_names_to_counts(quotas, sentence):
 def test_what_pydantic_finds_names_the_field_and_the_value():
     assert refused("tool_classes", {"a": 5}).startswith("tool_classes.a ")
     assert refused("tool_classes", {"a": 5}).endswith(", got 5. Leave it out for none.")
-    assert refused("on_unpriced", "ignore").endswith(", got 'ignore'.")
+    assert ", got 'ignore'. " in refused("on_unpriced", "ignore")
     assert refused("stop_when", [5]).startswith("stop_when.0 ")
     assert "nudge_after" in refused("loop_detection", {"nudge_after": 0})
 

@@ -1261,6 +1261,12 @@ def test_a_projection_that_makes_no_sense_counts_nothing(call, sentence, bound):
     assert guard.usage.model_calls == 0
 
 
+@pytest.mark.parametrize("option", ["on_warning", "price_book"])
+def test_an_option_that_is_none_is_refused_where_it_is_given(option):
+    with pytest.raises(ConfigurationError, match=f"{option} must be .*, got int. "):
+        Guard(Budget(), **{option: 5})
+
+
 def test_an_abort_takes_any_detail():
     events = []
     guard = Guard(Budget(), sinks=[events.append])
