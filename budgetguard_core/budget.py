@@ -24,6 +24,7 @@ from budgetguard_core.reserve import FinalizeReserve
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
+    from pydantic_core import ErrorDetails
 else:  # its place is pydantic's own affair
     ModelMetaclass = type(BaseModel)
 
@@ -365,6 +366,11 @@ class Budget(BaseModel, metaclass=_OwnNames):
         Raises:
             ConfigurationError: A field makes no sense: rule, value, way out.
         """
+        if not isinstance(cast("object", data), Mapping):
+            raise ConfigurationError(
+                f"a budget's data must be a mapping, got {type(data).__name__}. "
+                "Read text with json.loads first."
+            )
         fields = _with_dollars(data, "max_cost_usd")
         velocity = fields.get("velocity")
         if isinstance(velocity, Mapping):
@@ -390,19 +396,31 @@ def _with_dollars(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     return fields
 
 
+# Rule and way out of what pydantic refuses by itself.
+_RULES = {
+    "callable_type": ("must be a function of the guard", 'Use tool_called("submit"), or your own.'),
+    "dict_type": ("must be a mapping of names", "Leave it out for none."),
+    "literal_error": ("must be {expected}", "Leave it out for the default."),
+    "model_type": ("must be a {class_name} or its fields", "Leave it out for the default."),
+    "string_type": ("must be a text", "Leave it out for none."),
+    "tuple_type": ("must be a list or a tuple", "Put what is one in brackets."),
+}
+
+
 def _sentences(error: ValidationError) -> str:
     """Turn pydantic's report into one sentence per problem: rule, value, way out."""
-    return "\n".join(
-        _sentence(problem["loc"], problem["type"], problem["msg"], problem["input"])
-        for problem in error.errors(include_url=False)
-    )
+    return "\n".join(map(_sentence, error.errors(include_url=False)))
 
 
-def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    name = ".".join(str(part) for part in location)
+def _sentence(problem: ErrorDetails) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    kind, message, value = problem["type"], problem["msg"], shown(problem["input"])
     if kind == "extra_forbidden":
         known = ", ".join(Budget.model_fields)
-        return f"{name} is not a field of Budget, got {shown(value)}. Use one of: {known}."
+        return f"{name} is not a field of Budget, got {value}. Use one of: {known}."
+    if kind in _RULES:
+        rule, way_out = _RULES[kind]
+        return f"{name} {rule.format(**problem.get('ctx', {}))}, got {value}. {way_out}"
     return f"{name} {message.removeprefix('Value error, ')}" + (
-        "" if kind == "value_error" else f", got {shown(value)}."
+        "" if kind == "value_error" else f", got {value}."
     )

@@ -31,6 +31,7 @@ from budgetguard_core.events import (
     TimeStarted,
     UserTurned,
 )
+from budgetguard_core.frame import FRAME, Frame, around
 from budgetguard_core.notices import plain
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.standing import Mode
@@ -352,15 +353,20 @@ class RunControls(BrakedRun):
 
     def _ask_conditions(self) -> None:
         for guard in self._line:
-            if guard._meter.looks_on:
+            if guard._meter.looks_on or not guard._standing.conditions or _is_asked(guard):
                 continue
-            for condition in guard._standing.conditions:
-                try:
-                    reason = reason_of(condition, condition(guard))
-                    if reason is not None and guard.trip is None:
-                        guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
-                except Exception as error:
-                    self._tree.report("stop_when", error)
+            # A run that a condition does (a judge's) is a part of this one.
+            token = FRAME.set(_Asked(guard, above=around()))
+            try:
+                for condition in guard._standing.conditions:
+                    try:
+                        reason = reason_of(condition, condition(guard))
+                        if reason is not None and guard.trip is None:
+                            guard.hold(Violation(reason=StopReason.STOP_CONDITION, detail=reason))
+                    except Exception as error:
+                        self._tree.report("stop_when", error)
+            finally:
+                FRAME.reset(token)
 
     def conclude(self, outcome: Outcome) -> None:
         """Keep the outcome of a run, as `outcome`, and record its end, if it is one."""
@@ -378,3 +384,19 @@ class RunControls(BrakedRun):
             profile=outcome.profile,
             usage=outcome.usage,
         )
+
+
+class _Asked(Frame):
+    """The code of a guard's stop conditions."""
+
+    __slots__ = ()
+
+
+def _is_asked(guard: object) -> bool:
+    """Tell whether this code is a part of what a guard's condition does."""
+    frame = FRAME.get()
+    while frame is not None:
+        if type(frame) is _Asked and frame.guard is guard:
+            return True
+        frame = frame.above
+    return False

@@ -342,16 +342,14 @@ def wrong_model(model: object) -> str:
 
 def wrong_projection(call: ModelCall) -> str:
     """Say what is wrong with a projection that no call can have."""
-    if not 0 <= call.input_tokens <= MOST_TOKENS:
-        given = call.input_tokens
-        return f"input_tokens must be {out_of_range(0, given)}. Use 0 where it is not known."
-    if not 1 <= call.min_output_tokens <= MOST_TOKENS:
-        return (
-            f"min_output_tokens must be {out_of_range(1, call.min_output_tokens)}. "
-            "Leave it out where the provider has none."
-        )
-    bound = call.max_output_tokens
-    return f"max_output_tokens must be {out_of_range(1, bound)}. Use None for no bound."
+    given, least, bound = call.input_tokens, call.min_output_tokens, call.max_output_tokens
+    rule = "must be a whole number"
+    if type(given) is not int or not 0 <= given <= MOST_TOKENS:
+        return f"input_tokens {rule} {out_of_range(0, given)}. Use 0 where it is not known."
+    if not 1 <= least <= MOST_TOKENS:
+        end = "Leave it out where the provider has none."
+        return f"min_output_tokens {rule} {out_of_range(1, least)}. {end}"
+    return f"max_output_tokens {rule} {out_of_range(1, bound)}. Use None for no bound."
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:

@@ -137,13 +137,17 @@ class Guard(RunRelations):
             tree.deliver()
         if self._conditional:
             self._ask_conditions()
-        # Put so that NaN fails too: reserved, it would be above no cap for ever.
-        if not (0 <= given <= MOST_TOKENS and 1 <= call.min_output_tokens <= MOST_TOKENS):
+        # What is no whole number would be in every sum from now on.
+        if (
+            type(given) is not int
+            or not 0 <= given <= MOST_TOKENS
+            or not 1 <= call.min_output_tokens <= MOST_TOKENS
+        ):
             raise ConfigurationError(wrong_projection(call))
         bound = self._output_bound
         own = call.max_output_tokens
         if own is not None:
-            if not 1 <= own <= MOST_TOKENS:
+            if type(own) is not int or not 1 <= own <= MOST_TOKENS:
                 raise ConfigurationError(wrong_projection(call))
             if bound is None or own < bound or call.output_is_fixed:
                 bound = own

@@ -61,6 +61,11 @@ class RunRelations(RunControls):
                 f"breakers must be a BreakerRegistry, got {type(breakers).__name__}. "
                 "Leave it out for one of the run's own."
             )
+        if price_book is not None and not isinstance(price_book, PriceBook):
+            raise ConfigurationError(
+                f"price_book must be a PriceBook, got {type(price_book).__name__}. "
+                "Build one with PriceBook(overrides={...})."
+            )
         tree = Tree(
             clock or SystemClock(),
             price_book or shared_prices(),

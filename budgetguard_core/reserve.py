@@ -36,7 +36,6 @@ class FinalizeReserve(Settings):
     def _has_an_amount(self) -> Any:
         if self.tokens is None and self.cost_usd is None:
             raise ValueError(
-                "finalize_reserve must have tokens or cost_usd, got neither. Use "
-                "FinalizeReserve(tokens=4000)."
+                "tokens or cost_usd must be given, got neither. Use FinalizeReserve(tokens=4000)."
             )
         return self

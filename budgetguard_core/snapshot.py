@@ -187,6 +187,11 @@ class Snapshot(BaseModel):
             call_id=0,
             price_book="",
             messages=outcome.messages,
+            # It keeps no arguments: no call from now on has the number of an earlier one.
+            occurrences={
+                "floor": usage.tool_calls + outcome.earlier_usage.tool_calls,
+                "counts": {},
+            },
         )
 
     def check_resumable(

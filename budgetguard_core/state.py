@@ -124,6 +124,10 @@ class RunState:
                 f"budget must be a Budget, got {type(budget).__name__}. "
                 "Build one with Budget(max_iterations=25)."
             )
+        if on_warning is not None and not callable(on_warning):
+            raise ConfigurationError(
+                f"on_warning must be callable, got {type(on_warning).__name__}. Pass a function."
+            )
         budget = budget or _no_caps()
         self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
         self.mode = as_mode(mode)

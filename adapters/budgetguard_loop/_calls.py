@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from types import TracebackType
@@ -29,6 +28,7 @@ from budgetguard_core.kit import (
 from budgetguard_loop import _history as history
 from budgetguard_loop._history import Message, RequestedCall
 from budgetguard_loop._reply import said_by
+from budgetguard_loop._settings import is_async
 
 
 class ToolRefused(BudgetExceeded):
@@ -222,8 +222,8 @@ class AdmittedToolCall:
         object, become an error text. For an async function the answer is to be awaited.
         """
         if self.refusal is not None:
-            return _done(self.refusal) if inspect.iscoroutinefunction(function) else self.refusal
-        if inspect.iscoroutinefunction(function):
+            return _done(self.refusal) if is_async(function) else self.refusal
+        if is_async(function):
             return self._await(function)
         try:
             with self:

@@ -101,14 +101,16 @@ def requested_calls(message: Mapping[str, Any]) -> list[RequestedCall]:
 
 
 def read_call(call: Any) -> RequestedCall:
-    """Read one tool call of OpenAI's (chat completions, Responses) or Anthropic's."""
+    """Read one tool call of OpenAI's, Anthropic's, Bedrock's, Gemini's or LangChain's."""
     told = parts_of(call)
-    function = told("function") or told("custom")
+    function = told("function") or told("custom") or told("toolUse") or told("function_call")
     about = parts_of(function) if function else told
     arguments = about("arguments")
     if arguments is None:
         arguments = about("input")
-    id_ = told("call_id") or told("id") or ""
+    if arguments is None:
+        arguments = about("args")
+    id_ = told("call_id") or told("id") or about("id") or about("toolUseId") or ""
     return RequestedCall(str(id_), str(about("name") or ""), arguments)
 
 
@@ -201,7 +203,11 @@ def _written(value: object) -> str:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message."""
-    content = message.get("content")
+    return content_text(message.get("content"))
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a content: a text itself, or parts of which some are text."""
     if isinstance(content, str):
         return content
     parts = cast("Sequence[Any]", content) if isinstance(content, list) else ()

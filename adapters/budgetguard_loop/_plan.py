@@ -58,6 +58,16 @@ class Plan:
         self._retries: int = rest.pop("retries", 0)
         self._resume: Resume | None = rest.pop("resume", None)
         self._options = rest
+        if not isinstance(cast("object", self._tools), Mapping):
+            raise ConfigurationError(
+                f"tools must map names to functions, got {type(self._tools).__name__}. "
+                'Use {"search": search}.'
+            )
+        for name, function in {"step": step, **self._tools}.items():
+            if not callable(function):
+                raise ConfigurationError(
+                    f"{name} must be callable, got {type(function).__name__}. Pass a function."
+                )
         if type(self._retries) is not int or self._retries < 0:
             raise ConfigurationError(
                 f"retries must be a whole number >= 0, got {self._retries!r}. "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from budgetguard_core import AdapterError, TokenUsage
 from budgetguard_core.kit import merge_usage, part, parts_of, reported_cost, token_usage
-from budgetguard_loop._history import Message, message_text, result_text
+from budgetguard_loop._history import Message, content_text, message_text, result_text
 
 # To ask first whether it is a dictionary: a protocol is asked through Python.
 _LISTS: tuple[Any, ...] = (list, tuple)
@@ -138,7 +138,8 @@ def said_by_chunk(chunk: Any) -> Said:
     delta = part(choices[0], "delta") if choices else None
     calls = part(delta, "tool_calls")
     cut = bool(choices) and part(choices[0], "finish_reason") == "length"
-    return Said(str(part(delta, "content") or "") + str(calls or ""), bool(calls), is_cut=cut)
+    text = content_text(part(delta, "content")) + str(calls or "")
+    return Said(text, asks=bool(calls), is_cut=cut)
 
 
 class StreamedReply:
@@ -176,7 +177,7 @@ class StreamedReply:
         for choice in choices[:1]:
             self._is_cut |= part(choice, "finish_reason") == "length"
             delta = part(choice, "delta")
-            self.text += part(delta, "content") or ""
+            self.text += content_text(part(delta, "content"))
             for place, piece in enumerate(part(delta, "tool_calls") or ()):
                 self._add_call(place, piece)
 

@@ -35,7 +35,7 @@ from budgetguard_core.kit import (
 from budgetguard_loop._calls import refusal_of
 from budgetguard_loop._history import result_text
 from budgetguard_loop._reply import Said, said_by, said_by_chunk
-from budgetguard_loop._settings import Settings
+from budgetguard_loop._settings import Settings, is_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING = object()
@@ -88,7 +88,7 @@ def guarded(
         gate = _Gate(function, envelope, kind, known, model, provider, usage, tuple(tools))
         if inspect.isasyncgenfunction(function):
             wrapper: Any = gate.async_generator
-        elif inspect.iscoroutinefunction(function):
+        elif is_async(function):
             wrapper = gate.coroutine
         elif inspect.isgeneratorfunction(function):
             wrapper = gate.generator

@@ -164,8 +164,9 @@ class bounded:
         """Ask for all tool calls of one reply, in the model's order.
 
         Args:
-            calls: Tool calls as OpenAI's or Anthropic's SDK returns them, or `ToolCall`s. The whole
-                content of a reply will do: what is no call is left out.
+            calls: Tool calls as the SDK of OpenAI, Anthropic, Gemini, Ollama or Bedrock (Converse)
+                returns them, or `ToolCall`s. The whole content of a reply will do: what is no call
+                is left out.
 
         Returns:
             One for each call. Those with a `refusal` must not start: it is their result.

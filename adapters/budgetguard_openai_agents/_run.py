@@ -116,7 +116,8 @@ class Recorder(RunHooks[Any]):
                     tools=schemas_of(agent, self.calls.tools),
                     output_schema=agent.output_type,
                 ),
-                max_output_tokens=own,
+                # Some servers take -1 for a completion without a bound.
+                max_output_tokens=own if own is None or own >= 1 else None,
                 min_output_tokens=_LEAST_OUTPUT,
             )
         )
@@ -196,7 +197,8 @@ class Recorder(RunHooks[Any]):
 
     def output_bound(self, own: int | None) -> int | None:
         """Return the completion tokens that the next call may ask for."""
-        return own if self._call is None else self._call.max_output_tokens
+        bound = None if self._call is None else self._call.max_output_tokens
+        return own if bound is None else bound
 
     async def admit_retry(self, error: BaseException | None) -> bool:
         """Charge a failed attempt and ask whether the call may be tried again."""

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import pickle
+import re
 import threading
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -350,6 +351,19 @@ def test_an_exception_of_the_step_comes_out_after_the_checkpoint():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "tools", "sentence"),
+    [
+        (print, [print], "tools must map names to functions, got list."),
+        (print, {"search": "search"}, "search must be callable, got str."),
+        ("gpt-5", None, "step must be callable, got str."),
+    ],
+)
+def test_what_cannot_be_called_is_refused_before_the_run(step, tools, sentence):
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        run_bounded(step, Budget(), messages="Go.", tools=tools)
+
+
 def test_retries_are_charged_and_are_no_iterations():
     step = scripted(TimeoutError(), TimeoutError(), says("Done."))
     outcome = run_bounded(step, Budget(max_iterations=1), messages="Go", retries=2)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from budgetguard_core import Budget, BudgetExceeded, Guard, StopReason, ToolCall
-from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async
+from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async, run_bounded_stream
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._reply import said_by
 
@@ -176,6 +176,81 @@ def test_a_call_runs_a_function():
         assert fourth.run(divide) == fourth.refusal
     statuses = {call.id: call.status for call in run.outcome.tool_calls}
     assert statuses == {"a": "completed", "b": "failed", "c": "completed", "d": "refused"}
+
+
+class Looks:
+    async def __call__(self, value=""):
+        await asyncio.sleep(0)
+        return f"found {value}"
+
+
+async def test_an_object_that_is_called_asynchronously_is_awaited():
+    with bounded(Budget(max_tool_calls=3)) as run:
+        assert await guarded(name="look")(Looks())(0) == "found 0"
+        asked = [ToolCall(name="look", arguments={"value": n}, id=str(n)) for n in range(1, 4)]
+        texts = [await call.run(Looks()) for call in run.tool_calls(asked)]
+    assert texts[:2] == ["found 1", "found 2"]
+    assert texts[2].startswith("Not executed")
+    assert run.guard.usage.tool_calls == 3
+
+
+CALLS = {
+    "chat completions": {"id": "c", "function": {"name": "look", "arguments": '{"value": 1}'}},
+    "Responses": {
+        "type": "function_call",
+        "call_id": "c",
+        "name": "look",
+        "arguments": '{"value":1}',
+    },
+    "Anthropic": {"type": "tool_use", "id": "c", "name": "look", "input": {"value": 1}},
+    "Bedrock": {"toolUse": {"toolUseId": "c", "name": "look", "input": {"value": 1}}},
+    "LangChain": {"name": "look", "args": {"value": 1}, "id": "c", "type": "tool_call"},
+}
+
+
+def check_read(asked):
+    with bounded(Budget(max_tool_calls=1)) as run:
+        (call,) = run.tool_calls([asked, {"text": "Let me look."}])
+        assert (call.id, call.name, call.arguments) == ("c", "look", {"value": 1})
+        (refused,) = run.tool_calls([asked])
+        assert refused.refusal is not None
+
+
+@pytest.mark.parametrize("sdk", CALLS)
+def test_a_call_of_each_sdk_is_read_in_full(sdk):
+    check_read(CALLS[sdk])
+
+
+def test_a_call_of_gemini_is_read_in_full():
+    from google.genai.types import Part
+
+    told = {"functionCall": {"id": "c", "name": "look", "args": {"value": 1}}}
+    part = Part.model_validate(told)
+    check_read(part)
+    check_read(part.function_call)
+
+
+async def test_a_stream_whose_content_is_in_parts_is_read():
+    """As Mistral's models send it that think first."""
+
+    async def step(messages):
+        for content in (
+            [{"type": "thinking", "thinking": []}],
+            [{"type": "text", "text": "It is"}],
+        ):
+            yield {"choices": [{"delta": {"content": content}}]}
+        yield {"choices": [{"delta": {"content": " so."}}]}
+
+    stream = run_bounded_stream(step, Budget(max_iterations=2), messages="Is it?")
+    assert len([chunk async for chunk in stream]) == 3
+    assert (stream.outcome.status, stream.outcome.final) == ("completed", "It is so.")
+
+    @guarded(Budget(max_iterations=2), kind="model")
+    async def model(messages):
+        async for chunk in step(messages):
+            yield chunk
+
+    assert [chunk async for chunk in model([])]
 
 
 def test_blocks_that_are_no_calls_are_left_out():

@@ -231,6 +231,8 @@ async def test_attempts_that_only_the_usage_tells_of_are_counted():
         (500, 50, 200, 50),
         (500, None, None, 500),
         (None, None, None, None),
+        (-1, None, 200, 200),
+        (-1, None, None, -1),
     ],
 )
 async def test_the_request_carries_the_bound_of_the_completion(own, of_run, of_budget, sent):

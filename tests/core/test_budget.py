@@ -131,6 +131,35 @@ def test_a_long_value_is_cut():
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("loop_detection", False, "must be a LoopDetection or its fields, got False."),
+        ("progress", True, "must be a ProgressReports or its fields, got True."),
+        ("tool_classes", ["a"], "must be a mapping of names, got ['a']."),
+        ("on_unpriced", "free", "must be 'stop' or 'count_zero', got 'free'."),
+        ("stop_when", min, "must be a list or a tuple, got <built-in function min>."),
+    ],
+)
+def test_a_field_of_another_type_is_refused_with_a_way_out(field, value, sentence):
+    report = refused(field, value)
+    assert report.startswith(f"{field} {sentence} ")
+    assert len(report) > len(f"{field} {sentence} ")
+
+
+def test_what_stops_a_run_is_a_function():
+    with pytest.raises(
+        ConfigurationError, match=r"stop_when\.0 must be a function of the guard, got"
+    ):
+        Budget(stop_when=["submit"])
+
+
+@pytest.mark.parametrize("data", ['{"max_iterations": 5}', ["max_iterations"], None])
+def test_plain_data_is_a_mapping(data):
+    with pytest.raises(ConfigurationError, match="a budget's data must be a mapping, got"):
+        Budget.from_json(data)
+
+
+@pytest.mark.parametrize(
     ("quotas", "sentence"),
     [
         (["a"], "must map tool names to whole numbers, got ['a']."),
@@ -161,8 +190,8 @@ def test_quotas_map_names_to_counts(quotas, sentence):
 
 def test_what_pydantic_finds_names_the_field_and_the_value():
     assert refused("tool_classes", {"a": 5}).startswith("tool_classes.a ")
-    assert refused("tool_classes", {"a": 5}).endswith(", got 5.")
-    assert refused("on_unpriced", "ignore").endswith(", got 'ignore'.")
+    assert refused("tool_classes", {"a": 5}).endswith(", got 5. Leave it out for none.")
+    assert ", got 'ignore'. " in refused("on_unpriced", "ignore")
     assert refused("stop_when", [5]).startswith("stop_when.0 ")
     assert "nudge_after" in refused("loop_detection", {"nudge_after": 0})
 

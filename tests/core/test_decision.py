@@ -22,6 +22,7 @@ from budgetguard_core import (
     StopReason,
     ToolCall,
     Trip,
+    end_run,
     fingerprint,
 )
 from budgetguard_core.testing import ManualClock
@@ -114,6 +115,19 @@ def test_a_call_that_a_gone_process_left_open_is_the_same_call_when_it_is_made_a
     keys = [ticket.idempotency_key for ticket in made]
     assert keys[:2] == [ticket.idempotency_key for ticket in left]
     assert keys[2] not in {done.idempotency_key, *keys[:2]}
+
+
+def test_a_leg_that_goes_on_from_an_outcome_has_keys_of_its_own():
+    keys: set[str] = set()
+    guard = Guard(Budget(), clock=ManualClock())
+    for _ in range(3):
+        for _ in range(2):
+            call = guard.admit_tool_call(ToolCall(name="pay", id="call_0", arguments={"to": "a"}))
+            guard.settle_tool_call(call, "paid")
+            assert call.idempotency_key not in keys
+            keys.add(call.idempotency_key)
+        earlier = Snapshot.of_outcome(end_run(guard, trip=None))
+        guard = Guard.restore(earlier, Budget(), clock=ManualClock())
 
 
 def test_a_call_that_was_withdrawn_has_its_key_when_it_is_made_after_all():

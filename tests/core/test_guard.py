@@ -1225,19 +1225,46 @@ def test_an_abort_cancels_nothing_where_nothing_is_refused(mode):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (ModelCall(input_tokens=-5), "input_tokens must be >= 0, got -5."),
-        (ModelCall(input_tokens=10**5000), f"input_tokens must be >= 0 and <= {10**18}, got int"),
+        (ModelCall(input_tokens=-5), "input_tokens must be a whole number >= 0, got -5."),
+        (
+            ModelCall(input_tokens=10**5000),
+            f"input_tokens must be a whole number >= 0 and <= {10**18}, got int",
+        ),
         (ModelCall(cost_usd=Decimal("1E+999999999")), "cost_usd must be a Decimal >= 0, got Dec"),
-        (ModelCall(input_tokens=float("nan")), "input_tokens must be >= 0, got nan."),
-        (ModelCall(max_output_tokens=0), "max_output_tokens must be >= 1, got 0."),
-        (ModelCall(max_output_tokens=float("nan")), "max_output_tokens must be >= 1, got nan."),
+        (
+            ModelCall(input_tokens=float("nan")),
+            "input_tokens must be a whole number >= 0, got nan.",
+        ),
+        (ModelCall(input_tokens=10.5), "input_tokens must be a whole number >= 0, got 10.5."),
+        (ModelCall(input_tokens="5"), "input_tokens must be a whole number >= 0, got '5'."),
+        (ModelCall(input_tokens=True), "input_tokens must be a whole number >= 0, got True."),
+        (
+            ModelCall(max_output_tokens=2.5),
+            "max_output_tokens must be a whole number >= 1, got 2.5.",
+        ),
+        (
+            ModelCall(max_output_tokens="5"),
+            "max_output_tokens must be a whole number >= 1, got '5'.",
+        ),
+        (ModelCall(max_output_tokens=0), "max_output_tokens must be a whole number >= 1, got 0."),
+        (
+            ModelCall(max_output_tokens=float("nan")),
+            "max_output_tokens must be a whole number >= 1, got nan.",
+        ),
     ],
 )
-def test_a_projection_that_makes_no_sense_counts_nothing(call, sentence):
-    guard = Guard(Budget(max_total_tokens=100))
+@pytest.mark.parametrize("bound", [None, 50])
+def test_a_projection_that_makes_no_sense_counts_nothing(call, sentence, bound):
+    guard = Guard(Budget(max_total_tokens=100, max_output_tokens_per_call=bound))
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         guard.admit_model_call(call)
     assert guard.usage.model_calls == 0
+
+
+@pytest.mark.parametrize("option", ["on_warning", "price_book"])
+def test_an_option_that_is_none_is_refused_where_it_is_given(option):
+    with pytest.raises(ConfigurationError, match=f"{option} must be .*, got int. "):
+        Guard(Budget(), **{option: 5})
 
 
 def test_an_abort_takes_any_detail():

@@ -127,7 +127,7 @@ def test_a_budget_with_breakers_can_be_written_as_json():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"velocity": 5}, "velocity Input should be a valid"),
+        ({"velocity": 5}, "velocity must be a VelocityLimits or its fields, got 5."),
         ({"velocity": {"throttle_at": 2}}, "velocity throttle_at must be a share between 0 and 1"),
         ({"rate_limits": {"x": {"rate": 0}}}, "rate_limits.x rate must be a number of calls per"),
     ],

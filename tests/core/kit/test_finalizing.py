@@ -46,7 +46,7 @@ def ask(run, answer=SAID, **call):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({}, "tokens or cost_usd, got neither"),
+        ({}, "tokens or cost_usd must be given, got neither"),
         ({"tokens": 0}, "tokens must be a whole number >= 1, got 0"),
         ({"tokens": True}, "got True"),
         ({"cost_usd": "1"}, "US dollars"),

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from decimal import Decimal
 
 import pytest
@@ -652,6 +653,23 @@ class TestTheEnd:
         assert until_stopped(again) == 2
         assert again.end().earlier_usage.model_calls == 2
 
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_a_run_that_a_condition_does_is_a_part_of_the_run_that_asks_it(self, inside):
+        asked = []
+
+        def judged(guard):
+            asked.append(guard)
+            judge = opened(Budget(max_model_calls=9))
+            until_stopped(judge, limit=1)
+            judge.end()
+
+        run = opened(Budget(max_model_calls=4, stop_when=[judged]))
+        with run.entered() if inside else nullcontext():
+            made = until_stopped(run)
+        # Before each call one of the judge's, and what it is asked by the judge itself is no ask.
+        assert (made, len(asked), run.guard.usage.model_calls) == (2, 3, 4)
+        assert not run.guard.errors
+
     def test_conditions_hold_after_a_pause(self):
         envelope = Envelope(budget=Budget(stop_when=[lambda guard: guard.usage.model_calls >= 2]))
         run = envelope.open()
@@ -903,5 +921,7 @@ class TestAnswersCutShort:
         assert not isinstance(run.guard.trip, type(None))
 
     def test_a_least_bound_that_is_none_is_refused(self):
-        with pytest.raises(ConfigurationError, match="min_output_tokens must be >= 1, got 0"):
+        with pytest.raises(
+            ConfigurationError, match="min_output_tokens must be a whole number >= 1"
+        ):
             opened(Budget()).model_call(ModelCall(min_output_tokens=0))
