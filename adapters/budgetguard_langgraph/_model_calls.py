@@ -284,6 +284,4 @@ def _project(graph_run: GraphRun, flying: ModelCallInFlight) -> None:
     """Estimate a prompt after all, where no cap asked for it before."""
     call, asked = flying.call.call, flying.asked
     if not call.input_tokens:
-        call.input_tokens = _projected(
-            graph_run, asked.namespace, asked.prompt, asked.parameters
-        )
+        call.input_tokens = _projected(graph_run, asked.namespace, asked.prompt, asked.parameters)

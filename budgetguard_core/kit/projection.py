@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, cast
 
 from pydantic import BaseModel, TypeAdapter
@@ -356,10 +357,23 @@ def _called(method: Callable[[], object]) -> object:
 
 
 def _json(value: object) -> str:
+    text = _flat(cast("dict[Any, Any]", value)) if type(value) is dict else None
+    if text is not None:
+        return text
     try:
         return _ENCODER.encode(value)
     except Exception:  # it refers to itself, or its own code failed
         return type(value).__name__
+
+
+def _flat(fields: dict[Any, Any]) -> str | None:
+    """Write texts by name as the encoder does, which takes ten times as long; None for others."""
+    written: list[str] = []
+    for name, value in fields.items():
+        if type(name) is not str or type(value) is not str:
+            return None
+        written.append(f"{encode_basestring(name)}: {encode_basestring(value)}")
+    return "{" + ", ".join(written) + "}"
 
 
 def _plain(value: object) -> object:
