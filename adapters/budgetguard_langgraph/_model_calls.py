@@ -254,7 +254,7 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         text=text or "".join(flying.streamed),
         model=model_of(response, answer),
         cost_usd=cost,
-        speaker=(request.facts.get("metadata") or {}).get("langgraph_node"),
+        speaker=cast("Any", request.facts.get("metadata") or {}).get("langgraph_node"),
         final=not asked and graph_run.is_said_in_turn(text, request.prompt),
     )
     if flying.bounded and not asked and was_cut(answer):

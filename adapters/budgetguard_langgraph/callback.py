@@ -132,7 +132,7 @@ class BudgetCallback(BaseCallbackHandler):
             owner.ids.add(key)
             OWNERS[key] = owner
             return
-        owner = OWNERS.get(above)
+        owner = None if above is None else OWNERS.get(above)
         if owner is not None and owner.opener is self and key not in OWNERS and not FRAME.get():
             # A node of the run, and nothing of ours is around its code.
             owner.ids.add(key)

@@ -357,7 +357,7 @@ def _called(method: Callable[[], object]) -> object:
 
 
 def _json(value: object) -> str:
-    text = _flat(cast("dict[Any, Any]", value)) if type(value) is dict else None
+    text = _flat(cast("Any", value)) if kind_of(value) is dict else None
     if text is not None:
         return text
     try:
