@@ -117,14 +117,15 @@ class AskedCalls:
             known: The tools that the node knows; a name that it does not know starts nothing.
         """
         with self._lock:
-            waiting = self._resumed(call)
+            waiting = self._resumed(call) if self._waiting else None
             if waiting is not None:
                 return waiting
             for asked in self._asked.get(namespace, ()):
                 if not any(one.id == call.id and one.name == call.name for one in asked.calls):
                     continue
                 if asked.batch is None:
-                    tools = known()
+                    # One that starts is known; where it stands is found out for its siblings.
+                    tools = known() if len(asked.calls) > 1 else None
                     asked.batch = self._run.batch(
                         [one for one in asked.calls if tools is None or one.name in tools]
                     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from langchain_core.messages import HumanMessage, SystemMessage
@@ -15,6 +14,7 @@ from budgetguard_core.kit import OpenModelCall, current, entered
 from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
     OWNERS,
+    AskedModelCall,
     GraphRun,
     ModelCallInFlight,
     RunId,
@@ -44,29 +44,6 @@ def namespace_of(metadata: Mapping[str, Any] | None) -> str:
 def graph_of(namespace: str) -> str:
     """Return the namespace of the graph around a node: tasks have their own below it."""
     return namespace.rpartition("|")[0]
-
-
-@dataclass(slots=True)
-class AskedModelCall:
-    """A model call that a run was asked for: admitted or not, and not yet made.
-
-    Attributes:
-        opened: The answer; `begin` takes it after the wait that it may ask for.
-    """
-
-    run_id: RunId
-    name: str | None
-    facts: Mapping[str, Any]
-    parameters: Mapping[str, Any] | None
-    prompt: Sequence[Any]
-    namespace: str
-    place: Any
-    speaker: str | None
-    bound: int | None
-    model: Any
-    settings: dict[str, Any] | None
-    sent: list[Any] | None
-    opened: OpenModelCall | Stop
 
 
 def ask(
@@ -134,19 +111,18 @@ def ask(
     if sent is None and not isinstance(opened, Stop) and opened.nudge is not None:
         _, _, sent = request_around()
     return AskedModelCall(
-        run_id=run_id,
-        name=model,
-        facts=facts,
-        parameters=parameters,
-        prompt=prompt,
-        namespace=namespace,
-        place=place,
-        speaker=(metadata or {}).get("langgraph_node"),
-        bound=bound,
-        model=requested,
-        settings=settings,
-        sent=sent,
-        opened=opened,
+        run_id,
+        model,
+        facts,
+        parameters,
+        prompt,
+        namespace,
+        place,
+        bound,
+        requested,
+        settings,
+        sent,
+        opened,
     )
 
 
@@ -169,18 +145,8 @@ def begin(graph_run: GraphRun, asked: AskedModelCall, opened: OpenModelCall | St
     )
     step = Step(graph_run, opened, run_id)
     opened.frame = step
-    flying = ModelCallInFlight(
-        opened,
-        step,
-        asked.prompt,
-        asked.parameters,
-        asked.namespace,
-        asked.place,
-        asked.speaker,
-        bounded,
-    )
-    flying.forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
-    graph_run.models[run_id] = flying
+    forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
+    graph_run.models[run_id] = ModelCallInFlight(opened, step, asked, bounded, forget)
     graph_run.ids.add(run_id)
     OWNERS[run_id] = graph_run
     step.enter()
@@ -270,7 +236,9 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     if flying is None:
         return
     run = graph_run.run
-    graph_run.failed.pop(flying.place, None)
+    request = flying.asked
+    if graph_run.failed:
+        graph_run.failed.pop(request.place, None)
     answer = answer_of(response)
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
@@ -286,8 +254,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         text=text or "".join(flying.streamed),
         model=model_of(response, answer),
         cost_usd=cost,
-        speaker=flying.speaker,
-        final=not asked and graph_run.is_said_in_turn(text, flying.prompt),
+        speaker=cast("Any", request.facts.get("metadata") or {}).get("langgraph_node"),
+        final=not asked and graph_run.is_said_in_turn(text, request.prompt),
     )
     if flying.bounded and not asked and was_cut(answer):
         run.cut_short(flying.call)
@@ -296,8 +264,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
             run.start(call)
             run.finished(call, "reported")
     if asked:
-        graph_run.asked.put(flying.namespace, asked)
-    graph_run.talked(flying.prompt, answer)
+        graph_run.asked.put(request.namespace, asked)
+    graph_run.talked(request.prompt, answer)
     graph_run.save()
 
 
@@ -306,7 +274,7 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
     flying = _taken(graph_run, run_id)
     if flying is None:
         return
-    graph_run.has_failed(flying.place)
+    graph_run.has_failed(flying.asked.place)
     _project(graph_run, flying)
     graph_run.run.failed(flying.call, error, written="".join(flying.streamed))
     graph_run.save()
@@ -314,8 +282,6 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
 
 def _project(graph_run: GraphRun, flying: ModelCallInFlight) -> None:
     """Estimate a prompt after all, where no cap asked for it before."""
-    call = flying.call.call
+    call, asked = flying.call.call, flying.asked
     if not call.input_tokens:
-        call.input_tokens = _projected(
-            graph_run, flying.namespace, flying.prompt, flying.parameters
-        )
+        call.input_tokens = _projected(graph_run, asked.namespace, asked.prompt, asked.parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from asyncio import _get_running_loop  # pyright: ignore[reportPrivateUsage] - in its `__all__`
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from uuid import UUID
 from langchain_core.messages import BaseMessage
 from langgraph.errors import GraphBubbleUp
 
-from budgetguard_core import Budget, RunFencedError, Trip
+from budgetguard_core import Budget, RunFencedError, Stop, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt, Run
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread
@@ -36,13 +37,15 @@ class Step(Frame):
 
     def __init__(self, graph_run: GraphRun, call: Any = None, run_id: RunId | None = None) -> None:
         # Four are made in each turn, so the base class is not called.
-        run = graph_run.run
-        self.guard, self.run, self.call, self.above = run.guard, run, call, run.above
+        self.run = run = graph_run.run
+        self.guard = run.guard
+        self.call = call
+        self.above = run.above
         self.graph_run = graph_run
         self.run_id = run_id
         self.closed = False
         before = FRAME.get()
-        self.before = _open(before) if type(before) is Step else before
+        self.before = _open(before) if type(before) is Step and before.closed else before
 
     def enter(self) -> None:
         """Make this the frame of the code that runs; hooks have no block to do it in."""
@@ -54,10 +57,10 @@ class Step(Frame):
         LangChain calls the end hooks of asynchronous code in another context: where this one was
         set it stays, and from now on stands for what was there before.
         """
-        self.closed, self.above = True, self.before
+        self.closed = True
+        self.above = before = self.before
         if FRAME.get() is self:
-            before = self.before
-            FRAME.set(_open(before) if type(before) is Step else before)
+            FRAME.set(_open(before) if type(before) is Step and before.closed else before)
 
     @property
     def is_live(self) -> bool:
@@ -75,19 +78,44 @@ def _open(frame: Frame | None) -> Frame | None:
 
 
 @dataclass(slots=True)
+class AskedModelCall:
+    """A model call that a run was asked for: admitted or not, and not yet made.
+
+    Attributes:
+        opened: The answer; the call begins after the wait that it may ask for.
+        bound: The completion bound that the request carries already.
+        model: The model, where a bound has to reach it; `settings` are those of its request.
+        sent: The very messages of the request, where something has to be added to them.
+    """
+
+    run_id: RunId
+    name: str | None
+    facts: Mapping[str, Any]
+    parameters: Mapping[str, Any] | None
+    prompt: Sequence[Any]
+    namespace: str
+    place: Any
+    bound: int | None
+    model: Any
+    settings: dict[str, Any] | None
+    sent: list[Any] | None
+    opened: OpenModelCall | Stop
+
+
+@dataclass(slots=True)
 class ModelCallInFlight:
-    """A model call between its hooks."""
+    """A model call between its hooks.
+
+    Attributes:
+        bounded: The budget's completion bound has reached the request.
+    """
 
     call: OpenModelCall
     step: Step
-    prompt: Sequence[Any]
-    parameters: Mapping[str, Any] | None
-    namespace: str
-    place: Any
-    speaker: str | None
+    asked: AskedModelCall
     bounded: bool
+    forget: Callable[[], None]
     streamed: list[str] = field(default_factory=list[str])
-    forget: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -96,7 +124,7 @@ class ToolCallInFlight:
 
     call: OpenToolCall
     step: Step
-    forget: Callable[[], None] = lambda: None
+    forget: Callable[[], None]
 
 
 class Fenced(RunFencedError, GraphBubbleUp):
@@ -259,7 +287,7 @@ class GraphRun:
     def release(self, node: str) -> None:
         """Charge the model calls below a node that was cancelled; they report nothing."""
         with self.lock:
-            ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
+            ids = [id_ for id_, one in self.models.items() if str(one.asked.place).startswith(node)]
             flying = [self.models.pop(id_) for id_ in ids]
         for one in flying:
             one.forget()
@@ -270,8 +298,9 @@ class GraphRun:
         """Forget a chain that is over."""
         OWNERS.pop(run_id, None)
         self.ids.discard(run_id)
-        if run_id in self.steps:
-            self.steps.pop(run_id).leave()
+        step = self.steps.pop(run_id, None)
+        if step is not None:
+            step.leave()
 
     def is_over(self, error: BaseException | None) -> None:
         """Note that the graph or chain that this run is has ended, and whether it waits."""
@@ -334,12 +363,10 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that takes it back.
     """
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    # Where no loop runs, `current_task` raises, which takes longer than all the rest.
+    task = None if _get_running_loop() is None else asyncio.current_task()
     if task is None:
-        return lambda: None
+        return _nothing
     watched = task
 
     def ended(_: object) -> None:
@@ -347,6 +374,10 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
 
     watched.add_done_callback(ended)
     return lambda: cast("None", watched.remove_done_callback(ended))
+
+
+def _nothing() -> None:
+    """There is nothing to take back."""
 
 
 def _texts(prompt: Sequence[Any]) -> list[Any]:

@@ -99,9 +99,8 @@ def begin(graph_run: GraphRun, asked: AskedToolCall) -> Exception | Trip | None:
         return refusal(node, refused) or _trip_of(graph_run, opened)
     step = Step(graph_run, opened, run_id)
     opened.frame = step
-    flying = ToolCallInFlight(opened, step)
-    flying.forget = when_task_ends(lambda: _cancelled(graph_run, run_id))
-    graph_run.tools[run_id] = flying
+    forget = when_task_ends(lambda: _cancelled(graph_run, run_id))
+    graph_run.tools[run_id] = ToolCallInFlight(opened, step, forget)
     graph_run.ids.add(run_id)
     OWNERS[run_id] = graph_run
     step.enter()
@@ -117,8 +116,15 @@ def _plain(arguments: Any, id_: str | None) -> Any:
     """Leave out the call's own id, which some tools are handed: it makes each call look new."""
     if not isinstance(arguments, dict) or id_ is None:
         return arguments  # pyright: ignore[reportUnknownVariableType]
-    given: Any = arguments  # pyright: ignore[reportUnknownVariableType]
-    return {name: value for name, value in given.items() if value != id_}
+    given: dict[str, Any] = arguments  # pyright: ignore[reportUnknownVariableType]
+    # Of anything but a text, a comparison may be more than a yes or no.
+    if any(isinstance(value, str) and value == id_ for value in given.values()):
+        return {
+            name: value
+            for name, value in given.items()
+            if not (isinstance(value, str) and value == id_)
+        }
+    return given
 
 
 def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:

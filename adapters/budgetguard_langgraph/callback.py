@@ -29,10 +29,9 @@ from budgetguard_core.kit import (
     envelope_of,
 )
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
-from budgetguard_langgraph._model_calls import AskedModelCall
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step
+from budgetguard_langgraph._run import OWNERS, AskedModelCall, GraphRun, RunId, Step
 from budgetguard_langgraph._seams import (
     WaitingHook,
     closing_pending_hooks,
@@ -133,6 +132,14 @@ class BudgetCallback(BaseCallbackHandler):
             owner.ids.add(key)
             OWNERS[key] = owner
             return
+        owner = None if above is None else OWNERS.get(above)
+        if owner is not None and owner.opener is self and key not in OWNERS and not FRAME.get():
+            # A node of the run, and nothing of ours is around its code.
+            owner.ids.add(key)
+            OWNERS[key] = owner
+            step = owner.steps[key] = Step(owner, None, key)
+            step.enter()
+            return
         frame = current()
         owner = owner_of(key, above, frame)
         mine = None if owner is None else owner.opened_by(self)
@@ -152,7 +159,13 @@ class BudgetCallback(BaseCallbackHandler):
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
-        self._over(getattr(run_id, "int", run_id), outputs, None)
+        key: RunId = getattr(run_id, "int", run_id)
+        owner = OWNERS.get(key)
+        if owner is not None and owner.root != key and owner.opener is self:
+            # Nearly every chain.
+            owner.left(key)
+        else:
+            self._over(key, outputs, None)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has failed; a stop gets its outcome."""

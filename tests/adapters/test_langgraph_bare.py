@@ -6,12 +6,14 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
+from langchain_core.tools import tool
 
 from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_core.testing import ProviderError, Reply, Script, says
@@ -202,3 +204,29 @@ async def test_tasks_and_threads_that_copy_the_context_are_bounded_by_an_active_
         with pytest.raises(BudgetExceeded):
             await chat.ainvoke("d")
     assert chat.script.calls == guard.usage.model_calls == 4
+
+
+class Table:
+    """What compares element by element, as the tables of pandas do."""
+
+    def __eq__(self, other):
+        return self
+
+    __ne__ = __eq__
+    __hash__ = None
+
+    def __bool__(self):
+        raise ValueError("The truth value of a table is ambiguous.")
+
+
+def test_an_argument_that_compares_to_no_truth_value_reaches_its_tool():
+    @tool
+    def rows(table: Any) -> str:
+        """Tell what it is."""
+        return type(table).__name__
+
+    guard = Guard(Budget(max_tool_calls=2))
+    call = {"type": "tool_call", "id": "1", "name": "rows", "args": {"table": Table()}}
+    result = rows.invoke(call, {"callbacks": [BudgetCallback(guard)]})
+    assert result.content == "Table"
+    assert guard.usage.tool_calls == 1

@@ -562,3 +562,30 @@ def test_messages_that_can_not_be_compared_are_looked_at_anew():
     assert prompt.project([one, message(1)]) == 5 + EACH
     assert prompt.project([one, message(1), message(2)]) == 5 + 2 * EACH
     assert prompt.project([Unlike(), message(1), message(2)]) == 5 + 2 * EACH
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"q": "cats"},
+        {"q": 'a "b"\n\\', "é": "\ud800\u2028\x00"},
+        {"n": 1},
+        {1: "x"},
+        {"q": None},
+    ],
+)
+def test_arguments_count_as_their_json_does(arguments):
+    call = {"type": "tool_call", "args": arguments}
+    text = json.dumps(arguments, ensure_ascii=False)
+    assert estimate(call) == estimate_tokens(text)
+
+
+def test_parts_of_the_same_names_are_told_apart_by_what_is_in_them():
+    text = {"type": "text", "text": "one two three", "data": PNG[:20]}
+    image = {"type": "image", "text": "one two three", "data": PNG[:20]}
+    assert estimate(text) == estimate(text) != IMAGE_TOKENS
+    assert estimate(image) == IMAGE_TOKENS
+    sound = {"type": "media", "mime_type": "audio/wav", "data": "x"}
+    assert estimate(sound) == AUDIO_TOKENS
+    assert estimate({**sound, "mime_type": "image/png"}) == IMAGE_TOKENS
