@@ -55,6 +55,8 @@ class AgentHooks:
         self._opener = opener
         self._calls = Calls()
         self._bodies: ByIdentity[Bodies] = ByIdentity()
+        # The agents whose answers a bound of ours may have cut off.
+        self._cutting: ByIdentity[bool] = ByIdentity()
 
     # Attaching
 
@@ -85,7 +87,6 @@ class AgentHooks:
             (MessageAddedEvent, self._before_added, FIRST),
             (BeforeModelCallEvent, self._calls.before_model_call, LAST),
             (AfterModelCallEvent, self._calls.after_model_call, FIRST),
-            (AfterModelCallEvent, self._calls.after_answer, LAST),
             (BeforeToolCallEvent, self._calls.before_tool_call, LAST),
             (AfterToolCallEvent, self._calls.after_tool_call, LAST),
             (AfterInvocationEvent, self._after_leg, FIRST),
@@ -131,6 +132,10 @@ class AgentHooks:
                 at.run.fail(RuntimeError("the run was left before it began"))
             at = self._begin(agent, event)
         at.metrics, at.invocation = metrics, number
+        if at.is_bounded and not self._cutting.get(agent):
+            # Only where it is needed: each hook costs every model call a little.
+            _seams.add_hook(agent, AfterModelCallEvent, self._calls.after_answer, LAST)
+            self._cutting.set(agent, True)
         # Not before the first run, so that this comes inside of the user's own middleware.
         wanted = at.is_bounded or _seams.has_model_middleware(agent)
         if (
@@ -181,11 +186,11 @@ class AgentHooks:
 
     def _before_added(self, event: MessageAddedEvent) -> None:
         """Let what other hooks do with the user's message before the loop be of the run."""
-        at = self._calls.going_on(event.agent)
-        if at is None or at.watched or at.is_entered:
-            return
         # An assistant's is that of a refused run, whose loop does not begin.
-        if event.message["role"] == "user":
+        if event.message["role"] != "user":
+            return
+        at = self._calls.going_on(event.agent)
+        if at is not None and not at.watched and not at.is_entered:
             at.enter()
 
     def around(self, agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
@@ -270,9 +275,9 @@ class AgentHooks:
                 at.took_effect()
                 return
             at.took_effect()
-            _spans.end_left(span, at.spans)
+            _spans.end_left(span, at.contexts)
         except asyncio.CancelledError as error:
-            _spans.end_left(span, at.spans, error)
+            _spans.end_left(span, at.contexts, error)
             if not at.took_effect():
                 at.error = error
                 raise
@@ -282,7 +287,7 @@ class AgentHooks:
                 if at.call is not None:
                     run.unmade(at.call)
                 raise
-            _spans.end_left(span, at.spans, halt)
+            _spans.end_left(span, at.contexts, halt)
             if halt.error is not None:
                 at.error = halt.error
                 raise halt.error from None

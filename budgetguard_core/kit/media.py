@@ -69,9 +69,6 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     kind = block.get("type") or block.get("kind")
     allowance = _TYPES.get(kind) if isinstance(kind, str) else None
     if allowance is None and _ANY_MEDIA_TYPE.isdisjoint(block):
-        return None
-    kind = block.get("type") or block.get("kind")
-    if type(kind) is str and kind not in _TYPES and _ANY_MEDIA_TYPE.isdisjoint(block):
         # Nearly every one.
         return None
     source = block.get("source")
