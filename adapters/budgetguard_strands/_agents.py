@@ -207,9 +207,9 @@ class AgentHooks:
         self, at: AgentRun, agent: Agent, events: Events
     ) -> AsyncGenerator[Any, None]:
         run, invocation_state = at.run, at.invocation_state
+        at.events = events
         watch = Watch(run, at.cut)
-        written = at.written
-        pieces = 0
+        left = _LOOK_EVERY
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()
         try:
@@ -220,46 +220,38 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
-                if at.streaming:
-                    if "data" in event:
-                        written.append(event["data"])
-                        yield event
-                        pieces += 1
-                        if not pieces % _LOOK_EVERY:
-                            at.look()
-                        if at.streaming:
-                            at.awaiting = current_task(loop)
-                            continue
-                        break
-                    if "event" in event and "contentBlockDelta" in event["event"]:
-                        at.awaiting = None
-                        yield event
-                        if at.streaming:
-                            # Its own event, with what it says, comes without any wait.
-                            continue
-                        break
-                at.awaiting = None
-                if at.is_entered:
-                    at.leave()
                 if "data" in event:
                     at.written.append(event["data"])
-                    pieces += 1
-                    if not pieces % _LOOK_EVERY:
+                    left -= 1
+                    if not left:
+                        left = _LOOK_EVERY
                         at.look()
+                    if at.streaming:
+                        yield event
+                        if at.due:
+                            break
+                        at.awaiting = current_task(loop)
+                        continue
                 elif "event" in event:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
+                        if at.streaming:
+                            # What it says comes as an event of its own, without any wait.
+                            yield event
+                            continue
                         at.streaming = ORDERED and not at.due
-                        written = at.written
                     elif "metadata" in chunk:
                         at.usage = chunk["metadata"].get("usage") or at.usage
                 elif "stop" in event:
+                    at.leave()
                     if self._is_stopped_at(at, event):
                         break
                     if str(event["stop"][0]).startswith("limit_"):
                         event = await _ending.limited(agent, at, invocation_state, event)
                     elif event["stop"][0] == "cancelled":
                         await _ending.cancelled(agent, at)
+                if at.is_entered:
+                    at.leave()
                 # First, because older releases take the last event for the one that ends the run.
                 if at.notices:
                     for notice in at.take_notices():
@@ -299,7 +291,7 @@ class AgentHooks:
         finally:
             watch.close()
             at.leave()
-            at.invocation_state = {}  # holds the agent
+            at.events, at.invocation_state = None, {}  # hold the agent
             await events.aclose()
         self._calls.settle(at, agent, "the run was stopped", keep=True)
         ended = await _ending.stop(agent, at, invocation_state)

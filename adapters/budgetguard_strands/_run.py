@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import Token
 from typing import Any
 
@@ -43,6 +43,8 @@ class AgentRun:
         prompt: What the next prompt is projected with.
         notices: The warnings that the stream has not carried yet.
         is_entered: The running code is inside of the run.
+        events: Those of the event loop that the run watches over.
+        awaiting: The task that asked for the last of them.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -82,6 +84,7 @@ class AgentRun:
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
+        self.events: AsyncGenerator[Any, None] | None = None
         self._cancelled = False
         self._earlier = 0
         self.due = False
@@ -164,7 +167,9 @@ class AgentRun:
         """End what the run awaits; between two events of a stream it awaits nothing."""
         self.due = True
         self.streaming = False
-        if self.awaiting is not None and not self._cancelled:
+        if self.events is None or not self.events.ag_running or self._cancelled:
+            return
+        if self.awaiting is not None:
             self._cancelled = True
             self._earlier = self.awaiting.cancelling()
             self.awaiting.cancel()
