@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Token
 from typing import Any
 
@@ -84,7 +84,7 @@ class AgentRun:
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
-        self.events: AsyncGenerator[Any, None] | None = None
+        self.events: Any = None
         self._cancelled = False
         self._earlier = 0
         self.due = False

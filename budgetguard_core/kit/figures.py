@@ -215,7 +215,8 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
         # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
         fields = {name: part(record, name) for name in _NAMES}
     if len(fields) == len(_PLAIN):
-        given, answered, total = map(fields.get, _PLAIN)
+        plain: Iterable[Any] = map(fields.get, _PLAIN)
+        given, answered, total = plain
         if (
             type(given) is type(answered) is int
             and given > 0 < answered
