@@ -55,6 +55,8 @@ class AgentHooks:
         self._opener = opener
         self._calls = Calls()
         self._bodies: ByIdentity[Bodies] = ByIdentity()
+        # The agents whose answers a bound of ours may have cut off.
+        self._cutting: ByIdentity[bool] = ByIdentity()
 
     # Attaching
 
@@ -85,7 +87,6 @@ class AgentHooks:
             (MessageAddedEvent, self._before_added, FIRST),
             (BeforeModelCallEvent, self._calls.before_model_call, LAST),
             (AfterModelCallEvent, self._calls.after_model_call, FIRST),
-            (AfterModelCallEvent, self._calls.after_answer, LAST),
             (BeforeToolCallEvent, self._calls.before_tool_call, LAST),
             (AfterToolCallEvent, self._calls.after_tool_call, LAST),
             (AfterInvocationEvent, self._after_leg, FIRST),
@@ -131,6 +132,10 @@ class AgentHooks:
                 at.run.fail(RuntimeError("the run was left before it began"))
             at = self._begin(agent, event)
         at.metrics, at.invocation = metrics, number
+        if at.is_bounded and not self._cutting.get(agent):
+            # Only where it is needed: each hook costs every model call a little.
+            _seams.add_hook(agent, AfterModelCallEvent, self._calls.after_answer, LAST)
+            self._cutting.set(agent, True)
         # Not before the first run, so that this comes inside of the user's own middleware.
         wanted = at.is_bounded or _seams.has_model_middleware(agent)
         if (
@@ -181,11 +186,11 @@ class AgentHooks:
 
     def _before_added(self, event: MessageAddedEvent) -> None:
         """Let what other hooks do with the user's message before the loop be of the run."""
-        at = self._calls.going_on(event.agent)
-        if at is None or at.watched or at.is_entered:
-            return
         # An assistant's is that of a refused run, whose loop does not begin.
-        if event.message["role"] == "user":
+        if event.message["role"] != "user":
+            return
+        at = self._calls.going_on(event.agent)
+        if at is not None and not at.watched and not at.is_entered:
             at.enter()
 
     def around(self, agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
@@ -202,9 +207,9 @@ class AgentHooks:
         self, at: AgentRun, agent: Agent, events: Events
     ) -> AsyncGenerator[Any, None]:
         run, invocation_state = at.run, at.invocation_state
+        at.events = events
         watch = Watch(run, at.cut)
-        written = at.written
-        pieces = 0
+        left = _LOOK_EVERY
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()
         try:
@@ -215,46 +220,38 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
-                if at.streaming:
-                    if "data" in event:
-                        written.append(event["data"])
-                        yield event
-                        pieces += 1
-                        if not pieces % _LOOK_EVERY:
-                            at.look()
-                        if at.streaming:
-                            at.awaiting = current_task(loop)
-                            continue
-                        break
-                    if "event" in event and "contentBlockDelta" in event["event"]:
-                        at.awaiting = None
-                        yield event
-                        if at.streaming:
-                            # Its own event, with what it says, comes without any wait.
-                            continue
-                        break
-                at.awaiting = None
-                if at.is_entered:
-                    at.leave()
                 if "data" in event:
                     at.written.append(event["data"])
-                    pieces += 1
-                    if not pieces % _LOOK_EVERY:
+                    left -= 1
+                    if not left:
+                        left = _LOOK_EVERY
                         at.look()
+                    if at.streaming:
+                        yield event
+                        if at.due:
+                            break
+                        at.awaiting = current_task(loop)
+                        continue
                 elif "event" in event:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
+                        if at.streaming:
+                            # What it says comes as an event of its own, without any wait.
+                            yield event
+                            continue
                         at.streaming = ORDERED and not at.due
-                        written = at.written
                     elif "metadata" in chunk:
                         at.usage = chunk["metadata"].get("usage") or at.usage
                 elif "stop" in event:
+                    at.leave()
                     if self._is_stopped_at(at, event):
                         break
                     if str(event["stop"][0]).startswith("limit_"):
                         event = await _ending.limited(agent, at, invocation_state, event)
                     elif event["stop"][0] == "cancelled":
                         await _ending.cancelled(agent, at)
+                if at.is_entered:
+                    at.leave()
                 # First, because older releases take the last event for the one that ends the run.
                 if at.notices:
                     for notice in at.take_notices():
@@ -270,9 +267,9 @@ class AgentHooks:
                 at.took_effect()
                 return
             at.took_effect()
-            _spans.end_left(span, at.spans)
+            _spans.end_left(span, at.contexts)
         except asyncio.CancelledError as error:
-            _spans.end_left(span, at.spans, error)
+            _spans.end_left(span, at.contexts, error)
             if not at.took_effect():
                 at.error = error
                 raise
@@ -282,7 +279,7 @@ class AgentHooks:
                 if at.call is not None:
                     run.unmade(at.call)
                 raise
-            _spans.end_left(span, at.spans, halt)
+            _spans.end_left(span, at.contexts, halt)
             if halt.error is not None:
                 at.error = halt.error
                 raise halt.error from None
@@ -294,7 +291,7 @@ class AgentHooks:
         finally:
             watch.close()
             at.leave()
-            at.invocation_state = {}  # holds the agent
+            at.events, at.invocation_state = None, {}  # hold the agent
             await events.aclose()
         self._calls.settle(at, agent, "the run was stopped", keep=True)
         ended = await _ending.stop(agent, at, invocation_state)

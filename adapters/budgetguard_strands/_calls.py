@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from opentelemetry import trace
+from opentelemetry.context import get_current
 from strands import Agent
 from strands.hooks import (
     AfterModelCallEvent,
@@ -98,16 +98,17 @@ class Calls:
         )
         opened = await at.run.wait_async(asked)
         at.note_warnings()
-        at.span = trace.get_current_span()
+        at.context = get_current()
         if isinstance(opened, Stop):
             at.give_back(agent)
             raise Halt(at)
-        try:
-            await _ending.save(at.run, at.whole(agent))
-        except RunFencedError as error:
-            at.give_back(agent)
-            at.run.unmade(opened)
-            raise Halt(at, error) from error
+        if at.run.is_saved:
+            try:
+                await _ending.save(at.run, at.whole(agent))
+            except RunFencedError as error:
+                at.give_back(agent)
+                at.run.unmade(opened)
+                raise Halt(at, error) from error
         if not retry:
             at.count_cycle()
         at.begin_call(opened)
@@ -135,8 +136,8 @@ class Calls:
             self.settle(at, event.agent, event.exception or "no answer")
             return
         call, model = at.call, at.model or event.agent.model
-        message: dict[str, Any] = {**event.stop_response.message}
         if at.usage is None:
+            message: dict[str, Any] = {**event.stop_response.message}
             metadata: dict[str, Any] = message.get("metadata") or {}
             at.usage = metadata.get("usage")
         self.settle(at, event.agent, None, message=event.stop_response.message)
@@ -187,8 +188,7 @@ class Calls:
         used = usage if isinstance(usage, TokenUsage) else token_usage(usage)
         if error is None:
             content: list[Any] = message["content"]
-            final = not any("toolUse" in block for block in content)
-            text = ""
+            text, final = "", not _history.has_tool_use(content)
             if final:
                 text = _history.text_of(message)
             elif used is None or used.estimated or not used.output_tokens:
@@ -214,16 +214,7 @@ class Calls:
         if at is None:
             return  # outside of a run it is the user's own code that calls the tool
         use = event.tool_use
-        waited = next(
-            (
-                one
-                for one in at.waiting
-                if (one.call.id, one.call.name) == (use["toolUseId"], use["name"])
-            ),
-            None,
-        )
-        if waited is not None:
-            at.waiting.remove(waited)
+        waited = at.take_waiting(use) if at.waiting else None
         if event.cancel_tool:
             if waited is not None:
                 at.run.withdrawn(waited)
@@ -241,7 +232,7 @@ class Calls:
         )
         call = await at.run.wait_async(call)
         at.note_warnings()
-        at.asked.append(_history.Asked(use, call, trace.get_current_span()))
+        at.asked.append(_history.Asked(use, call, get_current()))
         refusal = at.run.start(call)
         if refusal is None:
             at.within(call)
@@ -277,7 +268,8 @@ class Calls:
         message = at.run.nudge() if at.trip is None else None
         if message is not None:
             result = _history.with_text(result, message)
-        event.result = result
+        if result is not event.result:
+            event.result = result
         if asked is not None:
             asked.result = result
         at.within()

@@ -138,13 +138,12 @@ async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
 
 
 async def save(run: Run, messages: list[Any]) -> None:
-    """Save where a run is, before its next model call; nothing without a store.
+    """Save where a run is, before its next model call.
 
     Raises:
         RunFencedError: The run was resumed elsewhere.
     """
-    if run.is_saved:
-        await asyncio.to_thread(run.save, tuple(messages), to_plain=_plain)
+    await asyncio.to_thread(run.save, tuple(messages), to_plain=_plain)
 
 
 def _plain(messages: Sequence[Any]) -> list[Any]:

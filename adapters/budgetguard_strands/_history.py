@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from opentelemetry import trace
+from opentelemetry.context import Context
 from strands.hooks import MessageAddedEvent
 
 from budgetguard_core import NOT_EXECUTED
@@ -28,15 +28,21 @@ class Asked:
 
     use: Mapping[str, Any]
     call: OpenToolCall
-    span: trace.Span
+    context: Context
     result: Any = None
 
 
 def find_call(asked: Sequence[Asked], use: Mapping[str, Any]) -> Asked | None:
     """Find the open call of a tool use: that very one, or else one of the same id."""
-    left = [one for one in asked if one.result is None]
-    own = next((one for one in left if one.use is use), None)
-    return own or next((one for one in left if one.use["toolUseId"] == use["toolUseId"]), None)
+    same_id = None
+    for one in asked:
+        if one.result is not None:
+            continue
+        if one.use is use:
+            return one
+        if same_id is None and one.use["toolUseId"] == use["toolUseId"]:
+            same_id = one
+    return same_id
 
 
 def results_for_open_calls(
@@ -90,6 +96,14 @@ def is_synthetic(message: Mapping[str, Any]) -> bool:
     """Tell whether a message is the synthetic last one of a stopped run."""
     metadata: Mapping[str, Any] = message.get("metadata") or _NOTHING
     return metadata.get("synthetic") is True
+
+
+def has_tool_use(content: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether a message's content asks for a tool."""
+    for block in content:  # noqa: SIM110 - asked after each model call
+        if "toolUse" in block:
+            return True
+    return False
 
 
 def text_of(message: Mapping[str, Any]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Token
 from typing import Any
 
-from opentelemetry import trace
+from opentelemetry.context import Context
 
 from budgetguard_core import Guard, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt
@@ -28,6 +28,7 @@ class AgentRun:
 
     Attributes:
         run: What is told what happens, and decides.
+        context: OpenTelemetry's context in which the last model call began.
         inside: The run is a part of another one.
         shared: Its guard was given, and nothing of it is reset.
         of_node: It is that of a swarm's or graph's node.
@@ -42,6 +43,8 @@ class AgentRun:
         prompt: What the next prompt is projected with.
         notices: The warnings that the stream has not carried yet.
         is_entered: The running code is inside of the run.
+        events: Those of the event loop that the run watches over.
+        awaiting: The task that asked for the last of them.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -53,7 +56,7 @@ class AgentRun:
         self.error: BaseException | None = None
         self.prompt = Prompt()
         self.frame: Frame = self.run.frame()
-        self.span: trace.Span | None = None
+        self.context: Context | None = None
         self.waiting: list[OpenToolCall] = []
         self.unwatch: Callable[[], None] | None = None
         self.asked: list[Asked] = []
@@ -81,6 +84,7 @@ class AgentRun:
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
+        self.events: Any = None
         self._cancelled = False
         self._earlier = 0
         self.due = False
@@ -90,6 +94,14 @@ class AgentRun:
         """Count a model call that is no retry, where the reference's users look for the figure."""
         self.cycles += 1
         self.invocation_state[CYCLES] = self.cycles
+
+    def take_waiting(self, use: Mapping[str, Any]) -> OpenToolCall | None:
+        """Take the call of an earlier leg that waited for a person; None where none did."""
+        for one in self.waiting:
+            if (one.call.id, one.call.name) == (use["toolUseId"], use["name"]):
+                self.waiting.remove(one)
+                return one
+        return None
 
     def forget_answered(self) -> None:
         """Forget the last batch, but not what runs in the background and answers later."""
@@ -155,7 +167,9 @@ class AgentRun:
         """End what the run awaits; between two events of a stream it awaits nothing."""
         self.due = True
         self.streaming = False
-        if self.awaiting is not None and not self._cancelled:
+        if self.events is None or not self.events.ag_running or self._cancelled:
+            return
+        if self.awaiting is not None:
             self._cancelled = True
             self._earlier = self.awaiting.cancelling()
             self.awaiting.cancel()
@@ -196,9 +210,9 @@ class AgentRun:
     # What holds
 
     @property
-    def spans(self) -> list[trace.Span | None]:
-        """The spans in which the calls of this cycle began, the innermost first."""
-        return [*(one.span for one in self.asked), self.span]
+    def contexts(self) -> list[Context | None]:
+        """OpenTelemetry's contexts in which this cycle's calls began, the innermost first."""
+        return [*(one.context for one in self.asked), self.context]
 
     @property
     def trip(self) -> Trip | None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 
 
 def end_left(
-    outer: trace.Span, known: Iterable[trace.Span | None], error: BaseException | None = None
+    outer: trace.Span, known: Iterable[Context | None], error: BaseException | None = None
 ) -> None:
     """End the spans that a cut run has left open within its own, the innermost first.
 
     Args:
         outer: The span around the run, which Strands ends.
-        known: Spans that the run's calls began in; tools have tasks of their own.
+        known: The contexts that the run's calls began in; tools have tasks of their own.
         error: What came up through the run; None where it is left between two of its events, and
             the span of what was going on is the current one.
     """
     found = [trace.get_current_span()] if error is None else _left_behind(error)
-    for span in (*found, *known):
-        if span is not None and span is not outer and span.is_recording():
+    found += [trace.get_current_span(one) for one in known if one is not None]
+    for span in found:
+        if span is not outer and span.is_recording():
             span.end()
 
 

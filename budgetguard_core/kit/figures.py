@@ -26,6 +26,8 @@ from budgetguard_core.usage import TokenUsage
 
 # No call of any model has more: what is above it is no count, and would not fit every store.
 _MOST_TOKENS: Final = 10**12
+_PLAIN: Final = ("inputTokens", "outputTokens", "totalTokens")
+"""All that Bedrock and Strands say of a call that used no cache."""
 _LONGEST_NUMBER: Final = 32
 _WHOLE: Final = {int}
 
@@ -212,6 +214,16 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
     if not fields:
         # Messages of protobuf (xAI's SDK, Vertex AI's) have properties only.
         fields = {name: part(record, name) for name in _NAMES}
+    if len(fields) == len(_PLAIN):
+        plain: Iterable[Any] = map(fields.get, _PLAIN)
+        given, answered, total = plain
+        if (
+            type(given) is type(answered) is int
+            and given > 0 < answered
+            and given + answered == total <= _MOST_TOKENS
+        ):
+            # Nearly every call through Bedrock or Strands: nothing went through a cache.
+            return TokenUsage(given, answered)
     if _TELLING.isdisjoint(fields):
         return None
     if _is_free(fields):

@@ -308,7 +308,10 @@ class Run(Lifetime):
         that others gave are given back.
         """
         opened = [OpenToolCall(call, run=self) for call in calls]
-        waiting = opened
+        self._admit(opened)
+        return Batch(opened)
+
+    def _admit(self, waiting: list[OpenToolCall]) -> None:
         for own in self.guards:
             guard = housekeeping_for(own)
             decisions = guard.admit_tool_calls([one.call for one in waiting])
@@ -320,7 +323,6 @@ class Run(Lifetime):
                 else:
                     self._refuse(one, decision, guard)
             waiting = admitted
-        return Batch(opened)
 
     def _refuse(self, call: OpenToolCall, decision: Refuse | Stop, guard: Guard) -> None:
         for ticket in call.tickets:
@@ -355,7 +357,9 @@ class Run(Lifetime):
         ):
             outer.seen = True
             return OpenToolCall(call, run=self)
-        return next(iter(self.batch((call,))))
+        opened = OpenToolCall(call, run=self)
+        self._admit([opened])
+        return opened
 
     def start(self, call: OpenToolCall) -> str | None:
         """Say that a tool's body starts now: None, or the result to give in its place."""
