@@ -6,11 +6,9 @@ begin, and by the reply that a request goes on from.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -21,12 +19,13 @@ from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
 _MOST_KEPT: Final = 256
 _NO_RESULT: Final = "no result"
 _LONGEST_BEGINNING: Final = 4
-_PLAIN: Final = json.JSONEncoder(default=str)
 
 
-@dataclass(slots=True, eq=False)
 class Conversation:
     """One conversation with a model.
+
+    Args:
+        head: What it began with.
 
     Attributes:
         head: What it began with.
@@ -47,14 +46,11 @@ class Conversation:
         answer_turn: The same as a turn of the conversation.
     """
 
-    head: bytes
+    # What many have in common is the class's: one is made for each that begins.
     run: Run | None = None
-    prompt: Prompt = field(default_factory=Prompt)
     length: int = 0
     mark: frozenset[str | None] = frozenset()
     answer_id: str | None = None
-    pending: list[OpenToolCall] = field(default_factory=list[OpenToolCall])
-    notes: list[str] = field(default_factory=list[str])
     unreported: str | None = None
     is_busy: bool = False
     turns: Sequence[Any] = ()
@@ -63,6 +59,12 @@ class Conversation:
     admitted_by: Run | None = None
     final: str | None = None
     answer_turn: Any = None
+
+    def __init__(self, head: bytes) -> None:
+        self.head = head
+        self.prompt = Prompt()
+        self.pending: list[OpenToolCall] = []
+        self.notes: list[str] = []
 
 
 class Conversations:
@@ -96,7 +98,9 @@ class Conversations:
             if found is not None:
                 self._keep(found)
         if found is None:
-            return Conversation(head, turns=turns)
+            found = Conversation(head)
+            found.turns = turns
+            return found
         self._settle(found, results)
         if not results:
             self._spoken(found, wire, turns)
@@ -271,7 +275,7 @@ class Conversations:
 def _head(wire: Wire, turns: Sequence[Any]) -> bytes:
     digest = blake2b(digest_size=16)
     for turn in turns[:_LONGEST_BEGINNING]:
-        digest.update(_PLAIN.encode(turn).encode())
+        digest.update(repr(turn).encode())
         if wire.user_text(turn) is not None and record(turn).get("role") != "system":
             break
     return digest.digest()

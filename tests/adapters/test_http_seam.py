@@ -7,6 +7,7 @@ import gc
 import logging
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
@@ -277,6 +278,19 @@ def test_an_abort_ends_a_blocking_stream_at_once():
         server.once_hung(block.guard.abort)
         rest = list(stream)
     assert first.choices
+    assert rest[-1].choices[0].finish_reason == "stop"
+    assert str(block.outcome.stop_reason) == "aborted"
+
+
+async def test_an_abort_ends_a_blocking_stream_that_blocks_an_event_loop():
+    with ProviderServer(["hang_mid"], calls=0) as server, bounded_clients(FREE) as block:
+        stream = create(client_of(server), stream=True)
+        next(iter(stream))
+        server.once_hung(block.guard.abort)
+        began = time.monotonic()
+        rest = list(stream)
+    # The server holds the answer for 60 seconds.
+    assert time.monotonic() - began < 45
     assert rest[-1].choices[0].finish_reason == "stop"
     assert str(block.outcome.stop_reason) == "aborted"
 

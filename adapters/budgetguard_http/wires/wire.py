@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, TypeAlias, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 from budgetguard_core import TokenUsage, ToolCall
 
@@ -69,8 +69,7 @@ class Result:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompted:
+class Prompted(NamedTuple):
     """What of a request is the prompt, for its projection."""
 
     messages: Any
