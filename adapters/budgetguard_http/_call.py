@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Final, cast
+from typing import Final
 
 from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
 from budgetguard_core.kit import (
@@ -24,7 +24,7 @@ from budgetguard_http._refusal import Refusal
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
-from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor
+from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor, parsed
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
@@ -78,14 +78,17 @@ class Call:
         wire, body = posted.wire, posted.body
         if posted.is_signed or not body:
             return None
+        bound, told = opened.max_output_tokens, self._to_tell()
+        is_bounded = bound is None or wire.bound(body) == bound
+        may_ask = posted.is_streamed and self._policy.ask_for_usage
+        if is_bounded and not told and not may_ask:
+            return None
         known = dict(body)
-        bound = opened.max_output_tokens
-        if bound is not None and wire.bound(body) != bound:
+        if bound is not None and not is_bounded:
             wire.set_bound(body, bound)
-        told = self._to_tell()
         for text in told:
             wire.add_nudge(body, text)
-        if posted.is_streamed and self._policy.ask_for_usage and wire.ask_for_usage(body):
+        if may_ask and wire.ask_for_usage(body):
             self.asked_for_usage = True
         if told or any(body[name] is not value for name, value in known.items()):
             return _json(body)
@@ -110,14 +113,10 @@ class Call:
 
     def whole(self, content: bytes) -> bytes | None:
         """Take a whole answer; return another where tool calls had to be left out of it."""
-        try:
-            parsed = json.loads(content)
-        except ValueError:
-            parsed = None
-        if not isinstance(parsed, dict):
+        body = parsed(content)
+        if body is None:
             self.settle()
             return None
-        body = cast("Body", parsed)
         if b"cost" in content:  # all names of it
             self._cost = reported_cost(body)
         other = self.parsed(body)

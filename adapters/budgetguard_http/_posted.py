@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from budgetguard_http._policy import Policy, is_free, is_provider
 from budgetguard_http.wires import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, wire_of
-from budgetguard_http.wires.wire import Body, Wire
+from budgetguard_http.wires.wire import Body, Wire, parsed
 
 _SIGNED: Final = "AWS4"
 _MISTRAL: Final = "mistral"
@@ -67,11 +66,7 @@ def read_posted(
         raw: Its content.
         policy: What is done with what is not understood.
     """
-    try:
-        parsed = json.loads(raw)
-    except ValueError:
-        parsed = None
-    body = cast("Body", parsed) if isinstance(parsed, dict) else {}
+    body = parsed(raw) or {}
     wire = wire_of(path, body)
     if wire is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):
         wire = MISTRAL

@@ -7,7 +7,6 @@ import gc
 import logging
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
@@ -287,10 +286,11 @@ async def test_an_abort_ends_a_blocking_stream_that_blocks_an_event_loop():
         stream = create(client_of(server), stream=True)
         next(iter(stream))
         server.once_hung(block.guard.abort)
-        began = time.monotonic()
+        clock = block.guard.clock
+        began = clock.monotonic_ns()
         rest = list(stream)
     # The server holds the answer for 60 seconds.
-    assert time.monotonic() - began < 45
+    assert clock.monotonic_ns() - began < 45e9
     assert rest[-1].choices[0].finish_reason == "stop"
     assert str(block.outcome.stop_reason) == "aborted"
 
