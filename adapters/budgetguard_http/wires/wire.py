@@ -271,7 +271,8 @@ def parsed(content: bytes) -> Body | None:
 
 def usage_in(body: Body) -> TokenUsage | None:
     """Return what an answer, or an event of one, reports; in `usage` as a rule."""
-    return token_usage(body.get("usage")) or token_usage(body)
+    held = body.get("usage")
+    return (token_usage(held) if held else None) or token_usage(body)
 
 
 def text_of(piece: bytes) -> str | None:
