@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, Final, cast
+from typing import Final
 
 from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
 from budgetguard_core.kit import (
@@ -15,17 +15,16 @@ from budgetguard_core.kit import (
     Run,
     current,
     failed_usage,
-    project,
     reported_cost,
 )
 from budgetguard_http._conversations import Conversation
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
 from budgetguard_http._refusal import Refusal
-from budgetguard_http._runs import is_own, traffic_of
+from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
-from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor
+from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor, parsed
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
@@ -79,14 +78,17 @@ class Call:
         wire, body = posted.wire, posted.body
         if posted.is_signed or not body:
             return None
+        bound, told = opened.max_output_tokens, self._to_tell()
+        is_bounded = bound is None or wire.bound(body) == bound
+        may_ask = posted.is_streamed and self._policy.ask_for_usage
+        if is_bounded and not told and not may_ask:
+            return None
         known = dict(body)
-        bound = opened.max_output_tokens
-        if bound is not None and wire.bound(body) != bound:
+        if bound is not None and not is_bounded:
             wire.set_bound(body, bound)
-        told = self._to_tell()
         for text in told:
             wire.add_nudge(body, text)
-        if posted.is_streamed and self._policy.ask_for_usage and wire.ask_for_usage(body):
+        if may_ask and wire.ask_for_usage(body):
             self.asked_for_usage = True
         if told or any(body[name] is not value for name, value in known.items()):
             return _json(body)
@@ -111,20 +113,18 @@ class Call:
 
     def whole(self, content: bytes) -> bytes | None:
         """Take a whole answer; return another where tool calls had to be left out of it."""
-        try:
-            parsed = json.loads(content)
-        except ValueError:
-            parsed = None
-        if not isinstance(parsed, dict):
+        body = parsed(content)
+        if body is None:
             self.settle()
             return None
-        other = self.parsed(cast("Body", parsed))
+        if b"cost" in content:  # all names of it
+            self._cost = reported_cost(body)
+        other = self.parsed(body)
         return None if other is None else _json(other)
 
     def parsed(self, body: Body) -> Body | None:
         """Take a whole answer that was parsed before; as `whole`, which it may change in place."""
         self.posted.wire.read(body, self.answer)
-        self._cost = reported_cost(body)
         kept: list[bool] = []
         if self.answer.calls and self._conversation is not None:
             self._charge()
@@ -286,10 +286,11 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         conversation = traffic.conversations.of(posted.wire, posted.body)
         asked = conversation.run or run
         conversation.admitted_by = asked
-    retry = posted.is_retry or not posted.wire.is_turn
-    if traffic.failed:
-        retry = _was_failed(traffic.failed, traffic.lock, posted.raw) or retry
     wire, body = posted.wire, posted.body
+    retry = posted.is_next_attempt or not wire.is_turn
+    if traffic.failed:
+        # Only then is there anything to try again.
+        retry = _was_failed(traffic, posted.raw) or posted.says_that_it_is_a_retry() or retry
     call = ModelCall(
         model=posted.model,
         provider=wire.provider,
@@ -324,28 +325,25 @@ def _is_capped(run: Run) -> bool:
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:
-    prompted = posted.wire.prompt(posted.body)
-    parts: dict[str, Any] = {
-        "system": prompted.system,
-        "tools": prompted.tools,
-        "output_schema": prompted.output_schema,
-    }
+    messages, system, tools, schema = posted.wire.prompt(posted.body)
     if conversation is None:
-        return max(project(prompted.messages, **parts), 1)
-    if posted.wire.follows(posted.body) is not None and not conversation.is_server_side:
+        prompt = Prompt()
+    elif posted.wire.follows(posted.body) is not None and not conversation.is_server_side:
         conversation.is_server_side = True
-        conversation.prompt = Prompt(server_side=True)
-        conversation.prompt.measured(conversation.usage)
-    return max(conversation.prompt.project(prompted.messages, **parts), 1)
+        prompt = conversation.prompt = Prompt(server_side=True)
+        prompt.measured(conversation.usage)
+    else:
+        prompt = conversation.prompt
+    return max(prompt.project(messages, system=system, tools=tools, output_schema=schema), 1)
 
 
-def _was_failed(failed: dict[bytes, int], lock: Any, raw: bytes) -> bool:
+def _was_failed(traffic: Traffic, raw: bytes) -> bool:
     """Tell whether this very request has failed before; each failure stands for one retry."""
     digest = _digest(raw)
-    with lock:
-        count = failed.pop(digest, 0)
+    with traffic.lock:
+        count = traffic.failed.pop(digest, 0)
         if count > 1:
-            failed[digest] = count - 1
+            traffic.failed[digest] = count - 1
     return count > 0
 
 

@@ -6,11 +6,9 @@ begin, and by the reply that a request goes on from.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -21,12 +19,13 @@ from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
 _MOST_KEPT: Final = 256
 _NO_RESULT: Final = "no result"
 _LONGEST_BEGINNING: Final = 4
-_PLAIN: Final = json.JSONEncoder(default=str)
 
 
-@dataclass(slots=True, eq=False)
 class Conversation:
     """One conversation with a model.
+
+    Args:
+        head: What it began with.
 
     Attributes:
         head: What it began with.
@@ -44,17 +43,14 @@ class Conversation:
         is_server_side: The provider keeps the history, and requests hold only what is new.
         admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
-        answer_turn: The same as a turn of the conversation.
+        wire: The format of that.
     """
 
-    head: bytes
+    # What many have in common is the class's: one is made for each that begins.
     run: Run | None = None
-    prompt: Prompt = field(default_factory=Prompt)
     length: int = 0
     mark: frozenset[str | None] = frozenset()
     answer_id: str | None = None
-    pending: list[OpenToolCall] = field(default_factory=list[OpenToolCall])
-    notes: list[str] = field(default_factory=list[str])
     unreported: str | None = None
     is_busy: bool = False
     turns: Sequence[Any] = ()
@@ -62,7 +58,13 @@ class Conversation:
     is_server_side: bool = False
     admitted_by: Run | None = None
     final: str | None = None
-    answer_turn: Any = None
+    wire: Wire | None = None
+
+    def __init__(self, head: bytes) -> None:
+        self.head = head
+        self.prompt = Prompt()
+        self.pending: list[OpenToolCall] = []
+        self.notes: list[str] = []
 
 
 class Conversations:
@@ -96,7 +98,9 @@ class Conversations:
             if found is not None:
                 self._keep(found)
         if found is None:
-            return Conversation(head, turns=turns)
+            found = Conversation(head)
+            found.turns = turns
+            return found
         self._settle(found, results)
         if not results:
             self._spoken(found, wire, turns)
@@ -108,19 +112,21 @@ class Conversations:
 
     def answered(self, conversation: Conversation, wire: Wire, body: Body, answer: Answer) -> None:
         """Take the reply to a request of a conversation."""
-        ids = [one.call.id or one.call.name for one in conversation.pending]
         said = "".join(answer.said).strip()
         conversation.is_busy = bool(conversation.pending)
         conversation.length = len(wire.turns(body))
         # Also those that are settled already, as a report of progress is.
-        given = [call.id or call.name for call in answer.calls]
-        conversation.mark = frozenset([*given, *ids] or [said])
-        if not ids:
-            conversation.mark |= {said}
+        marks: list[str | None] = [call.id or call.name for call in answer.calls]
+        if conversation.is_busy:
+            marks += [one.call.id or one.call.name for one in conversation.pending]
+        else:
+            marks.append(said)
+        conversation.mark = frozenset(marks)
         conversation.answer_id = answer.id
-        conversation.unreported = None if ids or not said else said
-        conversation.final = said if said and not ids else None
-        conversation.answer_turn = wire.answer_turn(said) if conversation.final else None
+        conversation.wire = wire
+        conversation.final = conversation.unreported = (
+            said if said and not conversation.is_busy else None
+        )
         with self._lock:
             self.latest = conversation
             self._keep(conversation)
@@ -179,7 +185,9 @@ class Conversations:
         latest = self.latest
         if latest is None:
             return ()
-        return latest.turns if latest.answer_turn is None else [*latest.turns, latest.answer_turn]
+        if latest.wire is None or latest.final is None:
+            return latest.turns
+        return [*latest.turns, latest.wire.answer_turn(latest.final)]
 
     def final(self) -> str | None:
         """Return the last answer: what a conversation said last, or was stopped with."""
@@ -187,7 +195,7 @@ class Conversations:
 
     def stopped(self, conversation: Conversation, trip: Trip, wire: Wire, text: str) -> None:
         """Note that a conversation was refused its next call, and with which text."""
-        conversation.final, conversation.answer_turn = text, wire.answer_turn(text)
+        conversation.final, conversation.wire = text, wire
         if conversation.run is not None and conversation.run is not self._run:
             self.trip = self.trip or trip
         conversation.is_busy = False
@@ -271,7 +279,7 @@ class Conversations:
 def _head(wire: Wire, turns: Sequence[Any]) -> bytes:
     digest = blake2b(digest_size=16)
     for turn in turns[:_LONGEST_BEGINNING]:
-        digest.update(_PLAIN.encode(turn).encode())
+        digest.update(repr(turn).encode())
         if wire.user_text(turn) is not None and record(turn).get("role") != "system":
             break
     return digest.digest()

@@ -10,7 +10,7 @@ from typing import Any, cast
 from budgetguard_core import synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
-from budgetguard_http.wires.wire import Event, record
+from budgetguard_http.wires.wire import Event, parsed, record
 
 
 def read_timeout(path: str) -> Exception:
@@ -42,14 +42,8 @@ class Wrapped:
 
     def read(self, event: Any) -> Event | None:
         """Return the type and the JSON; None for what holds none."""
-        try:
-            data = json.loads(record(record(event).get("chunk")).get("bytes") or b"")
-        except ValueError:
-            return None
-        if not isinstance(data, dict):
-            return None
-        fields = cast("dict[str, Any]", data)
-        return str(fields.get("type") or ""), fields
+        fields = parsed(record(record(event).get("chunk")).get("bytes") or b"")
+        return None if fields is None else (str(fields.get("type") or ""), fields)
 
     def write(self, event: Event) -> Any:
         """Return it as boto3 gives it."""

@@ -30,7 +30,8 @@ class Flight:
         self._stream: Any = None
         self._is_shared = False
         self._shut: Callable[[], object] | None = None
-        self._watch = Watch(run, self._cut)
+        self._extensions: dict[str, Any] = {}
+        self._watch = Watch(run, self._cut, blocking=True)
 
     @property
     def trip(self) -> Trip | None:
@@ -46,12 +47,20 @@ class Flight:
             return run.check() is not None
         return False
 
-    def traced(self, event: str, info: Any) -> None:
-        """Take an event of the connection: httpx's extension `trace`."""
+    def trace(self, extensions: dict[str, Any]) -> None:
+        """Have the connection told by the extensions of the request: httpx's `trace`."""
+        if "trace" not in extensions:
+            extensions["trace"] = self._traced
+            self._extensions = extensions
+
+    def _traced(self, event: str, info: Any) -> None:
+        """Take an event of the connection."""
         if event in _CONNECTED:
             self._stream = info.get("return_value")
-        elif event[:6] == "http2.":
-            self._is_shared = True
+        elif event[:4] == "http":
+            self._is_shared = event[:6] == "http2."
+            # It is connected. What follows is told for nothing, event by event.
+            self._extensions.pop("trace", None)
 
     def answered(self, response: Any) -> None:
         """Take the beginning of the answer, which tells its connection."""
@@ -65,6 +74,7 @@ class Flight:
     def close(self) -> None:
         """Say that it is over; safe to call again."""
         self._stream = self._shut = None
+        self._extensions = {}
         self._watch.close()
 
     def _cut(self) -> None:

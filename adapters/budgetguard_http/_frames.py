@@ -8,9 +8,9 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
-from budgetguard_http.wires.wire import Event, record
+from budgetguard_http.wires.wire import Event, parsed
 
 _END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _LONGEST_END: Final = 4
@@ -91,11 +91,8 @@ class ServerSentEvents:
                 name = line[6:].strip().decode("utf-8", "replace")
         if not data or data == b"[DONE]":
             return ("", "[DONE]") if data else None
-        try:
-            parsed: Any = json.loads(data.decode())
-        except ValueError:
-            return None
-        return (name, record(cast("Any", parsed))) if isinstance(parsed, dict) else None
+        body = parsed(data)
+        return None if body is None else (name, body)
 
     def write(self, event: Event) -> bytes:
         """Write name and data."""
@@ -152,15 +149,13 @@ class EventStream:
         length, headers_length, _ = _PRELUDE.unpack_from(event)
         headers = _read_headers(event[12 : 12 + headers_length])
         payload = event[12 + headers_length : length - 4]
-        try:
-            parsed: Any = json.loads(payload)
-            if self._wrapped:
-                parsed = json.loads(base64.b64decode(record(parsed).get("bytes") or b""))
-        except ValueError:
-            return None
-        if not isinstance(parsed, dict):
-            return None
-        return headers.get(":event-type", ""), record(cast("Any", parsed))
+        body = parsed(payload)
+        if body is not None and self._wrapped:
+            try:
+                body = parsed(base64.b64decode(body.get("bytes") or b""))
+            except ValueError:
+                return None
+        return None if body is None else (headers.get(":event-type", ""), body)
 
     def write(self, event: Event) -> bytes:
         """Write a frame."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from budgetguard_http._policy import Policy, is_free, is_provider
-from budgetguard_http.wires import OPAQUE, is_path_of_a_model, wire_of
-from budgetguard_http.wires.wire import Body, Wire
+from budgetguard_http.wires import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, wire_of
+from budgetguard_http.wires.wire import Body, Wire, parsed
 
 _SIGNED: Final = "AWS4"
 _MISTRAL: Final = "mistral"
@@ -27,8 +26,9 @@ class Posted:
         model: The model's name.
         is_streamed: The answer comes as a stream.
         is_signed: A signature covers the body: it must go out as it is.
-        is_retry: The client says that it tries again.
         is_unwanted: It is not understood, and such requests are refused.
+        headers: Its headers.
+        is_next_attempt: botocore says that the client tries again.
     """
 
     wire: Wire
@@ -38,8 +38,13 @@ class Posted:
     model: str | None
     is_streamed: bool
     is_signed: bool
-    is_retry: bool
     is_unwanted: bool
+    headers: Mapping[str, str]
+    is_next_attempt: bool = False
+
+    def says_that_it_is_a_retry(self) -> bool:
+        """Tell whether the client says that it tries again."""
+        return self.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
 def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
@@ -61,13 +66,10 @@ def read_posted(
         raw: Its content.
         policy: What is done with what is not understood.
     """
-    try:
-        parsed = json.loads(raw)
-    except ValueError:
-        parsed = None
-    body = cast("Body", parsed) if isinstance(parsed, dict) else {}
-    is_mistral = _MISTRAL in host or _MISTRAL in headers.get("user-agent", "")
-    wire = wire_of(path, body, is_mistral=is_mistral)
+    body = parsed(raw) or {}
+    wire = wire_of(path, body)
+    if wire is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):
+        wire = MISTRAL
     if wire is None:
         unknown = is_provider(host) or ("model" in body and is_path_of_a_model(path))
         if not unknown or policy.on_unknown == "pass":
@@ -81,6 +83,6 @@ def read_posted(
         model=wire.model(path, body),
         is_streamed=wire.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),
-        is_retry=headers.get("x-stainless-retry-count", "0") not in ("0", ""),
         is_unwanted=wire is OPAQUE and policy.on_unknown == "refuse",
+        headers=headers,
     )

@@ -14,7 +14,7 @@ from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
-from budgetguard_http._posted import Posted, may_be_posted, read_posted
+from budgetguard_http._posted import may_be_posted, read_posted
 from budgetguard_http._refusal import Refusal, refuse_unknown
 from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
@@ -24,6 +24,7 @@ from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
 _PHASES = ("connect", "read", "write", "pool")
+_OF_THE_POSTED = frozenset({b"content-length", b"transfer-encoding"})
 # What a whole answer that was read here brings along that its content does not fit to any more.
 _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
 
@@ -58,9 +59,9 @@ class Seam:
         found = self._found(request)
         if found is None:
             return send(request)
-        run, policy = found
+        run, policy, path = found
         request.read()
-        posted = _read(request, policy)
+        posted = read_posted(request.url.host, path, request.headers, request.content, policy)
         if posted is None:
             return send(request)
         mod = _module_of(request)
@@ -78,7 +79,7 @@ class Seam:
             with run.entered(call.opened):
                 own = request.extensions
                 try:
-                    response = send(_outgoing(mod, request, call, {"trace": flight.traced}))
+                    response = send(_outgoing(mod, request, call, flight))
                 finally:
                     request.extensions = own
             flight.answered(response)
@@ -126,9 +127,9 @@ class Seam:
         found = self._found(request)
         if found is None:
             return await send(request)
-        run, policy = found
+        run, policy, path = found
         await request.aread()
-        posted = _read(request, policy)
+        posted = read_posted(request.url.host, path, request.headers, request.content, policy)
         if posted is None:
             return await send(request)
         mod = _module_of(request)
@@ -172,7 +173,7 @@ class Seam:
         with call.run.entered(call.opened):
             own = request.extensions
             try:
-                response = await send(_outgoing(mod, request, call, {}))
+                response = await send(_outgoing(mod, request, call, None))
             finally:
                 request.extensions = own
         if not _is_an_answer(request, response, call):
@@ -186,37 +187,30 @@ class Seam:
         response.stream = async_stream(mod)(mod, response.stream, passing)
         return response
 
-    def _found(self, request: Any) -> tuple[Run, Policy] | None:
-        """Return the run that a request may be a call of, and its policy."""
+    def _found(self, request: Any) -> tuple[Run, Policy, str] | None:
+        """Return the run that a request may be a call of, its policy, and the request's path."""
         if request.method != "POST":
             return None
         run = self._here()
         if run is None:
             return None
         policy = self._policy_of(run)
-        if not may_be_posted(request.url, _path_of(request), policy) or is_off(run):
+        # Where it went before it was redirected: that tells its format.
+        path = request.extensions.get(_FIRST_PATH) or request.url.path
+        if not may_be_posted(request.url, path, policy) or is_off(run):
             return None
-        return run, policy
+        return run, policy, path
 
 
 def _module_of(request: Any) -> Any:
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
-def _read(request: Any, policy: Policy) -> Posted | None:
-    path = _path_of(request)
-    return read_posted(request.url.host, path, request.headers, request.content, policy)
-
-
-def _path_of(request: Any) -> str:
-    """Return where a request went before it was redirected: that tells its format."""
-    path: str = request.extensions.get(_FIRST_PATH) or request.url.path
-    return path
-
-
-def _outgoing(mod: Any, request: Any, call: Call, added: dict[str, Any]) -> Any:
+def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     """Return the request as it goes out: with the bound, a nudge, and the time that is left."""
-    extensions = {**added, **request.extensions}
+    extensions = dict(request.extensions)
+    if flight is not None:
+        flight.trace(extensions)
     left = call.opened.seconds
     if left is not None:
         own: dict[str, Any] = extensions.get("timeout") or {}
@@ -224,34 +218,47 @@ def _outgoing(mod: Any, request: Any, call: Call, added: dict[str, Any]) -> Any:
             phase: left if own.get(phase) is None else min(own[phase], left) for phase in _PHASES
         }
     content = call.content()
+    # Compressed events would have to be decompressed on their way.
+    is_plain = call.posted.is_streamed and not call.posted.is_signed
     if content is not None:
-        headers = mod.Headers(request.headers)
-        if "transfer-encoding" in request.headers:
-            del headers["transfer-encoding"]
-        headers["content-length"] = str(len(content))
-        # Given as a stream, its headers are not looked through and made anew.
-        body = mod.ByteStream(content)
-        request = mod.Request(request.method, request.url, headers=headers, stream=body)
-        request.read()
-    if call.posted.is_streamed and not call.posted.is_signed:
-        # Compressed events would have to be decompressed on their way.
+        request = _rewritten(mod, request, content, is_plain=is_plain)
+    elif is_plain:
         request.headers["accept-encoding"] = "identity"
     request.extensions = extensions
     return request
 
 
+def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any:
+    """Return a request with another content."""
+    headers = [*_without(_OF_THE_POSTED, request), (b"content-length", b"%d" % len(content))]
+    if is_plain:
+        headers = [one for one in headers if one[0].lower() != b"accept-encoding"]
+        headers.append((b"accept-encoding", b"identity"))
+    # Given as a stream, its headers are not looked through and made anew.
+    stream = mod.ByteStream(content)
+    made = mod.Request(request.method, request.url, headers=headers, stream=stream)
+    made.read()
+    return made
+
+
+def _without(names: frozenset[bytes], message: Any) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request or an answer but some."""
+    return [one for one in message.headers.raw if one[0].lower() not in names]
+
+
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
     """Settle what is no answer of a model: a redirect, or an error."""
-    if response.status_code in _REDIRECTS:
+    status = response.status_code
+    if status < 300:
+        return True
+    if status in _REDIRECTS:
         # The client takes the extensions along to wherever it is sent.
         request.extensions = {**request.extensions, _FIRST_PATH: call.posted.path}
         call.unmade()
         return False
-    if response.is_error:
-        call.failed(AnsweredWith(response.status_code))
-        shorten(request, response, call.run.time_left())
-        return False
-    return True
+    call.failed(AnsweredWith(status))
+    shorten(request, response, call.run.time_left())
+    return False
 
 
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
@@ -292,12 +299,9 @@ def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) 
 
 
 def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
-    headers = [
-        (name, value) for name, value in response.headers.raw if name.lower() not in _OF_THE_BYTES
-    ]
     made = mod.Response(
         response.status_code,
-        headers=headers,
+        headers=_without(_OF_THE_BYTES, response),
         content=content,
         extensions=response.extensions,
     )

@@ -107,10 +107,14 @@ class OpenModelCall(_Call):
     @property
     def seconds(self) -> float | None:
         """Seconds that the call may take from now on; None without a limit."""
-        limits = [ticket.seconds for ticket in self.tickets]
-        if not limits and self.above is not None:
+        if not self.tickets and self.above is not None:
             return self.above.seconds
-        return min((one for one in limits if one is not None), default=self.call.seconds)
+        least: float | None = None
+        for ticket in self.tickets:
+            seconds = ticket.seconds
+            if seconds is not None and (least is None or seconds < least):
+                least = seconds
+        return self.call.seconds if least is None else least
 
     def close(self) -> bool:
         """Take the right to settle the call; False when it was taken before."""

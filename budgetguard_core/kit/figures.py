@@ -47,6 +47,9 @@ class _Figure:
     REASONING = 11
 
 
+_OF_OPENAI: Final = frozenset(
+    {_Figure.PROMPT, _Figure.OUTPUT, _Figure.TOTAL, _Figure.READ, _Figure.REASONING}
+)
 _NAMES: Final = {
     "input_tokens": _Figure.PROMPT,
     "prompt_tokens": _Figure.PROMPT,
@@ -313,6 +316,16 @@ def _add_up(figures: Mapping[int, int], fields: Mapping[Any, Any], *, legible: b
         # Nothing went through a cache, and nobody reasoned.
         return TokenUsage(prompt, max(output, total - prompt), estimated=not legible)
     read, reasoning = told(_Figure.READ, 0), told(_Figure.REASONING, 0)
+    if (
+        prompt
+        and output
+        and prompt + output == total
+        and _OF_OPENAI.issuperset(figures)
+        and read <= prompt
+        and reasoning <= output
+    ):
+        # What was cached, and what was reasoning, is inside.
+        return TokenUsage(prompt, output, read, 0, 0, reasoning, estimated=not legible)
     write_1h = told(_Figure.WRITE_1H, 0)
     write = max(told(_Figure.WRITE, 0), write_1h + told(_Figure.WRITE_5M, 0))
     cached = read + write

@@ -176,6 +176,8 @@ class Lifetime:
         Returns:
             A function that takes the callback back.
         """
+        if len(self.guards) == 1:
+            return self.guard.cancellation.on_cancel(callback)
         forget = [guard.cancellation.on_cancel(callback) for guard in self.guards]
 
         def forget_all() -> None:

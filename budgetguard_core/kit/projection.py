@@ -169,6 +169,10 @@ class _Seen(NamedTuple):
     tokens: int = 0
 
 
+_NOTHING: Final[tuple[tuple[object, ...], int]] = ((), 0)
+"""Of a prompt that is messages alone."""
+
+
 class Prompt:
     """Projects the prompts of one conversation, at a cost that does not grow with it.
 
@@ -186,7 +190,7 @@ class Prompt:
         self._server_side = server_side
         # One attribute each, so that calls at the same time never see halves of two prompts.
         self._seen = _Seen()
-        self._fixed: tuple[tuple[object, ...], int] = ((), 0)
+        self._fixed = _NOTHING
 
     def project(
         self,
@@ -231,6 +235,9 @@ class Prompt:
         self._seen = _Seen(length, first, last, tokens)
 
     def _size_of_fixed(self, system: object, tools: Sequence[object], output_schema: object) -> int:
+        if system is None and not tools and output_schema is None:
+            self._fixed = _NOTHING
+            return 0
         parts = (system, *tools, output_schema)
         known, tokens = self._fixed
         if not _same(known, parts):

@@ -34,12 +34,14 @@ class Watch:
     Args:
         run: The run to watch.
         cut: Ends the work in flight, once.
+        blocking: The work blocks its thread, and with it an event loop that runs there: `cut` is
+            called in another one.
 
     Attributes:
         trip: Why the work was cut, or None.
     """
 
-    def __init__(self, run: Run, cut: Callable[[], object]) -> None:
+    def __init__(self, run: Run, cut: Callable[[], object], *, blocking: bool = False) -> None:
         self._run = run
         self._cut = cut
         self._patience = PATIENCE
@@ -48,10 +50,7 @@ class Watch:
         self._held = self._missed = False
         self._lock = threading.Lock()
         self.trip: Trip | None = None
-        try:
-            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            self._loop = None
+        self._loop = None if blocking else _running_loop()
         self._forget = run.on_abort(self._aborted)
         self._arm()
 
@@ -121,6 +120,13 @@ class Watch:
         self.trip = self._run.check()
         if self.trip is not None:
             self._cut()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _nothing() -> None:

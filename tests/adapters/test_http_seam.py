@@ -281,6 +281,20 @@ def test_an_abort_ends_a_blocking_stream_at_once():
     assert str(block.outcome.stop_reason) == "aborted"
 
 
+async def test_an_abort_ends_a_blocking_stream_that_blocks_an_event_loop():
+    with ProviderServer(["hang_mid"], calls=0) as server, bounded_clients(FREE) as block:
+        stream = create(client_of(server), stream=True)
+        next(iter(stream))
+        server.once_hung(block.guard.abort)
+        clock = block.guard.clock
+        began = clock.monotonic_ns()
+        rest = list(stream)
+    # The server holds the answer for 60 seconds.
+    assert clock.monotonic_ns() - began < 45e9
+    assert rest[-1].choices[0].finish_reason == "stop"
+    assert str(block.outcome.stop_reason) == "aborted"
+
+
 async def test_an_abort_ends_a_call_on_a_loop_at_once():
     with ProviderServer(["hang"], calls=0) as server:
         async with bounded_clients(FREE) as block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from budgetguard_http.wires.anthropic_messages import AnthropicMessages
@@ -15,7 +16,7 @@ from budgetguard_http.wires.openai_chat import OpenAIChat
 from budgetguard_http.wires.openai_responses import OpenAIResponses
 from budgetguard_http.wires.wire import Body, Wire
 
-__all__ = ["EMBEDDINGS", "OPAQUE", "TABLE", "is_path_of_a_model", "wire_of"]
+__all__ = ["CHAT", "EMBEDDINGS", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "wire_of"]
 
 
 class _Row(NamedTuple):
@@ -28,11 +29,11 @@ class _Row(NamedTuple):
 MISTRAL: Final = Mistral()
 EMBEDDINGS: Final = Embeddings()
 OPAQUE: Final = Opaque()
-_CHAT: Final = OpenAIChat()
+CHAT: Final = OpenAIChat()
 _ANTHROPIC: Final = AnthropicMessages()
 _INVOKE: Final = re.compile(r"/model/.+/invoke(-with-response-stream)?$")
 TABLE: Final = (
-    _Row(re.compile(r"/chat/completions$"), "messages", _CHAT),
+    _Row(re.compile(r"/chat/completions$"), "messages", CHAT),
     # With `background` the answer, and its usage, come by another request.
     _Row(re.compile(r"/responses$"), "input", OpenAIResponses()),
     _Row(re.compile(r"/messages$"), "messages", _ANTHROPIC),
@@ -46,25 +47,24 @@ TABLE: Final = (
 """By the end of the address, not by the host: gateways and local servers are understood as well."""
 
 
-_PATHS: Final = re.compile("|".join(row.path.pattern for row in TABLE))
+@lru_cache(maxsize=256)
+def _rows_of(path: str) -> tuple[_Row, ...]:
+    return tuple(row for row in TABLE if row.path.search(path))
 
 
 def is_path_of_a_model(path: str) -> bool:
     """Tell whether an address ends as one of the table's."""
-    return _PATHS.search(path) is not None
+    return bool(_rows_of(path))
 
 
-def wire_of(path: str, body: Body, *, is_mistral: bool = False) -> Wire | None:
+def wire_of(path: str, body: Body) -> Wire | None:
     """Return the format of a request; None where it is none that is understood.
 
     Args:
         path: The address without host and query.
         body: What is posted.
-        is_mistral: The host or the client is Mistral's.
     """
-    for row in TABLE:
-        if row.field in body and row.path.search(path):
-            if body.get("background"):
-                return None
-            return MISTRAL if is_mistral and row.wire is _CHAT else row.wire
+    for row in _rows_of(path):
+        if row.field in body:
+            return None if body.get("background") else row.wire
     return None

@@ -25,6 +25,7 @@ from budgetguard_http.wires.wire import (
     record,
     text_of,
     text_or_none,
+    usage_in,
     written,
 )
 
@@ -128,7 +129,7 @@ class AnthropicMessages(Wire):
 
     def read(self, body: Body, answer: Answer) -> None:
         """Read the blocks and the usage."""
-        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
         answer.id = text_or_none(record(body.get("thread")).get("id")) or text_or_none(
             body.get("id")
         )

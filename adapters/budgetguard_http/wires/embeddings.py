@@ -5,9 +5,8 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Final
 
-from budgetguard_core.kit import token_usage
 from budgetguard_http.wires.opaque import Opaque
-from budgetguard_http.wires.wire import Answer, Body, Prompted, text_or_none
+from budgetguard_http.wires.wire import Answer, Body, Prompted, text_or_none, usage_in
 
 PRICES: Final = {
     "text-embedding-3-small": Decimal("0.02"),
@@ -34,7 +33,7 @@ class Embeddings(Opaque):
 
     def read(self, body: Body, answer: Answer) -> None:
         """Read the usage."""
-        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
         if answer.usage is not None:
             # There is no completion that could be missing.
             answer.usage = answer.usage._replace(estimated=False)

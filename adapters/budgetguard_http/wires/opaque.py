@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from budgetguard_core.kit import token_usage
 from budgetguard_http.wires.wire import (
     Answer,
     Ask,
@@ -15,6 +14,7 @@ from budgetguard_http.wires.wire import (
     Result,
     Wire,
     text_or_none,
+    usage_in,
 )
 
 
@@ -65,7 +65,7 @@ class Opaque(Wire):
 
     def read(self, body: Body, answer: Answer) -> None:
         """Read the usage, where it has one of the usual forms."""
-        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
 
     def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
         """Return it as it is."""

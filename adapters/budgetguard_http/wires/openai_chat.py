@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from budgetguard_core import ToolCall
-from budgetguard_core.kit import merge_usage, token_usage
+from budgetguard_core.kit import merge_usage
 from budgetguard_http.wires.wire import (
     MARK,
     NOTHING_LEFT,
@@ -25,6 +25,7 @@ from budgetguard_http.wires.wire import (
     record,
     text_of,
     text_or_none,
+    usage_in,
     written,
 )
 
@@ -121,7 +122,7 @@ class OpenAIChat(Wire):
 
     def read(self, body: Body, answer: Answer) -> None:
         """Read message, calls and usage of every choice."""
-        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
         answer.id = text_or_none(body.get("id"))
         for choice in items(body.get("choices")):
             message = record(record(choice).get("message"))
@@ -208,7 +209,7 @@ class ChatEditor(Editor):
     def take(self, name: str, data: Body) -> list[Event] | None:
         """Take a chunk."""
         answer, choices = self.answer, items(data.get("choices"))
-        answer.usage = merge_usage(answer.usage, token_usage(data))
+        answer.usage = merge_usage(answer.usage, usage_in(data))
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
         over = False

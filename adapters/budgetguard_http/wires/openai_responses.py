@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from budgetguard_core import ToolCall
-from budgetguard_core.kit import token_usage
 from budgetguard_http.wires.wire import (
     MARK,
     NOTHING_LEFT,
@@ -23,6 +22,7 @@ from budgetguard_http.wires.wire import (
     items,
     record,
     text_or_none,
+    usage_in,
     written,
 )
 
@@ -120,7 +120,7 @@ class OpenAIResponses(Wire):
 
     def read(self, body: Body, answer: Answer) -> None:
         """Read the items and the usage."""
-        answer.usage, answer.model = token_usage(body), text_or_none(body.get("model"))
+        answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
         answer.id = text_or_none(body.get("id"))
         details = record(body.get("incomplete_details"))
         answer.is_cut = details.get("reason") == "max_output_tokens"

@@ -6,9 +6,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, TypeAlias, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 from budgetguard_core import TokenUsage, ToolCall
+from budgetguard_core.kit import token_usage
 
 Body: TypeAlias = dict[str, Any]
 Event: TypeAlias = tuple[str, Any]
@@ -69,8 +70,7 @@ class Result:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompted:
+class Prompted(NamedTuple):
     """What of a request is the prompt, for its projection."""
 
     messages: Any
@@ -255,6 +255,24 @@ def count_or_none(value: object) -> int | None:
     """Return a positive whole number; None for anything else."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return cast("int", value) if is_count else None
+
+
+def parsed(content: bytes) -> Body | None:
+    """Return the object of a JSON; None for what is none."""
+    try:
+        try:
+            made: object = json.loads(content.decode())
+        except ValueError:  # in UTF-16, or with a mark of its order
+            made = json.loads(content)
+    except ValueError:
+        return None
+    return cast("Body", made) if isinstance(made, dict) else None
+
+
+def usage_in(body: Body) -> TokenUsage | None:
+    """Return what an answer, or an event of one, reports; in `usage` as a rule."""
+    held = body.get("usage")
+    return (token_usage(held) if held else None) or token_usage(body)
 
 
 def text_of(piece: bytes) -> str | None:
