@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from decimal import Decimal
 
 from budgetguard_core.charges import Amounts
 from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.lease import Obtained, Part
@@ -127,3 +128,33 @@ class Exact:
     def settlement(self, part: Part, spent: Amount = ZERO) -> Step:
         """Return the message that closes a reservation."""
         return Step(part.id, 2, part.windows, spent=spent, close=True)
+
+
+class Reservation:
+    """Money set aside for one call, until it is settled or released.
+
+    A reservation that is never settled stays charged in full.
+    """
+
+    __slots__ = ("_exact", "_part", "amount", "id")
+
+    def __init__(self, exact: Exact, part: Part, amount: Amount) -> None:
+        self._exact = exact
+        self._part = part
+        self.amount = amount
+        self.id = part.id
+
+    def settle(self, usd: Decimal | float = 0, tokens: int = 0) -> None:
+        """Charge what was measured instead of what was reserved; repeats change nothing.
+
+        More than was reserved is charged too: the provider has billed it.
+
+        Raises:
+            ConfigurationError: A figure makes no sense.
+            LedgerError: The store holds this reservation in other windows.
+        """
+        self._exact.settle_now(self._part, self.amount, to_amount(usd, tokens))
+
+    def release(self) -> None:
+        """Charge nothing: the call was not made."""
+        self.settle()

@@ -201,7 +201,6 @@ class Lease:
     Args:
         connection: To the store.
         account: The keys.
-        holder: The process, in the list of holds.
         clock: Monotonic time.
         outbox: For what could not be sent.
         options: How large.
@@ -214,7 +213,6 @@ class Lease:
         self,
         connection: Connection,
         account: Account,
-        holder: str,
         clock: Clock,
         outbox: Outbox,
         options: LeaseOptions,
@@ -225,7 +223,6 @@ class Lease:
     ) -> None:
         self.account = account
         self._connection = connection
-        self._holder = holder
         self._now = clock.monotonic_ns
         self._outbox = outbox
         self._options = options
@@ -371,7 +368,7 @@ class Lease:
         amount = Amount(max(need.usd, want.usd), max(need.tokens, want.tokens))
         part = Part()
         windows = self.account.windows(self._connection.now())
-        record = Step(part.id, part.message(), windows, spent=amount, owner=self._holder)
+        record = Step(part.id, part.message(), windows, spent=amount, owner=self._connection.holder)
         try:
             self._outbox.record(record)
         except LedgerUnreachable as full:
@@ -434,7 +431,7 @@ class Lease:
                 ttl=self._options.ttl,
                 share=self._options.share,
                 flags=flags,
-                owner=self._holder,
+                owner=self._connection.holder,
             )
 
         if windows:  # a hold keeps the windows that it was made in
@@ -616,7 +613,7 @@ class Lease:
             keep=ZERO if close else part.granted,
             close=close,
             ttl=self._options.ttl,
-            owner=self._holder,
+            owner=self._connection.holder,
         )
 
 

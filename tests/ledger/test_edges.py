@@ -140,9 +140,9 @@ def test_a_call_under_way_in_an_ended_part_is_not_reported_at_each_beat(join, cl
 def test_a_run_that_comes_as_its_tenant_is_left_keeps_its_meter(join, monkeypatch):
     ledger, run = join(lease="exact")
     with monkeypatch.context() as patch:
-        patch.setattr(ledger, "_runs_of", lambda account: [])  # a moment ago there was none
+        patch.setattr(ledger._attached, "of", lambda account: [])  # a moment ago there was none
         ledger.beat()
-    assert ledger._meters[run.account.keys] is run.meter
+    assert ledger._attached.meters() == [run.meter]
 
 
 def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
@@ -150,7 +150,7 @@ def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
     ledger = opened(sqlite, daily_usd=1)
     for number in range(10):
         ledger.reserve(f"tenant-{number}", usd=0.5).settle(0.25)
-        assert len(ledger._reserving) <= 3
+        assert ledger._exact_of.cache_info().currsize <= 3
     assert {row.spent_usd for row in ledger.windows()} == {Decimal("0.25")}
 
 

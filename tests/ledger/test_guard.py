@@ -406,11 +406,11 @@ def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, 
 
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        assert any(ledger.ceilings_of(account))  # an unknown ceiling may be there
-    assert not any(map(any, ledger.ceilings_of(account)))
+        assert any(ledger._ceilings.of(account))  # an unknown ceiling may be there
+    assert not any(map(any, ledger._ceilings.of(account)))
     clock.advance(2)
     monkeypatch.setattr(ledger.connection, "ask", silent)
-    assert not any(map(any, ledger.ceilings_of(account)))
+    assert not any(map(any, ledger._ceilings.of(account)))
     monkeypatch.undo()
 
 
@@ -486,16 +486,16 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     spend(guard)
     conclude(guard, "paused", None)
-    assert len(ledger._runs) == 1
+    assert len(ledger._attached.all()) == 1
     conclude(guard, "completed", "completed")
-    assert len(ledger._runs) == 0
+    assert len(ledger._attached.all()) == 0
     spend(guard)  # shared by another run
-    assert len(ledger._runs) == 1
+    assert len(ledger._attached.all()) == 1
     lost = Guard(ledger=ledger, tenant="acme")
     del guard, lost
     gc.collect()
     ledger.beat()
-    wait_until(lambda: not ledger._runs)
+    wait_until(lambda: not ledger._attached.all())
 
 
 def test_the_stop_is_in_the_log(sqlite, opened):
