@@ -50,11 +50,15 @@ class LedgerRun:
         """The same for all runs that are charged to the same keys."""
         self.is_open = False
         self.run = run
-        self.meter = meter
         self.account = meter.account
         self.started = attached.connection.now()
         self.on_kill = on_kill
         self.on_warning = on_warning
+        self.use(meter)
+
+    def use(self, meter: Meter) -> None:
+        """Have the run charged through a meter."""
+        self.meter = meter
         # Bound once: these two are part of every step.
         self.take = meter.take
         self.settle = meter.settle
@@ -131,7 +135,8 @@ class AttachedRuns:
         """Look after a run from now on."""
         with self._lock:
             self._runs[id(run)] = run
-            self._meters.setdefault(run.account.keys, run.meter)
+            # Its own may have been left, and another begun: what is in neither is not looked after.
+            run.use(self._meters.setdefault(run.account.keys, run.meter))
         self._wake()
 
     def remove(self, run: LedgerRun) -> None:
@@ -192,7 +197,7 @@ class AttachedRuns:
         """Forget all runs and meters; return the meters, which are to be closed."""
         with self._lock:
             meters, self._meters = list(self._meters.values()), {}
-            self._runs.clear()
+            self._leave_runs()
         return meters
 
     def forked(self) -> None:
@@ -200,7 +205,14 @@ class AttachedRuns:
         for meter in self._meters.values():
             if isinstance(meter, Lease):
                 meter.forked()
+        self._leave_runs()
         self._begin()
+
+    def _leave_runs(self) -> None:
+        """Look after no run; one that goes on all the same says so by opening itself."""
+        for run in self._runs.values():
+            run.is_open = False
+        self._runs.clear()
 
 
 def call_listener(listener: Callable[[Any], object], fact: object) -> None:

@@ -15,4 +15,6 @@ def as_ledger(given: Ledger | str) -> Ledger:
     """
     if isinstance(given, Ledger):
         return given
-    return _BY_URL.get(given) or _BY_URL.setdefault(given, Ledger(given))
+    if isinstance(given, str) and given in _BY_URL:
+        return _BY_URL[given]
+    return _BY_URL.setdefault(given, Ledger(given))

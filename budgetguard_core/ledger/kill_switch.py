@@ -10,6 +10,7 @@ from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.windows import check_name, quoted
 
 _LONGEST_TEXT = 200
+_YEAR_10000 = 253_402_300_800.0
 
 
 class Kill(NamedTuple):
@@ -48,7 +49,8 @@ def kill_of(flag: str, text: str) -> Kill:
         found = json.loads(text)
         facts = cast("dict[str, object]", found)
         when = facts["when"]
-        seconds = float(when) if isinstance(when, int | float) else 0.0
+        # Seconds that no calendar has say nothing.
+        seconds = when if isinstance(when, int | float) and 0 <= when < _YEAR_10000 else 0.0
         return Kill(flag, plain(str(facts["who"])), seconds, plain(str(facts["why"])))
     except (ValueError, KeyError, TypeError):
         return Kill(flag, "", 0.0, "")

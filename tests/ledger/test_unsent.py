@@ -69,9 +69,7 @@ def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
 
 def unreachable(sqlite, tmp_path, **options):
     sqlite.path.mkdir()  # a folder where the file should be
-    return Ledger(
-        sqlite.url, on_ledger_error="allow", timeout=0.1, time_zone=ZONE, **options
-    )
+    return Ledger(sqlite.url, on_ledger_error="allow", timeout=0.1, time_zone=ZONE, **options)
 
 
 def test_an_exact_call_that_is_allowed_is_charged_when_the_store_answers(sqlite, tmp_path):
