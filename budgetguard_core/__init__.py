@@ -28,7 +28,7 @@ from budgetguard_core.errors import (
     ConfigurationError,
     RunFencedError,
 )
-from budgetguard_core.events import Event, read_events
+from budgetguard_core.events import Event
 from budgetguard_core.guard import Guard, Mode, WarningEvent
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
@@ -47,6 +47,7 @@ from budgetguard_core.stop import (
 from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
 
 if TYPE_CHECKING:
+    from budgetguard_core.event_log import read_events
     from budgetguard_core.snapshot import OpenCall, Snapshot
     from budgetguard_core.stores import (
         Checkpoint,
@@ -115,7 +116,8 @@ __all__ = [
     "tool_called",
 ]
 
-# What is loaded when it is asked for: most processes neither take a snapshot nor store one.
+# What is loaded when it is asked for: most processes neither take a snapshot nor store one, and
+# read no log.
 _LATER = {
     "Checkpoint": "stores",
     "CheckpointStore": "stores",
@@ -124,6 +126,7 @@ _LATER = {
     "OpenCall": "snapshot",
     "Snapshot": "snapshot",
     "SqliteStore": "stores",
+    "read_events": "event_log",
 }
 
 

@@ -14,8 +14,9 @@ from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.ceilings import Ceilings
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.exact import Exact
-from budgetguard_core.ledger.lease import Lease, Part
+from budgetguard_core.ledger.lease import Lease
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.part import Part
 from budgetguard_core.ledger.refusal import Refusal, Warned
 from budgetguard_core.ledger.step import Step, new_id
 from budgetguard_core.ledger.windows import Key

@@ -11,8 +11,8 @@ from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.lease import Obtained, Part
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.part import Obtained, Part
 from budgetguard_core.ledger.refusal import ABORTED, Refusal, refusal_of
 from budgetguard_core.ledger.step import Step, new_id
 from budgetguard_core.ledger.windows import Window

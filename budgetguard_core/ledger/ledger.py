@@ -22,7 +22,8 @@ from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.exact import Exact, Reservation
 from budgetguard_core.ledger.heartbeat import Heartbeat
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
-from budgetguard_core.ledger.lease import Lease, LeaseOptions
+from budgetguard_core.ledger.lease import Lease
+from budgetguard_core.ledger.lease_options import LeaseOptions
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.process import end_with_process
 from budgetguard_core.ledger.refusal import Refusal, Warned
