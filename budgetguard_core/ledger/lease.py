@@ -25,6 +25,7 @@ from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.lease_options import LeaseOptions
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.part import Obtained, Part
+from budgetguard_core.ledger.recent_spend import RecentSpend
 from budgetguard_core.ledger.refusal import (
     ABORTED,
     Refusal,
@@ -85,10 +86,7 @@ class Lease:
         # More is asked for as soon as less than this is left; never below 0.
         self._low_usd = self._low_tokens = 0
         self._runs_low = False
-        self._mean_usd = 0
-        self._mean_tokens = 0
-        self._rate = (0.0, 0.0)
-        self._rated_ns = now
+        self._recent = RecentSpend(self._options, now)
         self._since_calls = 0
         self._since_usd = 0
         self._since_tokens = 0
@@ -207,7 +205,7 @@ class Lease:
         if not self._allow:
             return Refusal(ABORTED, f"{error} (on_ledger_error is refuse)")
         with self._lock:
-            want = self._target(need)
+            want = self._recent.target(need)
         amount = Amount(max(need.usd, want.usd), max(need.tokens, want.tokens))
         part = Part()
         windows = self.account.windows(self._connection.now())
@@ -253,7 +251,7 @@ class Lease:
             )
             if whole:
                 lack = Amount(max(lack.usd, need.usd), max(lack.tokens, need.tokens))
-            target = ZERO if now < self._tight_until_ns else self._target(need)
+            target = ZERO if now < self._tight_until_ns else self._recent.target(need)
             want = Amount(max(lack.usd, target.usd - usd), max(lack.tokens, target.tokens - tokens))
             op = part.message()
             self._runs_low = False
@@ -306,40 +304,10 @@ class Lease:
                 part.expire()  # its window ended, or somebody reconciled it
         return answer, windows, taken
 
-    def _target(self, need: Amount) -> Amount:
-        """So many seconds of recent spend, within so many calls."""
-        options = self._options
-
-        def of(mean: int, rate: float, needed: int) -> int:
-            call = mean or needed
-            least, most = options.least_calls * call, options.most_calls * call
-            return max(least, min(int(rate * options.seconds), most))
-
-        return Amount(
-            of(self._mean_usd, self._rate[0], need.usd),
-            of(self._mean_tokens, self._rate[1], need.tokens),
-        )
-
     def _measure(self, now: int) -> None:
         # Here, once for many calls: a settlement is part of every guarded step.
-        calls = self._since_calls
-        if calls:
-            usd, tokens = self._since_usd // calls, self._since_tokens // calls
-            if self._mean_usd or self._mean_tokens:  # the mean of the last eight calls or so
-                part = min(calls, 8)
-                self._mean_usd += (usd - self._mean_usd) * part // 8
-                self._mean_tokens += (tokens - self._mean_tokens) * part // 8
-            else:
-                self._mean_usd, self._mean_tokens = usd, tokens
-        seconds = (now - self._rated_ns) / _NS
-        if seconds > 0:
-            weight = min(1.0, max(0.25, seconds / self._options.seconds))
-            usd_rate, tokens_rate = self._rate
-            usd_rate += (self._since_usd / seconds - usd_rate) * weight
-            tokens_rate += (self._since_tokens / seconds - tokens_rate) * weight
-            self._rate = (usd_rate, tokens_rate)
+        if self._recent.add(now, self._since_calls, self._since_usd, self._since_tokens):
             self._since_calls = self._since_usd = self._since_tokens = 0
-            self._rated_ns = now
 
     def _roll(self, now: int) -> None:
         """At the edge of a window: calls under way settle where they were admitted."""

@@ -284,3 +284,15 @@ def test_a_kill_switch_with_a_time_that_is_none_is_set_all_the_same(place, opene
 def test_what_is_no_ledger_is_said_so(given):
     with pytest.raises(ConfigurationError):
         as_ledger(given)
+
+
+@pytest.mark.parametrize(
+    "options", [{"seconds": 0.0}, {"least_calls": 1, "most_calls": 1}, {"tight": 0.0}, {"ttl": 1.0}]
+)
+def test_a_lease_of_the_least_size_serves_calls(join, clock, options):
+    ledger, run = join(options=LeaseOptions(recall=0.0, **options), daily_usd=1)
+    for _ in range(5):
+        assert spend(run) is None
+        clock.advance(0.5)
+    ledger.close()
+    assert charged(ledger) == (Decimal("0.05"), 0)
