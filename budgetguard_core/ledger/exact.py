@@ -7,8 +7,9 @@ from contextlib import suppress
 from decimal import Decimal
 
 from budgetguard_core.charges import Amounts
+from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount
+from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.outbox import Outbox
@@ -53,7 +54,11 @@ class Exact:
         return self.reserve(Amount(usd, tokens), run, new_id())
 
     def reserve(self, amount: Amount, run: str, name: str) -> Obtained:
-        """Reserve under a name of the caller's: a repeat is the same reservation."""
+        """Reserve under a name of the caller's: a repeat is the same reservation.
+
+        Raises:
+            ConfigurationError: The name is that of a reservation of less.
+        """
         if self._passed:
             self._passed = False
             # A store that does not answer is met again below.
@@ -74,6 +79,12 @@ class Exact:
             return self._without_store(amount, run, name, error)
         if answer.status != "ok":
             return refusal_of(answer, windows)
+        if answer.granted.usd < amount.usd or answer.granted.tokens < amount.tokens:
+            raise ConfigurationError(
+                "reservation_id must name one reservation, got one that was made of "
+                f"${to_dollars(answer.granted.usd)} and {answer.granted.tokens} tokens for more. "
+                "Use another name for another call."
+            )
         if answer.warn:
             self._tell()
         return self._part(name, amount, windows)

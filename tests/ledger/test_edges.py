@@ -296,3 +296,15 @@ def test_a_lease_of_the_least_size_serves_calls(join, clock, options):
         clock.advance(0.5)
     ledger.close()
     assert charged(ledger) == (Decimal("0.05"), 0)
+
+
+def test_a_retry_that_asks_for_more_is_not_the_same_reservation(place, opened):
+    ledger = opened(place, daily_usd=1, daily_tokens=100)
+    first = ledger.reserve("acme", usd=0.1, tokens=10, reservation_id="call-1")
+    for more in ({"usd": 100, "tokens": 10}, {"usd": 0.1, "tokens": 11}):
+        with pytest.raises(ConfigurationError, match="must name one reservation"):
+            ledger.reserve("acme", reservation_id="call-1", **more)
+    ledger.reserve("acme", usd=0.05, reservation_id="call-1").settle(0.07, 3)
+    first.settle(0.07, 3)
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.spent_tokens, day.reserved_usd) == (Decimal("0.07"), 3, 0)
