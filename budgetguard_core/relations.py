@@ -230,7 +230,7 @@ class RunRelations(RunControls):
         """
         snapshot.check_resumable(budget, stop_when)
         if ledger is None:
-            snapshot.check_paid(_paying(within))
+            snapshot.check_paid(cls._paying(within))
         try:
             caps = budget or snapshot.caps(stop_when)
             if within:
@@ -285,7 +285,7 @@ class RunRelations(RunControls):
             if self._meter.model_calls or self._meter.tool_calls:
                 return False
             if self.mode is not Mode.OFF:
-                snapshot.check_paid(_paying((self,)))
+                snapshot.check_paid(self._paying((self,)))
             try:
                 self._take_over(snapshot, fresh=False)
             except (ArithmeticError, KeyError, TypeError, ValueError) as error:
@@ -293,7 +293,7 @@ class RunRelations(RunControls):
         self.emit(RunRestored, snapshot=self.snapshot().model_dump(mode="json"))
         return True
 
-
-def _paying(guards: Iterable[RunState]) -> set[str]:
-    """Return the names of whoever pays for these guards."""
-    return {name for guard in guards for place in guard._tenants for name in place.names}
+    @staticmethod
+    def _paying(guards: Iterable[RunState]) -> set[str]:
+        """Return the names of whoever pays for these guards."""
+        return {name for guard in guards for place in guard._tenants for name in place.names}
