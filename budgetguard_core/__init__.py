@@ -28,7 +28,7 @@ from budgetguard_core.errors import (
     ConfigurationError,
     RunFencedError,
 )
-from budgetguard_core.events import Event, read_events
+from budgetguard_core.events import Event
 from budgetguard_core.guard import Guard, Mode, WarningEvent
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome, ToolCallRecord
@@ -47,14 +47,10 @@ from budgetguard_core.stop import (
 from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
 
 if TYPE_CHECKING:
+    from budgetguard_core.event_log import read_events
     from budgetguard_core.snapshot import OpenCall, Snapshot
-    from budgetguard_core.stores import (
-        Checkpoint,
-        CheckpointStore,
-        MemoryStore,
-        NumberedStore,
-        SqliteStore,
-    )
+    from budgetguard_core.sqlite_checkpoints import Checkpoint, MemoryStore, SqliteStore
+    from budgetguard_core.stores import CheckpointStore, NumberedStore
 
 __all__ = [
     "NOT_AVAILABLE",
@@ -115,15 +111,17 @@ __all__ = [
     "tool_called",
 ]
 
-# What is loaded when it is asked for: most processes neither take a snapshot nor store one.
+# What is loaded when it is asked for: most processes neither take a snapshot nor store one, and
+# read no log.
 _LATER = {
-    "Checkpoint": "stores",
+    "Checkpoint": "sqlite_checkpoints",
     "CheckpointStore": "stores",
-    "MemoryStore": "stores",
+    "MemoryStore": "sqlite_checkpoints",
     "NumberedStore": "stores",
     "OpenCall": "snapshot",
     "Snapshot": "snapshot",
-    "SqliteStore": "stores",
+    "SqliteStore": "sqlite_checkpoints",
+    "read_events": "event_log",
 }
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as frozen records in the past tense; and how a log of them is read.
+"""What happened in a run, as frozen records in the past tense.
 
 The events that change a guard carry all that the guard was told, so that `replay` can tell
 it again. Argument values are not among it unless the user asked for them; their hash is.
@@ -6,10 +6,8 @@ it again. Argument values are not among it unless the user asked for them; their
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import (
     Annotated,
     Any,
@@ -20,7 +18,7 @@ from typing import (
     cast,
 )
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 
 from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.budget import ProfileId
@@ -34,7 +32,6 @@ from budgetguard_core.decision import (
     ToolDecision,
     ToolKind,
 )
-from budgetguard_core.errors import CheckpointError
 from budgetguard_core.outcome import Status
 from budgetguard_core.records import Record
 from budgetguard_core.stop import Trip, Violation
@@ -501,70 +498,3 @@ Event: TypeAlias = Annotated[
     Field(discriminator="event"),
 ]
 """What happens in a run: each is one line of its log, told apart by `event`."""
-
-
-@cache
-def _adapter() -> TypeAdapter[Event]:
-    # Not at import: most runs never read a log, and two dozen schemas take their time.
-    return TypeAdapter(Event)
-
-
-def read_events(lines: Iterable[str | bytes]) -> Iterator[Event]:
-    """Read a trajectory log line by line.
-
-    Half a line, as a killed process leaves it, is left out: at the end of the log, and before
-    the event with which a run starts or goes on.
-
-    Raises:
-        CheckpointError: A line is damaged, or of a newer format: line number and reason.
-    """
-    damaged: CheckpointError | None = None
-    ended = True
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if damaged is not None and not ended:
-            raise damaged
-        ended = line[-1:] in ("\n", b"\n")
-        try:
-            event = _adapter().validate_json(line)
-        except ValidationError as error:
-            if damaged is not None:
-                raise damaged from None
-            damaged = CheckpointError(f"line {number}: {_reason(line, error)}")
-            if not _is_half(line):
-                raise damaged from None
-            continue
-        if damaged is not None and not _begins(event):
-            raise damaged
-        damaged = None
-        yield event
-    if damaged is not None and ended:
-        raise damaged
-
-
-def _is_half(line: str | bytes) -> bool:
-    if line[:1] not in ("{", b"{"):
-        return False
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return True
-    return False
-
-
-def _begins(event: Event) -> bool:
-    root = isinstance(event, RunStarted) and event.parent_run_id is None
-    return root or isinstance(event, RunRestored)
-
-
-def _reason(line: str | bytes, error: ValidationError) -> str:
-    try:
-        version = json.loads(line).get("format_version", FORMAT_VERSION)
-    except (ValueError, AttributeError, RecursionError):
-        return "not a JSON object. Restore the file from its source, or cut the line."
-    if version not in (1, FORMAT_VERSION):
-        return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."
-    problem = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in problem["loc"])
-    return f"not an event ({field}: {problem['msg']})."

@@ -228,11 +228,14 @@ class RunRelations(RunControls):
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
-                were given; or it does not fit together.
+                were given; or a tenant paid for it, and no ledger was given; or it does not fit
+                together.
             ConfigurationError: Both `budget` and `stop_when` were given; or neither a budget was,
                 nor does the snapshot know its caps.
         """
         snapshot.check_resumable(budget, stop_when)
+        if ledger is None:
+            snapshot.check_paid(cls._paying(within))
         try:
             caps = budget or snapshot.caps(stop_when)
             if within:
@@ -280,14 +283,22 @@ class RunRelations(RunControls):
             False when this guard has counted something itself; then nothing was changed.
 
         Raises:
-            CheckpointError: The snapshot does not fit together.
+            CheckpointError: A tenant paid for the run that does not pay for this guard; or the
+                snapshot does not fit together.
         """
         with self._tree.lock:
             if self._meter.model_calls or self._meter.tool_calls:
                 return False
+            if self.mode is not Mode.OFF:
+                snapshot.check_paid(self._paying((self,)))
             try:
                 self._take_over(snapshot, fresh=False)
             except (ArithmeticError, KeyError, TypeError, ValueError) as error:
                 raise snapshot.misfit(error) from None
         self.emit(RunRestored, snapshot=self.snapshot().model_dump(mode="json"))
         return True
+
+    @staticmethod
+    def _paying(guards: Iterable[RunState]) -> set[str]:
+        """Return the names of whoever pays for these guards."""
+        return {name for guard in guards for place in guard._tenants for name in place.names}

@@ -170,7 +170,9 @@ class Replay:
         if within:
             budget = Budget.from_json(snapshot.budget or {})
         guard = Guard.restore(
-            snapshot.model_copy(update={"budget": budget.to_json(), "stop_conditions": 0}),
+            snapshot.model_copy(
+                update={"budget": budget.to_json(), "stop_conditions": 0, "tenant": ()}
+            ),
             sinks=None if within else self._sinks,
             price_book=self._prices,
             clock=self._clock,

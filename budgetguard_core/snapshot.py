@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -15,6 +15,7 @@ from budgetguard_core.meter import COUNTERS
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import from_usd, to_usd
 from budgetguard_core.records import dump
+from budgetguard_core.standing import Mode
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import Usage
 
@@ -103,6 +104,8 @@ class Snapshot(BaseModel):
     needs a fresh budget to go on."""
     stop_conditions: int
     """How many conditions of the user's own the budget had. They are code and not in here."""
+    tenant: tuple[str, ...] = ()
+    """Whom the run was charged to in a ledger. The ledger is a connection and not in here."""
     counters: dict[str, NonNegativeInt]
     """The running totals, sub-agents included; money in femto-dollars (1E-15 US dollars)."""
     quotas: dict[str, NonNegativeInt]
@@ -219,6 +222,24 @@ class Snapshot(BaseModel):
             raise CheckpointError(
                 "a run with stop conditions needs them again, got none: conditions are code "
                 "and not in a snapshot. Pass stop_when=, or a fresh budget= that has them."
+            )
+
+    def check_paid(self, payers: Collection[str]) -> None:
+        """Check that whoever the run was charged to goes on to pay for it.
+
+        Args:
+            payers: The tenants that do.
+
+        Raises:
+            CheckpointError: Somebody is missing, so ceilings and kill switches would be lost.
+        """
+        missing = [name for name in self.tenant if name not in payers]
+        if missing and self.mode != Mode.OFF:
+            names = ", ".join(map(repr, missing))
+            raise CheckpointError(
+                f"a run that a tenant pays for needs its ledger again, got none for {names}: a "
+                "ledger is a connection and not in a snapshot. Pass ledger= and tenant=, or go on "
+                'without them from snapshot.model_copy(update={"tenant": ()}).'
             )
 
     def caps(self, stop_when: Sequence[Callable[..., Any]] = ()) -> Budget:

@@ -415,6 +415,7 @@ class RunState:
                 mode=str(self.mode),
                 budget=self.budget.to_json(),
                 stop_conditions=len(self.budget.stop_when),
+                tenant=() if self._tenant is None else self._tenant.names,
                 counters=meter.counters(),
                 quotas=meter.quotas_used(),
                 tool_counts=meter.tools_started(),

@@ -211,7 +211,7 @@ class Timeline:
             snapshot: dict[str, Any] = event.snapshot
             kept: dict[str, Any] = snapshot.get("budget") or {}
             parent, budget = snapshot.get("parent_run_id"), kept
-            mode, tenant = str(snapshot.get("mode")), ()
+            mode, tenant = str(snapshot.get("mode")), tuple(snapshot.get("tenant") or ())
         try:
             caps = Budget.from_json(budget)
         except BudgetGuardError as error:

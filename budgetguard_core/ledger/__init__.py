@@ -3,23 +3,22 @@
 See README.md beside this file for when SQLite is enough, and what survives what.
 """
 
+from budgetguard_core.ledger.alive import AliveRun
+from budgetguard_core.ledger.attached import LedgerRun
+from budgetguard_core.ledger.by_url import as_ledger
 from budgetguard_core.ledger.errors import (
     LedgerChanged,
     LedgerError,
     LedgerRefused,
     LedgerUnreachable,
 )
-from budgetguard_core.ledger.lease import LeaseOptions, TenantMeter
-from budgetguard_core.ledger.ledger import (
-    AliveRun,
-    Ledger,
-    LedgerRun,
-    Reservation,
-    TenantUsage,
-    WindowUsage,
-    as_ledger,
-)
-from budgetguard_core.ledger.refusal import Kill, Refusal, Warned
+from budgetguard_core.ledger.exact import Reservation
+from budgetguard_core.ledger.kill_switch import Kill
+from budgetguard_core.ledger.lease_options import LeaseOptions
+from budgetguard_core.ledger.ledger import Ledger
+from budgetguard_core.ledger.part import TenantMeter
+from budgetguard_core.ledger.refusal import Refusal, Warned
+from budgetguard_core.ledger.usage import TenantUsage, WindowUsage
 from budgetguard_core.ledger.windows import Key, Tenant
 
 __all__ = [

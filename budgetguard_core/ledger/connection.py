@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -42,6 +43,8 @@ class Connection:
         self._lock = threading.Lock()
         self._skew = 0.0
         self.trips = 0
+        self.holder = uuid.uuid4().hex
+        """This process, in the lists that the store keeps."""
         self.warned: deque[Warned] = deque()
         """Windows that steps of this process brought to 80 %, until somebody is told."""
 
@@ -176,6 +179,7 @@ class Connection:
     def forked(self) -> None:
         """Leave the connection to the parent process."""
         self._lock = threading.Lock()
+        self.holder = uuid.uuid4().hex
         self.warned.clear()  # the parent tells
         if self._store is not None:
             self._store.forked()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from decimal import Decimal
 
 from budgetguard_core.charges import Amounts
+from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.lease import Obtained, Part
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.part import Obtained, Part
 from budgetguard_core.ledger.refusal import ABORTED, Refusal, refusal_of
 from budgetguard_core.ledger.step import Step, new_id
 from budgetguard_core.ledger.windows import Window
@@ -52,7 +54,11 @@ class Exact:
         return self.reserve(Amount(usd, tokens), run, new_id())
 
     def reserve(self, amount: Amount, run: str, name: str) -> Obtained:
-        """Reserve under a name of the caller's: a repeat is the same reservation."""
+        """Reserve under a name of the caller's: a repeat is the same reservation.
+
+        Raises:
+            ConfigurationError: The name is that of a reservation of less.
+        """
         if self._passed:
             self._passed = False
             # A store that does not answer is met again below.
@@ -73,6 +79,12 @@ class Exact:
             return self._without_store(amount, run, name, error)
         if answer.status != "ok":
             return refusal_of(answer, windows)
+        if answer.granted.usd < amount.usd or answer.granted.tokens < amount.tokens:
+            raise ConfigurationError(
+                "reservation_id must name one reservation, got one that was made of "
+                f"${to_dollars(answer.granted.usd)} and {answer.granted.tokens} tokens for more. "
+                "Use another name for another call."
+            )
         if answer.warn:
             self._tell()
         return self._part(name, amount, windows)
@@ -127,3 +139,33 @@ class Exact:
     def settlement(self, part: Part, spent: Amount = ZERO) -> Step:
         """Return the message that closes a reservation."""
         return Step(part.id, 2, part.windows, spent=spent, close=True)
+
+
+class Reservation:
+    """Money set aside for one call, until it is settled or released.
+
+    A reservation that is never settled stays charged in full.
+    """
+
+    __slots__ = ("_exact", "_part", "amount", "id")
+
+    def __init__(self, exact: Exact, part: Part, amount: Amount) -> None:
+        self._exact = exact
+        self._part = part
+        self.amount = amount
+        self.id = part.id
+
+    def settle(self, usd: Decimal | float = 0, tokens: int = 0) -> None:
+        """Charge what was measured instead of what was reserved; repeats change nothing.
+
+        More than was reserved is charged too: the provider has billed it.
+
+        Raises:
+            ConfigurationError: A figure makes no sense.
+            LedgerError: The store holds this reservation in other windows.
+        """
+        self._exact.settle_now(self._part, self.amount, to_amount(usd, tokens))
+
+    def release(self) -> None:
+        """Charge nothing: the call was not made."""
+        self.settle()

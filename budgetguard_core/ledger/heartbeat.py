@@ -29,10 +29,10 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread is not None
+    def hurry(self) -> None:
+        """Have `tick` called soon, if the thread runs."""
+        if self._thread is not None:
+            self._event.set()
 
     def wake(self) -> None:
         """Have `tick` called soon; starts the thread where there is none."""

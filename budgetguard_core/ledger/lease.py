@@ -15,184 +15,28 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol, TypeAlias
 
 from budgetguard_core.charges import Amounts
 from budgetguard_core.clock import Clock
-from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.lease_options import LeaseOptions
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.part import Obtained, Part
+from budgetguard_core.ledger.recent_spend import RecentSpend
 from budgetguard_core.ledger.refusal import (
     ABORTED,
     Refusal,
     refusal_of,
     refused_key,
 )
-from budgetguard_core.ledger.step import Answer, Step, new_id
+from budgetguard_core.ledger.step import Answer, Step
 from budgetguard_core.ledger.windows import Window
 
-TTL_OF_LEASES = 60.0
-"""Seconds until the store lists a holder that went silent; also the most that may be set."""
 _ATTEMPTS = 3
 _NS = 10**9
-
-
-class Part:
-    """What is leased in one set of windows. Its lease's lock protects it.
-
-    Attributes:
-        refusal: None, so that a caller can tell it from a `Refusal` without importing that.
-    """
-
-    refusal: None = None
-
-    __slots__ = (
-        *("granted", "id", "left", "local", "op", "spent_tokens", "spent_usd"),
-        *("tokens_left", "until", "windows"),
-    )
-
-    def __init__(self, name: str = "") -> None:
-        self.id = name or new_id()
-        self.op = 0
-        self.granted = ZERO
-        self.spent_usd = 0
-        """Nano-dollars that were measured so far."""
-        self.spent_tokens = 0
-        self.left = 0
-        """Nano-dollars that are neither spent nor open."""
-        self.tokens_left = 0
-        self.until = 0
-        """Monotonic nanoseconds from which nothing is admitted."""
-        self.windows: Sequence[Window] = ()
-        self.local = False
-        """Not granted by the store, which could not be reached: recorded on the disk."""
-
-    def take(self, usd: int, tokens: int, now: int) -> bool:
-        """Set a call's amount aside if it is there."""
-        if now >= self.until or usd > self.left or tokens > self.tokens_left:
-            return False
-        self.left -= usd
-        self.tokens_left -= tokens
-        return True
-
-    def settle(self, reserved: Amounts, spent: Amounts) -> None:
-        """Replace what was set aside by what was measured."""
-        usd, tokens = spent
-        self.spent_usd += usd
-        self.spent_tokens += tokens
-        self.left += reserved[0] - usd
-        self.tokens_left += reserved[1] - tokens
-
-    @property
-    def spent(self) -> Amount:
-        """What was measured so far."""
-        return Amount(self.spent_usd, self.spent_tokens)
-
-    def opened(self) -> Amount:
-        """Return what calls under way have set aside."""
-        return Amount(
-            self.granted.usd - self.spent.usd - self.left,
-            self.granted.tokens - self.spent.tokens - self.tokens_left,
-        )
-
-    def message(self) -> int:
-        """Return the number of the next message."""
-        self.op += 1
-        return self.op
-
-    def grant(self, granted: Amount, windows: Sequence[Window], until: int) -> None:
-        """Take over what the store granted, in all."""
-        self.left += granted.usd - self.granted.usd
-        self.tokens_left += granted.tokens - self.granted.tokens
-        self.granted = granted
-        self.windows = windows
-        self.until = until
-
-    def give_back(self) -> None:
-        """Keep what is spent and open, and nothing for later."""
-        left = Amount(max(0, self.left), max(0, self.tokens_left))
-        self.granted = Amount(self.granted.usd - left.usd, self.granted.tokens - left.tokens)
-        self.left -= left.usd
-        self.tokens_left -= left.tokens
-
-    def assume(self, windows: Sequence[Window]) -> None:
-        """Remember the windows of a request whose outcome is unknown."""
-        self.windows = windows
-
-    def record(self) -> None:
-        """Say that the disk granted it, not the store."""
-        self.local = True
-
-    def expire(self) -> None:
-        """Admit nothing more."""
-        self.until = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseOptions:
-    """How large a lease is. Measured: a cap by rate and by calls is what matters.
-
-    With 8 processes these take 0.1 trips a call, and the first refusal comes at 99.6 % of the
-    ceiling; with a share of what is left alone it comes at 0.02 %.
-    """
-
-    seconds: float = 30.0
-    """Of recent spend."""
-    least_calls: int = 4
-    most_calls: int = 16
-    share: int = 2
-    """At most this part of a holder's even share of what is left."""
-    ttl: float = TTL_OF_LEASES
-    """Seconds until the store lists a silent holder for reconciliation."""
-    recall: float = 0.6
-    """Seconds that a refused call waits for what others give back: a little more than a beat."""
-    tight: float = 5.0
-    """Seconds after a recall in which only what is needed is asked for."""
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigurationError` where a figure makes no sense."""
-        for name, least, most in (
-            ("seconds", 0, 3600),
-            ("least_calls", 1, 10**9),
-            ("most_calls", self.least_calls, 10**9),
-            ("share", 1, 1000),
-            ("ttl", 1, TTL_OF_LEASES),  # reconciliation takes it for this
-            ("recall", 0, 3600),
-            ("tight", 0, 3600),
-        ):
-            value = getattr(self, name)
-            kinds = (int, float) if isinstance(_DEFAULTS[name], float) else (int,)
-            if type(value) not in kinds or not least <= value <= most:
-                raise ConfigurationError(
-                    f"{name} must be from {least} to {most}, got {str(value)[:40]}. "
-                    f"Use {_DEFAULTS[name]}."
-                )
-
-
-_DEFAULTS = {one.name: one.default for one in fields(LeaseOptions)}
-
-
-class TenantMeter(Protocol):
-    """What a guard asks of its tenant's ledger."""
-
-    def take(self, usd: int, tokens: int) -> Part | None:
-        """Set an amount aside, in memory. None: ask `obtain`, outside of every lock."""
-        ...
-
-    def obtain(self, usd: int, tokens: int, run: str = "") -> Obtained:
-        """Set an amount aside, with a trip to the store."""
-        ...
-
-    def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
-        """Replace what was set aside by what was measured, in memory."""
-        ...
-
-
-Obtained: TypeAlias = "Part | Refusal"
 
 
 class Lease:
@@ -201,7 +45,6 @@ class Lease:
     Args:
         connection: To the store.
         account: The keys.
-        holder: The process, in the list of holds.
         clock: Monotonic time.
         outbox: For what could not be sent.
         options: How large.
@@ -214,7 +57,6 @@ class Lease:
         self,
         connection: Connection,
         account: Account,
-        holder: str,
         clock: Clock,
         outbox: Outbox,
         options: LeaseOptions,
@@ -225,7 +67,6 @@ class Lease:
     ) -> None:
         self.account = account
         self._connection = connection
-        self._holder = holder
         self._now = clock.monotonic_ns
         self._outbox = outbox
         self._options = options
@@ -245,10 +86,7 @@ class Lease:
         # More is asked for as soon as less than this is left; never below 0.
         self._low_usd = self._low_tokens = 0
         self._runs_low = False
-        self._mean_usd = 0
-        self._mean_tokens = 0
-        self._rate = (0.0, 0.0)
-        self._rated_ns = now
+        self._recent = RecentSpend(self._options, now)
         self._since_calls = 0
         self._since_usd = 0
         self._since_tokens = 0
@@ -367,11 +205,11 @@ class Lease:
         if not self._allow:
             return Refusal(ABORTED, f"{error} (on_ledger_error is refuse)")
         with self._lock:
-            want = self._target(need)
+            want = self._recent.target(need)
         amount = Amount(max(need.usd, want.usd), max(need.tokens, want.tokens))
         part = Part()
         windows = self.account.windows(self._connection.now())
-        record = Step(part.id, part.message(), windows, spent=amount, owner=self._holder)
+        record = Step(part.id, part.message(), windows, spent=amount, owner=self._connection.holder)
         try:
             self._outbox.record(record)
         except LedgerUnreachable as full:
@@ -413,7 +251,7 @@ class Lease:
             )
             if whole:
                 lack = Amount(max(lack.usd, need.usd), max(lack.tokens, need.tokens))
-            target = ZERO if now < self._tight_until_ns else self._target(need)
+            target = ZERO if now < self._tight_until_ns else self._recent.target(need)
             want = Amount(max(lack.usd, target.usd - usd), max(lack.tokens, target.tokens - tokens))
             op = part.message()
             self._runs_low = False
@@ -434,7 +272,7 @@ class Lease:
                 ttl=self._options.ttl,
                 share=self._options.share,
                 flags=flags,
-                owner=self._holder,
+                owner=self._connection.holder,
             )
 
         if windows:  # a hold keeps the windows that it was made in
@@ -466,40 +304,10 @@ class Lease:
                 part.expire()  # its window ended, or somebody reconciled it
         return answer, windows, taken
 
-    def _target(self, need: Amount) -> Amount:
-        """So many seconds of recent spend, within so many calls."""
-        options = self._options
-
-        def of(mean: int, rate: float, needed: int) -> int:
-            call = mean or needed
-            least, most = options.least_calls * call, options.most_calls * call
-            return max(least, min(int(rate * options.seconds), most))
-
-        return Amount(
-            of(self._mean_usd, self._rate[0], need.usd),
-            of(self._mean_tokens, self._rate[1], need.tokens),
-        )
-
     def _measure(self, now: int) -> None:
         # Here, once for many calls: a settlement is part of every guarded step.
-        calls = self._since_calls
-        if calls:
-            usd, tokens = self._since_usd // calls, self._since_tokens // calls
-            if self._mean_usd or self._mean_tokens:  # the mean of the last eight calls or so
-                part = min(calls, 8)
-                self._mean_usd += (usd - self._mean_usd) * part // 8
-                self._mean_tokens += (tokens - self._mean_tokens) * part // 8
-            else:
-                self._mean_usd, self._mean_tokens = usd, tokens
-        seconds = (now - self._rated_ns) / _NS
-        if seconds > 0:
-            weight = min(1.0, max(0.25, seconds / self._options.seconds))
-            usd_rate, tokens_rate = self._rate
-            usd_rate += (self._since_usd / seconds - usd_rate) * weight
-            tokens_rate += (self._since_tokens / seconds - tokens_rate) * weight
-            self._rate = (usd_rate, tokens_rate)
+        if self._recent.add(now, self._since_calls, self._since_usd, self._since_tokens):
             self._since_calls = self._since_usd = self._since_tokens = 0
-            self._rated_ns = now
 
     def _roll(self, now: int) -> None:
         """At the edge of a window: calls under way settle where they were admitted."""
@@ -616,7 +424,7 @@ class Lease:
             keep=ZERO if close else part.granted,
             close=close,
             ttl=self._options.ttl,
-            owner=self._holder,
+            owner=self._connection.holder,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_amount
 from budgetguard_core.ledger.exact import TTL_OF_EXACT
-from budgetguard_core.ledger.lease import TTL_OF_LEASES
+from budgetguard_core.ledger.lease_options import TTL_OF_LEASES
 from budgetguard_core.ledger.ledger import Ledger
 from budgetguard_core.ledger.step import HoldRecord, Step
 from budgetguard_core.ledger.windows import Window

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from budgetguard_core.ledger.amounts import to_dollars
 from budgetguard_core.ledger.errors import LedgerRefused
+from budgetguard_core.ledger.kill_switch import kill_of
 from budgetguard_core.ledger.step import SEPARATOR, Answer
-from budgetguard_core.ledger.windows import Window
+from budgetguard_core.ledger.windows import Window, quoted
 
 REASONS = {"d": "tenant_daily", "m": "tenant_monthly"}
 """The stop reason of each kind of window."""
 ABORTED = "aborted"
-_LONGEST_TEXT = 200
 
 
 class Refusal(NamedTuple):
@@ -55,48 +53,6 @@ class Warned(NamedTuple):
     """What counts against it: spent, reserved and leased."""
 
 
-class Kill(NamedTuple):
-    """A kill switch that is set."""
-
-    flag: str
-    """`all`, `t:<tenant>` or `r:<run>`."""
-    who: str
-    when: float
-    """Seconds since the epoch, by the store's clock."""
-    why: str
-
-    @property
-    def detail(self) -> str:
-        """One sentence for people."""
-        kind, _, name = self.flag.partition(":")
-        what = {"t": f"tenant {_quoted(name)}", "r": "this run"}.get(kind, "everything")
-        when = dt.datetime.fromtimestamp(self.when, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        why = f": {self.why}" if self.why else ""
-        return f"{what} was killed by {self.who or 'nobody named'} at {when}{why}"
-
-    def to_text(self) -> str:
-        """Return what the store keeps."""
-        return json.dumps({"who": self.who, "when": self.when, "why": self.why})
-
-
-def plain(text: str) -> str:
-    """Return a person's words as one printable line."""
-    line = "".join(c if c.isprintable() else " " for c in text)
-    return line.encode("utf-8", "replace").decode()[:_LONGEST_TEXT]
-
-
-def kill_of(flag: str, text: str) -> Kill:
-    """Read a kill switch; one that cannot be read is set all the same."""
-    try:
-        found = json.loads(text)
-        facts = cast("dict[str, object]", found)
-        when = facts["when"]
-        seconds = float(when) if isinstance(when, int | float) else 0.0
-        return Kill(flag, plain(str(facts["who"])), seconds, plain(str(facts["why"])))
-    except (ValueError, KeyError, TypeError):
-        return Kill(flag, "", 0.0, "")
-
-
 def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
     """Say why a step was refused or killed, or came too late."""
     if answer.status == "refused":
@@ -107,7 +63,7 @@ def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
         if dimension:
             return Refusal(
                 reason,
-                f"tenant {_quoted(window.key)} has used or reserved {charged} of {ceiling} tokens "
+                f"tenant {quoted(window.key)} has used or reserved {charged} of {ceiling} tokens "
                 f"of the {when}",
                 ceiling,
                 charged,
@@ -115,7 +71,7 @@ def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
         used, limit = to_dollars(charged), to_dollars(ceiling)
         return Refusal(
             reason,
-            f"tenant {_quoted(window.key)} has used or reserved ${used} of ${limit} of the {when}",
+            f"tenant {quoted(window.key)} has used or reserved ${used} of ${limit} of the {when}",
             limit,
             used,
         )
@@ -138,8 +94,3 @@ def warned_of(answer: Answer, windows: Sequence[Window]) -> tuple[Warned, ...]:
         for place, window in enumerate(windows)
         if answer.warn >> place & 1
     )
-
-
-def _quoted(name: str) -> str:
-    # A look-alike stays what it is, but cannot reorder or break the line it is shown in.
-    return ascii(name) if not name.isprintable() else repr(name)

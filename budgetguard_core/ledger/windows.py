@@ -83,6 +83,14 @@ def check_name(name: object, what: str) -> str:
     return name
 
 
+def quoted(name: str) -> str:
+    """Return a name for a sentence.
+
+    A look-alike stays what it is, but cannot reorder or break the line it is shown in.
+    """
+    return ascii(name) if not name.isprintable() else repr(name)
+
+
 def zone_of(name: str) -> ZoneInfo:
     """Return a time zone.
 

@@ -20,8 +20,8 @@ from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import BudgetExceeded
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.snapshot import Snapshot
+from budgetguard_core.sqlite_checkpoints import MemoryStore
 from budgetguard_core.stop import StopReason, tool_called
-from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.breakers import (
     bulkhead,
     circuit_breaker,

@@ -14,8 +14,8 @@ from budgetguard_core.events import Event, RunEnded
 from budgetguard_core.guard import Guard
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run
 from budgetguard_core.outcome import Outcome
+from budgetguard_core.sqlite_checkpoints import MemoryStore
 from budgetguard_core.stop import StopReason
-from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.checks import (
     act,
     check_completed,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from budgetguard_core.budget import Budget
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome
+from budgetguard_core.sqlite_checkpoints import MemoryStore
 from budgetguard_core.stop import StopReason
-from budgetguard_core.stores import MemoryStore
 from budgetguard_core.testing.checks import (
     act,
     check_completed,

@@ -17,7 +17,7 @@ import pytest
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.events import read_events
+from budgetguard_core.event_log import read_events
 from budgetguard_core.guard import Guard
 from budgetguard_core.replay import replay
 from budgetguard_core.testing.bounded import assert_bounded

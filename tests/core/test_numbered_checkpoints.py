@@ -21,8 +21,9 @@ from budgetguard_core import (
     SqliteStore,
     TokenUsage,
     ToolCall,
+    checkpoint_tables,
+    sqlite_checkpoints,
 )
-from budgetguard_core import stores as stores_module
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.stores import is_numbered
 from budgetguard_core.testing import ManualClock
@@ -300,7 +301,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(store, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(stores_module, "_prune", fails)
+        patched.setattr(checkpoint_tables, "prune", fails)
         with pytest.raises(KeyboardInterrupt):
             store.save(guard.snapshot(["a", "b"]))
     assert store.load("r").messages == ("a",)
@@ -332,14 +333,14 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
 def test_every_access_holds_the_lock(tmp_path, monkeypatch):
     store = sqlite_store(tmp_path)
     lock = FileLock(tmp_path / "c.sqlite3.lock", 0.0)
-    monkeypatch.setattr(stores_module, "_BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(sqlite_checkpoints, "_BUSY_SECONDS", 0.01)
     # The one that is open waits for as long as it was opened with.
     store.close()
     with lock, pytest.raises(CheckpointError, match="got a process that held it"):
         store.save(guard_after(1).snapshot())
     done = threading.Event()
     with lock:
-        monkeypatch.setattr(stores_module, "_BUSY_SECONDS", 20.0)
+        monkeypatch.setattr(sqlite_checkpoints, "_BUSY_SECONDS", 20.0)
         writer = threading.Thread(
             target=lambda: (store.save(guard_after(1).snapshot()), done.set())
         )
@@ -352,7 +353,7 @@ def test_every_access_holds_the_lock(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_nobody_frees_does_not_keep_a_store_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores_module, "_BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(sqlite_checkpoints, "_BUSY_SECONDS", 0.01)
     store = sqlite_store(tmp_path)
     lock = FileLock(tmp_path / "c.sqlite3.lock", 0.0)
     connection = store._connection

@@ -81,10 +81,10 @@ def test_stores_are_loaded_when_they_are_asked_for():
     program = """
 import sys
 import budgetguard_core as core
-later = {"budgetguard_core.snapshot", "budgetguard_core.stores", "sqlite3"}
+later = {"budgetguard_core.snapshot", "budgetguard_core.sqlite_checkpoints", "sqlite3"}
 assert not later & sys.modules.keys(), later & sys.modules.keys()
 assert set(core.__all__) <= set(dir(core))
-assert core.SqliteStore.__module__ == "budgetguard_core.stores"
+assert core.SqliteStore.__module__ == "budgetguard_core.sqlite_checkpoints"
 assert core.Snapshot is core.snapshot.Snapshot
 core.nothing
 """

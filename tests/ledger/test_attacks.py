@@ -17,7 +17,7 @@ from budgetguard_cli.app import app
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import Key, LeaseOptions, Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
-from budgetguard_core.ledger.lease import Part
+from budgetguard_core.ledger.part import Part
 from budgetguard_core.ledger.reconcile import Proof, read_proofs
 from budgetguard_core.testing import ManualClock
 from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until

@@ -10,7 +10,13 @@ import pytest
 
 from budgetguard_core import Guard, ModelCall
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger import LeaseOptions, LedgerUnreachable, Refusal
+from budgetguard_core.ledger import (
+    LeaseOptions,
+    LedgerRefused,
+    LedgerUnreachable,
+    Refusal,
+    as_ledger,
+)
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.tenancy import _weakly
@@ -140,9 +146,9 @@ def test_a_call_under_way_in_an_ended_part_is_not_reported_at_each_beat(join, cl
 def test_a_run_that_comes_as_its_tenant_is_left_keeps_its_meter(join, monkeypatch):
     ledger, run = join(lease="exact")
     with monkeypatch.context() as patch:
-        patch.setattr(ledger, "_runs_of", lambda account: [])  # a moment ago there was none
+        patch.setattr(ledger._attached, "of", lambda account: [])  # a moment ago there was none
         ledger.beat()
-    assert ledger._meters[run.account.keys] is run.meter
+    assert ledger._attached.meters() == [run.meter]
 
 
 def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
@@ -150,7 +156,7 @@ def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
     ledger = opened(sqlite, daily_usd=1)
     for number in range(10):
         ledger.reserve(f"tenant-{number}", usd=0.5).settle(0.25)
-        assert len(ledger._reserving) <= 3
+        assert ledger._exact_of.cache_info().currsize <= 3
     assert {row.spent_usd for row in ledger.windows()} == {Decimal("0.25")}
 
 
@@ -231,3 +237,74 @@ def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(sqlite, opened, mo
 def test_options_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ConfigurationError, match=r"must be from .*, got .*\. Use "):
         LeaseOptions(**wrong)
+
+
+def test_a_run_that_goes_on_beside_another_of_its_tenant_shares_its_meter(join, clock):
+    ledger, first = join(daily_usd=1)
+    spend(first)
+    first.close()
+    ledger.beat()
+    clock.advance(6)
+    ledger.beat()  # gives the idle lease back
+    second = ledger.attach("second", "acme", on_kill=id, on_warning=id)
+    spend(second)
+    first.open()
+    spend(first)
+    assert first.meter is second.meter
+    ledger.close()
+    assert charged(ledger) == (Decimal("0.03"), 0)
+
+
+def test_a_guard_that_goes_on_after_its_ledger_was_closed_is_looked_after(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=1)
+    guard = Guard(ledger=ledger, tenant="acme")
+    ask = ModelCall(input_tokens=1, cost_usd=Decimal("0.01"))
+    guard.settle_model_call(guard.admit_model_call(ask), cost_usd=Decimal("0.01"))
+    ledger.close()
+    guard.settle_model_call(guard.admit_model_call(ask), cost_usd=Decimal("0.01"))
+    ledger.beat()
+    assert [run.run for run in ledger.runs()] == [guard.run_id]
+    ledger.close()
+    assert charged(ledger) == (Decimal("0.02"), 0)
+
+
+@pytest.mark.parametrize("when", ["1e300", "NaN", "-1e300", "true"])
+def test_a_kill_switch_with_a_time_that_is_none_is_set_all_the_same(place, opened, store, when):
+    store.write("f:t:acme", f'{{"who": "ops", "when": {when}, "why": "test"}}')
+    ledger, told = opened(place), []
+    with pytest.raises(LedgerRefused, match="tenant 'acme' was killed"):
+        ledger.reserve("acme", usd=0.1)
+    ledger.attach("run", "acme", on_kill=told.append, on_warning=id)
+    ledger.beat()
+    assert "tenant 'acme' was killed" in told[0]
+    assert "tenant 'acme' was killed" in ledger.kills()[0].detail
+
+
+@pytest.mark.parametrize("given", [7, ["sqlite:///l"], {}])
+def test_what_is_no_ledger_is_said_so(given):
+    with pytest.raises(ConfigurationError):
+        as_ledger(given)
+
+
+@pytest.mark.parametrize(
+    "options", [{"seconds": 0.0}, {"least_calls": 1, "most_calls": 1}, {"tight": 0.0}, {"ttl": 1.0}]
+)
+def test_a_lease_of_the_least_size_serves_calls(join, clock, options):
+    ledger, run = join(options=LeaseOptions(recall=0.0, **options), daily_usd=1)
+    for _ in range(5):
+        assert spend(run) is None
+        clock.advance(0.5)
+    ledger.close()
+    assert charged(ledger) == (Decimal("0.05"), 0)
+
+
+def test_a_retry_that_asks_for_more_is_not_the_same_reservation(place, opened):
+    ledger = opened(place, daily_usd=1, daily_tokens=100)
+    first = ledger.reserve("acme", usd=0.1, tokens=10, reservation_id="call-1")
+    for more in ({"usd": 100, "tokens": 10}, {"usd": 0.1, "tokens": 11}):
+        with pytest.raises(ConfigurationError, match="must name one reservation"):
+            ledger.reserve("acme", reservation_id="call-1", **more)
+    ledger.reserve("acme", usd=0.05, reservation_id="call-1").settle(0.07, 3)
+    first.settle(0.07, 3)
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.spent_tokens, day.reserved_usd) == (Decimal("0.07"), 3, 0)

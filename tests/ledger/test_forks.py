@@ -8,6 +8,7 @@ from decimal import Decimal
 
 import pytest
 
+from budgetguard_core import Guard, ModelCall
 from budgetguard_core.ledger import Ledger, LedgerRefused
 from ledger_servers import PATIENT
 
@@ -98,3 +99,28 @@ def test_a_child_of_a_fork_that_could_not_wait_is_refused(sqlite, opened):
     ledger.reserve("acme", usd=1).settle(1)
     ended = in_a_child(lambda: ledger.reserve("acme", usd=1).release())
     assert ended() == 0
+
+
+@pytest.mark.parametrize("lease", ["auto", "exact"])
+def test_a_guard_that_crosses_a_fork_is_looked_after_in_the_child(place, opened, lease):
+    ledger = opened(place, daily_usd=10, lease=lease)
+    guard = Guard(ledger=ledger, tenant="acme")
+
+    def spend():
+        ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal("0.01")))
+        guard.settle_model_call(ticket, cost_usd=Decimal("0.01"))
+
+    def work():
+        spend()
+        ledger.beat()
+        assert [(run.run, run.pid) for run in ledger.runs()] == [(guard.run_id, os.getpid())]
+        ledger.kill(run=guard.run_id, who="ops")
+        ledger.beat()
+        assert guard.check().reason == "aborted"
+        ledger.close()
+
+    spend()
+    assert in_a_child(work)() == 0
+    ledger.close()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.02"), 0)

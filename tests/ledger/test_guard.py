@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 import threading
 from decimal import Decimal
@@ -14,12 +15,13 @@ import pytest
 import budgetguard_core
 from budgetguard_core import Budget, Guard, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.decision import Admit, Stop
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import CheckpointError, ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
 from budgetguard_core.kit.envelope import Envelope
 from budgetguard_core.ledger import LeaseOptions, Ledger, LedgerUnreachable
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.replay import replay
+from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.testing import ManualClock
 from ledger_servers import wait_until
 
@@ -406,11 +408,11 @@ def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, 
 
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        assert any(ledger.ceilings_of(account))  # an unknown ceiling may be there
-    assert not any(map(any, ledger.ceilings_of(account)))
+        assert any(ledger._ceilings.of(account))  # an unknown ceiling may be there
+    assert not any(map(any, ledger._ceilings.of(account)))
     clock.advance(2)
     monkeypatch.setattr(ledger.connection, "ask", silent)
-    assert not any(map(any, ledger.ceilings_of(account)))
+    assert not any(map(any, ledger._ceilings.of(account)))
     monkeypatch.undo()
 
 
@@ -475,6 +477,59 @@ def test_a_restored_run_is_charged_for_what_is_new(sqlite, opened):
     assert ledger.usage("beta").daily.spent_usd == Decimal("0.1")
 
 
+def test_a_run_that_a_tenant_pays_for_does_not_go_on_without_its_ledger(sqlite, opened):
+    ledger = opened(sqlite)
+    guard = Guard(Budget(max_cost_usd=1), ledger=ledger, tenant=("acme", "acme/u7"))
+    spend(guard)
+    snapshot = Snapshot.from_json(guard.snapshot().to_json())
+    assert snapshot.tenant == ("acme", "acme/u7")
+    needed = "needs its ledger again, got none for 'acme', 'acme/u7'"
+    for budget in (None, Budget(max_cost_usd=2)):
+        with pytest.raises(CheckpointError, match=needed):
+            Guard.restore(snapshot, budget)
+    with pytest.raises(CheckpointError, match=needed):
+        Envelope(budget=Budget(max_cost_usd=1)).open(resume=snapshot)
+    anew = Guard(Budget(max_cost_usd=1))
+    with pytest.raises(CheckpointError, match=needed):
+        anew.adopt(snapshot)
+    assert anew.usage.model_calls == 0
+    assert Guard(ledger=ledger, tenant=("acme/u7", "acme")).adopt(snapshot)
+
+
+def test_a_run_whose_tenant_pays_above_it_goes_on_there(sqlite, opened):
+    ledger = opened(sqlite)
+    parent = Guard(ledger=ledger, tenant="acme")
+    own = parent.child(ledger=ledger, tenant="acme").snapshot()
+    part = Guard.restore(own, within=[parent])
+    spend(part)
+    assert Guard.restore(parent.child().snapshot()).snapshot().tenant == ()
+    beta = parent.child(ledger=ledger, tenant="beta").snapshot()
+    with pytest.raises(CheckpointError, match="got none for 'beta'"):
+        Guard.restore(beta, within=[parent])
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_usd == Decimal("0.1")
+
+
+def test_a_run_goes_on_without_its_tenant_where_somebody_says_so(sqlite, opened):
+    guard = Guard(ledger=opened(sqlite), tenant="acme")
+    snapshot = guard.snapshot()
+    Guard.restore(snapshot.model_copy(update={"tenant": ()}))
+    Guard.restore(snapshot.model_copy(update={"mode": "off"}))  # nothing bounds it anyhow
+    Guard.restore(snapshot, ledger=opened(sqlite), tenant="another")
+    earlier = json.loads(snapshot.to_json())
+    del earlier["tenant"]  # as an earlier release wrote it
+    assert Guard.restore(Snapshot.from_json(json.dumps(earlier))).run_id == guard.run_id
+
+
+def test_the_log_of_a_restored_tenants_run_is_replayed(sqlite, opened):
+    events, ledger = [], opened(sqlite)
+    guard = Guard(ledger=ledger, tenant="acme")
+    spend(guard)
+    again = Guard.restore(guard.snapshot(), ledger=ledger, tenant="acme", sinks=[events.append])
+    spend(again)
+    assert replay(events).usage.model_calls == 2
+
+
 def conclude(guard, status, reason):
     # pydantic keeps the locals of the frame that first builds a model.
     usage = guard.usage
@@ -486,16 +541,16 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     spend(guard)
     conclude(guard, "paused", None)
-    assert len(ledger._runs) == 1
+    assert len(ledger._attached.all()) == 1
     conclude(guard, "completed", "completed")
-    assert len(ledger._runs) == 0
+    assert len(ledger._attached.all()) == 0
     spend(guard)  # shared by another run
-    assert len(ledger._runs) == 1
+    assert len(ledger._attached.all()) == 1
     lost = Guard(ledger=ledger, tenant="acme")
     del guard, lost
     gc.collect()
     ledger.beat()
-    wait_until(lambda: not ledger._runs)
+    wait_until(lambda: not ledger._attached.all())
 
 
 def test_the_stop_is_in_the_log(sqlite, opened):

@@ -14,6 +14,7 @@ from budgetguard_core.ledger import Key, LeaseOptions, Refusal
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import Answer
+from budgetguard_core.ledger.windows import as_keys
 from budgetguard_core.testing import ManualClock
 
 CENT = 10**7
@@ -253,7 +254,7 @@ def test_what_no_run_uses_is_given_back_and_forgotten(join, clock):
     clock.advance(6)
     ledger.beat()
     assert charged(ledger) == (Decimal("0.01"), 0)
-    assert not ledger._meters
+    assert not ledger._attached.meters()
     run.open()
     run.open()
     assert spend(run) is None
@@ -354,8 +355,7 @@ def test_lost_messages_are_charged_to_the_unit(place, opened, lease):
 def test_a_forked_child_finds_its_parents_lease_dry(place, opened):
     ledger = opened(place, daily_usd=1)
     ledger.close()  # no thread may run while a process forks, or Python warns
-    lease = ledger._new_lease(ledger._account("acme"))
-    ledger._meters[lease.account.keys] = lease
+    lease = ledger._attached.meter_of(as_keys("acme"), ledger._new_lease)
     part = lease.obtain(CENT, 1)
     pid = os.fork()
     if pid == 0:

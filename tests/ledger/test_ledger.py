@@ -9,7 +9,6 @@ from decimal import Decimal
 
 import pytest
 
-import budgetguard_core.ledger.ledger as module
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import (
     Key,
@@ -19,6 +18,8 @@ from budgetguard_core.ledger import (
     LedgerRefused,
     LedgerUnreachable,
     as_ledger,
+    by_url,
+    ceiling_warnings,
 )
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.step import Step
@@ -310,7 +311,7 @@ def test_a_warning_that_no_run_was_left_to_hear_is_told_to_the_next(place, opene
 
 
 def test_of_many_warnings_that_nobody_heard_the_latest_are_kept(sqlite, opened, monkeypatch):
-    monkeypatch.setattr(module, "_WARNINGS_KEPT", 1)
+    monkeypatch.setattr(ceiling_warnings, "_WARNINGS_KEPT", 1)
     ledger, told = opened(sqlite, daily_usd=10, lease="exact"), []
     for tenant in ("acme", "beta"):
         ledger.reserve(tenant, usd=9).settle(9)
@@ -492,7 +493,7 @@ def test_the_ledger_of_a_url_is_one_per_process(tmp_path, monkeypatch):
         assert default.url == f"sqlite:///{tmp_path}/.budgetguard/ledger.sqlite3"
         default.reserve("acme", usd=1)
     assert (tmp_path / ".budgetguard" / "ledger.sqlite3").stat().st_mode & 0o77 == 0
-    module._BY_URL.clear()
+    by_url._BY_URL.clear()
     ledger.close()
 
 

@@ -6,8 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-import budgetguard_core.ledger.ledger as module
-from budgetguard_core.ledger import LedgerError, LedgerRefused
+from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, Warned, process
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.outbox import Outbox
@@ -70,9 +69,7 @@ def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
 
 def unreachable(sqlite, tmp_path, **options):
     sqlite.path.mkdir()  # a folder where the file should be
-    return module.Ledger(
-        sqlite.url, on_ledger_error="allow", timeout=0.1, time_zone=ZONE, **options
-    )
+    return Ledger(sqlite.url, on_ledger_error="allow", timeout=0.1, time_zone=ZONE, **options)
 
 
 def test_an_exact_call_that_is_allowed_is_charged_when_the_store_answers(sqlite, tmp_path):
@@ -96,7 +93,7 @@ def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, lea
         with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
             ledger.reserve("acme", usd=1)
         run.report((CENT, 1))
-        assert ledger._tick()
+        assert ledger._beat.tick()
     assert "queue of unsent reports must be writable" in caplog.text
 
 
@@ -106,8 +103,8 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ledger, "_poll", fail)
-    assert ledger._tick() is False
+    monkeypatch.setattr(ledger._beat, "_poll", fail)
+    assert ledger._beat.tick() is False
     assert "the heartbeat failed: RuntimeError" in caplog.text
     assert "secret" not in caplog.text
 
@@ -118,28 +115,28 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.obtain(CENT, 1)
     ledger._heartbeat.stop()
-    holder, store = ledger._holder, ledger.connection.store()
-    monkeypatch.setattr(module, "_LEDGERS", [ledger])
-    module._before_fork()
-    module._forked()
-    assert ledger._holder != holder
+    holder, store = ledger.connection.holder, ledger.connection.store()
+    monkeypatch.setattr(process, "_LEDGERS", [ledger])
+    process._before_fork()
+    process._forked()
+    assert ledger.connection.holder != holder
     assert run.take(1, 1) is None
     assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
     for left in getattr(store, "_inherited", ()):
         left.close()
-    module._close_all()
+    process._close_all()
     assert ledger.connection._store is None
 
 
 def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opened, monkeypatch):
     ledger = opened(sqlite)
-    told = module.Warned("acme", "tenant_daily", "d:2026-11-22")
+    told = Warned("acme", "tenant_daily", "d:2026-11-22")
 
     def silent(_):
         raise LedgerUnreachable("nothing")
 
     monkeypatch.setattr(ledger.connection, "ask", silent)
-    assert ledger._with_figures(told) is told
+    assert ledger._warnings._with_figures(told) is told
     monkeypatch.undo()
 
 
