@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from budgetguard_cli.ledger_option import dollars, refuse, shown
+from budgetguard_cli.ledger_option import dollars, shown
+from budgetguard_cli.terminal import refuse
 from budgetguard_core import Budget, BudgetGuardError, Guard
 from budgetguard_core.profiles import load_profile
 
@@ -28,7 +29,7 @@ def run(
     script: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT [ARGS]...",
+            metavar="SCRIPT",
             help="A Python script and its arguments; with -m, a module.",
             show_default=False,
         ),
