@@ -403,6 +403,10 @@ def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: o
     if kind == "extra_forbidden":
         known = ", ".join(Budget.model_fields)
         return f"{name} is not a field of Budget, got {shown(value)}. Use one of: {known}."
+    if kind == "model_type":
+        made = message.rpartition(" ")[2]
+        off = "; None goes without it" if len(location) == 1 else ""
+        return f"{name} must be a {made}, got {shown(value)}. Use {made}(...){off}."
     return f"{name} {message.removeprefix('Value error, ')}" + (
         "" if kind == "value_error" else f", got {shown(value)}."
     )

@@ -437,6 +437,16 @@ def test_what_is_wrong_is_said_before_anything_runs(arguments, said):
     assert said in result.stderr
 
 
+def test_a_tenant_is_charged_to_the_ledger_that_the_environment_names():
+    result = CliRunner().invoke(
+        app,
+        ["run", "--max-iterations", "1", "--tenant", "acme", __file__],
+        env={"BUDGETGUARD_LEDGER": "mysql://here"},
+    )
+    assert result.exit_code == 2
+    assert "a ledger's URL must begin with" in result.stderr
+
+
 def test_a_run_within_a_run_is_refused():
     result = CliRunner().invoke(
         app, ["run", "--max-iterations", "1", __file__], env={"BUDGETGUARD_SOCKET": "/nowhere"}

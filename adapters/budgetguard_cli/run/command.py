@@ -67,7 +67,11 @@ def run(
     ] = True,
     ledger: Annotated[
         str | None,
-        typer.Option(help="The ledger that is charged as well; with --tenant.", show_default=False),
+        typer.Option(
+            help="The ledger that is charged as well; with --tenant. BUDGETGUARD_LEDGER if left "
+            "out.",
+            show_default=False,
+        ),
     ] = None,
     tenant: Annotated[
         str | None, typer.Option(help="Whom the run is for.", show_default=False)
@@ -121,6 +125,8 @@ def run(
         given["loop_detection"] = None
     try:
         budget = _budget(profile, given)
+        if tenant is not None:
+            ledger = ledger or os.environ.get("BUDGETGUARD_LEDGER")
         if (ledger is None) != (tenant is None):
             refuse("--ledger and --tenant must be given together, got one. Give both.")
         code = _supervised(
