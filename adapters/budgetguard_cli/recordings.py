@@ -124,9 +124,11 @@ def read_event(line: Line) -> Event | Problem | None:
 def reason(error: ValidationError) -> str:
     """Say what is wrong with a line without repeating more of it than the name of an event."""
     problem = error.errors(include_url=False, include_input=False)[0]
-    if problem["type"] == "union_tag_not_found":
+    # A step of a trajectory has a tag of its own.
+    is_event = not problem["loc"]
+    if is_event and problem["type"] == "union_tag_not_found":
         return "it has no field `event`. Name an event log of BudgetGuard's."
-    if problem["type"] == "union_tag_invalid":
+    if is_event and problem["type"] == "union_tag_invalid":
         event = str(problem.get("ctx", {}).get("tag"))[:80]
         return f"this release knows no event {event!r}. Read it with the one that wrote it."
     place = ".".join(str(part) for part in problem["loc"])[:200]
