@@ -401,7 +401,7 @@ _RULES = {
     "callable_type": ("must be a function of the guard", 'Use tool_called("submit"), or your own.'),
     "dict_type": ("must be a mapping of names", "Leave it out for none."),
     "literal_error": ("must be {expected}", "Leave it out for the default."),
-    "model_type": ("must be a {class_name} or its fields", "Leave it out for the default."),
+    "model_type": ("must be a {class_name} or its fields", "Use {class_name}(...){none}."),
     "string_type": ("must be a text", "Leave it out for none."),
     "tuple_type": ("must be a list or a tuple", "Put what is one in brackets."),
 }
@@ -419,8 +419,10 @@ def _sentence(problem: ErrorDetails) -> str:
         known = ", ".join(Budget.model_fields)
         return f"{name} is not a field of Budget, got {value}. Use one of: {known}."
     if kind in _RULES:
-        rule, way_out = _RULES[kind]
-        return f"{name} {rule.format(**problem.get('ctx', {}))}, got {value}. {way_out}"
+        # Deeper down, None is not always a choice.
+        facts = {"none": "" if "." in name else "; None goes without it", **problem.get("ctx", {})}
+        rule, way_out = (text.format(**facts) for text in _RULES[kind])
+        return f"{name} {rule}, got {value}. {way_out}"
     return f"{name} {message.removeprefix('Value error, ')}" + (
         "" if kind == "value_error" else f", got {value}."
     )

@@ -1,1 +1,1 @@
-"""The command `budgetguard`: a demonstration, and replay of recorded runs."""
+"""The command `budgetguard`: run a script under a budget, look at runs, and operate a ledger."""

@@ -8,7 +8,7 @@ import sys
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,18 +18,13 @@ from budgetguard_cli.calibrate import register as register_calibrate
 from budgetguard_cli.doctor.command import register as register_doctor
 from budgetguard_cli.export import register as register_export
 from budgetguard_cli.ledger import register as register_ledger
-from budgetguard_cli.replay import (
-    JsonReport,
-    TextReport,
-    Unreadable,
-    check,
-    printable,
-    replay_files,
-)
+from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.replay import JsonReport, TextReport, replay_files
 from budgetguard_cli.report import register as register_report
 from budgetguard_cli.run.command import register as register_run
 from budgetguard_cli.sections import SECTIONS
 from budgetguard_cli.show import register as register_show
+from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.watch import register as register_watch
 from budgetguard_core import Budget, BudgetGuardError, LoopDetection
 
@@ -107,7 +102,7 @@ def demo(
     unknown = [name for name in framework or () if name not in {one.name for one in SECTIONS}]
     if unknown:
         known = ", ".join(section.name for section in SECTIONS)
-        _refuse(f"--framework must be one of {known}, got {printable(unknown[0])}.")
+        refuse(f"--framework must be one of {known}, got {printable(unknown[0])}.")
     sections = [one for one in SECTIONS if not framework or one.name in framework]
     # FORCE_COLOR must not bring a cursor's codes into a file.
     console = Console(force_terminal=None if sys.stdout.isatty() else False)
@@ -120,7 +115,7 @@ def replay(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...",
+            metavar="FILE",
             help="Recorded runs as JSON Lines, also gzipped; - is standard input. Either one "
             "trajectory a line, or BudgetGuard's own event log.",
         ),
@@ -179,14 +174,14 @@ def replay(
             **({} if breakers is None else read_breakers(breakers)),
         )
     except (BudgetGuardError, Unreadable) as error:
-        _refuse(str(error))
+        refuse(str(error))
     errors = Console(stderr=True)
     try:
         check(files)
         report = JsonReport(sys.stdout, budget) if as_json else TextReport(Console(), budget)
         clean = replay_files(files, budget, report, errors, progress=errors.is_terminal)
     except Unreadable as error:
-        _refuse(str(error))
+        refuse(str(error))
     if not clean:
         raise typer.Exit(1)
 
@@ -196,7 +191,7 @@ def baseline(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="LOG...",
+            metavar="LOG",
             help="Recorded runs, as `budgetguard replay` reads them; - is standard input.",
         ),
     ],
@@ -213,20 +208,20 @@ def baseline(
     """
     from budgetguard_cli.baseline import Recorder
 
-    errors = Console(stderr=True)
-    recorder = Recorder(every, errors)
+    reading = Reading(Console(stderr=True))
+    recorder = Recorder(reading, every=every)
     try:
         check(files)
         recorded = recorder.baseline(files)
     except (BudgetGuardError, Unreadable) as error:
-        _refuse(str(error))
+        refuse(str(error))
     typer.echo(recorded.model_dump_json())
     typer.echo(
         f"{recorded.runs:,} runs recorded, {recorder.left_out:,} left out, "
-        f"{recorder.problems:,} lines not read.",
+        f"{reading.problems:,} lines not read.",
         err=True,
     )
-    if recorder.problems:
+    if reading.problems:
         raise typer.Exit(1)
 
 
@@ -247,8 +242,3 @@ def _quotas(given: list[str]) -> dict[str, int]:
             raise typer.BadParameter(msg, param_hint="--tool-quota")
         quotas[tool] = int(number)
     return quotas
-
-
-def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"budgetguard: {sentence}", err=True)
-    raise typer.Exit(2)

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from budgetguard_cli.replay import Unreadable, opened, printable
+from budgetguard_cli.recordings import Unreadable, opened
+from budgetguard_cli.terminal import printable
 from budgetguard_core import ConfigurationError
 from budgetguard_core.budget import BREAKERS
 

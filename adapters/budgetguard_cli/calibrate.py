@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from budgetguard_cli.lines import Problem, read_lines
 from budgetguard_cli.measured import Measured
-from budgetguard_cli.replay import Unreadable, check, complain, opened, printable
+from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.verdict import verdicts
 from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve, PriceBook
 from budgetguard_core.budget import DIMENSIONS
@@ -25,12 +25,11 @@ from budgetguard_core.profiles.audit import Finding, audit
 from budgetguard_core.profiles.calibration import FEWEST, Figure, Proposal, propose
 
 _UNNAMED = "default"
-_SHOWN = 20
 
 Logs = Annotated[
     list[str],
     typer.Argument(
-        metavar="LOG...",
+        metavar="LOG",
         help="Recorded runs as JSON Lines, also gzipped; - is standard input. BudgetGuard's own "
         "event logs, or one trajectory a line.",
     ),
@@ -84,7 +83,7 @@ def calibrate(
             _show_proposals(errors, name, group, proposals[name])
         typer.echo(_toml(groups, proposals), nl=False)
     if not any(proposals.values()):
-        _refuse(
+        refuse(
             f"nothing can be proposed: {FEWEST} runs of one profile that ended by themselves are "
             f"needed, got {max((one.usable for one in groups.values()), default=0)} at most."
         )
@@ -138,7 +137,7 @@ def audit_(
         if group.usable >= FEWEST and not found:
             _say(out, "  nothing wrong")
     if not groups:
-        _refuse("the files hold no run. Name logs of runs.")
+        refuse("the files hold no run. Name logs of runs.")
     if wrong or problems:
         raise typer.Exit(1)
 
@@ -147,27 +146,17 @@ def _measured(
     files: Sequence[str], profile: str, labelled: bool, errors: Console
 ) -> tuple[dict[str, Measured], int]:
     groups: dict[str, Measured] = {}
-    problems = 0
+    reading = Reading(errors)
     prices = PriceBook()
     try:
         check(files)
-        for file in files:
-            with opened(file) as raw:
-                for found in verdicts(read_lines(raw), None, prices):
-                    if isinstance(found, Problem):
-                        problems += 1
-                        if problems <= _SHOWN:
-                            where = f"{printable(file)}:{found.line}"
-                            complain(errors, f"{where}: {printable(found.reason)}")
-                        continue
-                    named = found.budget.profile
-                    name = profile if named is None else named.name
-                    groups.setdefault(name, Measured()).add(found, labelled=labelled)
+        for found in reading.files(files, lambda lines: verdicts(lines, None, prices)):
+            named = found.budget.profile
+            name = profile if named is None else named.name
+            groups.setdefault(name, Measured()).add(found, labelled=labelled)
     except Unreadable as error:
-        _refuse(str(error))
-    if problems > _SHOWN:
-        complain(errors, f"{problems - _SHOWN:,} more lines cannot be read.")
-    return dict(sorted(groups.items())), problems
+        refuse(str(error))
+    return dict(sorted(groups.items())), reading.problems
 
 
 def _proposals(group: Measured) -> Iterator[Proposal]:
@@ -198,7 +187,7 @@ def _caps(name: str, config: Path | None, recorded: Budget | None) -> Budget:
             return Profiles(config).get(name).budget
         return recorded or load_profile(name).budget
     except BudgetGuardError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> str:
@@ -333,8 +322,3 @@ def _print_json(**record: Any) -> None:
 
 def _say(console: Console, text: str) -> None:
     console.print(Text(printable(text)), soft_wrap=True)
-
-
-def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"budgetguard: {sentence}", err=True)
-    raise typer.Exit(2)

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from budgetguard_cli.replay import printable
 from budgetguard_cli.sections import SECTIONS, Section
 from budgetguard_cli.sticky_server import MODEL, StickyServer
+from budgetguard_cli.terminal import printable
 from budgetguard_core import Budget, Event, Guard, Outcome, PriceBook, TokenUsage, Usage
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
 from budgetguard_core.pricing import to_usd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -12,9 +12,10 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from budgetguard_cli.lines import Problem, read_lines
-from budgetguard_cli.replay import STDIN, Unreadable, check, complain, opened, printable
-from budgetguard_core import BudgetGuardError, Event, read_events
+from budgetguard_cli.lines import Line, Problem
+from budgetguard_cli.recordings import NO_START, STDIN, Reading, Unreadable, check, read_event
+from budgetguard_cli.terminal import printable, refuse
+from budgetguard_core import Event
 from budgetguard_core.events import (
     HousekeepingBegan,
     ModelCallAdmitted,
@@ -99,65 +100,50 @@ class Example:
         }
 
 
-@dataclass
-class Reader:
-    """Reads the runs of logs.
+def examples(lines: Iterable[Line | Problem]) -> Iterator[Example | Problem]:
+    """Tell the runs of a log, each when it has ended; those that have not come last."""
+    runs: dict[str, Example] = {}
+    begun: set[str] = set()
+    for line in lines:
+        event = line if isinstance(line, Problem) else read_event(line)
+        if event is None:
+            continue
+        if isinstance(event, Problem):
+            yield event
+            continue
+        if isinstance(event, RunStarted | RunRestored):
+            begun.add(event.run_id)
+        elif event.run_id not in begun:
+            yield Problem(line[0], NO_START)
+            continue
+        yield from _told(runs, event)
+    yield from runs.values()
 
-    Attributes:
-        problems: Lines that could not be read.
-    """
 
-    errors: Console
-    problems: int = 0
-
-    def examples(self, file: str) -> Iterator[Example]:
-        """Tell the runs of a log, each when it has ended; those that have not come last."""
-        runs: dict[str, Example] = {}
-        with opened(file) as raw:
-            for line in read_lines(raw):
-                if isinstance(line, Problem):
-                    self._complain(file, line.line, line.reason)
-                    continue
-                try:
-                    event = next(read_events([line.data]), None)
-                except BudgetGuardError as error:
-                    self._complain(file, line.number, str(error).partition(": ")[2] or str(error))
-                    continue
-                if event is None:
-                    if not line.last:
-                        self._complain(file, line.number, "half a line.")
-                    continue
-                yield from self._told(runs, event)
-        yield from runs.values()
-
-    def _told(self, runs: dict[str, Example], event: Event) -> Iterator[Example]:
-        if isinstance(event, RunStarted):
-            runs[event.run_id] = Example(event.run_id, event.parent_run_id, event.budget)
-        elif isinstance(event, RunRestored):
-            snapshot = event.snapshot
-            runs[event.run_id] = Example(
-                event.run_id, snapshot.get("parent_run_id"), snapshot.get("budget")
-            )
-        elif isinstance(event, HousekeepingBegan):
-            # It is work about a run, and nothing that a model is to be judged by.
-            runs.pop(event.run_id, None)
-        elif event.run_id in runs:
-            run = runs[event.run_id]
-            run.take(event)
-            if isinstance(event, RunEnded):
-                run.end = event
-                yield runs.pop(event.run_id)
-
-    def _complain(self, file: str, line: int, reason: str) -> None:
-        self.problems += 1
-        complain(self.errors, f"{printable(file)}:{line}: {printable(reason)}")
+def _told(runs: dict[str, Example], event: Event) -> Iterator[Example]:
+    if isinstance(event, RunStarted):
+        runs[event.run_id] = Example(event.run_id, event.parent_run_id, event.budget)
+    elif isinstance(event, RunRestored):
+        snapshot = event.snapshot
+        runs[event.run_id] = Example(
+            event.run_id, snapshot.get("parent_run_id"), snapshot.get("budget")
+        )
+    elif isinstance(event, HousekeepingBegan):
+        # It is work about a run, and nothing that a model is to be judged by.
+        runs.pop(event.run_id, None)
+    elif event.run_id in runs:
+        run = runs[event.run_id]
+        run.take(event)
+        if isinstance(event, RunEnded):
+            run.end = event
+            yield runs.pop(event.run_id)
 
 
 def export(
     logs: Annotated[
         list[str],
         typer.Argument(
-            metavar="LOG...",
+            metavar="LOG",
             help="Event logs of BudgetGuard's, also gzipped; - is standard input.",
         ),
     ],
@@ -174,30 +160,23 @@ def export(
 
     Example: budgetguard export logs/*.jsonl -o set.jsonl
     """
-    reader = Reader(Console(stderr=True))
+    reading = Reading(Console(stderr=True))
     try:
         check(logs)
-        written = _write(reader, logs, output)
+        written = _write(reading.files(logs, examples), output)
     except OSError as error:
         if output == STDIN:
             raise
-        problem = f"{printable(output)}: {error.strerror}. Name a file that can be written."
-        typer.echo(f"budgetguard: {problem}", err=True)
-        raise typer.Exit(2) from None
+        refuse(f"{printable(output)}: {error.strerror}. Name a file that can be written.")
     except Unreadable as error:
-        typer.echo(f"budgetguard: {error}", err=True)
-        raise typer.Exit(2) from None
-    typer.echo(f"{written:,} examples written, {reader.problems:,} lines not read.", err=True)
-    if reader.problems:
+        refuse(str(error))
+    typer.echo(f"{written:,} examples written, {reading.problems:,} lines not read.", err=True)
+    if reading.problems:
         raise typer.Exit(1)
 
 
-def _write(reader: Reader, logs: Sequence[str], output: str) -> int:
-    lines = (
-        json.dumps(example.to_json(), ensure_ascii=False)
-        for log in logs
-        for example in reader.examples(log)
-    )
+def _write(found: Iterable[Example], output: str) -> int:
+    lines = (json.dumps(example.to_json(), ensure_ascii=False) for example in found)
     if output == STDIN:
         return _write_lines(sys.stdout, lines)
     target = Path(output).resolve()

@@ -8,8 +8,9 @@ from typing import Annotated, TypedDict
 import typer
 from rich.text import Text
 
-from budgetguard_cli.ledger_option import AsJson, LedgerUrl, opened, print_json, refuse, shown
+from budgetguard_cli.ledger_option import AsJson, LedgerUrl, opened, print_json, shown
 from budgetguard_cli.ledger_table import console, instant, table
+from budgetguard_cli.terminal import refuse
 from budgetguard_core.ledger import AliveRun
 
 

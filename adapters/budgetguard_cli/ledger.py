@@ -19,12 +19,12 @@ from budgetguard_cli.ledger_option import (
     dollars,
     opened,
     print_json,
-    refuse,
     shown,
     whole,
 )
 from budgetguard_cli.ledger_table import both, ceilings, console, instant, share, table, window
 from budgetguard_cli.reconcile import reconcile
+from budgetguard_cli.terminal import refuse
 from budgetguard_core.ledger import WindowUsage
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 

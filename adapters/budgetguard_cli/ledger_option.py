@@ -8,10 +8,11 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from budgetguard_cli.terminal import refuse
 from budgetguard_core import BudgetGuardError
 from budgetguard_core.ledger import Ledger
 
@@ -67,12 +68,6 @@ def whole(text: str, option: str) -> int:
         return int(text)
     except ValueError:
         refuse(f"{option} must be a whole number, got {text[:40]!r}. Use 100000.")
-
-
-def refuse(sentence: str) -> NoReturn:
-    """End the command with 2 and a sentence."""
-    typer.echo(f"budgetguard: {sentence}", err=True)
-    raise typer.Exit(2)
 
 
 def print_json(records: Iterable[Mapping[str, object]]) -> None:

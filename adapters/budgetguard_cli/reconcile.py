@@ -15,11 +15,11 @@ from budgetguard_cli.ledger_option import (
     dollars,
     opened,
     print_json,
-    refuse,
     shown,
     whole,
 )
 from budgetguard_cli.ledger_table import both, console, instant, table
+from budgetguard_cli.terminal import refuse
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
 from budgetguard_core.ledger.reconcile import (

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rich.console import Console
@@ -20,11 +18,12 @@ from rich.text import Text
 
 from budgetguard_cli.lines import Line, Problem, read_lines
 from budgetguard_cli.money import in_dollars
+from budgetguard_cli.recordings import Reading, opened
+from budgetguard_cli.terminal import printable
 from budgetguard_cli.verdict import REFUSED, Amounts, Verdict, verdicts
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.stop import PRECEDENCE, StopReason
 
-STDIN = "-"
 _SHOWN = 20
 _LINES_PER_UPDATE = 64
 _BREAKERS = {
@@ -275,27 +274,6 @@ def notes(tally: Tally, budget: Budget) -> list[str]:
     return found
 
 
-class Unreadable(Exception):
-    """A file cannot be opened, or holds nothing that can be used."""
-
-
-def check(files: Sequence[str]) -> None:
-    """Look whether every file can be read. None is opened: a pipe can be opened only once.
-
-    Raises:
-        Unreadable: A file does not exist, is a folder, or may not be read.
-    """
-    for file in files:
-        try:
-            mode = (os.fstat(0) if file == STDIN else Path(file).stat()).st_mode
-        except (OSError, ValueError) as error:
-            raise _unreadable(file, getattr(error, "strerror", str(error))) from None
-        if stat.S_ISDIR(mode):
-            raise _unreadable(file, "Is a folder")
-        if file != STDIN and not os.access(file, os.R_OK):
-            raise _unreadable(file, "Permission denied")
-
-
 def replay_files(
     files: Sequence[str], budget: Budget, report: Report, errors: Console, *, progress: bool
 ) -> bool:
@@ -309,60 +287,19 @@ def replay_files(
     """
     prices = PriceBook()
     whole = Tally()
+    reading = Reading(errors)
     for file in files:
         tally = Tally()
-        shown = printable(file)
-        complaint = ""
-        with opened(file) as raw, _watched(raw, shown, errors, progress) as lines:
-            for found in verdicts(lines, budget, prices):
-                if isinstance(found, Problem):
-                    tally.problems += 1
-                    complaint = f"{shown}:{found.line}: {printable(found.reason)}"
-                    if tally.problems <= _SHOWN:
-                        complain(errors, complaint)
-                else:
-                    tally.add(found)
-                    report.run(file, found)
-        if tally.problems > _SHOWN:
-            # The last one tells where a damaged file ends.
-            more = tally.problems - _SHOWN
-            complain(errors, f"{shown}: {more:,} more lines cannot be read, the last of them:")
-            complain(errors, complaint)
+        before = reading.problems
+        with opened(file) as raw, _watched(raw, printable(file), errors, progress) as lines:
+            for verdict in reading.without_problems(file, verdicts(lines, budget, prices)):
+                tally.add(verdict)
+                report.run(file, verdict)
+        tally.problems = reading.problems - before
         report.file(file, tally)
         whole.include(tally)
     report.all(len(files), whole)
     return not whole.problems
-
-
-def printable(text: str) -> str:
-    """Make a text from outside fit for a terminal: one line, no control characters, 300 at most."""
-    text = text if len(text) <= 300 else f"{text[:297]}..."
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
-
-
-def complain(errors: Console, text: str) -> None:
-    """Say what is wrong with a line."""
-    errors.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def opened(file: str) -> io.BufferedReader:
-    """Open a file, or the standard input.
-
-    Raises:
-        Unreadable: It cannot be read.
-    """
-    try:
-        # By its number, because the standard input may be closed and then has no object.
-        return os.fdopen(0, "rb", closefd=False) if file == STDIN else Path(file).open("rb")
-    except OSError as error:
-        raise _unreadable(file, error.strerror) from None
-
-
-def _unreadable(file: str, reason: str | None) -> Unreadable:
-    msg = f"{printable(file)}: {reason}. Name a file that can be read, or - for standard input."
-    return Unreadable(msg)
 
 
 @contextmanager

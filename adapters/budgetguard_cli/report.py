@@ -9,14 +9,14 @@ from decimal import Decimal
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from budgetguard_cli.lines import Problem, read_lines
 from budgetguard_cli.money import in_dollars
-from budgetguard_cli.replay import Unreadable, check, complain, opened, printable
+from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import Timeline, read_timelines
 from budgetguard_core import PriceBook
 from budgetguard_core.budget import DIMENSIONS
@@ -24,7 +24,6 @@ from budgetguard_core.budget import DIMENSIONS
 _MOST_LINES = 40
 _MOST_BARS = 12
 _MOST_ROWS = 200
-_SHOWN = 20
 _NONE = "(none)"
 
 
@@ -37,7 +36,7 @@ def report(
     logs: Annotated[
         list[str],
         typer.Argument(
-            metavar="LOG...",
+            metavar="LOG",
             help="Event logs, also gzipped, or folders of them; - is standard input.",
         ),
     ],
@@ -59,31 +58,21 @@ def report(
     log is missing, or the page cannot be written.
     """
     if not as_json and find_spec("plotly") is None:
-        _refuse(
+        refuse(
             "the page needs plotly, not installed here. Install the extra from the checkout: "
             'pip install ".[report]"'
         )
-    errors = Console(stderr=True)
-    runs: list[Timeline] = []
-    problems = 0
+    reading = Reading(Console(stderr=True))
     prices = PriceBook()
     named = _files(logs)
     try:
         check(named)
-        for file in named:
-            with opened(file) as raw:
-                for one in read_timelines(read_lines(raw), prices):
-                    if isinstance(one, Problem):
-                        problems += 1
-                        if problems <= _SHOWN:
-                            where = f"{printable(file)}:{one.line}"
-                            complain(errors, f"{where}: {printable(one.reason)}")
-                    else:
-                        runs.append(one)
+        runs = list(reading.files(named, lambda lines: read_timelines(lines, prices)))
     except Unreadable as error:
-        _refuse(str(error))
+        refuse(str(error))
+    problems = reading.problems
     if not runs:
-        _refuse("the logs hold no run. Name event logs of BudgetGuard's.")
+        refuse("the logs hold no run. Name event logs of BudgetGuard's.")
     figures = _figures(sorted(runs, key=lambda run: run.started_ns), problems)
     if as_json:
         typer.echo(json.dumps(figures))
@@ -91,7 +80,7 @@ def report(
         try:
             output.write_text(_page(figures), encoding="utf-8")
         except OSError as error:
-            _refuse(f"{output}: {error.strerror}. Name a file that can be written.")
+            refuse(f"{output}: {error.strerror}. Name a file that can be written.")
         typer.echo(f"{output}: {len(runs):,} runs, {problems:,} lines not read.", err=True)
     if problems:
         raise typer.Exit(1)
@@ -104,7 +93,7 @@ def _files(logs: Sequence[str]) -> list[str]:
         if log != "-" and path.is_dir():
             found += sorted(str(one) for one in path.glob("*.jsonl*"))
             if not any(path.glob("*.jsonl*")):
-                _refuse(f"{printable(log)} holds no log (*.jsonl). Name a folder that does.")
+                refuse(f"{printable(log)} holds no log (*.jsonl). Name a folder that does.")
         else:
             found.append(log)
     return found
@@ -234,8 +223,3 @@ def _row(run: Timeline) -> list[str]:
         f"{used.model_calls:,}",
         f"{run.seconds:,.1f}",
     ]
-
-
-def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"budgetguard: {sentence}", err=True)
-    raise typer.Exit(2)

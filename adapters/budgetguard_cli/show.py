@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from budgetguard_cli.lines import Problem, read_lines
-from budgetguard_cli.replay import Unreadable, check, complain, opened, printable
+from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import (
     SPENT_ON_ANSWERS,
     Node,
@@ -65,35 +65,27 @@ def show(
     A log with several runs is listed. Ends with 0, with 1 when a line could not be read, and with
     2 when there is no such log or run.
     """
-    errors = Console(stderr=True)
+    reading = Reading(Console(stderr=True))
     file = _file(log)
-    found: list[Timeline] = []
-    problems = 0
     try:
         check([file])
-        with opened(file) as raw:
-            for one in read_timelines(read_lines(raw), PriceBook()):
-                if isinstance(one, Problem):
-                    problems += 1
-                    complain(errors, f"{printable(file)}:{one.line}: {printable(one.reason)}")
-                else:
-                    found.append(one)
+        found = list(reading.files([file], lambda lines: read_timelines(lines, PriceBook())))
     except Unreadable as error:
-        _refuse(str(error))
+        refuse(str(error))
     wanted = run or (log if file != log else None)
     if wanted is not None:
         found = [one for one in found if wanted in one.nodes]
         if not found:
-            _refuse(f"run {wanted[:80]!r} is not in {printable(file)}. Leave --run out for a list.")
+            refuse(f"run {wanted[:80]!r} is not in {printable(file)}. Leave --run out for a list.")
     if not found:
-        _refuse(f"{printable(file)} holds no run. Name an event log of BudgetGuard's.")
+        refuse(f"{printable(file)} holds no run. Name an event log of BudgetGuard's.")
     if len(found) > 1 and run is None:
         _list(found, as_json)
     elif as_json:
         typer.echo(json.dumps(_plain(found[-1])))
     else:
         _show(Console(), found[-1])
-    if problems:
+    if reading.problems:
         raise typer.Exit(1)
 
 
@@ -289,8 +281,3 @@ def _text(text: str, style: str = "") -> Text:
 
 def _say(console: Console, text: str) -> None:
     console.print(_text(text), soft_wrap=True)
-
-
-def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"budgetguard: {sentence}", err=True)
-    raise typer.Exit(2)

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from budgetguard_cli.lines import Line, Problem
 from budgetguard_cli.money import in_dollars
+from budgetguard_cli.recordings import NO_START, read_event
 from budgetguard_core import Budget, BudgetGuardError, Event, Guard, PriceBook, Trip, Usage
 from budgetguard_core.events import (
     CallDelayed,
@@ -36,7 +35,6 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.replay import Replay
 
-_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 _MOST_POINTS = 240
 _UNNAMED = "unnamed model"
 _POINTS = (ModelCallSettled, ToolCallsRequested, Tripped, RunEnded)
@@ -307,14 +305,9 @@ class Timelines:
 
     def take(self, line: Line) -> Problem | None:
         """Tell the next line; a line that says nothing is a problem."""
-        try:
-            event = _EVENT.validate_json(line.data.strip())
-        except ValidationError as error:
-            if line.last:
-                return None  # a killed process, or one that is writing
-            problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            place = ".".join(str(part) for part in problem["loc"])[:200]
-            return Problem(line.number, f"{place}: {problem['msg']}." if place else problem["msg"])
+        event = read_event(line)
+        if event is None or isinstance(event, Problem):
+            return event
         return self._tell(line.number, event)
 
     def _tell(self, number: int, event: Event) -> Problem | None:
@@ -330,7 +323,7 @@ class Timelines:
                 return None
             found = self._of[event.run_id] = within
         if found is None:
-            return Problem(number, "the run of this event has no start in this file.")
+            return Problem(number, NO_START)
         found.take(event)
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,6 +11,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter, ValidationError
 
 from budgetguard_cli.lines import Line, Problem
+from budgetguard_cli.recordings import NO_START, read_event, reason
 from budgetguard_cli.trajectories import Trajectory
 from budgetguard_core import Budget, BudgetGuardError, Event, ModelCall, PriceBook, Trip, Usage
 from budgetguard_core.budget import BREAKERS
@@ -31,9 +31,6 @@ from budgetguard_core.outcome import Status
 from budgetguard_core.replay import Replay
 from budgetguard_core.stop import StopReason
 
-_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
-# One line is one document; its only line is not the file's.
-_PLACE_IN_JSON = re.compile(r"at line \d+ column (\d+)")
 _OPEN_RUNS = 1024
 _UNBOUNDED = Budget(loop_detection=None)
 # What a forged or damaged record can raise on its way through the engine.
@@ -157,18 +154,10 @@ def _first_object(line: Line) -> dict[str, Any] | Problem:
     try:
         return _OBJECT.validate_json(line.data.strip())
     except ValidationError as error:
-        return Problem(line.number, _reason(error))
+        return Problem(line.number, reason(error))
 
 
 _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
-
-
-def _reason(error: ValidationError) -> str:
-    """Say what is wrong with a line without repeating any of it."""
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])[:200]
-    message = _PLACE_IN_JSON.sub(r"at character \1", problem["msg"])
-    return f"{place}: {message}." if place else f"{message}."
 
 
 class _Run:
@@ -275,7 +264,7 @@ def _trajectories(
                 run.tell(event)
             yield run.verdict(succeeded=trajectory.success, runaway=trajectory.runaway, timed=False)
         except ValidationError as error:
-            yield Problem(line.number, _reason(error))
+            yield Problem(line.number, reason(error))
         except _DAMAGE as error:
             yield Problem(line.number, str(error))
 
@@ -295,14 +284,11 @@ class _Log:
             if isinstance(line, Problem):
                 yield line
                 continue
-            try:
-                event = _EVENT.validate_json(line.data.strip())
-            except ValidationError as error:
-                # A killed process leaves its last line without an end.
-                if not line.last:
-                    yield Problem(line.number, _reason(error))
-                continue
-            yield from self._take(line.number, event)
+            event = read_event(line)
+            if isinstance(event, Problem):
+                yield event
+            elif event is not None:
+                yield from self._take(line.number, event)
         while self._roots:
             yield from self._close(next(iter(self._roots)))
 
@@ -322,7 +308,7 @@ class _Log:
                 run.members.append(run_id)
                 event = _enforced(event)
         elif run_id not in self._runs:
-            yield Problem(line, "the run of this event has no start in this file.")
+            yield Problem(line, NO_START)
             return
         run = self._runs[run_id]
         root = run.members[0]
@@ -347,8 +333,8 @@ class _Log:
             run.tell(event)
         except _DAMAGE as error:
             run.damaged = True
-            reason = _reason(error) if isinstance(error, ValidationError) else str(error)
-            yield Problem(line, f"{reason} The run is left out.")
+            why = reason(error) if isinstance(error, ValidationError) else str(error)
+            yield Problem(line, f"{why} The run is left out.")
 
     def _close(self, root: str) -> Iterator[Verdict]:
         run = self._roots.pop(root)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from budgetguard_cli.ledger_option import opened
 from budgetguard_cli.lines import LONGEST_LINE, Line
-from budgetguard_cli.replay import printable
+from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import Timeline, Timelines, log_folder, short_number, used_of
 from budgetguard_core import PriceBook, SystemClock
 from budgetguard_core.ledger import AliveRun, WindowUsage
@@ -40,7 +40,7 @@ def watch(
     logs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[LOG...]",
+            metavar="LOG",
             help="Event logs that are being written, or folders of them; the folder that "
             "BUDGETGUARD_LOG names if left out.",
             show_default=False,
@@ -68,18 +68,18 @@ def watch(
     Ends with 0, and with 2 when there is nothing to watch.
     """
     if as_json and not once:
-        _refuse("--json needs --once: a live view is for people. Give both.")
+        refuse("--json needs --once: a live view is for people. Give both.")
     if ledger is not None and logs:
-        _refuse("watch takes logs or --ledger, got both. Leave one out.")
+        refuse("watch takes logs or --ledger, got both. Leave one out.")
     if ledger is not None:
         _watch_ledger(ledger, interval, once=once, as_json=as_json)
         return
     named = logs or [folder for folder in (log_folder(),) if folder is not None]
     if not named:
-        _refuse("nothing to watch. Name logs or a folder, or set BUDGETGUARD_LOG.")
+        refuse("nothing to watch. Name logs or a folder, or set BUDGETGUARD_LOG.")
     for name in named:
         if not Path(name).exists() and name != log_folder():
-            _refuse(f"{printable(name)}: No such file or folder. Name one that exists.")
+            refuse(f"{printable(name)}: No such file or folder. Name one that exists.")
     view = _Logs([Path(name) for name in named])
     if once:
         view.look()
@@ -324,8 +324,3 @@ def _ledger_view(windows: Iterable[WindowUsage], runs: Iterable[AliveRun]) -> Gr
     ]
     more = [Text(f"and {len(alive) - _MOST_RUNS:,} more")] if len(alive) > _MOST_RUNS else []
     return Group(Text(f"{len(alive):,} runs are alive", "bold"), table, *lines, *more)
-
-
-def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"budgetguard: {sentence}", err=True)
-    raise typer.Exit(2)

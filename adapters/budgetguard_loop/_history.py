@@ -72,6 +72,11 @@ def opening(messages: str | Iterable[Any]) -> list[Message]:
     """Copy what a caller begins with; a text is the user's."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}] if messages else []
+    if not isinstance(cast("object", messages), Iterable):
+        raise ConfigurationError(
+            f"messages must be a text or a list of messages, got {type(messages).__name__}. "
+            "Leave them out to begin with none."
+        )
     return [as_message(message) for message in messages]
 
 

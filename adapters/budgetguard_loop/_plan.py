@@ -58,16 +58,12 @@ class Plan:
         self._retries: int = rest.pop("retries", 0)
         self._resume: Resume | None = rest.pop("resume", None)
         self._options = rest
-        if not isinstance(cast("object", self._tools), Mapping):
+        if not callable(step):
             raise ConfigurationError(
-                f"tools must map names to functions, got {type(self._tools).__name__}. "
-                'Use {"search": search}.'
+                f"step must be a function that takes the messages, got {type(step).__name__}. "
+                "Pass one that asks the model and returns its reply."
             )
-        for name, function in {"step": step, **self._tools}.items():
-            if not callable(function):
-                raise ConfigurationError(
-                    f"{name} must be callable, got {type(function).__name__}. Pass a function."
-                )
+        _check_tools(self._tools)
         if type(self._retries) is not int or self._retries < 0:
             raise ConfigurationError(
                 f"retries must be a whole number >= 0, got {self._retries!r}. "
@@ -99,6 +95,20 @@ class Plan:
             interrupted=beginning.interrupted,
             retry=beginning.retry,
         )
+
+
+def _check_tools(tools: object) -> None:
+    if not isinstance(tools, Mapping):
+        raise ConfigurationError(
+            f"tools must map names to functions, got {type(tools).__name__}. "
+            'Use tools={"search": search}.'
+        )
+    for name, function in cast("Mapping[object, object]", tools).items():
+        if not callable(function):
+            raise ConfigurationError(
+                f"tools must map names to functions, got {type(function).__name__} for "
+                f"{str(name)[:80]!r}. Pass the function itself."
+            )
 
 
 def advance(

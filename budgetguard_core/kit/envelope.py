@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
@@ -148,6 +148,10 @@ class Envelope:
                 "Leave it out for a normal result."
             )
         object.__setattr__(self, "mode", as_mode(self.mode))
+        if not isinstance(cast("object", self.sinks), Iterable):
+            raise ConfigurationError(
+                f"sinks must be a list, got {type(self.sinks).__name__}. Use sinks=[sink]."
+            )
         object.__setattr__(self, "sinks", tuple(as_sink(sink) for sink in self.sinks))
         for name in ("on_warning", "on_outcome", "prune"):
             handler = getattr(self, name)

@@ -119,7 +119,10 @@ def as_keys(tenant: Tenant, time_zone: str = "UTC") -> tuple[Key, ...]:
     try:
         parts = tuple(tenant)
     except TypeError:
-        parts = ()
+        raise ConfigurationError(
+            f"tenant must be a name, a Key, or a list of them, got {type(tenant).__name__}. "
+            'Use tenant="acme" or tenant=("acme", "acme/user-7").'
+        ) from None
     keys = tuple(one if isinstance(one, Key) else Key(one, time_zone) for one in parts)
     names = [key.name for key in keys]
     if not keys or len(set(names)) != len(names) or len(keys) > 16:

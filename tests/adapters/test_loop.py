@@ -355,8 +355,8 @@ def test_an_exception_of_the_step_comes_out_after_the_checkpoint():
     ("step", "tools", "sentence"),
     [
         (print, [print], "tools must map names to functions, got list."),
-        (print, {"search": "search"}, "search must be callable, got str."),
-        ("gpt-5", None, "step must be callable, got str."),
+        (print, {"search": "search"}, "tools must map names to functions, got str for 'search'."),
+        ("gpt-5", None, "step must be a function that takes the messages, got str."),
     ],
 )
 def test_what_cannot_be_called_is_refused_before_the_run(step, tools, sentence):

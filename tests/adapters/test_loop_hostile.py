@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -313,3 +314,19 @@ def test_a_run_that_spent_anothers_budget_does_not_go_on_without_one():
         run_bounded(once(), store=store, resume=run_id)
     outcome = run_bounded(once(), Budget(max_iterations=1), store=store, resume=run_id)
     assert outcome.final == "Done."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"step": None}, "step must be a function that takes the messages, got NoneType."),
+        ({"tools": [print]}, "tools must map names to functions, got list."),
+        ({"tools": {"search": "x"}}, "tools must map names to functions, got str for 'search'."),
+        ({"messages": None}, "messages must be a text or a list of messages, got NoneType."),
+        ({"messages": 5}, "messages must be a text or a list of messages, got int."),
+    ],
+)
+def test_what_a_loop_is_given_wrong_is_said_before_it_runs(wrong, said):
+    given = {"step": lambda messages: "hi", "messages": "x", **wrong}
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        run_bounded(given.pop("step"), Budget(), **given)

@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import layout
 from budgetguard_cli.app import app
 
 
@@ -80,3 +81,16 @@ def test_help_names_every_cap(budgetguard):
 def test_the_extra_is_not_needed_to_import_the_core():
     program = "import budgetguard_core, sys; sys.exit('rich' in sys.modules)"
     subprocess.run([sys.executable, "-I", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_usage_of_a_command_has_no_brackets_or_dots_twice(command):
+    usage = CliRunner().invoke(app, [*command, "--help"]).stdout.splitlines()[0]
+    for twice in ("[[", "...}...", "...]..."):
+        assert twice not in usage, usage
+
+
+def test_the_readme_names_every_command():
+    text = (layout.ROOT / "adapters/budgetguard_cli/README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[a-z]+", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
+    assert {command[-1] for command in COMMANDS} <= named

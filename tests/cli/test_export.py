@@ -33,6 +33,9 @@ def export(*arguments, code=0):
     return done
 
 
+PAGE = {"report": ["--json"], "show": ["--run", "stopped"]}
+
+
 def examples(text):
     return {one["run_id"]: one for one in map(json.loads, text.splitlines())}
 
@@ -104,6 +107,31 @@ def test_damaged_lines_and_missing_files_are_said(tmp_path):
     assert f"{tmp_path}: Is a directory. Name a file" in done.stderr.replace("\n", " ")
     assert not list(tmp_path.parent.glob("*.part"))
     assert "Example: budgetguard export" in export("--help").stdout
+
+
+def test_events_of_a_run_that_never_began_are_said_and_not_dropped(tmp_path):
+    log = write(tmp_path / "log.jsonl")
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"run_started"' not in line))
+    done = export(log, code=1)
+    assert "the run of this event has no start in this file." in done.stderr
+    assert ", 0 lines not read." not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "baseline", "export", "report"])
+def test_of_many_damaged_lines_the_first_are_said_and_the_last(tmp_path, command):
+    log = tmp_path / "log.jsonl"
+    log.write_text(write(tmp_path / "whole.jsonl").read_text() + "{}\n" * 500)
+    done = CliRunner().invoke(app, [command, str(log), *PAGE.get(command, ())])
+    assert done.exit_code == 1, done.output
+    assert done.stderr.count("it has no field `event`.") == 21
+    assert "480 more lines cannot be read, the last of them:" in done.stderr
+
+
+def test_an_event_of_another_release_is_named(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"event": "of_tomorrow"}\n')
+    assert "this release knows no event 'of_tomorrow'." in export(log, code=1).stderr
 
 
 def test_an_output_that_is_no_plain_file_stays_what_it_is(tmp_path):

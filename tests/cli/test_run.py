@@ -358,6 +358,34 @@ def test_signals_are_passed_on_and_the_code_is_the_scripts(start):
         assert run.end() == 7
 
 
+INTERRUPTED = (
+    ASK
+    + """
+class Once:
+    def find_spec(self, name, *_):
+        if name == "budgetguard_cli.run.attach":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Once())
+try:
+    ask("first")
+except KeyboardInterrupt:
+    print("interrupted")
+print(ask("second"))
+"""
+)
+
+
+def test_an_interrupt_while_the_guard_comes_is_the_scripts_own(start):
+    with start(INTERRUPTED, "--max-model-calls", 1) as run:
+        code = run.end()
+        assert run.asked == {"second": 1}
+    assert "interrupted" in run.out
+    assert "cannot be bounded" not in run.err
+    assert code == 0
+
+
 @pytest.mark.slow
 def test_a_script_that_sleeps_past_its_deadline_is_interrupted(start):
     script = "try:\n import time; time.sleep(99)\nexcept KeyboardInterrupt: print('interrupted')"
@@ -407,6 +435,16 @@ def test_what_is_wrong_is_said_before_anything_runs(arguments, said):
     result = CliRunner().invoke(app, ["run", *arguments])
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_a_tenant_is_charged_to_the_ledger_that_the_environment_names():
+    result = CliRunner().invoke(
+        app,
+        ["run", "--max-iterations", "1", "--tenant", "acme", __file__],
+        env={"BUDGETGUARD_LEDGER": "mysql://here"},
+    )
+    assert result.exit_code == 2
+    assert "a ledger's URL must begin with" in result.stderr
 
 
 def test_a_run_within_a_run_is_refused():

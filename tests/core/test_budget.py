@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import pydoc
+import re
 import sys
 import tomllib
 from decimal import Decimal
@@ -398,3 +399,25 @@ def test_the_signature_has_every_field_and_its_default():
         name: value for name, value in fields.items() if shown[name] is not ...
     }
     assert list(shown) == list(fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        (
+            "loop_detection",
+            False,
+            "loop_detection must be a LoopDetection or its fields, got False. "
+            "Use LoopDetection(...); None goes without it.",
+        ),
+        ("velocity", 5, "velocity must be a VelocityLimits or its fields, got 5."),
+        (
+            "rate_limits",
+            {"a": 3},
+            "rate_limits.a must be a RateLimit or its fields, got 3. Use RateLimit(...).",
+        ),
+    ],
+)
+def test_a_value_in_place_of_settings_is_told_what_to_write(field, value, said):
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        Budget(**{field: value})

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from budgetguard_cli.ledger_option import AsJson, LedgerUrl, print_json, refuse, shown
-from budgetguard_cli.replay import printable
+from budgetguard_cli.ledger_option import AsJson, LedgerUrl, print_json, shown
+from budgetguard_cli.terminal import printable, refuse
 
 if TYPE_CHECKING:
     from budgetguard_cli.doctor.checks import Finding
@@ -28,7 +28,7 @@ def doctor(
     script: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SCRIPT]",
+            metavar="SCRIPT",
             help="A Python script: what it imports is looked at, and nothing of it is run. "
             "Without, everything that is installed.",
             show_default=False,

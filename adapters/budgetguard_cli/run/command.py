@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from budgetguard_cli.ledger_option import dollars, refuse, shown
+from budgetguard_cli.ledger_option import dollars, shown
+from budgetguard_cli.terminal import refuse
 from budgetguard_core import Budget, BudgetGuardError, Guard
 from budgetguard_core.profiles import load_profile
 
@@ -28,7 +29,7 @@ def run(
     script: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT [ARGS]...",
+            metavar="SCRIPT",
             help="A Python script and its arguments; with -m, a module.",
             show_default=False,
         ),
@@ -66,7 +67,11 @@ def run(
     ] = True,
     ledger: Annotated[
         str | None,
-        typer.Option(help="The ledger that is charged as well; with --tenant.", show_default=False),
+        typer.Option(
+            help="The ledger that is charged as well; with --tenant. BUDGETGUARD_LEDGER if left "
+            "out.",
+            show_default=False,
+        ),
     ] = None,
     tenant: Annotated[
         str | None, typer.Option(help="Whom the run is for.", show_default=False)
@@ -120,6 +125,8 @@ def run(
         given["loop_detection"] = None
     try:
         budget = _budget(profile, given)
+        if tenant is not None:
+            ledger = ledger or os.environ.get("BUDGETGUARD_LEDGER")
         if (ledger is None) != (tenant is None):
             refuse("--ledger and --tenant must be given together, got one. Give both.")
         code = _supervised(

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from budgetguard_cli.replay import printable
 from budgetguard_cli.run.supervisor import Findings
+from budgetguard_cli.terminal import printable
 from budgetguard_cli.timeline import short_number, used_of
 from budgetguard_core import Budget, Outcome, Trip
 

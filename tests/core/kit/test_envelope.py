@@ -6,6 +6,7 @@ from budgetguard_core import (
     Budget,
     ConfigurationError,
     Guard,
+    JsonLinesSink,
     MemoryStore,
     Mode,
     ModelCall,
@@ -115,3 +116,11 @@ def test_a_budget_within_an_observing_run_is_enforced():
     assert [isinstance(call, Stop) for call in calls] == [False, False, True]
     assert watching.trip is None
     assert watching.usage.model_calls == 2
+
+
+def test_one_sink_in_place_of_a_list_is_told_so(tmp_path):
+    with (
+        JsonLinesSink(tmp_path / "log.jsonl") as sink,
+        pytest.raises(ConfigurationError, match=r"sinks must be a list, got JsonLinesSink\. Use"),
+    ):
+        Envelope(budget=Budget(), sinks=sink)

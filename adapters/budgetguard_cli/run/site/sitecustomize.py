@@ -31,6 +31,9 @@ def _attach() -> None:
             from budgetguard_cli.run.attach import attach
 
             attach()
+        except (KeyboardInterrupt, SystemExit):
+            # A signal's: the program answers it. Nothing was sent; the next request asks again.
+            raise
         except BaseException as error:
             sys.stderr.write(
                 "budgetguard: this process cannot be bounded, so it ends: "
@@ -39,6 +42,8 @@ def _attach() -> None:
             )
             sys.stderr.flush()
             os._exit(_CANNOT_ATTACH)
+        finally:
+            _STATE["attaching"] = False
         _STATE["attached"] = True
 
 
@@ -78,8 +83,12 @@ class _Callbacks:
         with self._lock:
             if not self._is_done:
                 self._is_done = True
-                # Its hooks come behind this one, and are asked next.
-                _adapt("budgetguard_langgraph")
+                try:
+                    # Its hooks come behind this one, and are asked next.
+                    _adapt("budgetguard_langgraph")
+                except BaseException:
+                    self._is_done = False
+                    raise
 
 
 def _langchain(module: Any) -> None:

@@ -1,0 +1,141 @@
+"""The files of recorded runs that a command reads, and what is wrong with them."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from budgetguard_cli.lines import Line, Problem, read_lines
+from budgetguard_cli.terminal import complain, printable
+from budgetguard_core import Event
+
+STDIN = "-"
+NO_START = "the run of this event has no start in this file."
+
+_MOST_SAID = 20
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+# One line is one document; its only line is not the file's.
+_PLACE_IN_JSON = re.compile(r"at line \d+ column (\d+)")
+
+_Found = TypeVar("_Found")
+
+
+class Unreadable(Exception):
+    """A file cannot be opened, or holds nothing that can be used."""
+
+
+def check(files: Sequence[str]) -> None:
+    """Look whether every file can be read. None is opened: a pipe can be opened only once.
+
+    Raises:
+        Unreadable: A file does not exist, is a folder, or may not be read.
+    """
+    for file in files:
+        try:
+            mode = (os.fstat(0) if file == STDIN else Path(file).stat()).st_mode
+        except (OSError, ValueError) as error:
+            raise _unreadable(file, getattr(error, "strerror", str(error))) from None
+        if stat.S_ISDIR(mode):
+            raise _unreadable(file, "Is a folder")
+        if file != STDIN and not os.access(file, os.R_OK):
+            raise _unreadable(file, "Permission denied")
+
+
+def opened(file: str) -> io.BufferedReader:
+    """Open a file, or the standard input.
+
+    Raises:
+        Unreadable: It cannot be read.
+    """
+    try:
+        # By its number, because the standard input may be closed and then has no object.
+        return os.fdopen(0, "rb", closefd=False) if file == STDIN else Path(file).open("rb")
+    except OSError as error:
+        raise _unreadable(file, error.strerror) from None
+
+
+class Reading:
+    """Reads files, and says which of their lines could not be read.
+
+    Args:
+        errors: Where it is said.
+
+    Attributes:
+        problems: How many lines could not be read.
+    """
+
+    def __init__(self, errors: Console) -> None:
+        self._errors = errors
+        self.problems = 0
+
+    def files(
+        self,
+        files: Iterable[str],
+        read: Callable[[Iterator[Line | Problem]], Iterable[_Found | Problem]],
+    ) -> Iterator[_Found]:
+        """Read files one after the other.
+
+        Args:
+            files: Their names.
+            read: Finds in the lines of one file what is looked for.
+
+        Raises:
+            Unreadable: A file went away since `check` looked at it.
+        """
+        for file in files:
+            with opened(file) as raw:
+                yield from self.without_problems(file, read(read_lines(raw)))
+
+    def without_problems(self, file: str, found: Iterable[_Found | Problem]) -> Iterator[_Found]:
+        """Pass on what is no problem; of the problems of a file, the first 20 are said."""
+        shown, count, complaint = printable(file), 0, ""
+        for one in found:
+            if not isinstance(one, Problem):
+                yield one
+                continue
+            count += 1
+            self.problems += 1
+            complaint = f"{shown}:{one.line}: {printable(one.reason)}"
+            if count <= _MOST_SAID:
+                complain(self._errors, complaint)
+        if count > _MOST_SAID:
+            # The last one tells where a damaged file ends.
+            more = f"{count - _MOST_SAID:,} more lines cannot be read, the last of them:"
+            complain(self._errors, f"{shown}: {more}")
+            complain(self._errors, complaint)
+
+
+def read_event(line: Line) -> Event | Problem | None:
+    """Read a line of an event log; None for half a line at its end, as a killed process leaves."""
+    try:
+        return _EVENT.validate_json(line.data.strip())
+    except ValidationError as error:
+        return None if line.last else Problem(line.number, reason(error))
+
+
+def reason(error: ValidationError) -> str:
+    """Say what is wrong with a line without repeating more of it than the name of an event."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    # A step of a trajectory has a tag of its own.
+    is_event = not problem["loc"]
+    if is_event and problem["type"] == "union_tag_not_found":
+        return "it has no field `event`. Name an event log of BudgetGuard's."
+    if is_event and problem["type"] == "union_tag_invalid":
+        event = str(problem.get("ctx", {}).get("tag"))[:80]
+        return f"this release knows no event {event!r}. Read it with the one that wrote it."
+    place = ".".join(str(part) for part in problem["loc"])[:200]
+    message = _PLACE_IN_JSON.sub(r"at character \1", problem["msg"])
+    return f"{place}: {message}." if place else f"{message}."
+
+
+def _unreadable(file: str, reason: str | None) -> Unreadable:
+    msg = f"{printable(file)}: {reason}. Name a file that can be read, or - for standard input."
+    return Unreadable(msg)

@@ -1,0 +1,29 @@
+"""What a command says to the person at the terminal."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+_LONGEST = 300
+
+
+def printable(text: str) -> str:
+    """Make a text from outside fit for a terminal: one line, no control characters, 300 at most."""
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def complain(errors: Console, text: str) -> None:
+    """Say what is wrong with a line."""
+    errors.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End the command with 2 and a sentence."""
+    typer.echo(f"budgetguard: {sentence}", err=True)
+    raise typer.Exit(2)
