@@ -72,18 +72,18 @@ class ModelCall:
     """What the call costs at most, where the caller knows better than the price book."""
 
     def copied(self) -> ModelCall:
-        """Return a call of the same fields, at a tenth of what `dataclasses.replace` takes."""
-        call = object.__new__(ModelCall)
-        call.model = self.model
-        call.provider = self.provider
-        call.retry = self.retry
-        call.input_tokens = self.input_tokens
-        call.max_output_tokens = self.max_output_tokens
-        call.output_is_fixed = self.output_is_fixed
-        call.min_output_tokens = self.min_output_tokens
-        call.seconds = self.seconds
-        call.cost_usd = self.cost_usd
-        return call
+        """Return a call of the same fields, at a third of what `dataclasses.replace` takes."""
+        return ModelCall(
+            model=self.model,
+            provider=self.provider,
+            retry=self.retry,
+            input_tokens=self.input_tokens,
+            max_output_tokens=self.max_output_tokens,
+            output_is_fixed=self.output_is_fixed,
+            min_output_tokens=self.min_output_tokens,
+            seconds=self.seconds,
+            cost_usd=self.cost_usd,
+        )
 
 
 @dataclass(init=False, slots=True, kw_only=True)
