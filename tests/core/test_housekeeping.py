@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from decimal import Decimal
 
 import pytest
 
@@ -87,6 +88,32 @@ def test_tokens_bind_it(guard):
     assert isinstance(decision, Stop)
     assert decision.trip.reason is StopReason.MAX_TOTAL_TOKENS
     assert decision.trip.run_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("caps", "reason"),
+    [
+        ({"max_total_tokens": 1_000}, StopReason.MAX_TOTAL_TOKENS),
+        ({"max_cost_usd": Decimal("0.001")}, StopReason.MAX_COST_USD),
+    ],
+)
+def test_what_would_pass_a_cap_does_not_start_in_it(caps, reason):
+    guard = Guard(Budget(max_iterations=1, **caps))
+    step(guard, cost_usd=Decimal("0.0001"))
+    prompt = ModelCall(input_tokens=1_000, cost_usd=Decimal("0.002"))
+    with guard.housekeeping(seconds=5) as keeper:
+        decision = keeper.admit_model_call(prompt)
+    assert isinstance(decision, Stop)
+    assert decision.trip.reason is reason
+
+
+def test_a_tool_does_not_start_in_it_once_the_tokens_are_used_up(guard):
+    step(guard)
+    step(guard, 999)
+    with guard.housekeeping(seconds=5) as keeper:
+        decision = keeper.admit_tool_call(ToolCall(name="compact"))
+    assert isinstance(decision, Stop)
+    assert decision.trip.reason is StopReason.MAX_TOTAL_TOKENS
 
 
 def test_its_own_deadline_ends_it_and_not_the_run(guard, clock):

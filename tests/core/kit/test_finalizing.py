@@ -19,6 +19,7 @@ from budgetguard_core import (
     PriceBook,
     Stop,
     TokenUsage,
+    ToolCall,
     replay,
 )
 from budgetguard_core.kit import Answer, Envelope, last_answer
@@ -123,6 +124,14 @@ def test_it_passes_the_cap_on_model_calls_and_the_deadline_but_not_that_on_token
     assert last_answer(run).ask(ModelCall(input_tokens=90), called.append) is None
     assert not called
     assert run.end().finalized is False
+
+
+def test_tools_that_the_provider_ran_past_their_cap_do_not_take_it():
+    run = Envelope(budget=Budget(max_tool_calls=1, finalize_reserve=RESERVE)).open()
+    run.answered(run.model_call(ModelCall(input_tokens=10)), TokenUsage(100, 0))
+    run.guard.admit_tool_calls([ToolCall(name="web_search", kind="hosted")] * 3)
+    assert isinstance(run.model_call(ModelCall(input_tokens=10)), Stop)
+    assert ask(run) == "It is 42."
 
 
 def test_a_prompt_that_is_more_than_the_reserve_is_not_sent():
