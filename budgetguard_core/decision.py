@@ -346,7 +346,7 @@ def wrong_projection(call: ModelCall) -> str:
     rule = "must be a whole number"
     if type(given) is not int or not 0 <= given <= MOST_TOKENS:
         return f"input_tokens {rule} {out_of_range(0, given)}. Use 0 where it is not known."
-    if not 1 <= least <= MOST_TOKENS:
+    if type(least) is not int or not 1 <= least <= MOST_TOKENS:
         end = "Leave it out where the provider has none."
         return f"min_output_tokens {rule} {out_of_range(1, least)}. {end}"
     return f"max_output_tokens {rule} {out_of_range(1, bound)}. Use None for no bound."

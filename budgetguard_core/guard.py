@@ -140,6 +140,7 @@ class Guard(RunRelations):
         # What is no whole number would be in every sum from now on.
         if (
             type(given) is not int
+            or type(call.min_output_tokens) is not int
             or not 0 <= given <= MOST_TOKENS
             or not 1 <= call.min_output_tokens <= MOST_TOKENS
         ):

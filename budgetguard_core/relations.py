@@ -228,14 +228,14 @@ class RunRelations(RunControls):
 
         Raises:
             CheckpointError: The snapshot's run had stop conditions, and neither they nor a budget
-                were given; or a tenant paid for it, and no ledger was given; or it does not fit
-                together.
+                were given; or a tenant paid for it that does not pay for it now; or it does not
+                fit together.
             ConfigurationError: Both `budget` and `stop_when` were given; or neither a budget was,
                 nor does the snapshot know its caps.
         """
         snapshot.check_resumable(budget, stop_when)
         if ledger is None:
-            snapshot.check_paid(cls._paying(within))
+            snapshot.check_paid(cls._paying(within))  # before anything is made
         try:
             caps = budget or snapshot.caps(stop_when)
             if within:
@@ -264,6 +264,7 @@ class RunRelations(RunControls):
                     ledger=ledger,
                     tenant=tenant,
                 )
+            snapshot.check_paid(cls._paying((guard,)))
             with guard._tree.lock:
                 guard._take_over(snapshot, fresh=budget is not None)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:

@@ -238,8 +238,9 @@ class Snapshot(BaseModel):
             names = ", ".join(map(repr, missing))
             raise CheckpointError(
                 f"a run that a tenant pays for needs its ledger again, got none for {names}: a "
-                "ledger is a connection and not in a snapshot. Pass ledger= and tenant=, or go on "
-                'without them from snapshot.model_copy(update={"tenant": ()}).'
+                "ledger is a connection and not in a snapshot. Pass the ledger= and tenant= that "
+                "it had, where its budget is given, or go on without from "
+                'snapshot.model_copy(update={"tenant": ()}).'
             )
 
     def caps(self, stop_when: Sequence[Callable[..., Any]] = ()) -> Budget:

@@ -236,8 +236,10 @@ class AgentHooks:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
                         if at.streaming:
-                            # What it says comes as an event of its own, without any wait.
+                            # What it says mostly comes as an event of its own, without any wait.
                             yield event
+                            if at.due:
+                                break
                             continue
                         at.streaming = ORDERED and not at.due
                     elif "metadata" in chunk:

@@ -51,7 +51,7 @@ class AliveRuns:
     def begin(self) -> None:
         """Begin anew in a child process, which has said nothing yet."""
         self._announced_ns: int | None = None
-        self._announced: frozenset[int] = frozenset()
+        self._announced: frozenset[tuple[object, ...]] = frozenset()
 
     def announce(self, runs: Sequence[LedgerRun]) -> None:
         """Say which runs this process works on, where they changed or it is time to say it again.
@@ -60,7 +60,7 @@ class AliveRuns:
             LedgerUnreachable: The store does not answer.
         """
         now = self._clock.monotonic_ns()
-        names = frozenset(map(id, runs))
+        names = frozenset((run.run, run.account.names, run.started) for run in runs)
         last = self._announced_ns
         due = last is None or now - last > _ANNOUNCE_SECONDS * 1e9
         if names == self._announced and not (due and runs):

@@ -192,28 +192,36 @@ class AttachedRuns:
                 with self._lock:
                     busy = any(run.meter is meter for run in self._runs.values())
                     if not busy:
-                        self._meters.pop(meter.account.keys, None)
+                        self._leave(meter)
 
-    def clear(self) -> list[Meter]:
-        """Forget all runs and meters; return the meters, which are to be closed."""
+    def leave_runs(self) -> None:
+        """Look after no run; one that goes on all the same says so by opening itself."""
         with self._lock:
-            meters, self._meters = list(self._meters.values()), {}
-            self._leave_runs()
-        return meters
+            for run in self._runs.values():
+                run.is_open = False
+            self._runs.clear()
+
+    def leave_settled(self) -> None:
+        """Forget the meters but for those that a call is under way in: it settles there."""
+        for meter in self.meters():
+            if not isinstance(meter, Lease) or meter.is_idle:
+                with self._lock:
+                    self._leave(meter)
+
+    def _leave(self, meter: Meter) -> None:
+        keys = meter.account.keys
+        if self._meters.get(keys) is meter:
+            del self._meters[keys]
 
     def forked(self) -> None:
         """Begin anew in a child process. A guard that crossed the fork goes on asking its meter."""
         for meter in self._meters.values():
             if isinstance(meter, Lease):
                 meter.forked()
-        self._leave_runs()
+        # Another thread of the parent may have held it.
+        self._lock = threading.Lock()
+        self.leave_runs()
         self._begin()
-
-    def _leave_runs(self) -> None:
-        """Look after no run; one that goes on all the same says so by opening itself."""
-        for run in self._runs.values():
-            run.is_open = False
-        self._runs.clear()
 
 
 def call_listener(listener: Callable[[Any], object], fact: object) -> None:

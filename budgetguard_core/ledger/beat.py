@@ -85,12 +85,14 @@ class Beat:
 
     def finish(self) -> None:
         """Give everything back and send what waits; what cannot be sent is written down."""
-        for meter in self._attached.clear():
+        self._attached.leave_runs()
+        for meter in self._attached.meters():
             if isinstance(meter, Lease):
                 try:
                     meter.close()
                 except LedgerUnreachable:
                     meter.abandon()
+        self._attached.leave_settled()
         try:
             self._outbox.deliver(self._connection.send)
             self._warnings.tell()

@@ -268,6 +268,22 @@ def test_a_guard_that_goes_on_after_its_ledger_was_closed_is_looked_after(sqlite
     assert charged(ledger) == (Decimal("0.02"), 0)
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_call_under_way_when_its_ledger_is_closed_is_settled(sqlite, opened, another):
+    ledger = opened(sqlite, daily_usd=1)
+    guard = Guard(ledger=ledger, tenant="acme")
+    ask = ModelCall(input_tokens=1, cost_usd=Decimal("0.01"))
+    call = guard.admit_model_call(ask)
+    ledger.close()
+    others = [Guard(ledger=ledger, tenant="acme")] if another else []
+    for other in others:
+        other.settle_model_call(other.admit_model_call(ask), cost_usd=Decimal("0.01"))
+    guard.settle_model_call(call, cost_usd=Decimal("0.01"))
+    ledger.beat()
+    ledger.close()
+    assert charged(ledger) == (Decimal("0.01") * (1 + another), 0)
+
+
 @pytest.mark.parametrize("when", ["1e300", "NaN", "-1e300", "true"])
 def test_a_kill_switch_with_a_time_that_is_none_is_set_all_the_same(place, opened, store, when):
     store.write("f:t:acme", f'{{"who": "ops", "when": {when}, "why": "test"}}')

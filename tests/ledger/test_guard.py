@@ -513,9 +513,12 @@ def test_a_run_whose_tenant_pays_above_it_goes_on_there(sqlite, opened):
 def test_a_run_goes_on_without_its_tenant_where_somebody_says_so(sqlite, opened):
     guard = Guard(ledger=opened(sqlite), tenant="acme")
     snapshot = guard.snapshot()
-    Guard.restore(snapshot.model_copy(update={"tenant": ()}))
     Guard.restore(snapshot.model_copy(update={"mode": "off"}))  # nothing bounds it anyhow
-    Guard.restore(snapshot, ledger=opened(sqlite), tenant="another")
+    with pytest.raises(CheckpointError, match="got none for 'acme'"):
+        Guard.restore(snapshot, ledger=opened(sqlite), tenant="another")
+    freed = snapshot.model_copy(update={"tenant": ()})
+    Guard.restore(freed)
+    Guard.restore(freed, ledger=opened(sqlite), tenant="another")
     earlier = json.loads(snapshot.to_json())
     del earlier["tenant"]  # as an earlier release wrote it
     assert Guard.restore(Snapshot.from_json(json.dumps(earlier))).run_id == guard.run_id

@@ -31,7 +31,7 @@ def _attach() -> None:
             from budgetguard_cli.run.attach import attach
 
             attach()
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             # A signal's: the program answers it. Nothing was sent; the next request asks again.
             raise
         except BaseException as error:
