@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import uuid
-import warnings
 from contextlib import aclosing, nullcontext
 from typing import Any, ClassVar
 
@@ -615,15 +614,13 @@ class BoundedReactDriver(BoundedDriver):
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         waits = any(tool.approval for tool in scenario.tools)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            graph = create_react_agent(
-                ScriptedChat(script=script),
-                ToolNode(tools, handle_tool_errors=True) if scenario.swallowing else tools,
-                checkpointer=checkpointer,
-                response_format=Answer if scenario.structured and top else None,
-                post_model_hook=approval(scenario, tools) if waits and top else None,
-            )
+        graph = create_react_agent(
+            ScriptedChat(script=script),
+            ToolNode(tools, handle_tool_errors=True) if scenario.swallowing else tools,
+            checkpointer=checkpointer,
+            response_format=Answer if scenario.structured and top else None,
+            post_model_hook=approval(scenario, tools) if waits and top else None,
+        )
         policy = retry_policy(scenario)
         if policy is not None:
             graph.retry_policy = (policy,)
