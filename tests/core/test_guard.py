@@ -666,6 +666,14 @@ def test_a_prompt_near_its_window_warns_again_after_pruning(make):
     assert guard.warnings == ()
 
 
+def test_a_model_of_no_known_window_in_between_warns_of_none_again(make):
+    told = []
+    guard = make(on_warning=lambda guard, event: told.append(event.input_tokens))
+    for model in ("m", "free-output", "m"):
+        spend(guard, TokenUsage(900, 0), model=model)
+    assert told == [900]
+
+
 def test_a_projected_prompt_warns_before_the_call(make):
     told = []
     guard = make(on_warning=lambda guard, event: told.append(event.input_tokens))
