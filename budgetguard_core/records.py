@@ -27,7 +27,7 @@ _CONTROL = re.compile(
 """What JSON does not escape, and a terminal or an editor obeys or does not show."""
 
 
-new = object.__new__
+_new = object.__new__
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -56,13 +56,13 @@ class Record:
         cls._required |= {name for name, default in own.items() if default is ...}
 
     def __init__(self, **fields: Any) -> None:
-        set_fields(self, _fields_of(type(self)).validator.validate_python(fields))
+        _set_fields(self, _fields_of(type(self)).validator.validate_python(fields))
 
     @classmethod
     def made(cls, fields: dict[str, Any]) -> Self:
         """Make a record of all of its fields, in their order, as they are."""
-        record = new(cls)
-        set_fields(record, fields)
+        record = _new(cls)
+        _set_fields(record, fields)
         return record
 
     @classmethod
@@ -152,7 +152,7 @@ class Record:
 
 
 # The slot itself: to set it by its name takes twice as long.
-set_fields = vars(Record)["__dict__"].__set__
+_set_fields = vars(Record)["__dict__"].__set__
 
 
 class _Fields:
@@ -228,7 +228,7 @@ def encoded_line(record: BaseModel | Record) -> bytes:
     """
     if isinstance(record, Record):
         try:
-            line = _WRITERS[type(record)](record.__dict__)
+            line = record.to_json()
         except PydanticSerializationError:
             line = type(record)(**_encodable(record.model_dump())).to_json()
     else:

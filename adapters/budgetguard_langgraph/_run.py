@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from asyncio import _get_running_loop  # pyright: ignore[reportPrivateUsage] - in its `__all__`
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -363,8 +362,10 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that takes it back.
     """
-    # Where no loop runs, `current_task` raises, which takes longer than all the rest.
-    task = None if _get_running_loop() is None else asyncio.current_task()
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
     if task is None:
         return _nothing
     watched = task

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from budgetguard_core import Outcome, Stop
-from budgetguard_core.kit import FRAME, Frame, Watch
+from budgetguard_core.kit import Watch, entered
 from budgetguard_loop._last import LastStep
-from budgetguard_loop._plan import Plan, ended
+from budgetguard_loop._plan import Plan, advance, ended
 from budgetguard_loop._reply import read_reply
 from budgetguard_loop._run import (
     CallModel,
@@ -30,18 +29,15 @@ def drive(plan: Plan) -> Outcome:
     loop = plan.begin()
     shell = _Shell(loop, plan)
     steps = loop.steps()
-    try:
-        command = next(steps)
-        while True:
-            try:
-                answer = shell.act(command)
-            except BaseException as error:
-                command = steps.throw(error)
-            else:
-                command = steps.send(answer)
-    except StopIteration as end:
-        outcome: Outcome = end.value
-    return ended(outcome, loop)
+    moved = advance(steps)
+    while not isinstance(moved, Outcome):
+        try:
+            answer = shell.act(moved)
+        except BaseException as error:
+            moved = advance(steps, error=error)
+        else:
+            moved = advance(steps, answer)
+    return ended(moved, loop)
 
 
 class _Shell:
@@ -58,8 +54,8 @@ class _Shell:
             if isinstance(call, Stop):
                 return Cut(call.trip)
             settings = self._plan.settings.for_call(self._run, call)
-            answer = _inside(call.frame, self._plan.step, command.messages, **settings)
-            return read_reply(answer)
+            with entered(call.frame):
+                return read_reply(self._plan.step(command.messages, **settings))
         if isinstance(command, StartTools):
             self._jobs.extend(command.jobs)
             return self._run_tool(self._jobs.popleft())
@@ -83,17 +79,9 @@ class _Shell:
 
     def _run_tool(self, job: ToolJob) -> ToolJob:
         if self._run.start(self._run.wait(job.call)) is None:
-            try:
-                job.result = _inside(job.call.frame, job.function, **job.arguments)
-            except Exception as error:
-                job.error = error
+            with entered(job.call.frame):
+                try:
+                    job.result = job.function(**job.arguments)
+                except Exception as error:
+                    job.error = error
         return job
-
-
-def _inside(frame: Frame, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # An `entered` block of one call: each step pays for two.
-    token = FRAME.set(frame)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        FRAME.reset(token)

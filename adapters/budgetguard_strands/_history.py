@@ -100,10 +100,7 @@ def is_synthetic(message: Mapping[str, Any]) -> bool:
 
 def has_tool_use(content: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether a message's content asks for a tool."""
-    for block in content:  # noqa: SIM110 - asked after each model call
-        if "toolUse" in block:
-            return True
-    return False
+    return any("toolUse" in block for block in content)
 
 
 def text_of(message: Mapping[str, Any]) -> str:

@@ -56,13 +56,10 @@ _KINDS: Final = {
 """Blocks by the only name in them (Bedrock, Strands), and the first part of a media type."""
 _BLOBS: Final = frozenset({"file_data", "fileData", "inline_data", "inlineData"})
 """Parts by their name: Gemini."""
-TYPED: Final = frozenset(_TYPES)
-"""The types of blocks that `block_tokens` may have an allowance for."""
 NAMED: Final = _BLOBS | _KINDS.keys() | {"images"}
 """The names of parts that `named_tokens` may have an allowance for."""
 _MEDIA_TYPES: Final = ("mime_type", "mimeType", "media_type", "mediaType")
-MEDIA_TYPES: Final = frozenset(_MEDIA_TYPES)
-"""The names under which a part tells its media type."""
+_ANY_MEDIA_TYPE: Final = frozenset(_MEDIA_TYPES)
 _BYTES: Final = (bytes, bytearray, memoryview)
 _DATA_URL: Final = re.compile(r"data:(\w*)[^,\s]{0,200};base64,", re.ASCII)
 
@@ -71,7 +68,7 @@ def block_tokens(block: Mapping[Any, Any]) -> int | None:
     """Return the allowance of a block that says what it is; None for one that is text."""
     kind = block.get("type") or block.get("kind")
     allowance = _TYPES.get(kind) if isinstance(kind, str) else None
-    if allowance is None and MEDIA_TYPES.isdisjoint(block):
+    if allowance is None and _ANY_MEDIA_TYPE.isdisjoint(block):
         return None
     source = block.get("source")
     if source is not None:
@@ -117,7 +114,7 @@ def data_tokens(data: object) -> int | None:
 
 
 def _of_media_type(block: Mapping[Any, Any]) -> int | None:
-    if MEDIA_TYPES.isdisjoint(block):
+    if _ANY_MEDIA_TYPE.isdisjoint(block):
         return None
     for name in _MEDIA_TYPES:
         media_type = block.get(name)

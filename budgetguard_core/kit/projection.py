@@ -5,21 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, cast
 
 from pydantic import BaseModel, TypeAdapter
 
-from budgetguard_core.kit.media import (
-    MEDIA_TYPES,
-    NAMED,
-    TYPED,
-    block_tokens,
-    data_tokens,
-    named_tokens,
-)
+from budgetguard_core.kit.media import NAMED, block_tokens, data_tokens, named_tokens
 from budgetguard_core.kit.records import MODEL, fields_of, kind_of, part
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
@@ -29,8 +21,6 @@ _ENCRYPTED_BYTES: Final = 5
 """Bytes of Base64 to a token of the reasoning that is encrypted in it."""
 _MOST_PARTS: Final = 100_000
 """Parts that are looked at in one message; objects may refer to themselves."""
-_MOST_NAMES: Final = 32
-"""Parts of a message or block up to which it is remembered what is sent of them."""
 
 _NOT_SENT: Final = frozenset(
     {
@@ -276,28 +266,14 @@ def _estimate_messages(messages: Sequence[object]) -> int:
     return total
 
 
-def _sent(names: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Return what is sent of these parts, and whether one of them tells a media type."""
-    sent = tuple(name for name in names if name not in _NOT_SENT)
-    return sent, not MEDIA_TYPES.isdisjoint(names)
-
-
-_known_sent = lru_cache(maxsize=256)(_sent)
-
-
 def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
     """Estimate what a message or block holds itself; what is inside goes to the parts."""
-    # Messages of one class have the same names in them.
-    sent, tells = (_known_sent if len(fields) <= _MOST_NAMES else _sent)(tuple(fields))
-    kind = fields.get("type") or fields.get("kind")
-    if tells or (kind is not None and (type(kind) is not str or kind in TYPED)):
-        allowance = block_tokens(fields)
-        if allowance is not None:
-            return allowance
+    allowance = block_tokens(fields)
+    if allowance is not None:
+        return allowance
     total = 0
-    for name in sent:
-        value = fields[name]
-        if value is None:
+    for name, value in fields.items():
+        if name in _NOT_SENT or value is None:
             continue
         if type(value) is str or isinstance(value, str):
             if name in _MAY_BE_ENCRYPTED and _is_encrypted(name, fields):
