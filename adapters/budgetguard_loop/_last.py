@@ -66,7 +66,7 @@ class LastStep:
             result = await called(step, (self.messages,), self._given(opened, settings))
             if not hasattr(result, "__aiter__"):
                 return _answer(read_reply(result))
-            reply = StreamedReply()
+            reply = StreamedReply([])
             try:
                 async for chunk in result:
                     reply.add(chunk)

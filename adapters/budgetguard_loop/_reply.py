@@ -142,16 +142,37 @@ def said_by_chunk(chunk: Any) -> Said:
     return Said(text, asks=bool(calls), is_cut=cut)
 
 
+class _StreamedCall:
+    """One tool call of a streamed reply, as far as it has come in."""
+
+    def __init__(self) -> None:
+        self._id = ""
+        self._name: list[str] = []
+        self._arguments: list[str] = []
+
+    def add(self, piece: Any) -> None:
+        """Take in what a chunk says of the call."""
+        self._id = part(piece, "id") or self._id
+        function = part(piece, "function")
+        self._name.append(part(function, "name") or "")
+        self._arguments.append(part(function, "arguments") or "")
+
+    def whole(self) -> Message:
+        """Return the call as a message has it."""
+        function = {"name": "".join(self._name), "arguments": "".join(self._arguments)}
+        return {"id": self._id, "type": "function", "function": function}
+
+
 class StreamedReply:
     """Puts the chunks of one streamed reply together.
 
-    Attributes:
-        text: What the model has said so far.
+    Args:
+        pieces: Where the pieces of its text are kept; together they are what was said so far.
     """
 
-    def __init__(self) -> None:
-        self.text = ""
-        self._tool_calls: dict[int, dict[str, Any]] = {}
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+        self._tool_calls: dict[int, _StreamedCall] = {}
         self._usage: TokenUsage | None = None
         self._model: str | None = None
         self._is_cut = False
@@ -164,7 +185,7 @@ class StreamedReply:
             AdapterError: It is none of these.
         """
         if isinstance(chunk, str):
-            self.text += chunk
+            self._pieces.append(chunk)
             return
         choices = part(chunk, "choices")
         usage = token_usage(chunk) if part(chunk, "usage") is not None else None
@@ -177,35 +198,30 @@ class StreamedReply:
         for choice in choices[:1]:
             self._is_cut |= part(choice, "finish_reason") == "length"
             delta = part(choice, "delta")
-            self.text += content_text(part(delta, "content"))
+            self._pieces.append(content_text(part(delta, "content")))
             for place, piece in enumerate(part(delta, "tool_calls") or ()):
-                self._add_call(place, piece)
+                index = part(piece, "index")
+                call = self._tool_calls.setdefault(
+                    place if index is None else index, _StreamedCall()
+                )
+                call.add(piece)
 
     def reply(self) -> ModelReply:
         """Return the whole reply."""
         if self._whole is not None:
             return self._whole
-        message: Message = {"content": self.text}
+        text = "".join(self._pieces)
+        message: Message = {"content": text}
         if self._tool_calls:
-            message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
-            message["content"] = self.text or None
+            calls = [call for _, call in sorted(self._tool_calls.items())]
+            message["tool_calls"] = [call.whole() for call in calls]
+            message["content"] = text or None
         return ModelReply(
             message=_assistant(message),
             usage=self._usage,
             model=self._model,
             is_cut=self._is_cut,
         )
-
-    def _add_call(self, place: int, piece: Any) -> None:
-        index = part(piece, "index")
-        call = self._tool_calls.setdefault(
-            place if index is None else index,
-            {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
-        )
-        call["id"] = part(piece, "id") or call["id"]
-        function = part(piece, "function")
-        call["function"]["name"] += part(function, "name") or ""
-        call["function"]["arguments"] += part(function, "arguments") or ""
 
 
 def _assistant(message: Any) -> Message:

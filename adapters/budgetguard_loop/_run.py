@@ -45,10 +45,15 @@ class CallModel:
 
     call: OpenModelCall
     messages: list[Message]
-    partial: str = ""
-    """What a stream has said so far; the shell keeps it up to date."""
+    pieces: list[str] = field(default_factory=list[str])
+    """What a stream has said so far; the shell adds to it."""
     shown: bool = False
     """The consumer of a stream has got a part of this reply: it cannot be tried again."""
+
+    @property
+    def partial(self) -> str:
+        """The text of a reply that was broken off."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

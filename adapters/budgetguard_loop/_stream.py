@@ -88,7 +88,7 @@ class _Reader:
     def __init__(self, shell: Shell, command: CallModel) -> None:
         self._shell = shell
         self._command = command
-        self._reply = StreamedReply()
+        self._reply = StreamedReply(command.pieces)
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._room = asyncio.Semaphore(1)
         self._flight = Flight(shell.run)
@@ -99,7 +99,6 @@ class _Reader:
     async def chunks(self) -> AsyncIterator[Any]:
         while (chunk := await self._queue.get()) is not _END:
             self._reply.add(chunk)
-            self._command.partial = self._reply.text
             self._command.shown = True
             yield chunk
             self._room.release()

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from budgetguard_core import (
@@ -110,18 +110,23 @@ class _Call:
     open: OpenModelCall | OpenToolCall
     settings: dict[str, Any]
     usage: Any = None
-    text: str = ""
+    pieces: list[str] = field(default_factory=list[str])
     asks: bool = False
     is_cut: bool = False
 
     @property
+    def text(self) -> str:
+        """All that was written so far."""
+        return "".join(self.pieces)
+
+    @property
     def said_final(self) -> bool:
         """Whether the model gave an answer: a text that asks for no tool."""
-        return bool(self.text) and not self.asks
+        return any(self.pieces) and not self.asks
 
     def take(self, said: Said) -> None:
         """Take in what a response, or a chunk of one, says."""
-        self.text += said.text
+        self.pieces.append(said.text)
         self.asks |= said.asks
         self.is_cut = (self.is_cut or said.is_cut) and not self.asks
 
@@ -300,7 +305,7 @@ class _Gate:
 
     def _took(self, call: _Call, result: Any, *, part_of_it: bool = False) -> None:
         if self._kind == "tool":
-            call.text += result_text(result)
+            call.pieces.append(result_text(result))
         elif part_of_it:
             call.usage = merge_usage(call.usage, self._usage(result))
             call.take(said_by_chunk(result))

@@ -77,6 +77,9 @@ def token_usage(record: object) -> TokenUsage | None:
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
+    if type(record) is str:
+        # A piece of a stream, of which there are thousands.
+        return None
     usage = read_figures(record)
     if usage is None:
         for held in _kept_in(record):

@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 from contextlib import aclosing
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -783,6 +784,42 @@ async def test_a_streamed_reply_is_put_together():
     assert stream.outcome.final == "It is 3.!"
     assert results(stream.outcome) == ["3"]
     assert stream.outcome.usage.estimated_calls == 1
+
+
+class Piece(str):
+    """A piece of text that knows how much text it was added to, if it was."""
+
+    __slots__ = ()
+    behind = 0
+
+    def __radd__(self, text):
+        Piece.behind += len(text)
+        return str(text) + str(self)
+
+
+async def test_what_a_stream_has_said_is_not_copied_at_every_chunk(monkeypatch):
+    monkeypatch.setattr(Piece, "behind", 0)
+    pieces = [Piece("word ")] * 100
+    stream = run_bounded_stream(streaming(pieces), Budget(), messages="Hi")
+    await read(stream)
+    assert stream.outcome.final == "word " * 100
+    for kind in ("model", "tool"):
+        assert [*guarded(Guard(Budget()), kind=kind)(lambda: (yield from pieces))()] == pieces
+    arguments = [Piece(text) for text in ('{"a": "', *["word "] * 100, '"}')]
+    called = [
+        chunk(tool_calls=[{"index": 0, "id": "c1", "function": {"name": name, "arguments": piece}}])
+        for name, piece in zip_longest(["note"], arguments, fillvalue="")
+    ]
+    stream = run_bounded_stream(
+        streaming(called, ["Done."]), Budget(), messages="Hi", tools={"note": len_of}
+    )
+    await read(stream)
+    assert results(stream.outcome) == ["500"]
+    assert Piece.behind == 0
+
+
+def len_of(a):
+    return len(a)
 
 
 async def test_a_stream_can_be_read_once():
