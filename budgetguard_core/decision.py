@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict
 
@@ -209,16 +209,6 @@ def _alike_digest(id_: str | None, name: str, key: str) -> str:
     return blake2b(ascii((id_, name, digest_of(key))).encode(), digest_size=8).hexdigest()
 
 
-class Admitting(Protocol):
-    """What an answer asks of the guard that gave it."""
-
-    run_id: str
-
-    def time_left(self) -> float | None:
-        """Seconds until the deadline, or None."""
-        ...
-
-
 class Admit:
     """The call may start. The answer is also its ticket: settle it with the result.
 
@@ -250,11 +240,11 @@ class Admit:
     occurrence = 0
     expected = _NO_GUESS
 
-    def __init__(self, guard: Admitting, call: Any, call_id: int) -> None:
-        # Whoever settles the call knows what it is; this module must not.
-        self.guard: Any = guard
-        self.call = call
-        self.call_id = call_id
+    # Set by the guard and not by __init__, which takes as long as the rest of a small object.
+    # Whoever settles the call knows what its guard is; this module must not.
+    guard: Any
+    call: Any
+    call_id: int
 
     def take_over(
         self,
@@ -302,11 +292,7 @@ class Admit:
 class Nudge(Admit):
     """The call may start, and the model should get `message` first (about the work only)."""
 
-    __slots__ = ("message",)
-
-    def __init__(self, guard: Admitting, call: Any, call_id: int, message: str) -> None:
-        super().__init__(guard, call, call_id)
-        self.message = message
+    message: str
 
 
 @dataclass(frozen=True, slots=True)

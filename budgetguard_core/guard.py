@@ -124,7 +124,7 @@ class Guard(RunRelations):
         model = call.model
         given = call.input_tokens
         if not asked:
-            ticket = Admit(self, call, 0)
+            ticket = self._waved_through(call)
             ticket.max_output_tokens = call.max_output_tokens
             return ticket
         # Before the lock: the first price of a process is looked up in a large table.
@@ -209,10 +209,13 @@ class Guard(RunRelations):
                     tree.call_id = call_id = tree.call_id + 1
                     # A message would change the run, and OBSERVE only looks on.
                     if message is not None and self.mode is Mode.ENFORCE:
-                        ticket = Nudge(self, call, call_id, message)
+                        decision = ticket = Nudge()
+                        ticket.message = message
                     else:
-                        ticket = Admit(self, call, call_id)
-                    decision = ticket
+                        decision = ticket = Admit()
+                    ticket.guard = self
+                    ticket.call = call
+                    ticket.call_id = call_id
                     ticket.max_output_tokens = bound if self._enforced else own
                     ticket.rates = rates
                     ticket.reserved_tokens = kept_tokens
@@ -391,7 +394,7 @@ class Guard(RunRelations):
         tree = self._tree
         standing = self._standing
         if not asked:
-            return [Admit(self, call, 0) for call in calls]
+            return [self._waved_through(call) for call in calls]
         detector = standing.detector
         ignored = _NOTHING if detector is None else detector.ignored
         from_outside = False
@@ -557,6 +560,14 @@ class Guard(RunRelations):
         if held is not None:
             held.put_off(ticket.guard.clock.monotonic_ns())
 
+    def _waved_through(self, call: ModelCall | ToolCall) -> Admit:
+        """Answer where no guard of the line asks anything: nothing is counted."""
+        ticket = Admit()
+        ticket.guard = self
+        ticket.call = call
+        ticket.call_id = 0
+        return ticket
+
     # Under the lock
 
     def _stop_model_call(
@@ -636,7 +647,10 @@ class Guard(RunRelations):
             return self._refused(call, Stop(trip))
         tree = self._tree
         tree.call_id = call_id = tree.call_id + 1
-        ticket = Admit(self, call, call_id)
+        ticket = Admit()
+        ticket.guard = self
+        ticket.call = call
+        ticket.call_id = call_id
         ticket.breakers = held
         if call.id:
             ticket.occurrence = self._occurrences.count(call)

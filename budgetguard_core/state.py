@@ -520,7 +520,10 @@ class RunState:
                 kind=open_call.tool_kind,
                 fingerprint=open_call.fingerprint,
             )
-        ticket = Admit(self, call, first + open_call.call_id)
+        ticket = Admit()
+        ticket.guard = self
+        ticket.call = call
+        ticket.call_id = first + open_call.call_id
         reserved = open_call.reserved_tokens, open_call.reserved_cost
         ticket.take_over(rates, reserved, open_call.expected, open_call.occurrence)
         return ticket
@@ -602,7 +605,10 @@ class RunState:
 
     def _keep_record(self, call: ToolCall, status: str) -> None:
         records = self._records
-        records.append((call.id, call.name[:NAME_LENGTH], status))
+        name = call.name
+        if len(name) > NAME_LENGTH:
+            name = name[:NAME_LENGTH]
+        records.append((call.id, name, status))
         if len(records) > _RECORDS_CUT:
             del records[:-_RECORDS_KEPT]
 
