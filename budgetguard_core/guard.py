@@ -124,7 +124,7 @@ class Guard(RunRelations):
         model = call.model
         given = call.input_tokens
         if not asked:
-            ticket = self._waved_through(call)
+            ticket = Admit().answers(self, call, 0)
             ticket.max_output_tokens = call.max_output_tokens
             return ticket
         # Before the lock: the first price of a process is looked up in a large table.
@@ -394,7 +394,7 @@ class Guard(RunRelations):
         tree = self._tree
         standing = self._standing
         if not asked:
-            return [self._waved_through(call) for call in calls]
+            return [Admit().answers(self, call, 0) for call in calls]
         detector = standing.detector
         ignored = _NOTHING if detector is None else detector.ignored
         from_outside = False
@@ -559,14 +559,6 @@ class Guard(RunRelations):
         held = ticket.breakers
         if held is not None:
             held.put_off(ticket.guard.clock.monotonic_ns())
-
-    def _waved_through(self, call: ModelCall | ToolCall) -> Admit:
-        """Answer where no guard of the line asks anything: nothing is counted."""
-        ticket = Admit()
-        ticket.guard = self
-        ticket.call = call
-        ticket.call_id = 0
-        return ticket
 
     # Under the lock
 

@@ -520,10 +520,7 @@ class RunState:
                 kind=open_call.tool_kind,
                 fingerprint=open_call.fingerprint,
             )
-        ticket = Admit()
-        ticket.guard = self
-        ticket.call = call
-        ticket.call_id = first + open_call.call_id
+        ticket = Admit().answers(self, call, first + open_call.call_id)
         reserved = open_call.reserved_tokens, open_call.reserved_cost
         ticket.take_over(rates, reserved, open_call.expected, open_call.occurrence)
         return ticket
