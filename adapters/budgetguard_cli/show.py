@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from budgetguard_core import PriceBook
 
 _MOST_LISTED = 40
 _BAR = 20
+_WHOLE_LINES = 10_000
 _GO_ON = {
     "terminated": "Resume it under a fresh budget: its history is closed, no completed tool call "
     "runs again.",
@@ -84,7 +86,8 @@ def show(
     elif as_json:
         typer.echo(json.dumps(_plain(found[-1])))
     else:
-        _show(Console(), found[-1])
+        # A file or a pipe has no width: soft_wrap would cut a tree at 80 columns.
+        _show(Console(width=None if sys.stdout.isatty() else _WHOLE_LINES), found[-1])
     if reading.problems:
         raise typer.Exit(1)
 
@@ -146,8 +149,7 @@ def _show(console: Console, run: Timeline) -> None:
         tree.add(_text(f"the log does not fit together: {run.damaged}"))
     if root.status != "completed":
         tree.add(_text(f"to go on: {_GO_ON[root.status]}"))
-    # Not cut to a width that nobody looks at.
-    console.print(tree, soft_wrap=not console.is_terminal)
+    console.print(tree)
 
 
 def _facts(tree: Tree, run: Timeline) -> None:

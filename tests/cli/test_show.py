@@ -39,7 +39,8 @@ def test_one_run_is_a_tree(budgetguard, log):
         "stopped: max_iterations",
         "max_iterations=5 reached: 5 used",
         "it was about to: call the model",
-        "to go on: Resume it under a fresh budget",
+        "to go on: Resume it under a fresh budget: its history is closed, no completed tool call "
+        "runs again.\n",
     ):
         assert said in text, said
 
