@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from budgetguard_cli.lines import Line, Problem
-from budgetguard_cli.recordings import NO_START, STDIN, Reading, Unreadable, check, read_event
+from budgetguard_cli.recordings import NO_START, STDIN, Reading, Unreadable, read_event, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_core import Event
 from budgetguard_core.events import (
@@ -144,7 +144,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="LOG",
-            help="Event logs of BudgetGuard's, also gzipped; - is standard input.",
+            help="Event logs of BudgetGuard's, also gzipped, or folders of them; - is standard "
+            "input.",
         ),
     ],
     output: Annotated[
@@ -158,12 +159,11 @@ def export(
     they were logged; their hashes always are. Ends with 0, with 1 when a line could not be read
     (the rest is written), and with 2 when a file is wrong.
 
-    Example: budgetguard export logs/*.jsonl -o set.jsonl
+    Example: budgetguard export logs -o set.jsonl
     """
     reading = Reading(Console(stderr=True))
     try:
-        check(logs)
-        written = _write(reading.files(logs, examples), output)
+        written = _write(reading.files(readable(logs), examples), output)
     except OSError as error:
         if output == STDIN:
             raise

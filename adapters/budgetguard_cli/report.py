@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from budgetguard_cli.money import in_dollars
-from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import Timeline, read_timelines
 from budgetguard_core import PriceBook
@@ -64,10 +64,8 @@ def report(
         )
     reading = Reading(Console(stderr=True))
     prices = PriceBook()
-    named = _files(logs)
     try:
-        check(named)
-        runs = list(reading.files(named, lambda lines: read_timelines(lines, prices)))
+        runs = list(reading.files(readable(logs), lambda lines: read_timelines(lines, prices)))
     except Unreadable as error:
         refuse(str(error))
     problems = reading.problems
@@ -84,19 +82,6 @@ def report(
         typer.echo(f"{output}: {len(runs):,} runs, {problems:,} lines not read.", err=True)
     if problems:
         raise typer.Exit(1)
-
-
-def _files(logs: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for log in logs:
-        path = Path(log)
-        if log != "-" and path.is_dir():
-            found += sorted(str(one) for one in path.glob("*.jsonl*"))
-            if not any(path.glob("*.jsonl*")):
-                refuse(f"{printable(log)} holds no log (*.jsonl). Name a folder that does.")
-        else:
-            found.append(log)
-    return found
 
 
 def _page(figures: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import (
     SPENT_ON_ANSWERS,
@@ -50,8 +50,8 @@ def show(
         str,
         typer.Argument(
             metavar="LOG|RUN",
-            help="An event log, - for standard input, or a run's id: its log is looked for in the "
-            "folder that BUDGETGUARD_LOG names.",
+            help="An event log or a folder of them, - for standard input, or a run's id: its log "
+            "is looked for in the folder that BUDGETGUARD_LOG names.",
         ),
     ],
     run: Annotated[
@@ -70,8 +70,9 @@ def show(
     reading = Reading(Console(stderr=True))
     file = _file(log)
     try:
-        check([file])
-        found = list(reading.files([file], lambda lines: read_timelines(lines, PriceBook())))
+        found = list(
+            reading.files(readable([file]), lambda lines: read_timelines(lines, PriceBook()))
+        )
     except Unreadable as error:
         refuse(str(error))
     wanted = run or (log if file != log else None)
