@@ -50,7 +50,7 @@ def readable(names: Sequence[str]) -> list[str]:
             raise _unreadable(name, "Permission denied")
         if not stat.S_ISDIR(mode):
             files.append(name)
-        elif logs := [str(one) for one in Path(name).glob("*.jsonl*") if one.is_file()]:
+        elif logs := [str(one) for one in Path(name).glob("*.jsonl*") if not one.is_dir()]:
             files += sorted(logs)
         else:
             msg = f"{printable(name)} holds no log (*.jsonl). Name a folder that does."

@@ -214,9 +214,9 @@ def _run(run: Timeline, now_ns: int) -> Group:
     title.append(f"  {_state(run, now_ns)}  ", _style(root.status))
     title.append(printable("  ".join(label for label in labels if label)), "dim")
     table = Table.grid(padding=(0, 1))
-    table.add_column(width=18)
-    table.add_column(width=_BAR_WIDTH)
-    table.add_column()
+    table.add_column(min_width=18, no_wrap=True)
+    table.add_column(max_width=_BAR_WIDTH)
+    table.add_column(no_wrap=True)
     caps = root.budget.caps()
     for name, share in _shares(run, now_ns).items():
         cap = caps.get(name)
@@ -227,7 +227,6 @@ def _run(run: Timeline, now_ns: int) -> Group:
             ProgressBar(
                 total=1.0,
                 completed=min(share, 1.0),
-                width=_BAR_WIDTH,
                 complete_style=style,
                 finished_style=style,
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -666,6 +667,12 @@ def test_gzip_is_known_by_its_content_and_not_by_its_name(tmp_path):
     plain = tmp_path / "runs.gz"
     plain.write_bytes(trajectory([]).encode())
     assert in_all(odd, plain)["runs"] == 2
+
+
+def test_a_file_from_windows_is_read(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + trajectory([]).encode() + b"\r\n\r\n")
+    assert in_all(path)["runs"] == 1
 
 
 def test_a_folder_stands_for_its_logs(tmp_path):

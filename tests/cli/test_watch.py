@@ -26,6 +26,12 @@ def test_every_run_has_a_bar_for_each_cap(budgetguard, tmp_path):
     assert text.index("killed") < text.index("stopped")
 
 
+def test_the_figures_are_there_on_a_narrow_terminal(budgetguard, tmp_path):
+    write(tmp_path / "log.jsonl")
+    text = budgetguard("watch", tmp_path, "--once", COLUMNS="40").stdout.decode()
+    assert "100%  5 of 5" in text
+
+
 def test_what_is_written_is_seen_also_while_a_line_is(tmp_path):
     from budgetguard_cli.watch import _Logs
 
