@@ -50,12 +50,18 @@ def readable(names: Sequence[str]) -> list[str]:
             raise _unreadable(name, "Permission denied")
         if not stat.S_ISDIR(mode):
             files.append(name)
-        elif logs := [str(one) for one in Path(name).glob("*.jsonl*") if not one.is_dir()]:
-            files += sorted(logs)
+        elif logs := [one for one in Path(name).glob("*.jsonl*") if not one.is_dir()]:
+            files += map(str, sorted(logs, key=by_leg))
         else:
             msg = f"{printable(name)} holds no log (*.jsonl). Name a folder that does."
             raise Unreadable(msg)
     return files
+
+
+def by_leg(log: Path) -> tuple[int, str]:
+    """Sort the logs of one run as it went on: `RUN.jsonl` before `RUN-1795402199.jsonl`."""
+    name = log.name.partition(".jsonl")[0]
+    return len(name), name
 
 
 def opened(file: str) -> io.BufferedReader:

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from budgetguard_cli.recordings import Reading, Unreadable, readable
+from budgetguard_cli.recordings import Reading, Unreadable, by_leg, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import (
     SPENT_ON_ANSWERS,
     Node,
     Spent,
     Timeline,
+    Timelines,
     log_folder,
-    read_timelines,
     short_number,
     used_of,
 )
@@ -68,13 +68,13 @@ def show(
     2 when there is no such log or run.
     """
     reading = Reading(Console(stderr=True))
-    file = _file(log)
+    files = _files(log)
+    told = Timelines(PriceBook())
     try:
-        found = list(
-            reading.files(readable([file]), lambda lines: read_timelines(lines, PriceBook()))
-        )
+        list(reading.files(readable(files), told.read))
     except Unreadable as error:
         refuse(str(error))
+    found, file = told.roots, files[0]
     wanted = run or (log if file != log else None)
     if wanted is not None:
         found = [one for one in found if wanted in one.nodes]
@@ -93,13 +93,18 @@ def show(
         raise typer.Exit(1)
 
 
-def _file(log: str) -> str:
+def _files(log: str) -> list[str]:
+    """Return the log that is named, or those of all legs of the run that is."""
     folder = log_folder()
     if folder is not None and log != "-" and not Path(log).exists():
-        for candidate in sorted(Path(folder).glob("*.jsonl")):
-            if candidate.stem == log or candidate.stem.startswith(f"{log}-"):
-                return str(candidate)
-    return log
+        legs = [
+            str(one)
+            for one in sorted(Path(folder).glob("*.jsonl"), key=by_leg)
+            if one.stem == log or one.stem.startswith(f"{log}-")
+        ]
+        if legs:
+            return legs
+    return [log]
 
 
 def _list(found: Sequence[Timeline], as_json: bool) -> None:
