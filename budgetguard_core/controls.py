@@ -233,15 +233,19 @@ class RunControls(BrakedRun):
 
         Args:
             waiting: The calls of this run, and of its sub-agents, that are open and wait too, such
-                as a tool whose body asks.
+                as a tool whose body asks. They leave their bulkheads and circuit breakers.
         """
+        tickets = list(waiting)
         with self._tree.lock:
-            now, ids = self._now(), [ticket.call_id for ticket in waiting]
+            now, ids = self._now(), [ticket.call_id for ticket in tickets]
             self._meter.pause()
             self._tree.wait_for(ids)
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunPaused, now, waiting=tuple(ids))
+        for ticket in tickets:
+            if ticket.breakers is not None:
+                ticket.breakers.stand_by()
         self._tree.deliver()
 
     def go_on(self, waiting: Iterable[Admit] = ()) -> None:

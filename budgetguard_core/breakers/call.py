@@ -87,6 +87,15 @@ class CallBreakers:
             bulkhead.release(place)
         return changes
 
+    def stand_by(self) -> None:
+        """Let others have its places: a person is asked, and how long that takes tells nothing."""
+        circuits, self.circuits = self.circuits, ()
+        places, self.places = self.places, ()
+        for breaker, generation in circuits:
+            breaker.release_permission(generation)
+        for bulkhead, place, _ in places:
+            bulkhead.release(place)
+
     def give_back(self) -> None:
         """Take everything back: the call did not start."""
         for breaker, generation in self.circuits:

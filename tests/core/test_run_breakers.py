@@ -338,6 +338,29 @@ def test_a_tool_that_keeps_failing_is_left_alone_then_tried_again():
     assert again.snapshot().breakers == bench.guard.snapshot().breakers
 
 
+def test_a_call_that_waits_for_a_person_holds_no_place_and_is_no_slow_call():
+    registry = BreakerRegistry()
+    fields = {
+        "bulkheads": {"ask": BulkheadConfig(max_concurrent_calls=1)},
+        "circuit_breaker": CIRCUIT.model_copy(update={"slow_call_duration_threshold": 30.0}),
+    }
+    waits = Bench(breakers=registry, **fields)
+    for _ in range(2):
+        waits.tool("ask", error=TimeoutError())
+    waits.clock.advance(60)
+    # The one trial that a half-open circuit breaker permits.
+    asked = waits.guard.admit_tool_call(ToolCall(name="ask"))
+    waits.guard.pause([asked])
+    other = Bench(breakers=registry, **fields)
+    other.clock = waits.clock
+    other.guard = Guard(other.budget, clock=waits.clock, breakers=registry)
+    assert isinstance(other.tool("ask"), Admit)
+    waits.clock.advance(86_400)
+    waits.guard.go_on([asked])
+    assert waits.guard.settle_tool_call(asked, "yes")
+    assert isinstance(other.tool("ask"), Admit)
+
+
 def test_a_run_whose_every_call_meets_an_open_breaker_is_stopped():
     bench = Bench(circuit_breaker=CIRCUIT)
     for _ in range(2):
