@@ -88,7 +88,10 @@ class CallBreakers:
         return changes
 
     def stand_by(self) -> None:
-        """Let others have its places: a person is asked, and how long that takes tells nothing."""
+        """Let others have its places: it waits for a person, or its run was left.
+
+        How long that takes tells nothing of the tool.
+        """
         circuits, self.circuits = self.circuits, ()
         places, self.places = self.places, ()
         for breaker, generation in circuits:

@@ -20,6 +20,7 @@ from budgetguard_core import (
     StopReason,
     TokenUsage,
     ToolCall,
+    end_run,
     read_events,
     replay,
 )
@@ -359,6 +360,17 @@ def test_a_call_that_waits_for_a_person_holds_no_place_and_is_no_slow_call():
     waits.guard.go_on([asked])
     assert waits.guard.settle_tool_call(asked, "yes")
     assert isinstance(other.tool("ask"), Admit)
+
+
+def test_a_call_that_its_run_has_left_holds_no_place():
+    registry = BreakerRegistry()
+    fields = {"bulkheads": {"*": BulkheadConfig(max_concurrent_calls=1)}}
+    left = Bench(breakers=registry, **fields)
+    assert isinstance(left.guard.admit_tool_call(ToolCall(name="search")), Admit)
+    assert isinstance(Bench(breakers=registry, **fields).tool(), Refuse)
+    outcome = end_run(left.guard, trip=None, error=TimeoutError())
+    assert outcome.tool_calls[0].status == "interrupted"
+    assert isinstance(Bench(breakers=registry, **fields).tool(), Admit)
 
 
 def test_a_run_whose_every_call_meets_an_open_breaker_is_stopped():
