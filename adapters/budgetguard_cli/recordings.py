@@ -109,6 +109,20 @@ class Reading:
             with opened(file) as raw:
                 yield from self.without_problems(file, read(read_lines(raw)))
 
+    def into(
+        self,
+        take: Callable[[Iterator[Line | Problem]], Iterable[Problem]],
+        files: Iterable[str],
+    ) -> None:
+        """Have files read by what keeps what it finds, and gives what it could not read.
+
+        Raises:
+            Unreadable: As `files` does.
+        """
+        nothing: Iterator[None] = self.files(files, take)
+        for _ in nothing:
+            pass
+
     def without_problems(self, file: str, found: Iterable[_Found | Problem]) -> Iterator[_Found]:
         """Pass on what is no problem; of the problems of a file, the first 20 are said."""
         shown, count, complaint = printable(file), 0, ""

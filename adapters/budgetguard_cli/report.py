@@ -65,7 +65,7 @@ def report(
     reading = Reading(Console(stderr=True))
     told = Timelines(PriceBook())
     try:
-        list(reading.files(readable(logs), told.read))
+        reading.into(told.read, readable(logs))
     except Unreadable as error:
         refuse(str(error))
     problems, runs = reading.problems, told.roots

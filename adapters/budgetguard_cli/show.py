@@ -71,7 +71,7 @@ def show(
     files = _files(log)
     told = Timelines(PriceBook())
     try:
-        list(reading.files(readable(files), told.read))
+        reading.into(told.read, readable(files))
     except Unreadable as error:
         refuse(str(error))
     found, file = told.roots, files[0]
