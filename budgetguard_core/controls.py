@@ -233,15 +233,17 @@ class RunControls(BrakedRun):
 
         Args:
             waiting: The calls of this run, and of its sub-agents, that are open and wait too, such
-                as a tool whose body asks.
+                as a tool whose body asks. They leave their bulkheads and circuit breakers.
         """
+        tickets = list(waiting)
         with self._tree.lock:
-            now, ids = self._now(), [ticket.call_id for ticket in waiting]
+            now, ids = self._now(), [ticket.call_id for ticket in tickets]
             self._meter.pause()
             self._tree.wait_for(ids)
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunPaused, now, waiting=tuple(ids))
+        _stand_by(tickets)
         self._tree.deliver()
 
     def go_on(self, waiting: Iterable[Admit] = ()) -> None:
@@ -371,6 +373,8 @@ class RunControls(BrakedRun):
     def conclude(self, outcome: Outcome) -> None:
         """Keep the outcome of a run, as `outcome`, and record its end, if it is one."""
         self.outcome = outcome
+        # Nobody may be left who would settle them: tasks that were cancelled, for example.
+        _stand_by(self.open_calls())
         if outcome.status == "paused":
             return
         if self._tenant is not None:
@@ -384,6 +388,12 @@ class RunControls(BrakedRun):
             profile=outcome.profile,
             usage=outcome.usage,
         )
+
+
+def _stand_by(tickets: Iterable[Admit]) -> None:
+    for ticket in tickets:
+        if ticket.breakers is not None:
+            ticket.breakers.stand_by()
 
 
 class _Asked(Frame):

@@ -18,6 +18,7 @@ from budgetguard_core import (
 )
 from budgetguard_core.kit import Answer, Envelope, last_answer
 from budgetguard_core.profiles import ProfileId
+from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
 
 MODEL = "gpt-4o"
@@ -92,3 +93,21 @@ def finalized(sink, *, turns=2, run_id="finalized"):
         ModelCall(model=MODEL, input_tokens=9), lambda _: Answer(text="42.", usage=USED)
     )
     return run.end((), "42.")
+
+
+def in_legs(folder, *, legs=3, ends=True):
+    """A run that paused after each turn and went on in another process: a log for each leg."""
+    clock, guard = ManualClock(), None
+    for leg in range(legs):
+        log = RunLog(folder)
+        if guard is None:
+            guard = Guard(budget(max_iterations=10), run_id="asks", sinks=[log], clock=clock)
+        else:
+            guard = Guard.restore(guard.snapshot(), sinks=[log], clock=clock)
+            guard.go_on()
+        work(guard, clock, 1)
+        if leg < legs - 1 or not ends:
+            guard.pause()
+            clock.advance(60)
+        else:
+            end_run(guard, trip=None)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 
 def main() -> None:
     """Run the command `budgetguard`."""
+    # Closed by the caller (`>&-`), they are None, and everything that writes would have to ask.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     missing = [name for name in ("rich", "typer") if find_spec(name) is None]
     if missing:
         sys.stderr.write(

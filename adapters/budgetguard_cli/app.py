@@ -18,7 +18,7 @@ from budgetguard_cli.calibrate import register as register_calibrate
 from budgetguard_cli.doctor.command import register as register_doctor
 from budgetguard_cli.export import register as register_export
 from budgetguard_cli.ledger import register as register_ledger
-from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.replay import JsonReport, TextReport, replay_files
 from budgetguard_cli.report import register as register_report
 from budgetguard_cli.run.command import register as register_run
@@ -116,8 +116,8 @@ def replay(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Recorded runs as JSON Lines, also gzipped; - is standard input. Either one "
-            "trajectory a line, or BudgetGuard's own event log.",
+            help="Recorded runs as JSON Lines, also gzipped, or folders of them; - is standard "
+            "input. Either one trajectory a line, or BudgetGuard's own event log.",
         ),
     ],
     max_iterations: Annotated[int | None, typer.Option(help="Turns of the loop.")] = None,
@@ -177,9 +177,9 @@ def replay(
         refuse(str(error))
     errors = Console(stderr=True)
     try:
-        check(files)
+        named = readable(files)
         report = JsonReport(sys.stdout, budget) if as_json else TextReport(Console(), budget)
-        clean = replay_files(files, budget, report, errors, progress=errors.is_terminal)
+        clean = replay_files(named, budget, report, errors, progress=errors.is_terminal)
     except Unreadable as error:
         refuse(str(error))
     if not clean:
@@ -192,7 +192,8 @@ def baseline(
         list[str],
         typer.Argument(
             metavar="LOG",
-            help="Recorded runs, as `budgetguard replay` reads them; - is standard input.",
+            help="Recorded runs, as `budgetguard replay` reads them, or folders of them; - is "
+            "standard input.",
         ),
     ],
     every: Annotated[
@@ -201,7 +202,7 @@ def baseline(
 ) -> None:
     """Record which tools runs call, as the baseline of `ToolMix`: JSON on standard output.
 
-    Example: budgetguard baseline logs/*.jsonl > tools.json
+    Example: budgetguard baseline logs > tools.json
 
     Only runs that ended well are taken. Ends with 0, with 1 when a line could not be read (the
     rest is recorded), and with 2 when there is nothing to record, or a file is wrong.
@@ -211,8 +212,7 @@ def baseline(
     reading = Reading(Console(stderr=True))
     recorder = Recorder(reading, every=every)
     try:
-        check(files)
-        recorded = recorder.baseline(files)
+        recorded = recorder.baseline(readable(files))
     except (BudgetGuardError, Unreadable) as error:
         refuse(str(error))
     typer.echo(recorded.model_dump_json())

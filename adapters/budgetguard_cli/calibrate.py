@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.measured import Measured
-from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.verdict import verdicts
 from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve, PriceBook
@@ -30,8 +30,8 @@ Logs = Annotated[
     list[str],
     typer.Argument(
         metavar="LOG",
-        help="Recorded runs as JSON Lines, also gzipped; - is standard input. BudgetGuard's own "
-        "event logs, or one trajectory a line.",
+        help="Recorded runs as JSON Lines, also gzipped, or folders of them; - is standard input. "
+        "BudgetGuard's own event logs, or one trajectory a line.",
     ),
 ]
 ProfileName = Annotated[
@@ -64,7 +64,7 @@ def calibrate(
     twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody says
     which runs are good, 2.5 times the 95th percentile.
 
-    Example: budgetguard calibrate logs/*.jsonl >> budgetguard.toml
+    Example: budgetguard calibrate logs >> budgetguard.toml
 
     The figures go to the standard error, the TOML to the standard output. Ends with 0, with 1 when
     a line could not be read (the rest is used), and with 2 when nothing can be proposed, or a file
@@ -109,7 +109,7 @@ def audit_(
     A cap below the 99th percentile of healthy runs truncates real work; one above five times that
     never fires. Profiles with fewer than 10 runs are not judged.
 
-    Example: budgetguard audit logs/*.jsonl --config budgetguard.toml
+    Example: budgetguard audit logs --config budgetguard.toml
 
     Ends with 0 when nothing is wrong, with 1 when something is or a line could not be read, and
     with 2 when a file is wrong, or a profile is not known.
@@ -149,8 +149,7 @@ def _measured(
     reading = Reading(errors)
     prices = PriceBook()
     try:
-        check(files)
-        for found in reading.files(files, lambda lines: verdicts(lines, None, prices)):
+        for found in reading.files(readable(files), lambda lines: verdicts(lines, None, prices)):
             named = found.budget.profile
             name = profile if named is None else named.name
             groups.setdefault(name, Measured()).add(found, labelled=labelled)

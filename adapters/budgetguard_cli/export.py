@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from budgetguard_cli.lines import Line, Problem
-from budgetguard_cli.recordings import NO_START, STDIN, Reading, Unreadable, check, read_event
+from budgetguard_cli.recordings import NO_START, STDIN, Reading, Unreadable, read_event, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_core import Event
 from budgetguard_core.events import (
@@ -100,43 +101,52 @@ class Example:
         }
 
 
-def examples(lines: Iterable[Line | Problem]) -> Iterator[Example | Problem]:
-    """Tell the runs of a log, each when it has ended; those that have not come last."""
-    runs: dict[str, Example] = {}
-    begun: set[str] = set()
-    for line in lines:
-        event = line if isinstance(line, Problem) else read_event(line)
-        if event is None:
-            continue
-        if isinstance(event, Problem):
-            yield event
-            continue
-        if isinstance(event, RunStarted | RunRestored):
-            begun.add(event.run_id)
-        elif event.run_id not in begun:
-            yield Problem(line[0], NO_START)
-            continue
-        yield from _told(runs, event)
-    yield from runs.values()
+class Examples:
+    """The runs of logs, each told when it has ended.
 
+    Attributes:
+        unfinished: Those that have not, by id: a later leg may be in another log.
+    """
 
-def _told(runs: dict[str, Example], event: Event) -> Iterator[Example]:
-    if isinstance(event, RunStarted):
-        runs[event.run_id] = Example(event.run_id, event.parent_run_id, event.budget)
-    elif isinstance(event, RunRestored):
-        snapshot = event.snapshot
-        runs[event.run_id] = Example(
-            event.run_id, snapshot.get("parent_run_id"), snapshot.get("budget")
-        )
-    elif isinstance(event, HousekeepingBegan):
-        # It is work about a run, and nothing that a model is to be judged by.
-        runs.pop(event.run_id, None)
-    elif event.run_id in runs:
-        run = runs[event.run_id]
-        run.take(event)
-        if isinstance(event, RunEnded):
-            run.end = event
-            yield runs.pop(event.run_id)
+    def __init__(self) -> None:
+        self.unfinished: dict[str, Example] = {}
+        self._begun: set[str] = set()
+
+    def read(self, lines: Iterable[Line | Problem]) -> Iterator[Example | Problem]:
+        """Tell the runs that end in the lines of a log."""
+        for line in lines:
+            event = line if isinstance(line, Problem) else read_event(line)
+            if event is None:
+                continue
+            if isinstance(event, Problem):
+                yield event
+                continue
+            if isinstance(event, RunStarted | RunRestored):
+                self._begun.add(event.run_id)
+            elif event.run_id not in self._begun:
+                yield Problem(line[0], NO_START)
+                continue
+            yield from self._told(event)
+
+    def _told(self, event: Event) -> Iterator[Example]:
+        runs = self.unfinished
+        if isinstance(event, RunStarted):
+            if event.run_id in runs:
+                yield runs.pop(event.run_id)  # another run of that name, which nobody ended
+            runs[event.run_id] = Example(event.run_id, event.parent_run_id, event.budget)
+        elif isinstance(event, RunRestored):
+            parent = event.snapshot.get("parent_run_id")
+            run = runs.setdefault(event.run_id, Example(event.run_id, parent))
+            run.budget = event.snapshot.get("budget")
+        elif isinstance(event, HousekeepingBegan):
+            # It is work about a run, and nothing that a model is to be judged by.
+            runs.pop(event.run_id, None)
+        elif event.run_id in runs:
+            run = runs[event.run_id]
+            run.take(event)
+            if isinstance(event, RunEnded):
+                run.end = event
+                yield runs.pop(event.run_id)
 
 
 def export(
@@ -144,7 +154,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="LOG",
-            help="Event logs of BudgetGuard's, also gzipped; - is standard input.",
+            help="Event logs of BudgetGuard's, also gzipped, or folders of them; - is standard "
+            "input.",
         ),
     ],
     output: Annotated[
@@ -158,12 +169,12 @@ def export(
     they were logged; their hashes always are. Ends with 0, with 1 when a line could not be read
     (the rest is written), and with 2 when a file is wrong.
 
-    Example: budgetguard export logs/*.jsonl -o set.jsonl
+    Example: budgetguard export logs -o set.jsonl
     """
-    reading = Reading(Console(stderr=True))
+    reading, found = Reading(Console(stderr=True)), Examples()
     try:
-        check(logs)
-        written = _write(reading.files(logs, examples), output)
+        ended = reading.files(readable(logs), found.read)
+        written = _write(chain(ended, found.unfinished.values()), output)
     except OSError as error:
         if output == STDIN:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, TypedDict
 
@@ -54,7 +54,10 @@ def show(
     past: Annotated[bool, typer.Option("--past", help="Earlier days and months too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants spent and reserved in each window, and how many runs are alive."""
+    """Show what tenants spent and reserved in each window, and how many runs are alive.
+
+    Stored ceilings of which no window tells yet come below the table.
+    """
     with opened(url) as ledger:
         rows = [row for row in ledger.windows() if tenant in (None, row.key)]
         if not past:
@@ -77,6 +80,10 @@ def show(
             )
         screen = console()
         screen.print(shown_rows)
+        known = {row.key for row in rows}
+        for key, stored in sorted(ledger.ceilings().items()):
+            if key not in known and tenant in (None, key):
+                screen.print(Text(_said(key, stored)))
         screen.print(Text(f"ledger {ledger.id} at {ledger.url}, {instant(ledger.now())}"))
         for one in ledger.kills():
             screen.print(Text(f"killed: {one.detail}"))
@@ -130,10 +137,13 @@ def set_(
     if as_json:
         print_json([{"key": tenant, "own": bool(now), **figures}])
         return
-    name = "the default" if tenant is None else shown(tenant)
-    day_, month_ = (_figures(now.get(kind, Amount())) for kind in "dm")
-    said = f"a day {ceilings(**day_)}, a month {ceilings(**month_)}" if now else "none of its own"
-    console().print(Text(f"ceilings of {name}: {said}"))
+    console().print(Text(_said(tenant or "", now)))
+
+
+def _said(key: str, stored: Mapping[str, Amount]) -> str:
+    day, month = (_figures(stored.get(kind, Amount())) for kind in "dm")
+    said = f"a day {ceilings(**day)}, a month {ceilings(**month)}" if stored else "none of its own"
+    return f"ceilings of {shown(key) if key else 'the default'}: {said}"
 
 
 @ledger_app.command("runs", epilog="Example: budgetguard ledger runs --json")

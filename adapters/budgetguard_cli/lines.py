@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import zlib
@@ -61,7 +62,11 @@ def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[Line | Problem
             return
         if too_long:
             yield Problem(number, f"a line must have at most {LONGEST_LINE} bytes, got more.")
-        elif not data:
+            continue
+        if not data:
             return
-        elif data.strip():
+        if number == 1:
+            # Editors and shells of Windows begin a file with it.
+            data = data.removeprefix(codecs.BOM_UTF8)
+        if data.strip():
             yield Line(number, data, last=not data.endswith(b"\n"))

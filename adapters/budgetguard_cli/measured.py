@@ -68,12 +68,12 @@ class Measured:
 
 
 def _figures(verdict: Verdict) -> Iterator[tuple[str, Figure]]:
-    used = verdict.recorded
-    yield "max_iterations", verdict.iterations
+    used = verdict.counted
+    yield "max_iterations", used.iterations
     yield "max_model_calls", used.model_calls
     yield "max_tool_calls", used.tool_calls
-    yield "max_total_tokens", used.tokens
+    yield "max_total_tokens", used.total_tokens
     if verdict.timed:
-        yield "max_seconds", verdict.seconds
+        yield "max_seconds", used.seconds
     if not used.unpriced_calls:
         yield "max_cost_usd", used.cost_usd

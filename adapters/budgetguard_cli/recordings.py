@@ -32,21 +32,36 @@ class Unreadable(Exception):
     """A file cannot be opened, or holds nothing that can be used."""
 
 
-def check(files: Sequence[str]) -> None:
-    """Look whether every file can be read. None is opened: a pipe can be opened only once.
+def readable(names: Sequence[str]) -> list[str]:
+    """Return the files that are named, with the logs (`*.jsonl*`) of a folder in its place.
+
+    None is opened: a pipe can be opened only once.
 
     Raises:
-        Unreadable: A file does not exist, is a folder, or may not be read.
+        Unreadable: A file does not exist or may not be read, or a folder has no log.
     """
-    for file in files:
+    files: list[str] = []
+    for name in names:
         try:
-            mode = (os.fstat(0) if file == STDIN else Path(file).stat()).st_mode
+            mode = (os.fstat(0) if name == STDIN else Path(name).stat()).st_mode
         except (OSError, ValueError) as error:
-            raise _unreadable(file, getattr(error, "strerror", str(error))) from None
-        if stat.S_ISDIR(mode):
-            raise _unreadable(file, "Is a folder")
-        if file != STDIN and not os.access(file, os.R_OK):
-            raise _unreadable(file, "Permission denied")
+            raise _unreadable(name, getattr(error, "strerror", str(error))) from None
+        if name != STDIN and not os.access(name, os.R_OK):
+            raise _unreadable(name, "Permission denied")
+        if not stat.S_ISDIR(mode):
+            files.append(name)
+        elif logs := [one for one in Path(name).glob("*.jsonl*") if not one.is_dir()]:
+            files += map(str, sorted(logs, key=by_leg))
+        else:
+            msg = f"{printable(name)} holds no log (*.jsonl). Name a folder that does."
+            raise Unreadable(msg)
+    return files
+
+
+def by_leg(log: Path) -> tuple[int, str]:
+    """Sort the logs of one run as it went on: `RUN.jsonl` before `RUN-1795402199.jsonl`."""
+    name = log.name.partition(".jsonl")[0]
+    return len(name), name
 
 
 def opened(file: str) -> io.BufferedReader:
@@ -88,11 +103,25 @@ class Reading:
             read: Finds in the lines of one file what is looked for.
 
         Raises:
-            Unreadable: A file went away since `check` looked at it.
+            Unreadable: A file went away since `readable` looked at it.
         """
         for file in files:
             with opened(file) as raw:
                 yield from self.without_problems(file, read(read_lines(raw)))
+
+    def into(
+        self,
+        take: Callable[[Iterator[Line | Problem]], Iterable[Problem]],
+        files: Iterable[str],
+    ) -> None:
+        """Have files read by what keeps what it finds, and gives what it could not read.
+
+        Raises:
+            Unreadable: As `files` does.
+        """
+        nothing: Iterator[None] = self.files(files, take)
+        for _ in nothing:
+            pass
 
     def without_problems(self, file: str, found: Iterable[_Found | Problem]) -> Iterator[_Found]:
         """Pass on what is no problem; of the problems of a file, the first 20 are said."""

@@ -283,7 +283,7 @@ def replay_files(
         Whether every line could be read.
 
     Raises:
-        Unreadable: A file went away since `check` looked at it.
+        Unreadable: A file went away since `readable` looked at it.
     """
     prices = PriceBook()
     whole = Tally()

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 
 from budgetguard_cli.money import in_dollars
-from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.timeline import Timeline, read_timelines
+from budgetguard_cli.timeline import Timeline, Timelines
 from budgetguard_core import PriceBook
 from budgetguard_core.budget import DIMENSIONS
 
@@ -63,14 +63,12 @@ def report(
             'pip install ".[report]"'
         )
     reading = Reading(Console(stderr=True))
-    prices = PriceBook()
-    named = _files(logs)
+    told = Timelines(PriceBook())
     try:
-        check(named)
-        runs = list(reading.files(named, lambda lines: read_timelines(lines, prices)))
+        reading.into(told.read, readable(logs))
     except Unreadable as error:
         refuse(str(error))
-    problems = reading.problems
+    problems, runs = reading.problems, told.roots
     if not runs:
         refuse("the logs hold no run. Name event logs of BudgetGuard's.")
     figures = _figures(sorted(runs, key=lambda run: run.started_ns), problems)
@@ -86,19 +84,6 @@ def report(
         raise typer.Exit(1)
 
 
-def _files(logs: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for log in logs:
-        path = Path(log)
-        if log != "-" and path.is_dir():
-            found += sorted(str(one) for one in path.glob("*.jsonl*"))
-            if not any(path.glob("*.jsonl*")):
-                refuse(f"{printable(log)} holds no log (*.jsonl). Name a folder that does.")
-        else:
-            found.append(log)
-    return found
-
-
 def _page(figures: dict[str, Any]) -> str:
     # No text of a log may end the script that holds it.
     data = json.dumps(figures).replace("<", "\\u003c")
@@ -108,7 +93,7 @@ def _page(figures: dict[str, Any]) -> str:
 
 
 def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
-    cost = sum((run.usage.cost_usd for run in runs), Decimal(0))
+    cost = sum((run.spent.cost_usd for run in runs), Decimal(0))
     unpriced = sum(run.usage.unpriced_calls for run in runs)
     near = [(run, name, share) for run in runs for name, share in run.near_misses().items()]
     stopped = [run for run in runs if run.root.status == "terminated"]
@@ -127,7 +112,7 @@ def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
             [f"{len(runs):,}", "runs"],
             [f"{len(stopped):,}", "stopped by a limit"],
             [in_dollars(cost), "spent" if not unpriced else "spent, at least"],
-            [f"{sum(run.usage.total_tokens for run in runs):,}", "tokens"],
+            [f"{sum(run.spent.tokens for run in runs):,}", "tokens"],
             [f"{len({run.root.run_id for run, *_ in near}):,}", "near misses"],
         ],
         "statuses": _counted(run.root.status or "not ended" for run in runs),
@@ -186,7 +171,7 @@ def _spent(runs: Sequence[Timeline], key: Callable[[Timeline], str]) -> list[lis
     sums: dict[str, Decimal] = {}
     for run in runs:
         name = key(run)
-        sums[name] = sums.get(name, Decimal(0)) + run.usage.cost_usd
+        sums[name] = sums.get(name, Decimal(0)) + run.spent.cost_usd
     return _largest(sums)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +13,15 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from budgetguard_cli.recordings import Reading, Unreadable, check
+from budgetguard_cli.recordings import Reading, Unreadable, by_leg, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import (
     SPENT_ON_ANSWERS,
     Node,
     Spent,
     Timeline,
+    Timelines,
     log_folder,
-    read_timelines,
     short_number,
     used_of,
 )
@@ -28,6 +29,7 @@ from budgetguard_core import PriceBook
 
 _MOST_LISTED = 40
 _BAR = 20
+_WHOLE_LINES = 10_000
 _GO_ON = {
     "terminated": "Resume it under a fresh budget: its history is closed, no completed tool call "
     "runs again.",
@@ -48,8 +50,8 @@ def show(
         str,
         typer.Argument(
             metavar="LOG|RUN",
-            help="An event log, - for standard input, or a run's id: its log is looked for in the "
-            "folder that BUDGETGUARD_LOG names.",
+            help="An event log or a folder of them, - for standard input, or a run's id: its log "
+            "is looked for in the folder that BUDGETGUARD_LOG names.",
         ),
     ],
     run: Annotated[
@@ -66,12 +68,13 @@ def show(
     2 when there is no such log or run.
     """
     reading = Reading(Console(stderr=True))
-    file = _file(log)
+    files = _files(log)
+    told = Timelines(PriceBook())
     try:
-        check([file])
-        found = list(reading.files([file], lambda lines: read_timelines(lines, PriceBook())))
+        reading.into(told.read, readable(files))
     except Unreadable as error:
         refuse(str(error))
+    found, file = told.roots, files[0]
     wanted = run or (log if file != log else None)
     if wanted is not None:
         found = [one for one in found if wanted in one.nodes]
@@ -84,18 +87,24 @@ def show(
     elif as_json:
         typer.echo(json.dumps(_plain(found[-1])))
     else:
-        _show(Console(), found[-1])
+        # A file or a pipe has no width: soft_wrap would cut a tree at 80 columns.
+        _show(Console(width=None if sys.stdout.isatty() else _WHOLE_LINES), found[-1])
     if reading.problems:
         raise typer.Exit(1)
 
 
-def _file(log: str) -> str:
+def _files(log: str) -> list[str]:
+    """Return the log that is named, or those of all legs of the run that is."""
     folder = log_folder()
     if folder is not None and log != "-" and not Path(log).exists():
-        for candidate in sorted(Path(folder).glob("*.jsonl")):
-            if candidate.stem == log or candidate.stem.startswith(f"{log}-"):
-                return str(candidate)
-    return log
+        legs = [
+            str(one)
+            for one in sorted(Path(folder).glob("*.jsonl"), key=by_leg)
+            if one.stem == log or one.stem.startswith(f"{log}-")
+        ]
+        if legs:
+            return legs
+    return [log]
 
 
 def _list(found: Sequence[Timeline], as_json: bool) -> None:
@@ -146,8 +155,7 @@ def _show(console: Console, run: Timeline) -> None:
         tree.add(_text(f"the log does not fit together: {run.damaged}"))
     if root.status != "completed":
         tree.add(_text(f"to go on: {_GO_ON[root.status]}"))
-    # Not cut to a width that nobody looks at.
-    console.print(tree, soft_wrap=not console.is_terminal)
+    console.print(tree)
 
 
 def _facts(tree: Tree, run: Timeline) -> None:

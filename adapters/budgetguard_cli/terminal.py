@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 _LONGEST = 300
 
@@ -16,6 +17,14 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """Return a table that folds what is too long for the terminal: nothing of it is cut."""
+    made = Table(title=title)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
 
 
 def complain(errors: Console, text: str) -> None:

@@ -24,6 +24,7 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     RunEnded,
+    RunPaused,
     RunRestored,
     RunResumed,
     RunStarted,
@@ -151,6 +152,16 @@ class Timeline:
         return Usage() if guard is None else guard.usage
 
     @property
+    def spent(self) -> Spent:
+        """What its model calls cost that are told here: of all legs and runs of the tree."""
+        found = Spent()
+        for node in self.nodes.values():
+            for spent in node.models.values():
+                found.tokens += spent.tokens
+                found.cost_usd += spent.cost_usd
+        return found
+
+    @property
     def seconds(self) -> float:
         """How long it took from the first event to the last, pauses included."""
         return (self.last_ns - self.started_ns) / 1_000_000_000
@@ -217,7 +228,7 @@ class Timeline:
         known = self.nodes.get(event.run_id)
         if known is not None:
             # It goes on: what it has spent before stays.
-            known.status, known.budget = None, caps
+            known.status, known.budget, known.usage = None, caps, None
             return known
         node = Node(event.run_id, parent, caps, mode, tenant)
         self.nodes[event.run_id] = node
@@ -270,6 +281,8 @@ class Timeline:
         elif isinstance(event, HousekeepingEnded):
             # It has no outcome of its own.
             node.settle_answer()
+        elif isinstance(event, RunPaused):
+            node.status = "paused"
         elif isinstance(event, RunResumed):
             node.status = None
         elif isinstance(event, RunEnded):
@@ -296,7 +309,10 @@ class Timeline:
 
 
 class Timelines:
-    """Every tree of runs in the lines of a file, also while it is written."""
+    """Every tree of runs in the lines of files, also while they are written.
+
+    A run that goes on in another process has a file for each leg: it is one run.
+    """
 
     def __init__(self, prices: PriceBook) -> None:
         self._prices = prices
@@ -309,6 +325,13 @@ class Timelines:
         if event is None or isinstance(event, Problem):
             return event
         return self._tell(line.number, event)
+
+    def read(self, lines: Iterable[Line | Problem]) -> Iterator[Problem]:
+        """Tell the lines of a file; gives those that say nothing."""
+        for line in lines:
+            problem = line if isinstance(line, Problem) else self.take(line)
+            if problem is not None:
+                yield problem
 
     def _tell(self, number: int, event: Event) -> Problem | None:
         found = self._of.get(event.run_id)
@@ -326,18 +349,6 @@ class Timelines:
             return Problem(number, NO_START)
         found.take(event)
         return None
-
-
-def read_timelines(
-    lines: Iterable[Line | Problem], prices: PriceBook
-) -> Iterator[Timeline | Problem]:
-    """Read every tree of runs of a file; the problems come first."""
-    runs = Timelines(prices)
-    for line in lines:
-        problem = line if isinstance(line, Problem) else runs.take(line)
-        if problem is not None:
-            yield problem
-    yield from runs.roots
 
 
 def used_of(usage: Usage, dimension: str) -> int | float | Decimal:

@@ -100,6 +100,9 @@ class Verdict:
     trip: Trip | None
     """Why the candidate would have stopped it."""
     recorded: Amounts
+    """What this leg of the run did."""
+    counted: Usage
+    """What caps had counted at its end: of a run that had paused, in earlier legs too."""
     saved: Amounts
     unreported_calls: int
     """Model calls that never reported back; what they used is in no figure."""
@@ -113,8 +116,6 @@ class Verdict:
     """How it ended as recorded; None when the recording does not say."""
     stop_reason: StopReason | None
     """The limit that stopped it as recorded."""
-    iterations: int
-    seconds: float
 
 
 def verdicts(
@@ -180,7 +181,6 @@ class _Run:
             self._candidate = Replay(budget, price_book=prices, sinks=sinks)
         self._recorded = Replay(_UNBOUNDED, price_book=prices)
         self._before = _NOTHING
-        self._iterations_before, self._seconds_before = 0, 0.0
         self._tools_before: dict[str, int] = {}
 
     def _count(self, event: Event) -> None:
@@ -201,16 +201,13 @@ class _Run:
         if isinstance(event, RunRestored):
             # The leg before this one has been judged by itself.
             leg = self._recorded.end()
-            used = leg.usage
-            self._before = Amounts.of(used)
-            self._iterations_before, self._seconds_before = used.iterations, used.seconds
+            self._before = Amounts.of(leg.usage)
             self._tools_before = leg.tool_counts
             self.budget = Budget.from_json(event.snapshot.get("budget") or {})
         elif isinstance(event, RunStarted) and event.run_id == self.members[0]:
             self.budget = Budget.from_json(event.budget)
         elif isinstance(event, GuardReset):
             self._before = _NOTHING
-            self._iterations_before, self._seconds_before = 0, 0.0
             self._tools_before = {}
 
     def verdict(self, *, succeeded: bool | None, runaway: bool, timed: bool) -> Verdict:
@@ -230,6 +227,9 @@ class _Run:
             timed=timed,
             trip=None if candidate is None else candidate.trip,
             recorded=Amounts.of(used) - self._before,
+            counted=used.model_copy(
+                update={"seconds": (used if ended is None else ended.usage).seconds}
+            ),
             saved=saved,
             unreported_calls=sum(isinstance(t.call, ModelCall) for t in recorded.open_calls()),
             tools={
@@ -241,8 +241,6 @@ class _Run:
             budget=self.budget,
             status=None if ended is None else ended.status,
             stop_reason=None if stop is None else StopReason(stop),
-            iterations=used.iterations - self._iterations_before,
-            seconds=(used if ended is None else ended.usage).seconds - self._seconds_before,
         )
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from budgetguard_cli.ledger_option import opened
 from budgetguard_cli.lines import LONGEST_LINE, Line
+from budgetguard_cli.recordings import by_leg
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import Timeline, Timelines, log_folder, short_number, used_of
 from budgetguard_core import PriceBook, SystemClock
@@ -150,7 +151,7 @@ class _Logs:
 
     paths: Sequence[Path]
     tails: dict[Path, _Tail] = field(default_factory=lambda: dict[Path, _Tail]())
-    prices: PriceBook = field(default_factory=PriceBook)
+    told: Timelines = field(default_factory=lambda: Timelines(PriceBook()))
     clock: SystemClock = field(default_factory=SystemClock)
     now_ns: int = 0
 
@@ -158,9 +159,9 @@ class _Logs:
         """Read what is new in every log, and find new logs."""
         self.now_ns = self.clock.wall_ns()
         for path in self.paths:
-            for log in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+            for log in sorted(path.glob("*.jsonl"), key=by_leg) if path.is_dir() else [path]:
                 if log not in self.tails:
-                    self.tails[log] = _Tail(log, Timelines(self.prices))
+                    self.tails[log] = _Tail(log, self.told)
         for tail in self.tails.values():
             tail.read()
 
@@ -171,16 +172,16 @@ class _Logs:
 
     def shown(self) -> list[Timeline]:
         """Return the runs that go on, the longest first, then those that have ended."""
-        runs = [run for tail in self.tails.values() for run in tail.runs.roots]
-        going = sorted((r for r in runs if r.root.status is None), key=lambda r: r.started_ns)
-        ended = sorted((r for r in runs if r.root.status is not None), key=lambda r: -r.last_ns)
+        runs = self.told.roots
+        going = sorted((run for run in runs if _goes_on(run)), key=lambda run: run.started_ns)
+        ended = sorted((run for run in runs if not _goes_on(run)), key=lambda run: -run.last_ns)
         return [*going, *ended]
 
     def render(self) -> Group:
         """Return the view."""
         runs = self.shown()
-        going = sum(run.root.status is None for run in runs)
-        spent = sum((run.usage.cost_usd for run in runs), Decimal(0))
+        going = sum(map(_goes_on, runs))
+        spent = sum((run.spent.cost_usd for run in runs), Decimal(0))
         parts: list[Any] = [
             Text(
                 f"{going:,} runs go on, {len(runs) - going:,} have ended, "
@@ -206,6 +207,10 @@ class _Logs:
         return Group(*parts)
 
 
+def _goes_on(run: Timeline) -> bool:
+    return run.root.status in (None, "paused")
+
+
 def _run(run: Timeline, now_ns: int) -> Group:
     root = run.root
     labels = [root.profile or "", *root.tenant]
@@ -214,9 +219,9 @@ def _run(run: Timeline, now_ns: int) -> Group:
     title.append(f"  {_state(run, now_ns)}  ", _style(root.status))
     title.append(printable("  ".join(label for label in labels if label)), "dim")
     table = Table.grid(padding=(0, 1))
-    table.add_column(width=18)
-    table.add_column(width=_BAR_WIDTH)
-    table.add_column()
+    table.add_column(min_width=18, no_wrap=True)
+    table.add_column(max_width=_BAR_WIDTH)
+    table.add_column(no_wrap=True)
     caps = root.budget.caps()
     for name, share in _shares(run, now_ns).items():
         cap = caps.get(name)
@@ -227,7 +232,6 @@ def _run(run: Timeline, now_ns: int) -> Group:
             ProgressBar(
                 total=1.0,
                 completed=min(share, 1.0),
-                width=_BAR_WIDTH,
                 complete_style=style,
                 finished_style=style,
             ),

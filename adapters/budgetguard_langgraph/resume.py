@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._seams import ROOT, configuration
-from budgetguard_langgraph.bounded import bounded, plain, terms_of
+from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
 _PAST: Final = 8
 
@@ -33,11 +34,13 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
     Args:
         graph: The graph, bounded or not, with its checkpointer.
         config: The configuration with the thread's id.
-        budget: The fresh budget, a guard, or an envelope.
+        budget: The fresh budget, a guard, or an envelope. A budget takes the place of that of the
+            outermost `bounded`, whose other options stay: ledger and tenant, sinks, handlers.
         **options: What `invoke` takes besides.
 
     Raises:
-        AdapterError: The thread was not stopped by a budget, or was changed since.
+        AdapterError: The thread was not stopped by a budget, or was changed since; or a tenant
+            paid for the guard that was around it, and a `Budget` does not say who pays now.
     """
     again, given = run(_prepared(graph, config, budget))
     return again.invoke(given, config, **options)
@@ -95,14 +98,34 @@ async def _ahistory(graph: Any, config: Any) -> list[StateSnapshot]:
 def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:
     if not terms_of(graph):
         return bounded(graph, budget)
-    terms = terms_of(graph)[-1]
-    before = terms.envelope
-    options: Any = {}
-    if not isinstance(budget, Envelope):
-        options = {"on_trip": before.on_trip, "store": before.store}
-        options["on_outcome"] = before.on_outcome
+    *inner, terms = terms_of(graph)
     return bounded(
-        plain(graph), budget, messages_key=terms.messages_key, grace=terms.grace, **options
+        bind(plain(graph), tuple(inner)),
+        _instead(terms.envelope, budget),
+        messages_key=terms.messages_key,
+        grace=terms.grace,
+    )
+
+
+def _instead(before: Envelope, budget: Budget | Guard | Envelope) -> Envelope:
+    """Put a fresh budget in the place of a graph's: who pays and who is told stays."""
+    if isinstance(budget, Envelope):
+        return budget
+    if isinstance(budget, Budget) and isinstance(before.budget, Budget):
+        return replace(before, budget=budget)
+    payers = before.budget.snapshot().tenant if isinstance(before.budget, Guard) else ()
+    if isinstance(budget, Budget) and payers:
+        names = ", ".join(map(repr, payers))
+        raise AdapterError(
+            f"resume needs a ledger and a tenant, because {names} paid for the stopped run, got a "
+            "Budget. Use Envelope(budget=..., ledger=..., tenant=...)."
+        )
+    return Envelope(
+        budget=budget,
+        on_trip=before.on_trip,
+        store=before.store,
+        on_outcome=before.on_outcome,
+        prune=before.prune,
     )
 
 

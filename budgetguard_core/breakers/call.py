@@ -87,6 +87,18 @@ class CallBreakers:
             bulkhead.release(place)
         return changes
 
+    def stand_by(self) -> None:
+        """Let others have its places: it waits for a person, or its run was left.
+
+        How long that takes tells nothing of the tool.
+        """
+        circuits, self.circuits = self.circuits, ()
+        places, self.places = self.places, ()
+        for breaker, generation in circuits:
+            breaker.release_permission(generation)
+        for bulkhead, place, _ in places:
+            bulkhead.release(place)
+
     def give_back(self) -> None:
         """Take everything back: the call did not start."""
         for breaker, generation in self.circuits:

@@ -27,7 +27,7 @@ class Kill(NamedTuple):
     def detail(self) -> str:
         """One sentence for people."""
         kind, _, name = self.flag.partition(":")
-        what = {"t": f"tenant {quoted(name)}", "r": "this run"}.get(kind, "everything")
+        what = {"t": f"tenant {quoted(name)}", "r": f"run {quoted(name)}"}.get(kind, "everything")
         when = dt.datetime.fromtimestamp(self.when, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         why = f": {self.why}" if self.why else ""
         return f"{what} was killed by {self.who or 'nobody named'} at {when}{why}"

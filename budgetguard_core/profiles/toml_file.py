@@ -31,7 +31,7 @@ class TomlFile:
         try:
             with path.open("rb") as file:
                 raw = file.read(_LARGEST + 1)
-            self._text = raw.decode()
+            self._text = raw.decode("utf-8-sig")
         except OSError as error:
             raise ConfigurationError(
                 f"{path}: {error.strerror}. Name a file that can be read."

@@ -25,7 +25,9 @@ from budgetguard_core.events import (
     ModelCallSettled,
     ModelCallWithdrawn,
     RunEnded,
+    RunPaused,
     RunRestored,
+    RunResumed,
     RunStarted,
     ToolCallSettled,
     ToolCallsRequested,
@@ -153,6 +155,12 @@ class OpenTelemetrySink:
             )
         elif isinstance(event, Tripped | TripObserved):
             self._tripped(run, event)
+        elif isinstance(event, RunPaused):
+            self._paused(run, event)
+        elif isinstance(event, RunResumed):
+            if run.span is None:
+                run.around = self._framework_span()
+                self._begin(run, event.wall_ns)
         elif isinstance(event, RunEnded):
             self._ended(run, event)
         elif isinstance(event, HousekeepingBegan) and run.span is not None:
@@ -187,6 +195,13 @@ class OpenTelemetrySink:
             details[names.PROFILE_VERSION] = profile.version
             if profile.overlay is not None:
                 details[names.OVERLAY] = profile.overlay
+        with self._lock:
+            known = self._runs.get(event.run_id)
+        if known is not None and known.span is not None:
+            # The same run, which takes over what an earlier leg had counted.
+            known.tags, known.details = tags, details
+            known.span.set_attributes({**tags, **details})
+            return
         around = self._framework_span()
         run = _Run(event.run_id, parent, tags, details, event.at_ns, around)
         self._begin(run, event.wall_ns)
@@ -214,6 +229,18 @@ class OpenTelemetrySink:
             start_time=wall_ns,
         )
         return run.span
+
+    def _paused(self, run: _Run, event: RunPaused) -> None:
+        """End the spans of this leg: the answer may come days later, and in another process."""
+        for number in event.waiting:
+            call = run.calls.get(number)
+            if call is not None and call.kind == "tool":
+                del run.calls[number]
+                _end(call.span, event.wall_ns, None)
+        # Of several runs on one guard others may be at work.
+        if not run.calls and run.span is not None:
+            run.span.set_attribute(names.STATUS, "paused")
+            self._close(run, event.wall_ns)
 
     def _ended(self, run: _Run, event: RunEnded) -> None:
         tags = {**run.tags, names.STATUS: event.status}
@@ -401,7 +428,8 @@ def _origin(
     snapshot = event.snapshot
     parent: str | None = snapshot.get("parent_run_id")
     budget: dict[str, Any] = snapshot.get("budget") or {}
-    return parent, budget, str(snapshot.get("mode", "enforce")), ()
+    tenant: tuple[str, ...] = tuple(snapshot.get("tenant") or ())
+    return parent, budget, str(snapshot.get("mode", "enforce")), tenant
 
 
 def _model(call: ModelCall) -> _Tags:

@@ -495,6 +495,16 @@ def test_a_bounded_child_with_a_thread_of_its_own_in_a_tool():
     check_request(ended["messages"])
 
 
+def test_a_fresh_budget_takes_the_place_of_the_outermost_alone():
+    script = Script(lambda n: calls(Call("search", str(n))))
+    tenant = Guard(Budget(max_model_calls=5))
+    inner = bounded(agent(script, checkpointer=InMemorySaver()), tenant)
+    made, config = bounded(inner, Budget(max_iterations=2)), thread()
+    made.invoke(user(), config)
+    ended = resume(made, config, Budget(max_iterations=20))
+    assert (outcome(ended).stop_reason, script.calls) == ("max_model_calls", 5)
+
+
 @pytest.mark.parametrize("below", ["plain", "bounded"])
 def test_a_subgraph_with_a_history_of_its_own(below):
     inner = Script(lambda n: calls(Call("search", str(n))) if n < 9 else says("Done."))

@@ -218,3 +218,47 @@ def test_a_loop_has_no_configuration_and_may_ask_the_context(opened):
     assert contextvars.copy_context().run(run).status == "completed"
     ledger.beat()
     assert {row.key for row in ledger.windows()} == {"acme"}
+
+
+def stopped_graph(bound):
+    """A graph of a runaway on a thread that its bound has stopped; the thread."""
+    from langchain.agents import create_agent
+    from langgraph.checkpoint.memory import InMemorySaver
+
+    from langgraph_graphs import StrictChat, search, thread, user
+    from langgraph_graphs import sticky as runaway
+
+    model = StrictChat(script=runaway(), model_name=MODEL)
+    graph = bound(create_agent(model, [search], checkpointer=InMemorySaver()))
+    config = thread()
+    graph.invoke(user(), config)
+    return graph, config
+
+
+def test_a_graph_that_is_resumed_under_a_fresh_budget_is_paid_by_the_same_tenant(opened):
+    pytest.importorskip("langgraph")
+    from budgetguard_langgraph import bounded, outcome, resume
+
+    events, ledger = [], opened(daily_tokens=500)
+    terms = paid(ledger, sinks=[events.append])
+    graph, config = stopped_graph(lambda made: bounded(made, terms))
+    ledger.beat()
+    spent, told = ledger.usage("acme").daily.spent_tokens, len(events)
+    result = resume(graph, config, Budget(max_iterations=25))
+    assert outcome(result).stop_reason == "tenant_daily"
+    ledger.beat()
+    assert ledger.usage("acme").daily.spent_tokens == spent > 0
+    assert len(events) > told
+
+
+def test_a_graph_whose_guard_a_tenant_paid_for_is_not_resumed_by_a_budget_alone(opened):
+    pytest.importorskip("langgraph")
+    from budgetguard_core import AdapterError
+    from budgetguard_langgraph import bounded, outcome, resume
+
+    ledger = opened(daily_tokens=500)
+    guard = Guard(ledger=ledger, tenant="acme", price_book=PRICES)
+    graph, config = stopped_graph(lambda made: bounded(made, guard))
+    with pytest.raises(AdapterError, match="'acme' paid for the stopped run"):
+        resume(graph, config, Budget(max_iterations=25))
+    assert outcome(resume(graph, config, paid(ledger))).stop_reason == "tenant_daily"

@@ -239,3 +239,28 @@ def test_an_unknown_profile_is_said(budgetguard, tmp_path):
     done = budgetguard("audit", log, "--config", config)
     assert done.returncode == 2
     assert b"did you mean 'research'?" in done.stderr
+
+
+def test_a_run_that_had_paused_counts_with_all_its_legs(budgetguard, tmp_path):
+    for number in range(10):
+        clock = ManualClock()
+        guard = None
+        for leg in range(3):
+            with JsonLinesSink(tmp_path / f"{number}-{leg}.jsonl") as sink:
+                if guard is None:
+                    guard = Guard(Budget(), run_id=f"run{number}", sinks=[sink], clock=clock)
+                else:
+                    guard = Guard.restore(guard.snapshot(), sinks=[sink], clock=clock)
+                    guard.go_on()
+                call = guard.admit_model_call(ModelCall(model="gpt-4o"))
+                clock.advance(2)
+                guard.settle_model_call(call, TokenUsage(input_tokens=90, output_tokens=10))
+                if leg < 2:
+                    guard.pause()
+                    clock.advance(1000)
+                else:
+                    end_run(guard, trip=None)
+    caps = tomllib.loads(budgetguard("calibrate", tmp_path, "--labelled").stdout.decode())
+    found = caps["profiles"]["default"]
+    assert (found["max_iterations"], found["max_total_tokens"]) == (9, 900)
+    assert found["max_seconds"] == 18

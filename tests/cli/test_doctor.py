@@ -156,6 +156,16 @@ def test_profile_and_file(doctor, tmp_path):
     assert "budgetguard.toml:3" in found[-1]["detail"]
 
 
+def test_nothing_of_a_finding_is_cut(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "one_word_that_is_wider_than_any_column_of_this_table_can_be_here"
+    (tmp_path / f"{name}.py").write_text("def broken(:")
+    table = CliRunner().invoke(app, ["doctor", f"{name}.py"], env={"COLUMNS": "60"}).stdout
+    columns = [line.split("│") for line in table.splitlines() if line.startswith("│")]
+    assert "…" not in table
+    assert name in "".join(column[3].strip() for column in columns)
+
+
 def test_ledger(doctor, tmp_path):
     code, found = doctor("", "--ledger", f"sqlite:///{tmp_path}/none.sqlite3")
     assert (code, names(found, "problem")) == (1, [("ledger", "sqlite")])

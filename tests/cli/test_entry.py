@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import layout
 from budgetguard_cli.app import app
+from run_logs import write
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,15 @@ def test_the_readme_names_every_command():
     text = (layout.ROOT / "adapters/budgetguard_cli/README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"[a-z]+", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
     assert {command[-1] for command in COMMANDS} <= named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("command", ["demo --quick --framework loop", "export log.jsonl"])
+def test_closed_output_is_no_error(tmp_path, command, closed):
+    write(tmp_path / "log.jsonl")
+    shell = f"exec {shlex.quote(sys.executable)} -P -m budgetguard_cli {command} {closed}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", shell], cwd=tmp_path, capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, b"Traceback" in done.stdout + done.stderr) == (0, False), done.stderr

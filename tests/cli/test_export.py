@@ -23,7 +23,7 @@ from budgetguard_core import (
     end_run,
 )
 from budgetguard_core.kit import Answer, Envelope, last_answer
-from run_logs import write
+from run_logs import in_legs, write
 from sticky_runs import NEEDS, RUNS
 
 
@@ -182,3 +182,19 @@ def test_the_log_of_every_adapter_is_exported(tmp_path, monkeypatch, adapter):
     tools = [one for one in run["steps"] if one["kind"] == "tool"]
     assert len(tools) == outcome.usage.tool_calls
     assert not any("arguments" in one for one in tools)
+
+
+def test_a_run_of_several_legs_is_one_example(tmp_path):
+    in_legs(tmp_path)
+    (example,) = [json.loads(line) for line in export(tmp_path).stdout.splitlines()]
+    assert (example["label"], example["usage"]["model_calls"]) == ("completed", 3)
+    assert [step["kind"] for step in example["steps"]] == ["model", "tool"] * 3
+
+
+def test_two_runs_of_one_name_are_two_examples(tmp_path):
+    for name in ("a", "b"):
+        with JsonLinesSink(tmp_path / f"{name}.jsonl") as sink:
+            guard = Guard(Budget(), run_id="nightly", sinks=[sink])
+            guard.settle_model_call(guard.admit_model_call(ModelCall()), TokenUsage(90, 10))
+    labels = [json.loads(line)["label"] for line in export(tmp_path).stdout.splitlines()]
+    assert labels == ["unfinished", "unfinished"]

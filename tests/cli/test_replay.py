@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -668,6 +669,19 @@ def test_gzip_is_known_by_its_content_and_not_by_its_name(tmp_path):
     assert in_all(odd, plain)["runs"] == 2
 
 
+def test_a_file_from_windows_is_read(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + trajectory([]).encode() + b"\r\n\r\n")
+    assert in_all(path)["runs"] == 1
+
+
+def test_a_folder_stands_for_its_logs(tmp_path):
+    (tmp_path / "a.jsonl").write_text(trajectory([]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(trajectory([]).encode()))
+    (tmp_path / "notes.txt").write_text("no log")
+    assert in_all(tmp_path)["runs"] == 2
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "forbidden"])
 def test_a_file_that_cannot_be_read_ends_with_2_before_anything_is_read(write, tmp_path, kind):
     good = write(trajectory([]))
@@ -680,7 +694,7 @@ def test_a_file_that_cannot_be_read_ends_with_2_before_anything_is_read(write, t
             pytest.skip("this user may read everything")
     done = replay(good, path, code=2)
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"budgetguard: {path}: ")
+    assert line.startswith(f"budgetguard: {path}")
     assert done.stdout == ""
 
 

@@ -13,7 +13,7 @@ from werkzeug import Response
 
 from budgetguard_core import Guard, JsonLinesSink
 from budgetguard_core.ledger import Ledger
-from run_logs import COST_OF_A_CALL, finalized, write
+from run_logs import COST_OF_A_CALL, finalized, in_legs, write
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -89,6 +89,15 @@ def test_a_folder_of_logs_is_one_report(budgetguard, tmp_path):
         write(folder / f"{name}.jsonl")
     figures = json.loads(budgetguard("report", folder, "--json").stdout)
     assert figures["tiles"][0] == ["8", "runs"]
+
+
+def test_a_run_of_several_legs_is_one_run_and_paid_for_once(budgetguard, tmp_path):
+    in_legs(tmp_path)
+    figures = json.loads(budgetguard("report", tmp_path, "--json").stdout)
+    tiles = {name: value for value, name in figures["tiles"]}
+    assert (tiles["runs"], tiles["tokens"]) == ("1", "3,000")
+    assert figures["profiles"] == [["research", pytest.approx(3 * float(COST_OF_A_CALL))]]
+    assert figures["statuses"] == [["completed", 1]]
 
 
 @pytest.mark.slow

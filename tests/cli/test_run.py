@@ -411,6 +411,14 @@ def test_the_users_own_sitecustomize_runs_and_a_killed_script_says_so(start, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_exit_code_tells_of_a_stop_where_nobody_reads_the_report(start, options):
+    with start(ASK + "ask('once')\nask('again')", "--max-model-calls", 1, *options) as run:
+        run.process.stderr.close()
+        assert run.process.wait(300) == 3
+
+
+@pytest.mark.slow
 def test_a_module_in_which_no_call_is_seen(start):
     module = ["-m", "calendar", "2026", "2"]
     with start("", "--max-seconds", 60, arguments=module) as run:

@@ -10,7 +10,7 @@ import pytest
 from budgetguard_core import Budget, Guard, JsonLinesSink, ToolCall
 from budgetguard_core.breakers import RateLimit
 from budgetguard_core.testing import ManualClock
-from run_logs import COST_OF_A_CALL, finalized, write
+from run_logs import COST_OF_A_CALL, finalized, in_legs, write
 from sticky_runs import NEEDS, RUNS
 
 
@@ -39,7 +39,8 @@ def test_one_run_is_a_tree(budgetguard, log):
         "stopped: max_iterations",
         "max_iterations=5 reached: 5 used",
         "it was about to: call the model",
-        "to go on: Resume it under a fresh budget",
+        "to go on: Resume it under a fresh budget: its history is closed, no completed tool call "
+        "runs again.\n",
     ):
         assert said in text, said
 
@@ -181,3 +182,11 @@ def test_what_a_log_holds_cannot_write_to_the_terminal(budgetguard, tmp_path):
     done = budgetguard("show", tmp_path / "log.jsonl")
     assert b"\x1b" not in done.stdout
     assert b"\x07" not in done.stdout
+
+
+def test_a_run_is_shown_with_all_its_legs(budgetguard, tmp_path):
+    in_legs(tmp_path, ends=False)
+    text = budgetguard("show", "asks", BUDGETGUARD_LOG=str(tmp_path)).stdout.decode()
+    assert "run asks: paused" in text
+    assert "gpt-4o: 3 calls" in text
+    assert "to go on: It waits for a person" in text

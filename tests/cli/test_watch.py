@@ -13,7 +13,7 @@ import pytest
 
 from budgetguard_core import Budget, Guard, JsonLinesSink, ModelCall
 from budgetguard_core.ledger import Ledger
-from run_logs import CALL, USED, write
+from run_logs import CALL, USED, in_legs, write
 
 
 def test_every_run_has_a_bar_for_each_cap(budgetguard, tmp_path):
@@ -24,6 +24,19 @@ def test_every_run_has_a_bar_for_each_cap(budgetguard, tmp_path):
     assert " 90%  9 of 10" in text
     # Those that go on come first.
     assert text.index("killed") < text.index("stopped")
+
+
+def test_the_figures_are_there_on_a_narrow_terminal(budgetguard, tmp_path):
+    write(tmp_path / "log.jsonl")
+    text = budgetguard("watch", tmp_path, "--once", COLUMNS="40").stdout.decode()
+    assert "100%  5 of 5" in text
+
+
+def test_a_run_that_waits_for_a_person_goes_on_as_one(budgetguard, tmp_path):
+    in_legs(tmp_path, ends=False)
+    text = budgetguard("watch", tmp_path, "--once").stdout.decode()
+    assert "1 runs go on, 0 have ended, $0.00975 spent" in text
+    assert "asks  paused" in text
 
 
 def test_what_is_written_is_seen_also_while_a_line_is(tmp_path):

@@ -20,6 +20,7 @@ from budgetguard_core import (
     StopReason,
     TokenUsage,
     ToolCall,
+    end_run,
     read_events,
     replay,
 )
@@ -336,6 +337,40 @@ def test_a_tool_that_keeps_failing_is_left_alone_then_tried_again():
     again = bench.replayed()
     assert again.usage.tool_calls == 4
     assert again.snapshot().breakers == bench.guard.snapshot().breakers
+
+
+def test_a_call_that_waits_for_a_person_holds_no_place_and_is_no_slow_call():
+    registry = BreakerRegistry()
+    fields = {
+        "bulkheads": {"ask": BulkheadConfig(max_concurrent_calls=1)},
+        "circuit_breaker": CIRCUIT.model_copy(update={"slow_call_duration_threshold": 30.0}),
+    }
+    waits = Bench(breakers=registry, **fields)
+    for _ in range(2):
+        waits.tool("ask", error=TimeoutError())
+    waits.clock.advance(60)
+    # The one trial that a half-open circuit breaker permits.
+    asked = waits.guard.admit_tool_call(ToolCall(name="ask"))
+    waits.guard.pause([asked])
+    other = Bench(breakers=registry, **fields)
+    other.clock = waits.clock
+    other.guard = Guard(other.budget, clock=waits.clock, breakers=registry)
+    assert isinstance(other.tool("ask"), Admit)
+    waits.clock.advance(86_400)
+    waits.guard.go_on([asked])
+    assert waits.guard.settle_tool_call(asked, "yes")
+    assert isinstance(other.tool("ask"), Admit)
+
+
+def test_a_call_that_its_run_has_left_holds_no_place():
+    registry = BreakerRegistry()
+    fields = {"bulkheads": {"*": BulkheadConfig(max_concurrent_calls=1)}}
+    left = Bench(breakers=registry, **fields)
+    assert isinstance(left.guard.admit_tool_call(ToolCall(name="search")), Admit)
+    assert isinstance(Bench(breakers=registry, **fields).tool(), Refuse)
+    outcome = end_run(left.guard, trip=None, error=TimeoutError())
+    assert outcome.tool_calls[0].status == "interrupted"
+    assert isinstance(Bench(breakers=registry, **fields).tool(), Admit)
 
 
 def test_a_run_whose_every_call_meets_an_open_breaker_is_stopped():

@@ -68,6 +68,9 @@ def test_show_set_and_export(place, opened):
     assert len(lines) == 4
     run(place, "ledger", "set", "acme", "--daily-usd", "none")
     assert ledger.ceilings()["acme"]["d"] == (0, 0)
+    shown = run(place, "ledger", "show").output
+    assert "ceilings of acme" not in shown  # they are in its windows
+    assert "ceilings of the default: a day" in shown
     cleared = run(place, "ledger", "set", "acme", "--clear")
     assert cleared.output == "ceilings of acme: none of its own\n"
     assert set(ledger.ceilings()) == {""}
@@ -83,12 +86,12 @@ def test_kill_revive_and_runs(place, opened):
     assert "1" in run(place, "ledger", "show").output
     killed = run(place, "kill", "--run", "run-1", "--who", "ann", "--why", "loops")
     assert "killed by ann" in killed.output
-    assert "killed: this run was killed by ann" in run(place, "ledger", "show").output
+    assert "killed: run 'run-1' was killed by ann" in run(place, "ledger", "show").output
     said = json.loads(run(place, "kill", "--tenant", "beta", "--who", "bob", "--json").stdout)
     assert (said["flag"], said["who"]) == ("t:beta", "bob")
     revived = run(place, "revive", "--run", "run-1")
     assert revived.exit_code == 0
-    assert "revived: this run was killed by ann" in revived.output
+    assert "revived: run 'run-1' was killed by ann" in revived.output
     assert "still killed: tenant 'beta' was killed by bob" in revived.output
     said = json.loads(run(place, "revive", "--tenant", "beta", "--json").stdout)
     assert said["flag"] == "t:beta"

@@ -50,3 +50,15 @@ def test_no_file_holds(what):
 )
 def test_a_planted_line_is_seen(what, line):
     assert re.search(BANNED[what], line)
+
+
+def test_every_link_in_a_readme_leads_somewhere():
+    pages = [path for path in FILES if path.suffix == ".md"]
+    broken = [
+        f"{page.relative_to(layout.ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert len(pages) > 10
+    assert broken == []

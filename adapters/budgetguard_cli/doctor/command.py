@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.ledger_option import AsJson, LedgerUrl, print_json, shown
-from budgetguard_cli.terminal import printable, refuse
+from budgetguard_cli.terminal import printable, refuse, table
 
 if TYPE_CHECKING:
     from budgetguard_cli.doctor.checks import Finding
@@ -102,13 +101,13 @@ def doctor(
 
 def _print(found: Iterable[Finding]) -> None:
     styles = {"problem": "bold red", "note": "yellow"}
-    table = Table("", "what", "name", "release", "finding")
+    rows = table("", "what", "name", "release", "finding")
     for one in found:
-        table.add_row(
+        rows.add_row(
             Text(one.status, style=styles.get(one.status, "")),
             one.kind,
             Text(printable(one.name)),
             one.version or "",
             Text(printable(one.detail)),
         )
-    Console().print(table)
+    Console().print(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import sys
@@ -176,10 +177,15 @@ def _supervised(
     own = run_script(command, supervisor, grace_s=grace_s)
     outcome = end_run(guard, trip=guard.trip)
     report = RunReport(budget, outcome, findings, own)
-    if as_json:
-        sys.stderr.write(report.as_json() + "\n")
-    else:
-        report.print(Console(stderr=True))
+    console = Console(stderr=True)
+    with console.capture() as captured:
+        report.print(console)
+    try:
+        sys.stderr.write(report.as_json() + "\n" if as_json else captured.get())
+        sys.stderr.flush()
+    except OSError:
+        # Nobody reads it any more: the exit code still tells. What is buffered would fail again.
+        sys.stderr = io.StringIO()
     if report.stops:
         return STOPPED
     return NOTHING_SEEN if own == 0 and not report.saw_a_call else own

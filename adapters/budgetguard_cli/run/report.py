@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.run.supervisor import Findings
-from budgetguard_cli.terminal import printable
+from budgetguard_cli.terminal import printable, table
 from budgetguard_cli.timeline import short_number, used_of
 from budgetguard_core import Budget, Outcome, Trip
 
@@ -93,27 +93,27 @@ class RunReport:
         return Text("\n".join(f"budgetguard: {line}" for line in (*lines, said)))
 
     def _limits(self) -> Table:
-        table = Table("limit", "used", "cap", title=f"run {self._outcome.run_id[:12]}")
+        found = table("limit", "used", "cap", title=f"run {self._outcome.run_id[:12]}")
         caps = self._budget.caps()
         for name, value in (
             *((name, used_of(self._outcome.usage, name)) for name in _SHOWN),
             *((name, None) for name in caps if name not in _SHOWN),
         ):
             cap = caps.get(name)
-            table.add_row(
+            found.add_row(
                 name,
                 "" if value is None else short_number(value),
                 "none" if cap is None else short_number(cap),
             )
         for pattern, quota in self._budget.tool_quotas.items():
-            table.add_row(f"tool_quotas {printable(pattern)}", "", short_number(quota))
-        return table
+            found.add_row(f"tool_quotas {printable(pattern)}", "", short_number(quota))
+        return found
 
     def _models(self) -> Table:
-        table = Table("model", "calls", "failed", "input", "output", "cost")
+        found = table("model", "calls", "failed", "input", "output", "cost")
         for name, use in sorted(self._findings.models.items()):
             cost = short_number(Decimal(use.cost_usd))
-            table.add_row(
+            found.add_row(
                 printable(name),
                 short_number(use.calls),
                 short_number(use.failed),
@@ -121,7 +121,7 @@ class RunReport:
                 short_number(use.output_tokens),
                 f"{cost} and {use.unpriced} without a price" if use.unpriced else cost,
             )
-        return table
+        return found
 
 
 _NOTHING_SEEN = (

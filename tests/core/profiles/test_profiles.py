@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tomllib
 from decimal import Decimal
@@ -67,6 +68,12 @@ def test_a_profile_is_a_named_versioned_budget(write):
         "max_cost_usd": Decimal("2.50"),
     }
     assert profile.budget.tool_quotas == {"search_web": 10}
+
+
+def test_a_file_from_windows_is_read(write):
+    path = write(FILE)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert Profiles(path).get("research").budget.caps()["max_iterations"] == 40
 
 
 def test_an_overlay_changes_it_and_the_profiles_own_one_wins(write):

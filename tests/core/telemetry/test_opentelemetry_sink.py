@@ -270,6 +270,40 @@ def test_a_tenant_is_a_tag(telemetry, tmp_path):
     assert tags["budgetguard.tenant"] == "acme"
 
 
+@pytest.mark.parametrize("where", ["same guard", "new guard", "new process"])
+def test_a_run_that_pauses_ends_its_spans_and_keeps_its_tags(telemetry, tmp_path, where):
+    first = telemetry()
+    seen = telemetry() if where == "new process" else first
+    paid = {"ledger": f"sqlite:///{tmp_path / 'ledger.sqlite3'}", "tenant": "acme"}
+    guard = Guard(Budget(), sinks=[first.sink], **paid)
+    guard.settle_model_call(guard.admit_model_call(CALL), USED)
+    (tool,) = guard.admit_tool_calls([ToolCall(name="ask", id="c1")])
+    guard.pause([tool])
+    spans = {span.name: span for span in first.exporter.get_finished_spans()}
+    assert set(spans) == {"chat gpt-4o", "execute_tool ask", "invoke_agent"}
+    assert spans["invoke_agent"].attributes["budgetguard.status"] == "paused"
+    assert all(span.status.is_ok or span.status.is_unset for span in spans.values())
+    if where != "same guard":
+        guard = Guard.restore(guard.snapshot(), sinks=[seen.sink], **paid)
+    guard.go_on(guard.open_calls())
+    guard.settle_model_call(guard.admit_model_call(CALL), USED)
+    end_run(guard, trip=None)
+    *_, chat, run = seen.exporter.get_finished_spans()
+    assert (run.attributes["budgetguard.status"], chat.parent) == ("completed", run.context)
+    ((tags, _),) = seen.points("budgetguard.spend")
+    assert tags["budgetguard.tenant"] == "acme"
+
+
+def test_a_guard_that_takes_over_a_run_has_one_span(telemetry):
+    seen = telemetry()
+    earlier = Guard(Budget())
+    earlier.settle_model_call(earlier.admit_model_call(CALL), USED)
+    guard = Guard(Budget(), sinks=[seen.sink])
+    assert guard.adopt(earlier.snapshot())
+    end_run(guard, trip=None)
+    assert [span.name for span in seen.exporter.get_finished_spans()] == ["invoke_agent"]
+
+
 def test_a_guard_that_several_runs_share_keeps_its_tags(telemetry):
     seen = telemetry(task="shared")
     guard = Guard(Budget(), sinks=[seen.sink])
