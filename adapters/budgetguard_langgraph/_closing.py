@@ -71,6 +71,12 @@ def is_sent(task: Any) -> bool:
     return bool(task.path) and task.path[0] == PUSH
 
 
+def is_deferred(graph: Any, task: Any) -> bool:
+    """Tell whether a task is of a node that waits for all others, and that no command schedules."""
+    node: Any = graph.builder.nodes.get(task.name)
+    return bool(getattr(node, "defer", False))
+
+
 def stops_of(state: StateSnapshot | None) -> tuple[int, int]:
     """Count the interrupts of a thread that a budget made, and those that a person answers."""
     found = [] if state is None else [one for task in state.tasks for one in task.interrupts]

@@ -17,7 +17,7 @@ from langgraph.types import StateSnapshot
 
 from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import remember
-from budgetguard_langgraph._seams import CHECKPOINTER
+from budgetguard_langgraph._seams import CHECKPOINTER, configuration
 
 _CHANNEL: Final = "budgetguard"
 _ENDED: Final = "budgetguard:ended"
@@ -46,6 +46,12 @@ class Thread:
             "configurable": {"thread_id": str(thread_id), "checkpoint_ns": namespace}
         }
         self.key = (str(thread_id), namespace)
+
+    def moved(self, config: Any) -> None:
+        """Follow a call that was made at one checkpoint of the thread to the one where it is."""
+        place, checkpoint = self.config["configurable"], configuration(config).get("checkpoint_id")
+        if "checkpoint_id" in place and checkpoint is not None:
+            place["checkpoint_id"] = checkpoint
 
     def slot_in(self, outer: Any) -> int:
         """Tell runs apart that are one inside the other on the same thread."""

@@ -201,6 +201,13 @@ class Session:
             return None
         return write(self.graph, self.key, placed(messages, results))
 
+    def moved(self, config: Any) -> None:
+        """Begin at what was written to the thread, where the call names the checkpoint before."""
+        self.thread.moved(config)
+        place = self.address["configurable"].get("checkpoint_id")
+        if place is not None:
+            self.config["configurable"] = {**configuration(self.config), "checkpoint_id": place}
+
     def _killed(self, state: StateSnapshot) -> tuple[Snapshot | None, int | None]:
         """Take up the counters of a process that ended without a word, with all that it used.
 
@@ -323,18 +330,14 @@ class Session:
         """Return what the caller gets: the same type as ever, with the closed conversation."""
         key, keys = self.key, self.view.keys
         if isinstance(keys, str):
-            return list(whole) if keys == key else self._plain(values, trip)
+            # A workflow that was stopped has no value; that of an earlier turn is none of it.
+            return list(whole) if keys == key else {"stop_reason": str(trip.reason)}
         if not isinstance(values, dict) and values is not None:
             return values
         ended: dict[str, Any] = dict(cast("dict[str, Any]", values or {}))
         if key is not None and key in keys:
             ended[key] = list(whole)
         return {**ended, "stop_reason": str(trip.reason)}
-
-    def _plain(self, values: Any, trip: Trip) -> Any:
-        """A workflow that was stopped has no value; that of an earlier turn is none of it."""
-        del values
-        return {"stop_reason": str(trip.reason)}
 
     def conclude(self, trip: Trip | None) -> Outcome:
         """End the run: checkpoint, record, outcome."""

@@ -14,6 +14,7 @@ from budgetguard_core.kit import Envelope
 from budgetguard_langgraph._closing import (
     conversation_in,
     conversation_key,
+    is_deferred,
     is_sent,
     replaced,
 )
@@ -37,7 +38,8 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
         **options: What `invoke` takes besides.
 
     Raises:
-        AdapterError: The thread was not stopped by a budget, or was changed since.
+        AdapterError: The thread was not stopped by a budget, or was changed since; or there is no
+            thread, because there is no checkpointer or no `thread_id`.
     """
     again, given = run(_prepared(graph, config, budget))
     return again.invoke(given, config, **options)
@@ -72,6 +74,14 @@ async def aresume_stream(
 def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
     """Make a thread ready; return the graph to go on with, and its input."""
     again = _again(graph, budget)
+    place = configuration(config or {})
+    saver = Thread(graph, place).saver
+    if saver is None:
+        missing = "no thread_id" if place.get("thread_id") is None else "no checkpointer"
+        raise AdapterError(
+            f"resume needs the thread of a graph with a checkpointer, got {missing}. Compile the "
+            'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
+        )
     state = yield graph.get_state, graph.aget_state, (config,)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
@@ -80,7 +90,7 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     if update is not None:
         yield graph.bulk_update_state, graph.abulk_update_state, (config, update)
     if before is not None:
-        yield from go_back(graph, Thread(graph, configuration(config)).saver, before.config)
+        yield from go_back(graph, saver, before.config)
     return again, given
 
 
@@ -113,8 +123,8 @@ def _plan(
 
     Returns:
         What to write to the thread; the input to go on with; and the checkpoint to go back to,
-        where several tasks are left, or one that is a graph. What is scheduled by a command has no
-        checkpoint: stopped once more, what the first of them have done would be lost.
+        where nobody has changed the thread since. What is scheduled by a command has no
+        checkpoint: stopped once more, what the first of several tasks have done would be lost.
     """
     if state.next:
         return None, None, None
@@ -147,15 +157,13 @@ def _plan(
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None
-    sent = any(is_sent(task) for task in left)
-    if sent or len(left) > 1 or any(task.state is not None for task in left):
-        if not _was_edited(state, past[past.index(before) - 1], key):
-            return None, None, before
-        if sent:
-            raise AdapterError(
-                "resume needs a thread as it was stopped, got one with tasks of a Send to go on "
-                "with that was changed since. Give it a new input instead."
-            )
+    if not _was_edited(state, past[past.index(before) - 1], key):
+        return None, None, before
+    if any(is_sent(task) or is_deferred(graph, task) for task in left):
+        raise AdapterError(
+            "resume needs a thread as it was stopped, got one with tasks of a Send or a deferred "
+            "node to go on with that was changed since. Give it a new input instead."
+        )
     goto = sorted(set(open_tasks or before.next))
     return None, Command(update=[(key, value)], goto=goto), None
 
