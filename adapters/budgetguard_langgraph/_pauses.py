@@ -25,6 +25,21 @@ _KEPT: Final = 1024
 # Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
 _HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
 
+_COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
+
+
+def called_with(bound: Any, given: Any) -> dict[str, Any]:
+    """Return what a graph will be called with, as LangGraph puts it together.
+
+    Args:
+        bound: The configuration of the graph.
+        given: That of the call.
+    """
+    explicit = {**configuration(bound or {}), **configuration(given or {})}
+    if any(explicit.get(name) is not None for name in _COORDINATES):
+        return explicit
+    return {**configuration(), **explicit}
+
 
 class Thread:
     """The thread of one graph run: where its checkpoints are.

@@ -186,8 +186,9 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         state: StateSnapshot | None = None
         if call.checkpointed:
             state = yield read
-            if call.stays_open(state):
-                state = None
+        call.look_at(state)
+        if call.stays_open(state):
+            state = None
         if state is not None and state.next:
             call.thread.moved((yield *write, (call.address, [FOLD])))
             state = yield read
