@@ -17,7 +17,7 @@ from langgraph.types import StateSnapshot
 
 from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import remember
-from budgetguard_langgraph._seams import CHECKPOINTER, configuration
+from budgetguard_langgraph._seams import CHECKPOINTER, TASK, configuration
 
 _CHANNEL: Final = "budgetguard"
 _ENDED: Final = "budgetguard:ended"
@@ -60,6 +60,9 @@ class Thread:
         self.config: Any = {
             "configurable": {"thread_id": str(thread_id), "checkpoint_ns": namespace}
         }
+        checkpoint = configurable.get("checkpoint_id")
+        if checkpoint is not None and TASK not in configurable:
+            self.config["configurable"]["checkpoint_id"] = checkpoint
         self.key = (str(thread_id), namespace)
 
     def moved(self, config: Any) -> None:

@@ -134,8 +134,6 @@ class Session:
         self.address: Any = self.thread.config
         if lasting:
             self.address["configurable"][CHECKPOINTER] = around[CHECKPOINTER]
-        if around.get("checkpoint_id") is not None and not self.nested:
-            self.address["configurable"]["checkpoint_id"] = around["checkpoint_id"]
         self.key = conversation_key(graph, terms.messages_key)
         self.view = View(graph, self.key, options, nested=self.nested)
         self.callback = Attached(terms.envelope, messages_key=terms.messages_key)

@@ -71,23 +71,34 @@ async def test_a_branch_that_is_stopped_keeps_what_it_did(mode, at):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["sync", "async"])
-async def test_a_branch_that_waits_goes_on_with_its_counters(mode):
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+async def test_a_branch_that_waits_goes_on_with_its_counters(way, mode):
+    """Those are its own, and not those of the branch that it leaves."""
+
     @graphs.tool
     def ask(value: str = "") -> str:
         """Ask a person."""
         return interrupt(value)
 
-    graph = bounded(
-        loop(Script(lambda n: calls(Call("ask", str(n)))), [ask]), Budget(max_iterations=3)
-    )
-    config = thread()
-    graph.invoke(user(), config)
-    await invoked(graph, mode, None, past(graph, config, "agent")[-1])
-    for used in (2, 3):
-        result = await invoked(graph, mode, Command(resume="yes"), config)
-        assert outcome(result).usage.iterations == used
-    result = await invoked(graph, mode, Command(resume="yes"), config)
-    assert outcome(result).stop_reason == "max_iterations"
+    outcomes = []
+    plain = loop(Script(lambda n: calls(Call("ask", str(n)))), [ask])
+    budget, listens = Budget(max_iterations=3), {"on_outcome": outcomes.append}
+    graph = bounded(plain, budget, **listens) if way == "bounded" else plain
+
+    async def call(given, config):
+        if way == "callback":
+            config = {**config, "callbacks": [BudgetCallback(budget, **listens)]}
+        await invoked(graph, mode, given, config)
+
+    config, answer = thread(), Command(resume="yes")
+    await call(user(), config)
+    await call(answer, config)
+    await call(None, past(graph, config, "agent")[-1])
+    for _ in range(3):
+        await call(answer, config)
+    told = [(one.status, one.usage.iterations) for one in outcomes]
+    branch = [("paused", 1), ("paused", 2), ("paused", 3), ("terminated", 3)]
+    assert told == [*branch[:2], *branch]
 
 
 @pytest.mark.anyio
