@@ -323,11 +323,12 @@ class Session:
     def stays_open(self, state: StateSnapshot | None) -> bool:
         """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.
 
-        A state without a conversation has nothing to close.
+        So does a workflow, and a graph below another one, which begins it anew unless it is open;
+        a conversation is closed there, because it goes on from what it holds.
         """
         if state is None or not state.next:
             return False
-        return self.key is None or not hasattr(self.graph, "builder")
+        return (self.nested and self.key is None) or not hasattr(self.graph, "builder")
 
     def _shown(self, values: Any, whole: Sequence[BaseMessage], trip: Trip) -> Any:
         """Return what the caller gets: the same type as ever, with the closed conversation."""

@@ -10,10 +10,11 @@ from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope
+from budgetguard_core.kit import Envelope, outcome_of
 from budgetguard_langgraph._closing import (
     conversation_in,
     conversation_key,
+    holds_another,
     is_deferred,
     is_sent,
     replaced,
@@ -21,7 +22,7 @@ from budgetguard_langgraph._closing import (
 from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
-from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph.bounded import bounded, plain, terms_of
 
@@ -83,10 +84,11 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
             'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
         )
     state = yield graph.get_state, graph.aget_state, (config,)
+    saved = yield saver.get_tuple, saver.aget_tuple, (state.config,)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
         past = yield partial(_history, graph), partial(_ahistory, graph), (config,)
-    update, given, before = _plan(graph, state, past)
+    update, given, before = _plan(graph, with_outcome(state, saved), past)
     if update is not None:
         yield graph.bulk_update_state, graph.abulk_update_state, (config, update)
     if before is not None:
@@ -130,12 +132,22 @@ def _plan(
         return None, None, None
     terms = terms_of(graph)
     key = conversation_key(graph, terms[-1].messages_key if terms else "messages")
+    if key is not None and holds_another(state.values, key):
+        key = None
     messages = conversation_in(state.values, key)
     last = messages[-1] if messages else None
+    ended = outcome_of(state)
     before = next((one for one in past if (one.metadata or {}).get("source") != "update"), None)
-    if key is None or last is None or not is_synthetic(last):
-        changed = any(is_synthetic(one) for one in messages)
-        found = "was changed since it was stopped" if changed else "ended by itself"
+    if key is None:
+        stopped = ended is not None and ended.status == "terminated"
+    else:
+        stopped = last is not None and is_synthetic(last)
+    if not stopped:
+        found = "ended by itself"
+        if any(is_synthetic(one) for one in messages):
+            found = "was changed since it was stopped"
+        elif key is None and ended is None:
+            found += " or was changed since"
         raise AdapterError(
             f"resume needs a thread that a budget stopped, got one that {found}. "
             "Give it a new input instead."
@@ -145,6 +157,8 @@ def _plan(
             "resume needs the checkpoint at which a thread was stopped, got a thread without it. "
             "Give it a new input instead."
         )
+    if key is None or last is None:
+        return None, None, before
     left = [task for task in before.tasks if task.result is None and not task.error]
     open_tasks = [task.name for task in left]
     earlier = conversation_in(before.values, key)

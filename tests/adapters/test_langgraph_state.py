@@ -9,9 +9,10 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
+from langgraph.types import Send
 
 import langgraph_graphs as graphs
-from budgetguard_core import Budget, Guard
+from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_langgraph import BudgetCallback, bounded, outcome, resume
 from langgraph_graphs import (
@@ -273,8 +274,56 @@ def test_a_state_without_messages_gets_none(checkpointed):
     assert [one.status for one in outcomes] == ["terminated"]
     if checkpointed:
         assert outcome(guarded.get_state(config)).stop_reason == "max_iterations"
+        assert not graph.get_state(config).next
         ended = resume(guarded, config, Budget(max_iterations=4))
         assert ended["done"] == [f"step {n}" for n in range(6)]
+        with pytest.raises(AdapterError, match="ended by itself"):
+            resume(guarded, config, Budget(max_iterations=4))
+
+
+class Sorted(graphs.TypedDict):
+    items: list[str]
+    done: Annotated[list[str], operator.add]
+
+
+def mapped(script, saver):
+    """A map of a model over items; its state holds no messages."""
+    model = StrictChat(script=script)
+    graph = StateGraph(Sorted)
+    graph.add_node("one", lambda item: {"done": [f"{item} {model.invoke('Go.').content}"]})
+    graph.add_conditional_edges(START, lambda s: [Send("one", item) for item in s["items"]])
+    return graph.compile(checkpointer=saver)
+
+
+@pytest.mark.parametrize("then", ["resume", "resume twice", "new turn", "change"])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_was_paid_stays_in_a_state_without_messages(then, guarded):
+    script = Script(lambda n: says(str(n)))
+    plain = mapped(script, InMemorySaver())
+    graph, config = bounded(plain, Budget(max_model_calls=3)), thread()
+    stopped = graph.invoke({"items": ["a", "b", "c", "d"], "done": []}, config)
+    paid = stopped["done"]
+    assert len(paid) == 3
+    assert plain.get_state(config).values["done"] == paid
+    after = graph if guarded else plain
+    if then == "new turn":
+        result = after.invoke({"items": ["e"], "done": []}, config)
+        assert result["done"] == [*paid, "e 3"]
+        return
+    if then == "change":
+        plain.update_state(config, {"done": ["note"]}, as_node="one")
+        assert plain.get_state(config).values["done"] == [*paid, "note"]
+        with pytest.raises(AdapterError, match="was changed since"):
+            resume(after, config, Budget(max_model_calls=3))
+        return
+    if then == "resume twice":
+        extra = bounded(plain, Budget(max_model_calls=3))
+        stopped = resume(extra, config, Budget(max_tool_calls=1, max_total_tokens=1))
+        assert stopped["stop_reason"] == "max_total_tokens"
+        assert sorted(stopped["done"]) == sorted(paid)
+    ended = resume(after, config, Budget(max_model_calls=3))
+    assert script.calls == 4
+    assert sorted(ended["done"]) == ["a 0", "b 1", "c 2", "d 3"]
 
 
 @pytest.mark.parametrize("output_keys", ["done", "plan", ["done"]])
