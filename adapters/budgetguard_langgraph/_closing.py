@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from langchain_core.messages import BaseMessage
 from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.constants import END
 from langgraph.types import Overwrite, StateSnapshot, StateUpdate
 
-from budgetguard_langgraph._history import messages_of
+from budgetguard_langgraph._history import held_in, messages_of
 from budgetguard_langgraph._seams import PUSH, ROOT, START
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
@@ -37,6 +37,16 @@ def conversation_in(values: Any, key: str | None) -> list[BaseMessage]:
     if key is None:
         return []
     return messages_of(values, key)
+
+
+def holds_another(values: Any, key: str) -> bool:
+    """Tell whether the channel of this name holds anything but messages: it is not written to."""
+    found = values if key == ROOT else held_in(values, key)
+    if found is None:
+        return False
+    if not isinstance(found, (list, tuple)):
+        return True
+    return len(messages_of(values, key)) < len(cast("Sequence[Any]", found))
 
 
 def write(graph: Any, key: str, whole: Sequence[BaseMessage]) -> list[list[StateUpdate]]:
@@ -69,6 +79,12 @@ def writer_of(graph: Any, key: str) -> str:
 def is_sent(task: Any) -> bool:
     """Tell whether a task was made by a `Send`, with an input of its own."""
     return bool(task.path) and task.path[0] == PUSH
+
+
+def is_deferred(graph: Any, task: Any) -> bool:
+    """Tell whether a task is of a node that waits for all others, and that no command schedules."""
+    node: Any = graph.builder.nodes.get(task.name)
+    return bool(getattr(node, "defer", False))
 
 
 def stops_of(state: StateSnapshot | None) -> tuple[int, int]:

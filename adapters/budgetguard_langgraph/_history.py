@@ -5,19 +5,34 @@ from __future__ import annotations
 import uuid
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
-from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, ToolMessage, convert_to_messages
 
 from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN
 
 
+def held_in(values: Any, key: str) -> Any:
+    """Return what a graph's state holds under a key; a state that is one value is returned."""
+    return values.get(key) if isinstance(values, dict) else getattr(values, key, values)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def messages_of(values: Any, key: str) -> list[BaseMessage]:
-    """Return the conversation in a graph's state, or nothing where it has none."""
-    found = values.get(key) if isinstance(values, dict) else getattr(values, key, values)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    """Return the conversation in a graph's state, or nothing where it has none.
+
+    Texts, pairs and tables among messages are read as LangChain's models read them. A list that
+    holds no message is the graph's own.
+    """
+    found = held_in(values, key)
     if not isinstance(found, (list, tuple)):
         return []
-    return [message for message in found if isinstance(message, BaseMessage)]  # pyright: ignore[reportUnknownVariableType]
+    listed = cast("Sequence[Any]", found)
+    messages = [message for message in listed if isinstance(message, BaseMessage)]
+    if messages and len(messages) < len(listed):
+        with suppress(NotImplementedError, TypeError, ValueError):
+            return convert_to_messages(listed)
+    return messages
 
 
 def unanswered(messages: Sequence[BaseMessage]) -> list[tuple[str, str]]:

@@ -129,8 +129,8 @@ def outcome(result: Any, *, messages_key: str = "messages") -> Outcome:
 
 def _with_messages(found: Outcome | None, messages: list[Any]) -> Outcome | None:
     """Give an outcome its conversation back, closed again where the state could not be."""
-    if found is None:
-        return None
+    if found is None or not messages:
+        return found
     if found.status == "terminated" and not is_synthetic(messages[-1]):
         started = [call.id for call in found.tool_calls if call.status == "interrupted"]
         metadata = {

@@ -17,13 +17,28 @@ from langgraph.types import StateSnapshot
 
 from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import remember
-from budgetguard_langgraph._seams import CHECKPOINTER
+from budgetguard_langgraph._seams import CHECKPOINTER, TASK, configuration
 
 _CHANNEL: Final = "budgetguard"
 _ENDED: Final = "budgetguard:ended"
 _KEPT: Final = 1024
 # Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
 _HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
+
+_COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
+
+
+def called_with(bound: Any, given: Any) -> dict[str, Any]:
+    """Return what a graph will be called with, as LangGraph puts it together.
+
+    Args:
+        bound: The configuration of the graph.
+        given: That of the call.
+    """
+    explicit = {**configuration(bound or {}), **configuration(given or {})}
+    if any(explicit.get(name) is not None for name in _COORDINATES):
+        return explicit
+    return {**configuration(), **explicit}
 
 
 class Thread:
@@ -45,7 +60,16 @@ class Thread:
         self.config: Any = {
             "configurable": {"thread_id": str(thread_id), "checkpoint_ns": namespace}
         }
+        checkpoint = configurable.get("checkpoint_id")
+        if checkpoint is not None and TASK not in configurable:
+            self.config["configurable"]["checkpoint_id"] = checkpoint
         self.key = (str(thread_id), namespace)
+
+    def moved(self, config: Any) -> None:
+        """Follow a call that was made at one checkpoint of the thread to the one where it is."""
+        place, checkpoint = self.config["configurable"], configuration(config).get("checkpoint_id")
+        if "checkpoint_id" in place and checkpoint is not None:
+            place["checkpoint_id"] = checkpoint
 
     def slot_in(self, outer: Any) -> int:
         """Tell runs apart that are one inside the other on the same thread."""

@@ -305,7 +305,9 @@ class GraphRun:
         """Note that the graph or chain that this run is has ended, and whether it waits."""
         self.leave(error)
         if self.graph_call is not None:
-            at_breakpoint, found = self.graph_call.interrupts()
+            at_breakpoint, found, place = self.graph_call.interrupts()
+            if self.thread is not None and place is not None:
+                self.thread.moved(place)
             asked = any(not is_budget_interrupt(one) for one in found)
             self.waits = asked or (at_breakpoint and not found)
 

@@ -73,6 +73,7 @@ _READ: Final[tuple[tuple[str, str, frozenset[str]], ...]] = tuple(
         ("langgraph.pregel", "Pregel.stream", "self config loop"),
         ("langgraph.pregel", "Pregel.astream", "self config loop"),
         ("langgraph.pregel._loop", "PregelLoop", "status checkpoint_pending_writes"),
+        ("langgraph.pregel._loop", "PregelLoop", "checkpoint_config"),
         ("langgraph.pregel._read", "PregelNode", "bound"),
         ("langgraph.types", "PregelExecutableTask", "proc"),
         ("langgraph._internal._runnable", "RunnableSeq.__init__", "steps"),
@@ -161,16 +162,17 @@ class GraphCall:
         self.graph: Any = frame.f_locals["self"]
         self.config: Any = frame.f_locals.get("config")
 
-    def interrupts(self) -> tuple[bool, list[Any]]:
-        """Let go of the call; tell whether it stopped at a breakpoint, and its interrupts."""
+    def interrupts(self) -> tuple[bool, list[Any], Any]:
+        """Let go of the call; return whether it is at a breakpoint, interrupts, and checkpoint."""
         frame, self._frame = self._frame, None
         loop: Any = None if frame is None else frame.f_locals.get("loop")
         status = str(getattr(loop, "status", "done"))
+        place = getattr(loop, "checkpoint_config", None)
         if status == "done":
-            return False, []
+            return False, [], place
         writes: Any = getattr(loop, "checkpoint_pending_writes", ())
         found = [one for write in writes if write[1] == INTERRUPT for one in write[2]]
-        return status.startswith("interrupt_"), found
+        return status.startswith("interrupt_"), found, place
 
 
 def graph_call() -> GraphCall | None:

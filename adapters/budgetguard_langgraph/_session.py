@@ -29,6 +29,7 @@ from budgetguard_langgraph._closing import (
     FOLD,
     conversation_in,
     conversation_key,
+    holds_another,
     stops_of,
     write,
 )
@@ -36,7 +37,7 @@ from budgetguard_langgraph._history import closed, placed, results_for, unanswer
 from budgetguard_langgraph._last import LastCall, last_call
 from budgetguard_langgraph._outcomes import Told, remember
 from budgetguard_langgraph._owners import run_around
-from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._pauses import Thread, called_with
 from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import (
     CHECKPOINTER,
@@ -55,7 +56,6 @@ from budgetguard_langgraph.interrupts import BudgetInterrupt
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
 STOPS: Final[tuple[type[Exception], ...]] = (BudgetExceeded, *FRAMEWORK_LIMITS)
-_COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Session:
         self.given: Any = given
         self.config: Any = dict(config or {})
         self.options = options
-        around = _around(graph.config, config)
+        around = called_with(graph.config, config)
         # As LangGraph puts it together, for a tenant that is looked up in it.
         self._asked: Any = {**(graph.config or {}), **self.config, "configurable": around}
         self.nested = TASK in around
@@ -134,8 +134,6 @@ class Session:
         self.address: Any = self.thread.config
         if lasting:
             self.address["configurable"][CHECKPOINTER] = around[CHECKPOINTER]
-        if around.get("checkpoint_id") is not None and not self.nested:
-            self.address["configurable"]["checkpoint_id"] = around["checkpoint_id"]
         self.key = conversation_key(graph, terms.messages_key)
         self.view = View(graph, self.key, options, nested=self.nested)
         self.callback = Attached(terms.envelope, messages_key=terms.messages_key)
@@ -200,6 +198,13 @@ class Session:
         if self.key is None or not results:
             return None
         return write(self.graph, self.key, placed(messages, results))
+
+    def moved(self, config: Any) -> None:
+        """Begin at what was written to the thread, where the call names the checkpoint before."""
+        self.thread.moved(config)
+        place = self.address["configurable"].get("checkpoint_id")
+        if place is not None:
+            self.config["configurable"] = {**configuration(self.config), "checkpoint_id": place}
 
     def _killed(self, state: StateSnapshot) -> tuple[Snapshot | None, int | None]:
         """Take up the counters of a process that ended without a word, with all that it used.
@@ -266,6 +271,11 @@ class Session:
         """Let tools that are in flight finish."""
         self.graph_run.wait_for_tools(self.terms.grace)
 
+    def look_at(self, state: StateSnapshot | None) -> None:
+        """See how a stopped run left its state; a channel of the user's own has no conversation."""
+        if self.key is not None and holds_another(self._values(state), self.key):
+            self.key = None
+
     def last_call(self, trip: Trip, state: StateSnapshot | None) -> LastCall | None:
         """Return the last answer that the run may have; None where it has none."""
         messages = conversation_in(self._values(state), self.key)
@@ -313,28 +323,28 @@ class Session:
     def stays_open(self, state: StateSnapshot | None) -> bool:
         """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.
 
-        A state without a conversation has nothing to close.
+        So does a workflow, and a graph below another one, which begins it anew unless it is open;
+        a conversation is closed there, because it goes on from what it holds.
         """
         if state is None or not state.next:
             return False
-        return self.key is None or not hasattr(self.graph, "builder")
+        return (self.nested and self.key is None) or not hasattr(self.graph, "builder")
 
     def _shown(self, values: Any, whole: Sequence[BaseMessage], trip: Trip) -> Any:
         """Return what the caller gets: the same type as ever, with the closed conversation."""
         key, keys = self.key, self.view.keys
+        if isinstance(keys, str) and keys == key:
+            return list(whole)
         if isinstance(keys, str):
-            return list(whole) if keys == key else self._plain(values, trip)
+            # A workflow that was stopped has no value; that of an earlier turn is none of it.
+            workflow = not hasattr(self.graph, "builder")
+            return {"stop_reason": str(trip.reason)} if workflow else values
         if not isinstance(values, dict) and values is not None:
             return values
         ended: dict[str, Any] = dict(cast("dict[str, Any]", values or {}))
         if key is not None and key in keys:
             ended[key] = list(whole)
         return {**ended, "stop_reason": str(trip.reason)}
-
-    def _plain(self, values: Any, trip: Trip) -> Any:
-        """A workflow that was stopped has no value; that of an earlier turn is none of it."""
-        del values
-        return {"stop_reason": str(trip.reason)}
 
     def conclude(self, trip: Trip | None) -> Outcome:
         """End the run: checkpoint, record, outcome."""
@@ -384,11 +394,3 @@ class Session:
         yield from self.view.last_chunks(
             self.key, self._end.closing, self._end.values, str(trip.reason)
         )
-
-
-def _around(bound: Any, given: Any) -> dict[str, Any]:
-    """Return what the graph will be called with, as LangGraph puts it together."""
-    explicit = {**configuration(bound or {}), **configuration(given or {})}
-    if any(explicit.get(name) is not None for name in _COORDINATES):
-        return explicit
-    return {**configuration(), **explicit}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
-from budgetguard_langgraph._seams import INTERRUPT
+from budgetguard_langgraph._seams import INTERRUPT, ROOT
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 NODE: Final = "budgetguard"
@@ -131,8 +131,8 @@ class View:
 
     def of_state(self, values: Any) -> Any:
         """Return what the caller sees of a state that was read from its thread."""
-        if not isinstance(values, dict):
-            return values
+        if not isinstance(values, dict) or self.keys == ROOT:
+            return cast("Any", values)
         known = cast("dict[str, Any]", values)
         if isinstance(self.keys, str):
             return known.get(self.keys)

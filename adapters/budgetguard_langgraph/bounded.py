@@ -170,11 +170,11 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         write = self.bulk_update_state, self.abulk_update_state
         if opened is None:
             return
-        yield *write, (call.address, opened)
+        call.moved((yield *write, (call.address, opened)))
         state = yield self._plain.get_state, self._plain.aget_state, (call.address,)
         rest = call.opened(state)
         if rest is not None:
-            yield *write, (call.address, rest)
+            call.moved((yield *write, (call.address, rest)))
 
     def _ended(self, call: Session, trip: Trip, error: Exception | None) -> Flow[Outcome]:
         """Close a stopped run, on its thread too, and end it."""
@@ -186,10 +186,11 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         state: StateSnapshot | None = None
         if call.checkpointed:
             state = yield read
-            if call.stays_open(state):
-                state = None
+        call.look_at(state)
+        if call.stays_open(state):
+            state = None
         if state is not None and state.next:
-            yield *write, (call.address, [FOLD])
+            call.thread.moved((yield *write, (call.address, [FOLD])))
             state = yield read
         last = call.last_call(trip, state)
         answer: str | None = None
@@ -197,7 +198,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             answer = yield last.ask, last.ask_async, ()
         plan = call.close(trip, state, answer)
         if plan is not None:
-            yield *write, (call.address, plan)
+            call.thread.moved((yield *write, (call.address, plan)))
         conclude = partial(call.conclude, trip)
         outcome: Outcome = yield conclude, partial(call.graph_run.run.in_thread, conclude), ()
         return outcome

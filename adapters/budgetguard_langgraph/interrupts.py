@@ -48,9 +48,10 @@ def is_budget_interrupt(interrupt: Any) -> bool:
 
 
 def was_stopped(graph: Any, config: Any) -> bool:
-    """Tell whether a budget stopped a thread; False where its saver can only be awaited."""
+    """Tell whether a thread was stopped and asks nobody; False where its saver must be awaited."""
     try:
         tasks: Any = graph.get_state(config).tasks
     except Exception:
         return False
-    return any(is_budget_interrupt(one) for task in tasks for one in task.interrupts)
+    found = [is_budget_interrupt(one) for task in tasks for one in task.interrupts]
+    return bool(found) and all(found)

@@ -11,17 +11,19 @@ from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope
+from budgetguard_core.kit import Envelope, outcome_of
 from budgetguard_langgraph._closing import (
     conversation_in,
     conversation_key,
+    holds_another,
+    is_deferred,
     is_sent,
     replaced,
 )
 from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
-from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
@@ -39,8 +41,9 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
         **options: What `invoke` takes besides.
 
     Raises:
-        AdapterError: The thread was not stopped by a budget, or was changed since; or a tenant
-            paid for the guard that was around it, and a `Budget` does not say who pays now.
+        AdapterError: The thread was not stopped by a budget, or was changed since; there is no
+            thread, because there is no checkpointer or no `thread_id`; or a tenant paid for the
+            guard that was around it, and a `Budget` does not say who pays now.
     """
     again, given = run(_prepared(graph, config, budget))
     return again.invoke(given, config, **options)
@@ -75,15 +78,24 @@ async def aresume_stream(
 def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
     """Make a thread ready; return the graph to go on with, and its input."""
     again = _again(graph, budget)
+    place = configuration(config or {})
+    saver = Thread(graph, place).saver
+    if saver is None:
+        missing = "no thread_id" if place.get("thread_id") is None else "no checkpointer"
+        raise AdapterError(
+            f"resume needs the thread of a graph with a checkpointer, got {missing}. Compile the "
+            'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
+        )
     state = yield graph.get_state, graph.aget_state, (config,)
+    saved = yield saver.get_tuple, saver.aget_tuple, (state.config,)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
         past = yield partial(_history, graph), partial(_ahistory, graph), (config,)
-    update, given, before = _plan(graph, state, past)
+    update, given, before = _plan(graph, with_outcome(state, saved), past)
     if update is not None:
         yield graph.bulk_update_state, graph.abulk_update_state, (config, update)
     if before is not None:
-        yield from go_back(graph, Thread(graph, configuration(config)).saver, before.config)
+        yield from go_back(graph, saver, before.config)
     return again, given
 
 
@@ -136,19 +148,29 @@ def _plan(
 
     Returns:
         What to write to the thread; the input to go on with; and the checkpoint to go back to,
-        where several tasks are left, or one that is a graph. What is scheduled by a command has no
-        checkpoint: stopped once more, what the first of them have done would be lost.
+        where nobody has changed the thread since. What is scheduled by a command has no
+        checkpoint: stopped once more, what the first of several tasks have done would be lost.
     """
     if state.next:
         return None, None, None
     terms = terms_of(graph)
     key = conversation_key(graph, terms[-1].messages_key if terms else "messages")
+    if key is not None and holds_another(state.values, key):
+        key = None
     messages = conversation_in(state.values, key)
     last = messages[-1] if messages else None
+    ended = outcome_of(state)
     before = next((one for one in past if (one.metadata or {}).get("source") != "update"), None)
-    if key is None or last is None or not is_synthetic(last):
-        changed = any(is_synthetic(one) for one in messages)
-        found = "was changed since it was stopped" if changed else "ended by itself"
+    if key is None:
+        stopped = ended is not None and ended.status == "terminated"
+    else:
+        stopped = last is not None and is_synthetic(last)
+    if not stopped:
+        found = "ended by itself"
+        if any(is_synthetic(one) for one in messages):
+            found = "was changed since it was stopped"
+        elif key is None and ended is None:
+            found += " or was changed since"
         raise AdapterError(
             f"resume needs a thread that a budget stopped, got one that {found}. "
             "Give it a new input instead."
@@ -158,6 +180,8 @@ def _plan(
             "resume needs the checkpoint at which a thread was stopped, got a thread without it. "
             "Give it a new input instead."
         )
+    if key is None or last is None:
+        return None, None, before
     left = [task for task in before.tasks if task.result is None and not task.error]
     open_tasks = [task.name for task in left]
     earlier = conversation_in(before.values, key)
@@ -170,15 +194,13 @@ def _plan(
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None
-    sent = any(is_sent(task) for task in left)
-    if sent or len(left) > 1 or any(task.state is not None for task in left):
-        if not _was_edited(state, past[past.index(before) - 1], key):
-            return None, None, before
-        if sent:
-            raise AdapterError(
-                "resume needs a thread as it was stopped, got one with tasks of a Send to go on "
-                "with that was changed since. Give it a new input instead."
-            )
+    if not _was_edited(state, past[past.index(before) - 1], key):
+        return None, None, before
+    if any(is_sent(task) or is_deferred(graph, task) for task in left):
+        raise AdapterError(
+            "resume needs a thread as it was stopped, got one with tasks of a Send or a deferred "
+            "node to go on with that was changed since. Give it a new input instead."
+        )
     goto = sorted(set(open_tasks or before.next))
     return None, Command(update=[(key, value)], goto=goto), None
 

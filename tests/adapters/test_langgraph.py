@@ -130,6 +130,19 @@ def test_resume_needs_a_stopped_thread():
         resume(graph, config, Budget())
 
 
+@pytest.mark.parametrize(
+    ("saver", "config", "missing"),
+    [(None, thread(), "no checkpointer"), (InMemorySaver(), {}, "no thread_id")],
+)
+async def test_resume_needs_a_thread(saver, config, missing):
+    graph = bounded(agent(sticky(), checkpointer=saver), Budget(max_iterations=1))
+    wanted = f"with a checkpointer, got {missing}"
+    with pytest.raises(AdapterError, match=wanted):
+        resume(graph, config, Budget(max_iterations=1))
+    with pytest.raises(AdapterError, match=wanted):
+        await aresume(graph, config, Budget(max_iterations=1))
+
+
 def test_a_callback_stop_is_resumed_exactly():
     script = Script([calls("search"), says("Done.")])
     graph = agent(script, checkpointer=InMemorySaver())

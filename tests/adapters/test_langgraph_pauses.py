@@ -244,6 +244,28 @@ def test_a_trip_and_a_question_in_one_batch_lose_neither(way, anew, caplog):
 
 
 @EACH_WAY
+@ANEW
+def test_a_question_beside_a_stop_inside_of_a_tool_is_answered(way, anew):
+    script = Script([calls(Call("ask", "transfer?"), Call("delegate", "a"))])
+
+    @tool
+    def delegate(value: str = "") -> str:
+        """Have another model do it."""
+        return StrictChat(script=script).invoke(value).content
+
+    made = WAYS[way](script, InMemorySaver(), anew=anew, tools=(ask, delegate))
+    config, budget = thread(), Budget(max_model_calls=1)
+    asked = made.call(budget, user(), config)
+    (waiting,) = [one for one in asked["__interrupt__"] if "question" in one.value]
+    made.call(budget, Command(resume={waiting.id: "yes"}), config)
+    assert script.calls == 1
+    assert ASKED == ["transfer?"]
+    assert [one.status for one in made.outcomes] == ["paused", "terminated"]
+    assert made.outcomes[-1].usage.model_calls == 1
+    check_request(made.outcomes[-1].messages)
+
+
+@EACH_WAY
 def test_a_pause_is_the_outcome_of_its_result(way):
     made = WAYS[way](Script(asking), InMemorySaver(), anew=False)
     result = made.call(Budget(max_iterations=3), user(), thread())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Annotated, Any
+
 import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
+from langgraph.types import Send
 
 import langgraph_graphs as graphs
-from budgetguard_core import Budget, Guard
+from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.testing import Script, calls, says
-from budgetguard_langgraph import BudgetCallback, bounded, resume
+from budgetguard_langgraph import BudgetCallback, bounded, outcome, resume
 from langgraph_graphs import (
     SHAPES,
     StrictChat,
@@ -269,8 +273,150 @@ def test_a_state_without_messages_gets_none(checkpointed):
     }
     assert [one.status for one in outcomes] == ["terminated"]
     if checkpointed:
+        assert outcome(guarded.get_state(config)).stop_reason == "max_iterations"
+        assert not graph.get_state(config).next
         ended = resume(guarded, config, Budget(max_iterations=4))
         assert ended["done"] == [f"step {n}" for n in range(6)]
+        with pytest.raises(AdapterError, match="ended by itself"):
+            resume(guarded, config, Budget(max_iterations=4))
+
+
+class Sorted(graphs.TypedDict):
+    items: list[str]
+    done: Annotated[list[str], operator.add]
+
+
+def mapped(script, saver):
+    """A map of a model over items; its state holds no messages."""
+    model = StrictChat(script=script)
+    graph = StateGraph(Sorted)
+    graph.add_node("one", lambda item: {"done": [f"{item} {model.invoke('Go.').content}"]})
+    graph.add_conditional_edges(START, lambda s: [Send("one", item) for item in s["items"]])
+    return graph.compile(checkpointer=saver)
+
+
+@pytest.mark.parametrize("then", ["resume", "resume twice", "new turn", "change"])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_was_paid_stays_in_a_state_without_messages(then, guarded):
+    script = Script(lambda n: says(str(n)))
+    plain = mapped(script, InMemorySaver())
+    graph, config = bounded(plain, Budget(max_model_calls=3)), thread()
+    stopped = graph.invoke({"items": ["a", "b", "c", "d"], "done": []}, config)
+    paid = stopped["done"]
+    assert len(paid) == 3
+    assert plain.get_state(config).values["done"] == paid
+    after = graph if guarded else plain
+    if then == "new turn":
+        result = after.invoke({"items": ["e"], "done": []}, config)
+        assert result["done"] == [*paid, "e 3"]
+        return
+    if then == "change":
+        plain.update_state(config, {"done": ["note"]}, as_node="one")
+        assert plain.get_state(config).values["done"] == [*paid, "note"]
+        with pytest.raises(AdapterError, match="was changed since"):
+            resume(after, config, Budget(max_model_calls=3))
+        return
+    if then == "resume twice":
+        extra = bounded(plain, Budget(max_model_calls=3))
+        stopped = resume(extra, config, Budget(max_tool_calls=1, max_total_tokens=1))
+        assert stopped["stop_reason"] == "max_total_tokens"
+        assert sorted(stopped["done"]) == sorted(paid)
+    ended = resume(after, config, Budget(max_model_calls=3))
+    assert script.calls == 4
+    assert sorted(ended["done"]) == ["a 0", "b 1", "c 2", "d 3"]
+
+
+@pytest.mark.parametrize("output_keys", ["done", "plan", ["done"]])
+def test_a_result_of_one_channel_stays_one(output_keys):
+    graph = plan_and_execute(Script(lambda n: says(f"step {n}")))
+    guarded = bounded(graph, Budget(max_iterations=2))
+    result = guarded.invoke({"goal": "g"}, output_keys=output_keys)
+    values = {"done": ["step 0", "step 1"], "plan": [f"g {n}" for n in range(6)]}
+    if isinstance(output_keys, str):
+        assert result == values[output_keys]
+    else:
+        assert result == {"done": values["done"], "stop_reason": "max_iterations"}
+
+
+class Listed(graphs.TypedDict):
+    messages: Annotated[list[Any], operator.add]
+
+
+class Written(graphs.TypedDict):
+    messages: str
+
+
+# Channels that are called `messages`, or are the whole state, and hold none of LangChain's.
+OWN = {
+    "tables": (
+        Listed,
+        lambda state, text: {"messages": [{"role": "assistant", "content": text}]},
+        {"messages": [{"role": "user", "content": "Go."}]},
+    ),
+    "texts": (Listed, lambda state, text: {"messages": [text]}, {"messages": ["Go."]}),
+    "text": (Written, lambda state, text: {"messages": state["messages"] + text}, {"messages": ""}),
+    "whole text": (str, lambda state, text: state + text, "Go."),
+    "whole list": (Annotated[list[str], operator.add], lambda state, text: [text], ["Go."]),
+    "whole table": (dict, lambda state, text: {**state, text: len(state)}, {"Go.": 0}),
+}
+
+
+def steps(kind, times, saver):
+    """Build a graph that asks a model so many times, and give it with the model's script."""
+    schema, writes, _ = OWN[kind]
+    script = Script(lambda n: says(f"step {n}"))
+    model = StrictChat(script=script)
+    graph = StateGraph(schema)
+    graph.add_node("work", lambda state: writes(state, model.invoke("Go.").content))
+    graph.add_edge(START, "work")
+    graph.add_conditional_edges("work", lambda state: "work" if script.calls < times else END)
+    return graph.compile(checkpointer=saver), script
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", OWN)
+async def test_a_channel_of_the_user_s_own_is_left_as_it_is(kind, checkpointed, mode):
+    given = OWN[kind][-1]
+
+    async def called(graph, config):
+        if mode == "async":
+            return await graph.ainvoke(given, config)
+        return graph.invoke(given, config)
+
+    expected = {times: steps(kind, times, None)[0].invoke(given) for times in (2, 3)}
+    graph, script = steps(kind, 3, InMemorySaver() if checkpointed else None)
+    config = thread()
+    guarded = bounded(graph, Budget(max_model_calls=2))
+    result = await called(guarded, config)
+    assert script.calls == 2
+    plain = kind.startswith("whole")
+    assert result == (expected[2] if plain else {**expected[2], "stop_reason": "max_model_calls"})
+    if checkpointed:
+        assert graph.get_state(config).values == expected[2]
+        ended = resume(guarded, config, Budget(max_model_calls=2))
+        assert ended == (expected[3] if plain else {**expected[3], "stop_reason": "completed"})
+
+
+def test_messages_in_other_forms_stay_in_the_conversation():
+    """Of a list that is only added to, some are pairs and some are messages."""
+    model = StrictChat(script=sticky())
+    graph = StateGraph(Listed)
+    graph.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
+    graph.add_node("tools", graphs.ToolNode([graphs.search]))
+    graph.add_edge(START, "agent")
+    graph.add_edge("agent", "tools")
+    graph.add_edge("tools", "agent")
+    built = graph.compile(checkpointer=InMemorySaver())
+    config = thread()
+    guarded = bounded(built, Budget(max_iterations=2))
+    for turn in (1, 2):
+        result = guarded.invoke({"messages": [("user", "Go.")]}, config)
+        check_request(result["messages"])
+        asked = [one for one in result["messages"] if isinstance(one, HumanMessage)]
+        assert [one.content for one in asked] == ["Go."] * turn
+        assert built.get_state(config).values["messages"] == result["messages"]
 
 
 class Report(graphs.BaseModel):

@@ -221,3 +221,43 @@ if find_spec("langgraph.channels.delta") is not None:  # later than the oldest s
         bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
         result = resume(graph, config, Budget(max_model_calls=9))
         assert (result["log"], script.calls) == (["a", "b", "c"], 5)
+
+
+@pytest.mark.parametrize("levels", [0, 1])
+def test_a_node_that_waits_for_the_others_is_not_left_out(levels):
+    """LangGraph schedules a deferred node when nothing else is left, and by no command."""
+
+    class State(MessagesState):
+        notes: Annotated[list[str], operator.add]
+
+    script = Script(lambda n: says(f"{n}"))
+    model = StrictChat(script=script)
+
+    def writes(name):
+        return lambda state: {"notes": [f"{name} {model.invoke('Go.').content}"]}
+
+    graph = StateGraph(State)
+    for name in ("left", "right", "far"):
+        graph.add_node(name, writes(name))
+    graph.add_node(
+        "last", lambda state: {"messages": [model.invoke(state["messages"])]}, defer=True
+    )
+    for before, after in (("left", "last"), ("right", "far"), ("far", "last")):
+        graph.add_edge(before, after)
+    graph.add_edge(START, "left")
+    graph.add_edge(START, "right")
+    built = graph.compile(checkpointer=None if levels else InMemorySaver())
+    if levels:
+        outer = StateGraph(State)
+        outer.add_node("inner", built)
+        outer.add_edge(START, "inner")
+        built = outer.compile(checkpointer=InMemorySaver())
+    config = thread()
+    guarded = bounded(built, Budget(max_model_calls=3))
+    stopped = guarded.invoke({**user(), "notes": []}, config)
+    assert stopped["stop_reason"] == "max_model_calls"
+    ended = resume(guarded, config, Budget(max_model_calls=1))
+    assert script.calls == 4
+    assert ended["stop_reason"] == "completed"
+    assert [one.content for one in ended["messages"]] == ["Go.", "3"]
+    assert len(ended["notes"]) == 3
