@@ -58,6 +58,7 @@ class SqliteStore:
     """
 
     _connection: sqlite3.Connection | None = None
+    _opened: tuple[int, int] | None = None
     _file: FileLock | None = None
 
     def __init__(
@@ -210,6 +211,9 @@ class SqliteStore:
             self._forked()
         with self._mutex:
             try:
+                if self._connection is not None and self._opened != self._file_now():
+                    # Removed or replaced: what is written to it from here on nobody would read.
+                    self._disconnect()
                 db = self._connection or self._connect()
                 with self._file or nullcontext():
                     db.execute("BEGIN IMMEDIATE")
@@ -244,7 +248,17 @@ class SqliteStore:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
             tables.make(db)
+        self._opened = self._file_now()
         return db
+
+    def _file_now(self) -> tuple[int, int] | None:
+        """Return what tells the file at the path from another."""
+        if self._is_memory:
+            return None
+        with suppress(OSError):
+            found = self._path.stat()
+            return found.st_dev, found.st_ino
+        return None
 
     def _disconnect(self) -> None:
         db, file = self._connection, self._file

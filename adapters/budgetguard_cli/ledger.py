@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, TypedDict
 
@@ -54,7 +54,10 @@ def show(
     past: Annotated[bool, typer.Option("--past", help="Earlier days and months too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants spent and reserved in each window, and how many runs are alive."""
+    """Show what tenants spent and reserved in each window, and how many runs are alive.
+
+    The default's ceilings, and those of tenants that have spent nothing yet, are named below.
+    """
     with opened(url) as ledger:
         rows = [row for row in ledger.windows() if tenant in (None, row.key)]
         if not past:
@@ -78,6 +81,10 @@ def show(
         screen = console()
         screen.print(shown_rows)
         screen.print(Text(f"ledger {ledger.id} at {ledger.url}, {instant(ledger.now())}"))
+        spending = {row.key for row in rows}
+        for key, found in sorted(ledger.ceilings().items()):
+            if key not in spending and tenant in (None, key):
+                screen.print(Text(_sentence(key or None, found)))
         for one in ledger.kills():
             screen.print(Text(f"killed: {one.detail}"))
 
@@ -130,10 +137,7 @@ def set_(
     if as_json:
         print_json([{"key": tenant, "own": bool(now), **figures}])
         return
-    name = "the default" if tenant is None else shown(tenant)
-    day_, month_ = (_figures(now.get(kind, Amount())) for kind in "dm")
-    said = f"a day {ceilings(**day_)}, a month {ceilings(**month_)}" if now else "none of its own"
-    console().print(Text(f"ceilings of {name}: {said}"))
+    console().print(Text(_sentence(tenant, now)))
 
 
 @ledger_app.command("runs", epilog="Example: budgetguard ledger runs --json")
@@ -178,6 +182,13 @@ def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
             console().print(Text(line))
     if wrong:
         raise typer.Exit(1)
+
+
+def _sentence(tenant: str | None, found: Mapping[str, Amount]) -> str:
+    name = "the default" if tenant is None else shown(tenant)
+    day, month = (_figures(found.get(kind, Amount())) for kind in "dm")
+    said = f"a day {ceilings(**day)}, a month {ceilings(**month)}" if found else "none of its own"
+    return f"ceilings of {name}: {said}"
 
 
 def _latest(rows: Sequence[WindowUsage]) -> Iterable[WindowUsage]:
