@@ -257,7 +257,7 @@ class RunState:
         # Whether there is anything to ask before a tool call: progress is about the turns.
         self._gated = bool(self._paced or self._mixed) or any(one.gates for one in self._watched)
 
-    def _announce(self) -> None:
+    def _announce(self, beside: Sequence[Self] = ()) -> None:
         if self._tree.sinks:
             with self._tree.lock:
                 self._record(
@@ -269,6 +269,7 @@ class RunState:
                     price_book=self._tree.price_book.version,
                     stop_conditions=len(self.budget.stop_when),
                     tenant=() if self._tenant is None else self._tenant.names,
+                    beside=tuple(one.run_id for one in beside),
                 )
             self._tree.deliver()
 

@@ -169,6 +169,22 @@ def test_a_trip_that_a_watchdog_found_is_in_the_log():
         assert replayed.observed_trip == run.guard.observed_trip
 
 
+def test_a_part_of_two_runs_spends_both():
+    run = Run()
+    one = run.guard.child(Budget(max_tool_calls=2), run_id="one")
+    other = run.guard.child(Budget(tool_quotas={"a": 1}), run_id="other")
+    part = one.child(run_id="part", beside=[other])
+    part.admit_tool_calls([ToolCall(name="a"), ToolCall(name="a")])
+    other.admit_tool_call(ToolCall(name="a"))
+    assert run.guard.usage.tool_calls == 1
+    assert run.replayed().usage.tool_calls == 1
+    leg = Guard.restore(Snapshot.from_json(part.snapshot().to_json()), within=[one, other])
+    leg.admit_tool_call(ToolCall(name="a"))
+    leg.admit_tool_call(ToolCall(name="b"))
+    assert run.guard.usage.tool_calls == 2
+    assert run.replayed().usage.tool_calls == 2
+
+
 def test_a_watchdog_in_a_child_that_found_its_parents_trip():
     run = Run(Budget(max_seconds=5))
     child = run.guard.child(run_id="c")
