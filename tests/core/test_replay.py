@@ -23,6 +23,7 @@ from budgetguard_core import (
     replay,
 )
 from budgetguard_core.events import CheckpointSaved
+from budgetguard_core.replay import Replay
 from budgetguard_core.testing import ManualClock
 
 BOOK = PriceBook({"m": Price(input=1, output=2, context_window=1000)})
@@ -192,6 +193,21 @@ def test_a_watchdog_in_a_child_that_found_its_parents_trip():
     run.clock.advance(10)
     assert child.check().run_id == "r"
     assert same(run.replayed(), run.guard)
+
+
+def test_a_watchdog_in_a_part_that_does_nothing_by_itself():
+    run = Run(Budget(max_iterations=1))
+    run.step()
+    run.guard.admit_model_call()
+    part = run.guard.child(run_id="off", mode="off")
+    told = Replay(price_book=BOOK, clock=run.clock, sinks=[(seen := []).append])
+    assert part.check().run_id == "r"
+    for event in run.events:
+        told.apply(event)
+    assert [(event.run_id, event.event) for event in seen][-2:] == [
+        ("off", "tripped"),
+        ("off", "checked"),
+    ]
 
 
 def test_figures_that_were_refused_are_refused_in_the_same_way():
