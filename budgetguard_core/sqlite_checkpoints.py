@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,24 +15,13 @@ from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import CheckpointError, ConfigurationError, RunFencedError
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.snapshot import OpenCall, Snapshot, SnapshotParts
+from budgetguard_core.stores import Checkpoint
 
 if TYPE_CHECKING:
     import sqlite3
 
 _BUSY_SECONDS = 30.0
 _MEMORY = ":memory:"
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One of a run's numbered checkpoints."""
-
-    number: int
-    """Grows by one with each checkpoint of the run, from 1."""
-    saved_at: float | None
-    """When it was saved, in seconds since the Unix epoch; None if an earlier release saved it."""
-    messages: int | None
-    """How many messages its conversation has; None if an earlier release saved it."""
 
 
 class SqliteStore:
