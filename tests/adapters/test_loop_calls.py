@@ -354,3 +354,20 @@ async def test_a_guarded_async_generator_hears_what_is_said_to_it():
     with pytest.raises(StopAsyncIteration):
         await anext(items)
     assert [record.status for record in guard.tool_calls] == ["completed"]
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe", "off"])
+def test_a_tool_that_another_guard_guards_is_one_call_of_the_run(mode):
+    other, around = Guard(Budget(), mode=mode), Guard(Budget())
+    ask = {"id": "a", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+
+    def step(messages):
+        done = messages[-1]["role"] == "tool"
+        return "Done." if done else {"role": "assistant", "content": None, "tool_calls": [ask]}
+
+    search = guarded(other)(lambda: "found")
+    with around.activate():
+        outcome = run_bounded(step, Budget(), messages="Go", tools={"search": search})
+    assert outcome.status == "completed"
+    assert (outcome.usage.tool_calls, around.usage.tool_calls) == (1, 1)
+    assert other.usage.tool_calls == (mode != "off")
