@@ -49,8 +49,8 @@ from budgetguard_core.usage import TokenUsage, Usage, estimate_tokens
 if TYPE_CHECKING:
     from budgetguard_core.event_log import read_events
     from budgetguard_core.snapshot import OpenCall, Snapshot
-    from budgetguard_core.sqlite_checkpoints import Checkpoint, MemoryStore, SqliteStore
-    from budgetguard_core.stores import CheckpointStore, NumberedStore
+    from budgetguard_core.sqlite_checkpoints import MemoryStore, SqliteStore
+    from budgetguard_core.stores import Checkpoint, CheckpointStore, NumberedStore
 
 __all__ = [
     "NOT_AVAILABLE",
@@ -114,7 +114,7 @@ __all__ = [
 # What is loaded when it is asked for: most processes neither take a snapshot nor store one, and
 # read no log.
 _LATER = {
-    "Checkpoint": "sqlite_checkpoints",
+    "Checkpoint": "stores",
     "CheckpointStore": "stores",
     "MemoryStore": "sqlite_checkpoints",
     "NumberedStore": "stores",

@@ -91,7 +91,7 @@ def load(db: sqlite3.Connection, run_id: str, number: int | None = None) -> Snap
         "AND (until IS NULL OR until > ?) ORDER BY kind, place",
         (run_id, number, number),
     ):
-        seen[kind].append(item)
+        seen.get(kind, []).append(item)
     parts = SnapshotParts(state, seen["message"], seen["record"][-records:] if records else [])
     if len(parts.messages) != messages or len(parts.records) != records:
         raise CheckpointError(

@@ -345,9 +345,9 @@ class RunControls(BrakedRun):
             self._ask_conditions()
         with self._tree.lock:
             now = self._now()
-            before = [(guard.trip, guard.observed_trip) for guard in self._line]
+            before = [(guard.trip, guard.observed_trip) for guard in self.lineage]
             trip = self._stop(now)
-            changed = before != [(guard.trip, guard.observed_trip) for guard in self._line]
+            changed = before != [(guard.trip, guard.observed_trip) for guard in self.lineage]
             if changed and self._tree.sinks:
                 self._record(Checked, now)
         self._tree.deliver()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from pydantic import ConfigDict
 
@@ -39,6 +39,7 @@ _NO_COUNTS: Mapping[_Alike, int] = {}
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
 """What a tool call is: a body that starts, a handoff, the framework's structured output, or a tool
 that the provider runs."""
+_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +114,11 @@ class ToolCall:
         kind: ToolKind = "function",
         fingerprint: str | None = None,
     ) -> None:
+        if kind != "function" and kind not in _KINDS:
+            raise ConfigurationError(
+                f"kind must be one of {', '.join(_KINDS)}, got {shown(kind)}. "
+                "Leave it out for a function."
+            )
         self.name = name
         self.arguments = arguments
         self.id = id

@@ -75,5 +75,5 @@ def _reason(line: str | bytes, error: ValidationError) -> str:
     if version not in (1, FORMAT_VERSION):
         return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."
     problem = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in problem["loc"])
+    field = ".".join(str(part) for part in problem["loc"]) or "the whole"
     return f"not an event ({field}: {problem['msg']})."

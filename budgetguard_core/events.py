@@ -84,6 +84,8 @@ class RunStarted(EventBase):
     """How many conditions of the user's own there are; they are code and not in the log."""
     tenant: tuple[str, ...] = ()
     """Whom the run's calls are charged to in a ledger, beside those above it."""
+    beside: tuple[str, ...] = ()
+    """Other runs of this log that are charged too, as its parent is."""
 
 
 class RunRestored(EventBase):

@@ -117,7 +117,7 @@ class RunRelations(RunControls):
         for one in beside:
             one.cancellation.adopt(child.cancellation)
         child._charge_to(ledger, tenant)
-        child._announce()
+        child._announce(beside)
         return child
 
     @contextmanager

@@ -98,6 +98,7 @@ class Replay:
         self._prices = price_book
         self._clock = _RecordedClock(clock or SystemClock())
         self._guards: dict[str, Guard] = {}
+        self._above: dict[str, list[Guard]] = {}
         self._tickets: dict[tuple[str, int], Admit] = {}
 
     def apply(self, event: Event) -> None:
@@ -144,8 +145,10 @@ class Replay:
     def _start(self, event: RunStarted) -> None:
         recorded = Budget.from_json(event.budget)
         if event.parent_run_id is not None and event.parent_run_id in self._guards:
-            parent = self._guards[event.parent_run_id]
-            guard = parent.child(recorded, mode=event.mode, run_id=event.run_id)
+            names = (event.parent_run_id, *event.beside)
+            above = [self._guards[name] for name in names if name in self._guards]
+            guard = above[0].child(recorded, mode=event.mode, run_id=event.run_id, beside=above[1:])
+            self._above[event.run_id] = above
         else:
             guard = Guard(
                 self._budget or recorded,
@@ -165,8 +168,7 @@ class Replay:
         snapshot = Snapshot.model_validate(event.snapshot)
         budget = self._budget or Budget.from_json(snapshot.budget or {})
         # A budget that is given makes the leg a fresh one; the recorded leg had its own counters.
-        begun = self._guards.get(event.run_id)
-        within = () if begun is None or begun.parent is None else (begun.parent,)
+        within = self._above.get(event.run_id, ())
         if within:
             budget = Budget.from_json(snapshot.budget or {})
         guard = Guard.restore(

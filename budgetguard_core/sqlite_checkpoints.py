@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,24 +15,13 @@ from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import CheckpointError, ConfigurationError, RunFencedError
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.snapshot import OpenCall, Snapshot, SnapshotParts
+from budgetguard_core.stores import Checkpoint
 
 if TYPE_CHECKING:
     import sqlite3
 
 _BUSY_SECONDS = 30.0
 _MEMORY = ":memory:"
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One of a run's numbered checkpoints."""
-
-    number: int
-    """Grows by one with each checkpoint of the run, from 1."""
-    saved_at: float | None
-    """When it was saved, in seconds since the Unix epoch; None if an earlier release saved it."""
-    messages: int | None
-    """How many messages its conversation has; None if an earlier release saved it."""
 
 
 class SqliteStore:
@@ -58,6 +46,7 @@ class SqliteStore:
     """
 
     _connection: sqlite3.Connection | None = None
+    _opened: tuple[int, int] | None = None
     _file: FileLock | None = None
 
     def __init__(
@@ -210,6 +199,9 @@ class SqliteStore:
             self._forked()
         with self._mutex:
             try:
+                if self._connection is not None and self._opened != self._file_now():
+                    # Removed or replaced: what is written to it from here on nobody would read.
+                    self._disconnect()
                 db = self._connection or self._connect()
                 with self._file or nullcontext():
                     db.execute("BEGIN IMMEDIATE")
@@ -244,7 +236,17 @@ class SqliteStore:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
             tables.make(db)
+        self._opened = self._file_now()
         return db
+
+    def _file_now(self) -> tuple[int, int] | None:
+        """Return what tells the file at the path from another."""
+        if self._is_memory:
+            return None
+        with suppress(OSError):
+            found = self._path.stat()
+            return found.st_dev, found.st_ino
+        return None
 
     def _disconnect(self) -> None:
         db, file = self._connection, self._file

@@ -15,7 +15,7 @@ from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.caps import INFINITY
 from budgetguard_core.clock import Clock
 from budgetguard_core.decision import Admit, ModelCall, Occurrences, ToolCall
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.events import (
     ContextWindowNearlyFull,
     EventBase,
@@ -127,6 +127,11 @@ class RunState:
         if on_warning is not None and not callable(on_warning):
             raise ConfigurationError(
                 f"on_warning must be callable, got {type(on_warning).__name__}. Pass a function."
+            )
+        if run_id is not None and not (isinstance(run_id, str) and run_id):
+            raise ConfigurationError(
+                f"run_id must be a text, not empty, got {shown(run_id)}. "
+                "Leave it out for a random one."
             )
         budget = budget or _no_caps()
         self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
@@ -252,7 +257,7 @@ class RunState:
         # Whether there is anything to ask before a tool call: progress is about the turns.
         self._gated = bool(self._paced or self._mixed) or any(one.gates for one in self._watched)
 
-    def _announce(self) -> None:
+    def _announce(self, beside: Sequence[Self] = ()) -> None:
         if self._tree.sinks:
             with self._tree.lock:
                 self._record(
@@ -264,6 +269,7 @@ class RunState:
                     price_book=self._tree.price_book.version,
                     stop_conditions=len(self.budget.stop_when),
                     tenant=() if self._tenant is None else self._tenant.names,
+                    beside=tuple(one.run_id for one in beside),
                 )
             self._tree.deliver()
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from budgetguard_core.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One of a run's numbered checkpoints."""
+
+    number: int
+    """Grows by one with each checkpoint of the run, from 1."""
+    saved_at: float | None
+    """When it was saved, in seconds since the Unix epoch; None if an earlier release saved it."""
+    messages: int | None
+    """How many messages its conversation has; None if an earlier release saved it."""
 
 
 class SnapshotWriter(Protocol):

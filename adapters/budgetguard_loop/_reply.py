@@ -62,12 +62,12 @@ def _message_in(answer: Any) -> tuple[Message, bool]:
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}, False
     choices = part(answer, "choices")
-    if choices:
+    if isinstance(choices, _LISTS):
+        if not choices:
+            # A provider's filter has taken the answer; the call was made all the same.
+            return _assistant({"content": ""}), False
         first = parts_of(choices[0])
         return _assistant(first("message")), first("finish_reason") == "length"
-    if isinstance(choices, list | tuple):
-        # A provider's filter has taken the answer; the call was made all the same.
-        return _assistant({"content": ""}), False
     if part(answer, "content") is None and not part(answer, "tool_calls"):
         raise _unreadable(answer)
     if part(answer, "type") == "message":
@@ -131,7 +131,7 @@ def said_by_chunk(chunk: Any) -> Said:
     if isinstance(chunk, str):
         return Said(chunk, asks=False, is_cut=False)
     choices = part(chunk, "choices")
-    if choices is None:
+    if not isinstance(choices, _LISTS):
         text = str(part(part(chunk, "delta"), "text") or "")
         cut = part(part(chunk, "delta"), "stop_reason") == "max_tokens"
         return Said(text, asks=False, is_cut=cut)
@@ -189,7 +189,7 @@ class StreamedReply:
             return
         choices = part(chunk, "choices")
         usage = token_usage(chunk) if part(chunk, "usage") is not None else None
-        if choices is None or (choices and part(choices[0], "delta") is None):
+        if not isinstance(choices, _LISTS) or (choices and part(choices[0], "delta") is None):
             self._whole = read_reply(chunk)
             return
         self._usage = merge_usage(self._usage, usage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
@@ -38,7 +38,7 @@ from budgetguard_loop._reply import Said, said_by, said_by_chunk
 from budgetguard_loop._settings import Settings, is_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_NOTHING = object()
+_NOTHING: Any = object()
 _Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 
 
@@ -178,40 +178,57 @@ class _Gate:
         return call
 
     def generator(self) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
             run, asked = self._ask(args, kwargs)
             with self._admitted(run, run.wait(asked), args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
+                go_on = functools.partial(next, items)
                 try:
                     while True:
-                        with admitted.run.entered(admitted.open):
-                            item = next(items, _NOTHING)
-                        if item is _NOTHING:
-                            break
+                        try:
+                            with admitted.run.entered(admitted.open):
+                                item = go_on()
+                        except StopIteration as end:
+                            return end.value
                         self._took(admitted, item, part_of_it=True)
-                        yield item
+                        try:
+                            go_on = functools.partial(items.send, (yield item))
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:
+                            go_on = functools.partial(items.throw, error)
                 finally:
                     items.close()
 
         return call
 
     def async_generator(self) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
             run, asked = self._ask(args, kwargs)
             waited = await run.wait_async(asked)
             with self._admitted(run, waited, args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
+                go_on = functools.partial(anext, items)
                 try:
                     while True:
-                        item = cut = cast("Any", object())
-                        with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
-                            item = await anext(items, _NOTHING)
-                        if item is cut:
-                            raise _CutShort(cast("Any", watch).trip)
-                        if item is _NOTHING:
+                        item = _NOTHING
+                        try:
+                            with (
+                                admitted.run.entered(admitted.open),
+                                cut_short(admitted.run) as watch,
+                            ):
+                                item = await go_on()
+                        except StopAsyncIteration:
                             break
+                        if item is _NOTHING:
+                            raise _CutShort(cast("Any", watch).trip)
                         self._took(admitted, item, part_of_it=True)
-                        yield item
+                        try:
+                            go_on = functools.partial(items.asend, (yield item))
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:
+                            go_on = functools.partial(items.athrow, error)
                 finally:
                     await items.aclose()
 

@@ -39,13 +39,14 @@ def parts_of(record: Any) -> Callable[[str], Any]:
         return ({**record.__dict__, **extra} if extra else record.__dict__).get
     if isinstance(record, Mapping):
         return cast("Mapping[str, Any]", record).get
-    return partial(_attribute, record)
+    return partial(attribute, record)
 
 
-def _attribute(record: object, name: str) -> Any:
+def attribute(record: object, name: str) -> Any:
+    """Return an attribute of an object, of a mapping too; None where there is none."""
     try:
         return getattr(record, name, None)
-    except Exception:  # a property is code of the SDK's
+    except Exception:  # code of the SDK's; dictionaries with attributes raise KeyError
         return None
 
 

@@ -308,11 +308,11 @@ class Run(Lifetime):
         that others gave are given back.
         """
         opened = [OpenToolCall(call, run=self) for call in calls]
-        self._admit(opened)
+        self._admit(opened, self.guards)
         return Batch(opened)
 
-    def _admit(self, waiting: list[OpenToolCall]) -> None:
-        for own in self.guards:
+    def _admit(self, waiting: list[OpenToolCall], guards: Sequence[Guard]) -> None:
+        for own in guards:
             guard = housekeeping_for(own)
             decisions = guard.admit_tool_calls([one.call for one in waiting])
             admitted: list[OpenToolCall] = []
@@ -340,7 +340,7 @@ class Run(Lifetime):
         """Ask for one tool call: a batch of one.
 
         A call that a layer above has admitted and whose body has not been seen since is the same
-        call: it has no tickets of its own, and is counted once.
+        call: only the guards that have not charged it yet are asked.
 
         Args:
             call: What is to be called.
@@ -349,16 +349,16 @@ class Run(Lifetime):
         """
         frame = current()
         outer = None if frame is None else frame.call
+        guards = self.guards
         if (
             isinstance(outer, OpenToolCall)
             and not outer.seen
             and (outer.call.name == call.name or (function and outer.function is function))
-            and all(_covers(outer.tickets, guard) for guard in self.guards)
         ):
             outer.seen = True
-            return OpenToolCall(call, run=self)
+            guards = tuple(guard for guard in guards if not _covers(outer.tickets, guard))
         opened = OpenToolCall(call, run=self)
-        self._admit([opened])
+        self._admit([opened], guards)
         return opened
 
     def start(self, call: OpenToolCall) -> str | None:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Final, cast
 
 from budgetguard_core.kit.figures import fitted, is_free, larger, read_figures
-from budgetguard_core.kit.records import kind_of, part, parts_of
+from budgetguard_core.kit.records import attribute, kind_of, part, parts_of
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 _RECORDS: Final = (
@@ -148,7 +148,7 @@ def reported_cost(record: object) -> Decimal | None:
     """
     # A dictionary has none, and to be told so takes longer than to ask what it is.
     if not _lacks(record, _HIDDEN):
-        cost = _amount(part(getattr(record, "_hidden_params", None), "response_cost"))
+        cost = _amount(part(attribute(record, "_hidden_params"), "response_cost"))
         if cost is not None:
             return cost
     cost = _cost_of(record)

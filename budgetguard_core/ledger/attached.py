@@ -175,6 +175,10 @@ class AttachedRuns:
         with self._lock:
             return list(self._meters.values())
 
+    def leases(self) -> list[Lease]:
+        """Return those of them that set amounts aside ahead of need, and so have to be tended."""
+        return [meter for meter in self.meters() if isinstance(meter, Lease)]
+
     def leave_idle(self) -> None:
         """Give back what no run of this process has asked for in a while.
 
@@ -182,13 +186,13 @@ class AttachedRuns:
             LedgerUnreachable: The store does not answer.
         """
         for meter in self.meters():
-            idle = not self.of(meter.account)
+            if self.of(meter.account):
+                continue
             if isinstance(meter, Lease):
-                idle = idle and meter.idle_seconds() > _IDLE_SECONDS
-                if idle:
-                    meter.close()
-                    idle = meter.is_idle
-            if idle:
+                if meter.idle_seconds() <= _IDLE_SECONDS:
+                    continue
+                meter.close()
+            if meter.is_idle:
                 with self._lock:
                     busy = any(run.meter is meter for run in self._runs.values())
                     if not busy:
@@ -204,7 +208,7 @@ class AttachedRuns:
     def leave_settled(self) -> None:
         """Forget the meters but for those that a call is under way in: it settles there."""
         for meter in self.meters():
-            if not isinstance(meter, Lease) or meter.is_idle:
+            if meter.is_idle:
                 with self._lock:
                     self._leave(meter)
 
@@ -215,11 +219,10 @@ class AttachedRuns:
 
     def forked(self) -> None:
         """Begin anew in a child process. A guard that crossed the fork goes on asking its meter."""
-        for meter in self._meters.values():
-            if isinstance(meter, Lease):
-                meter.forked()
         # Another thread of the parent may have held it.
         self._lock = threading.Lock()
+        for lease in self.leases():
+            lease.forked()
         self.leave_runs()
         self._begin()
 

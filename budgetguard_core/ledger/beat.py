@@ -6,12 +6,11 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from budgetguard_core.ledger.alive import AliveRuns
-from budgetguard_core.ledger.attached import AttachedRuns, LedgerRun, Meter, call_listener
+from budgetguard_core.ledger.attached import AttachedRuns, LedgerRun, call_listener
 from budgetguard_core.ledger.ceiling_warnings import CeilingWarnings
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.kill_switch import kill_of
-from budgetguard_core.ledger.lease import Lease
 from budgetguard_core.ledger.outbox import Outbox
 
 _LOG = logging.getLogger("budgetguard")
@@ -69,15 +68,14 @@ class Beat:
             LedgerUnreachable: The store does not answer.
         """
         self._attached.remove_forgotten()
-        runs, meters = self._attached.all(), self._attached.meters()
-        self._poll(runs, meters)
+        runs = self._attached.all()
+        self._poll(runs)
         if not self._orphans_sent:
             self._outbox.deliver_orphans(self._connection.send)
             self._orphans_sent = True
         self._outbox.deliver(self._connection.send)
-        for meter in meters:
-            if isinstance(meter, Lease):
-                meter.tend()
+        for lease in self._attached.leases():
+            lease.tend()
         self._outbox.deliver(self._connection.send)
         self._warnings.tell()
         self._attached.leave_idle()
@@ -86,12 +84,11 @@ class Beat:
     def finish(self) -> None:
         """Give everything back and send what waits; what cannot be sent is written down."""
         self._attached.leave_runs()
-        for meter in self._attached.meters():
-            if isinstance(meter, Lease):
-                try:
-                    meter.close()
-                except LedgerUnreachable:
-                    meter.abandon()
+        for lease in self._attached.leases():
+            try:
+                lease.close()
+            except LedgerUnreachable:
+                lease.abandon()
         self._attached.leave_settled()
         try:
             self._outbox.deliver(self._connection.send)
@@ -107,19 +104,18 @@ class Beat:
         except LedgerUnreachable as full:
             _LOG.warning("ledger: %s", full)
 
-    def _poll(self, runs: Iterable[LedgerRun], meters: Iterable[Meter]) -> None:
+    def _poll(self, runs: Iterable[LedgerRun]) -> None:
         """Look at the kill switches, and at what other processes ask back."""
-        keys = sorted({name for meter in meters for name in meter.account.names})
+        keys = sorted({name for meter in self._attached.meters() for name in meter.account.names})
         flags = ["all", *(f"t:{key}" for key in keys), *sorted({f"r:{run.run}" for run in runs})]
         names = [f"f:{flag}" for flag in flags] + [f"w:{key}" for key in keys]
         found = self._connection.ask(lambda store: store.read(names))
         killed = {flag: text for flag, text in zip(flags, found, strict=False) if text is not None}
         recalled = self._recalled(dict(zip(keys, found[len(flags) :], strict=True)))
-        for meter in meters:
-            if isinstance(meter, Lease):
-                meter.block(any(flag in killed for flag in meter.account.flags))
-                if recalled.intersection(meter.account.names):
-                    meter.recall()
+        for lease in self._attached.leases():
+            lease.block(any(flag in killed for flag in lease.account.flags))
+            if recalled.intersection(lease.account.names):
+                lease.recall()
         for run in runs:
             for flag in (*run.account.flags, f"r:{run.run}"):
                 if flag in killed:

@@ -26,6 +26,9 @@ TTL_OF_EXACT = 600.0
 class Exact:
     """Exact reservations of one set of keys. The arguments are those of `Lease`."""
 
+    is_idle = True
+    """Nothing is set aside but for a call that holds it."""
+
     def __init__(
         self,
         connection: Connection,

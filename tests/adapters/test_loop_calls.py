@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from budgetguard_core import Budget, BudgetExceeded, Guard, StopReason, ToolCall
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, StopReason, ToolCall
 from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async, run_bounded_stream
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._reply import said_by
@@ -280,3 +280,94 @@ def test_a_stop_that_a_tool_raises_is_no_error_text():
         run.guard.abort()
         call.run(ask)
     assert run.outcome.stop_reason is StopReason.ABORTED
+
+
+class Attributed(dict):
+    """A response as DashScope's and AgentScope's SDKs give it."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dictionary_with_attributes_is_a_response():
+    usage = Attributed(prompt_tokens=7, completion_tokens=3)
+    message = Attributed(role="assistant", content="Hello.")
+    response = Attributed(choices=[Attributed(message=message)], usage=usage)
+    with bounded(Budget(max_total_tokens=100)) as run, run.model_call("gpt-4o") as call:
+        call.settle(response)
+    assert run.outcome.usage.total_tokens == 10
+    assert run_bounded(lambda messages: response, Budget(), messages="Hi").final == "Hello."
+
+
+@pytest.mark.parametrize("choices", [{"A": "yes", "B": "no"}, 4, "A or B"])
+def test_an_answer_in_a_shape_of_ones_own_may_have_choices(choices):
+    guard = Guard(Budget())
+
+    @guarded(guard, kind="model")
+    def ask():
+        return {"question": "Is it?", "choices": choices}
+
+    @guarded(guard, kind="model")
+    def stream():
+        yield {"choices": choices}
+
+    assert ask()["choices"] == choices
+    assert list(stream()) == [{"choices": choices}]
+    assert guard.usage.failed_calls == 0
+    with pytest.raises(AdapterError, match="ModelReply"):
+        run_bounded(lambda messages: {"choices": choices}, Budget(), messages="Hi")
+
+
+def talk():
+    """A generator that hears what is said to it."""
+    heard = yield "first"
+    try:
+        yield heard
+    except KeyError as error:
+        yield str(error)
+    return "last"
+
+
+async def talk_async():
+    heard = yield "first"
+    try:
+        yield heard
+    except KeyError as error:
+        yield str(error)
+
+
+def test_a_guarded_generator_hears_what_is_said_to_it():
+    guard = Guard(Budget())
+    items = guarded(guard)(talk)()
+    assert (next(items), items.send("second"), items.throw(KeyError(3))) == ("first", "second", "3")
+    with pytest.raises(StopIteration) as ended:
+        next(items)
+    assert ended.value.value == "last"
+    assert [record.status for record in guard.tool_calls] == ["completed"]
+
+
+async def test_a_guarded_async_generator_hears_what_is_said_to_it():
+    guard = Guard(Budget())
+    items = guarded(guard)(talk_async)()
+    assert await anext(items) == "first"
+    assert await items.asend("second") == "second"
+    assert await items.athrow(KeyError(3)) == "3"
+    with pytest.raises(StopAsyncIteration):
+        await anext(items)
+    assert [record.status for record in guard.tool_calls] == ["completed"]
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe", "off"])
+def test_a_tool_that_another_guard_guards_is_one_call_of_the_run(mode):
+    other, around = Guard(Budget(), mode=mode), Guard(Budget())
+    ask = {"id": "a", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+
+    def step(messages):
+        done = messages[-1]["role"] == "tool"
+        return "Done." if done else {"role": "assistant", "content": None, "tool_calls": [ask]}
+
+    search = guarded(other)(lambda: "found")
+    with around.activate():
+        outcome = run_bounded(step, Budget(), messages="Go", tools={"search": search})
+    assert outcome.status == "completed"
+    assert (outcome.usage.tool_calls, around.usage.tool_calls) == (1, 1)
+    assert other.usage.tool_calls == (mode != "off")

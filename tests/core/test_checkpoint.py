@@ -90,7 +90,7 @@ def test_the_last_one_is_kept(store, guard):
     "run_id", ["'; DROP TABLE budgetguard_checkpoints; --", "../../x", "ü", "%", ""]
 )
 def test_a_run_may_have_any_name(store, run_id):
-    store.save(Guard(run_id=run_id or None).snapshot().model_copy(update={"run_id": run_id}))
+    store.save(Guard().snapshot().model_copy(update={"run_id": run_id}))
     assert store.load(run_id).run_id == run_id
     assert store.load("r") is None
 
@@ -195,6 +195,32 @@ def test_a_damaged_row_is_one_sentence(tmp_path, guard):
     other.close()
     with pytest.raises(CheckpointError, match="snapshot is damaged"):
         store.load("r")
+    store.close()
+
+
+def test_a_row_of_an_unknown_kind_is_damage(tmp_path, guard):
+    store = SqliteStore(tmp_path / "c.sqlite3")
+    store.save(guard.snapshot(["a"]))
+    other = sqlite3.connect(tmp_path / "c.sqlite3")
+    other.execute("UPDATE budgetguard_items SET kind = 'nessage' WHERE kind = 'message'")
+    other.commit()
+    other.close()
+    with pytest.raises(CheckpointError, match="snapshot is damaged"):
+        store.load("r")
+    store.close()
+
+
+@pytest.mark.parametrize("removed", ["c.sqlite3", "c.sqlite3*"])
+def test_a_file_that_is_removed_is_made_anew(tmp_path, guard, removed):
+    path = tmp_path / "c.sqlite3"
+    store = SqliteStore(path)
+    store.save(guard.snapshot(["a"]))
+    for file in tmp_path.glob(removed):
+        file.unlink()
+    store.save(guard.snapshot(["b"]))
+    other = SqliteStore(path)
+    assert other.load("r").messages == ("b",)
+    other.close()
     store.close()
 
 

@@ -12,6 +12,7 @@ from budgetguard_core import (
     OUTCOME_UNKNOWN,
     Admit,
     Budget,
+    ConfigurationError,
     Guard,
     Mode,
     ModelCall,
@@ -36,6 +37,12 @@ def test_requests_take_keywords_only():
     assert all(field.kw_only for kind in (ModelCall, ToolCall) for field in fields(kind))
     with pytest.raises(TypeError):
         ToolCall("a")
+
+
+@pytest.mark.parametrize("kind", ["x", "", None, "Function"])
+def test_a_kind_that_nobody_knows_is_refused(kind):
+    with pytest.raises(ConfigurationError, match=r"kind must be one of function, handoff, output"):
+        ToolCall(name="a", kind=kind)
 
 
 def test_answers_cannot_be_changed():

@@ -312,7 +312,7 @@ def test_a_line_that_is_no_event_is_named_with_its_field(lines):
     other = json.loads(lines[0]) | {"seq": "first"}
     assert message([json.dumps(other) + "\n"]).startswith("line 1: not an event (run_started.seq: ")
     unknown = json.dumps(json.loads(lines[0]) | {"event": "exploded"})
-    assert message([lines[0], unknown]).startswith("line 2: not an event (: ")
+    assert message([lines[0], unknown]).startswith("line 2: not an event (the whole: ")
     assert SECRET not in message([json.dumps({"event": "aborted", "x": SECRET})])
 
 

@@ -1189,6 +1189,13 @@ def test_a_budget_must_be_one(make):
         make(sinks=[5])
 
 
+@pytest.mark.parametrize("run_id", ["", 5, b"r"])
+def test_a_run_has_a_text_for_a_name(run_id):
+    for make in (Guard, Guard().child):
+        with pytest.raises(ConfigurationError, match=r"run_id must be a text, not empty, got "):
+            make(run_id=run_id)
+
+
 def test_a_guard_has_a_name_of_its_own():
     assert len(Guard().run_id) == 32
     assert Guard().run_id != Guard().run_id

@@ -23,6 +23,7 @@ from budgetguard_core import (
     replay,
 )
 from budgetguard_core.events import CheckpointSaved
+from budgetguard_core.replay import Replay
 from budgetguard_core.testing import ManualClock
 
 BOOK = PriceBook({"m": Price(input=1, output=2, context_window=1000)})
@@ -169,6 +170,22 @@ def test_a_trip_that_a_watchdog_found_is_in_the_log():
         assert replayed.observed_trip == run.guard.observed_trip
 
 
+def test_a_part_of_two_runs_spends_both():
+    run = Run()
+    one = run.guard.child(Budget(max_tool_calls=2), run_id="one")
+    other = run.guard.child(Budget(tool_quotas={"a": 1}), run_id="other")
+    part = one.child(run_id="part", beside=[other])
+    part.admit_tool_calls([ToolCall(name="a"), ToolCall(name="a")])
+    other.admit_tool_call(ToolCall(name="a"))
+    assert run.guard.usage.tool_calls == 1
+    assert run.replayed().usage.tool_calls == 1
+    leg = Guard.restore(Snapshot.from_json(part.snapshot().to_json()), within=[one, other])
+    leg.admit_tool_call(ToolCall(name="a"))
+    leg.admit_tool_call(ToolCall(name="b"))
+    assert run.guard.usage.tool_calls == 2
+    assert run.replayed().usage.tool_calls == 2
+
+
 def test_a_watchdog_in_a_child_that_found_its_parents_trip():
     run = Run(Budget(max_seconds=5))
     child = run.guard.child(run_id="c")
@@ -176,6 +193,21 @@ def test_a_watchdog_in_a_child_that_found_its_parents_trip():
     run.clock.advance(10)
     assert child.check().run_id == "r"
     assert same(run.replayed(), run.guard)
+
+
+def test_a_watchdog_in_a_part_that_does_nothing_by_itself():
+    run = Run(Budget(max_iterations=1))
+    run.step()
+    run.guard.admit_model_call()
+    part = run.guard.child(run_id="off", mode="off")
+    told = Replay(price_book=BOOK, clock=run.clock, sinks=[(seen := []).append])
+    assert part.check().run_id == "r"
+    for event in run.events:
+        told.apply(event)
+    assert [(event.run_id, event.event) for event in seen][-2:] == [
+        ("off", "tripped"),
+        ("off", "checked"),
+    ]
 
 
 def test_figures_that_were_refused_are_refused_in_the_same_way():

@@ -47,12 +47,15 @@ def test_show_set_and_export(place, opened):
         "monthly_tokens": None,
     }
     ledger = opened(place)
+    assert "ceilings of acme: a day $20, " in run(place, "ledger", "show").output
     ledger.reserve(("acme", "=cmd|x"), usd=2, tokens=9).settle(1.5, 7)
     ledger.reserve("acme", usd=1)
     shown = run(place, "ledger", "show").output
     assert "acme" in shown
     assert "$1.5  7 tokens" in shown
     assert "12%" in shown  # 2.5 of 20
+    assert "ceilings of acme" not in shown
+    assert "ceilings of the default: a day $3, a month none" in shown
     assert f"ledger {ledger.id}" in shown
     record = json.loads(
         run(place, "ledger", "show", "--json", "--tenant", "acme").stdout.split("\n")[0]
