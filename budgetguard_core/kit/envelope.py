@@ -261,7 +261,7 @@ class Envelope:
             run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
             budget = self._bound(config, given)
-            guard = self._fresh(budget, frame, around, resume, fresh, run_id, config)
+            guard = self._fresh(budget, frame, around, resume, fresh, run_id, config, loose)
             run = Run(self, guard, frame, around, loose=loose)
         if user_spoke and (run.guard.usage.model_calls or run.guard.tool_counts):
             run.guard.user_turn()
@@ -299,14 +299,16 @@ class Envelope:
         fresh: bool,
         run_id: str | None,
         config: Any,
+        loose: bool,
     ) -> Guard:
         in_a_call = frame is not None and isinstance(frame.call, OpenModelCall)
-        # What runs inside of a model call that is counted already is charged beside it: the first
-        # call here is the same one, and only this budget has not seen it.
-        near = [] if in_a_call else [one for one in around if one.is_kin_of(around[0])]
+        # What runs inside of a call that is counted already is charged beside it: the first call
+        # here is the same one, and only this budget has not seen it.
+        near = [] if in_a_call or loose else [one for one in around if one.is_kin_of(around[0])]
         paid: dict[str, Any] = {"ledger": self.ledger, "tenant": self._tenant(config)}
         settings: dict[str, Any] = {
-            "sinks": self.sinks,
+            # The log of the run around single calls has them already.
+            "sinks": None if loose and around and not self.sinks else self.sinks,
             "on_warning": self.on_warning,
             "price_book": self.price_book or (around[0].price_book if around else None),
             "clock": self.clock or (around[0].clock if around else None),
@@ -333,6 +335,8 @@ class Envelope:
                 breakers=self.breakers,
                 **paid,
             )
+        if around:
+            budget = budget.inheriting(around[0].budget)
         return Guard(budget, mode=self.mode, run_id=run_id, **settings, **paid)
 
     def _tenant(self, config: Any) -> Tenant | None:

@@ -350,15 +350,19 @@ class Run(Lifetime):
         frame = current()
         outer = None if frame is None else frame.call
         guards = self.guards
-        if (
-            isinstance(outer, OpenToolCall)
-            and not outer.seen
-            and (outer.call.name == call.name or (function and outer.function is function))
-        ):
-            outer.seen = True
-            guards = tuple(guard for guard in guards if not _covers(outer.tickets, guard))
+        unstarted: Sequence[Admit] = ()
+        if isinstance(outer, OpenToolCall) and not outer.seen:
+            is_body = function is not None and outer.function is function
+            if is_body or outer.call.name == call.name:
+                outer.seen = True
+                guards = tuple(guard for guard in guards if not _covers(outer.tickets, guard))
+                # Only of the body itself is it known that nothing was done before.
+                unstarted = outer.tickets if is_body else ()
         opened = OpenToolCall(call, run=self)
         self._admit([opened], guards)
+        if opened.refusal is not None:
+            for ticket in unstarted:
+                ticket.guard.withdraw_tool_call(ticket)
         return opened
 
     def start(self, call: OpenToolCall) -> str | None:

@@ -1077,6 +1077,53 @@ def test_a_guarded_function_with_a_budget_has_it_within_each_run():
         search()
 
 
+@pytest.mark.parametrize("caps", [{"max_tool_calls": 2}, {"tool_quotas": {"t": 2}}])
+@pytest.mark.parametrize("make", [Budget, lambda **caps: Guard(Budget(**caps))])
+def test_a_guarded_tool_of_a_run_keeps_to_its_own_budget(make, caps):
+    started = []
+    tool = guarded(make(**caps), name="t")(lambda x: started.append(x) or f"result {x}")
+    step = scripted(*(asks(("t", {"x": number})) for number in range(5)), says("done"))
+    outcome = run_bounded(step, Budget(), messages="Hi", tools={"t": tool})
+    assert (outcome.status, started) == ("completed", [0, 1])
+    refused = "This sub-task was stopped before it finished."
+    assert results(outcome) == ["result 0", "result 1", refused, refused, refused]
+    # A call that one of its budgets refuses has no place in the others either.
+    assert outcome.usage.tool_calls == 2
+
+
+def test_what_a_tool_did_before_its_guarded_part_was_refused_is_counted():
+    inner = guarded(Budget(max_tool_calls=1), name="t")(lambda x: f"result {x}")
+    started = []
+
+    def tool(x):
+        started.append(x)
+        return inner(x)
+
+    step = scripted(*(asks(("t", {"x": number})) for number in range(9)), says("done"))
+    outcome = run_bounded(step, Budget(max_tool_calls=3), messages="Hi", tools={"t": tool})
+    assert (outcome.stop_reason, started) == (StopReason.MAX_TOOL_CALLS, [0, 1, 2])
+
+
+def test_a_guarded_step_keeps_to_its_own_budget():
+    step = scripted(*(asks(("t", {"x": number})) for number in range(5)), says("done"))
+    guard = Guard(Budget())
+    own = guarded(Budget(max_model_calls=2), kind="model")(step)
+    with pytest.raises(BudgetExceeded, match="max_model_calls=2"):
+        run_bounded(own, guard, messages="Hi", tools={"t": lambda x: x})
+    assert len(step.sent) == 2
+
+
+def test_a_guarded_function_of_a_run_is_in_the_log_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUDGETGUARD_LOG", str(tmp_path))
+    ask = guarded(Budget(max_model_calls=5), kind="model")(lambda: says("x"))
+    with bounded(Budget(loop_detection=None)):
+        for _ in range(5):
+            ask()
+        with pytest.raises(BudgetExceeded):
+            ask()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_guarded_model_is_charged_from_its_response_or_an_estimate():
     guard = Guard(Budget())
     guarded(guard, kind="model")(lambda: says("x", usage=(40, 2)))()
