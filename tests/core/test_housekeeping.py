@@ -295,3 +295,18 @@ async def test_a_cancellation_of_others_goes_through():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_block_without_an_end_of_its_own_needs_a_task_to_cut():
+    guard = Guard()
+    loop = asyncio.get_running_loop()
+    failed = loop.create_future()
+
+    def outside_of_any_task():
+        try:
+            guard.housekeeping(seconds=1).__aenter__().send(None)
+        except RuntimeError as error:
+            failed.set_result(str(error))
+
+    loop.call_soon(outside_of_any_task)
+    assert "needs a running task" in await failed

@@ -247,3 +247,24 @@ def test_the_schema_takes_what_is_right(text):
 def test_the_schema_refuses_what_is_wrong(text):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(tomllib.loads(text), json_schema())
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"\xff\xfe# Ours.", "must be UTF-8"), (b"#" * (2**20 + 1), "must have at most")],
+)
+def test_a_file_that_is_no_text_or_too_long_is_refused(tmp_path, content, problem):
+    path = tmp_path / "budgetguard.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=problem):
+        Profiles(path)
+
+
+def test_an_overlay_that_no_profile_has_is_refused(write):
+    with pytest.raises(ConfigurationError, match="staging"):
+        Profiles(write(FILE)).get("research", "staging")
+
+
+def test_somebody_elses_broken_file_is_left_alone(write):
+    write("[tool", "pyproject.toml")
+    assert find_file() is None

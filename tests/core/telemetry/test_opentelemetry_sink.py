@@ -10,6 +10,7 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from opentelemetry.semconv.schemas import Schemas
 from opentelemetry.trace import StatusCode
 
+import budgetguard_core.telemetry as telemetry_package
 from budgetguard_core import (
     Admit,
     Budget,
@@ -337,3 +338,34 @@ def test_without_the_extra_the_error_names_it(missing):
     )
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
     assert 'pip install ".[otel]"' in done.stdout
+
+
+def test_calls_that_are_withdrawn_end_their_spans_and_free_what_was_reserved(telemetry):
+    made = telemetry()
+    guard = Guard(run_id="run", sinks=[made.sink])
+    guard.withdraw_model_call(guard.admit_model_call(CALL))
+    (tool,) = guard.admit_tool_calls([ToolCall(name="search", id="c1")])
+    guard.withdraw_tool_call(tool)
+    end_run(guard, trip=None)
+    spans = made.spans()
+    for name in ("chat gpt-4o", "execute_tool search"):
+        assert spans[name].attributes["error.type"] == "withdrawn"
+    assert {point.value for _, point in made.points("budgetguard.reservations")} == {0}
+
+
+def test_a_sink_that_comes_late_takes_what_follows(telemetry):
+    made = telemetry()
+    events = []
+    guard = Guard(run_id="run", sinks=[events.append])
+    call = guard.admit_model_call(CALL)
+    guard.settle_model_call(call, USED)
+    guard.settle_tool_call(*guard.admit_tool_calls([ToolCall(name="search", id="c1")]), "x")
+    end_run(guard, trip=None)
+    for event in events[2:]:
+        made.sink.emit(event)
+    assert "execute_tool search" in made.spans()
+
+
+def test_the_package_has_nothing_else_to_ask_for():
+    with pytest.raises(AttributeError, match="no attribute 'Sink'"):
+        _ = telemetry_package.Sink
