@@ -246,7 +246,7 @@ class MessagesEditor(Editor):
             block, index = record(data.get("content_block")), int(data.get("index") or 0)
             self._next = index + 1
             if block.get("type") == "tool_use":
-                self._calls[index] = {**block, "json": ""}
+                self._calls[index] = {**block, "json": []}
             else:
                 _read_block(answer, block)
         elif kind == "content_block_delta":
@@ -258,14 +258,14 @@ class MessagesEditor(Editor):
                 answer.writes(piece)
                 call = self._calls.get(int(data.get("index") or 0))
                 if call is not None:
-                    call["json"] += piece
+                    call["json"].append(piece)
         elif kind == "message_delta":
             answer.usage = merge_usage(answer.usage, token_usage(data.get("usage")))
             answer.is_cut = record(data.get("delta")).get("stop_reason") == "max_tokens"
             self.is_settled = True
 
     def _call(self, block: Body) -> ToolCall:
-        arguments = block["json"] or block.get("input")
+        arguments = "".join(block["json"]) or block.get("input")
         return ToolCall(name=str(block.get("name") or ""), arguments=arguments, id=block.get("id"))
 
     def _released(self, name: str, last: Body) -> list[Event]:

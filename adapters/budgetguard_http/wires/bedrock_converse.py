@@ -206,7 +206,7 @@ class ConverseEditor(Editor):
             self._next = index + 1
             use = record(record(data.get("start")).get("toolUse"))
             if use:
-                self._calls[index] = {**use, "json": ""}
+                self._calls[index] = {**use, "json": []}
         elif name == "contentBlockDelta":
             self._next = max(self._next, index + 1)
             delta = record(data.get("delta"))
@@ -216,7 +216,7 @@ class ConverseEditor(Editor):
             if isinstance(piece, str):
                 answer.writes(piece)
                 if index in self._calls:
-                    self._calls[index]["json"] += piece
+                    self._calls[index]["json"].append(piece)
         elif name == "messageStop":
             answer.is_cut = data.get("stopReason") == "max_tokens"
         elif name == "metadata":
@@ -225,7 +225,7 @@ class ConverseEditor(Editor):
 
     def _released(self, last: Body) -> list[Event] | None:
         indices = list(self._calls)
-        calls = [_tool_call(one, one["json"] or {}) for one in self._calls.values()]
+        calls = [_tool_call(one, "".join(one["json"]) or {}) for one in self._calls.values()]
         self.answer.calls += calls
         asked = self.ask(calls) if self.ask is not None and calls else [True] * len(calls)
         dropped = {index for index, stays in zip(indices, asked, strict=True) if not stays}
