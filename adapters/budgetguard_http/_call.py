@@ -68,6 +68,8 @@ class Call:
         self.asked_for_usage = False
         self._policy = policy
         self._conversation = conversation
+        # As its caller has them: a nudge may be a turn of its own.
+        self._length = 0 if conversation is None else len(posted.wire.turns(posted.body))
         self._cost: Decimal | None = None
 
     # The request
@@ -214,7 +216,7 @@ class Call:
         self.settle()
         if self._conversation is not None:
             traffic_of(self.run).conversations.answered(
-                self._conversation, self.posted.wire, self.posted.body, self.answer
+                self._conversation, self.posted.wire, self._length, self.answer
             )
 
     def left(self) -> None:

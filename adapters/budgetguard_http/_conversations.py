@@ -110,11 +110,11 @@ class Conversations:
             found.turns = [*found.turns, *turns]
         return found
 
-    def answered(self, conversation: Conversation, wire: Wire, body: Body, answer: Answer) -> None:
-        """Take the reply to a request of a conversation."""
+    def answered(self, conversation: Conversation, wire: Wire, length: int, answer: Answer) -> None:
+        """Take the reply to a request of a conversation, which had so many turns."""
         said = "".join(answer.said).strip()
         conversation.is_busy = bool(conversation.pending)
-        conversation.length = len(wire.turns(body))
+        conversation.length = length
         # Also those that are settled already, as a report of progress is.
         marks: list[str | None] = [call.id or call.name for call in answer.calls]
         if conversation.is_busy:

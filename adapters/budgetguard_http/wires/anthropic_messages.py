@@ -31,6 +31,7 @@ from budgetguard_http.wires.wire import (
 
 _MODEL_IN_PATH: Final = re.compile(r"/models?/([^/:]+)")
 _LEAST_OUTSIDE_THOUGHT: Final = 1
+_HOSTED: Final = frozenset({"server_tool_use", "mcp_tool_use"})
 # Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
 _TEXT: Final = re.compile(
     rb'event: content_block_delta\ndata: \{[^{]*"delta":\s*\{"type":\s*"text_delta",\s*'
@@ -299,7 +300,7 @@ def _read_block(answer: Answer, block: Body) -> None:
     elif kind == "tool_use":
         answer.writes(str(block.get("input")))
         answer.calls.append(_tool_call(block))
-    elif kind == "server_tool_use":
+    elif kind in _HOSTED:
         answer.hosted.append(_tool_call(block))
 
 
@@ -308,7 +309,7 @@ def _tool_call(block: Body) -> ToolCall:
         name=str(block.get("name") or ""),
         arguments=block.get("input"),
         id=text_or_none(block.get("id")),
-        kind="hosted" if block.get("type") == "server_tool_use" else "function",
+        kind="hosted" if block.get("type") in _HOSTED else "function",
     )
 
 
