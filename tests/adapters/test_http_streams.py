@@ -134,6 +134,25 @@ def test_the_pieces_of_a_call_are_joined_whatever_the_last_one_holds(last):
     assert (call.id, call.name, call.arguments) == ("call_1", "read_file", '{"path": "a"}')
 
 
+def test_calls_of_choices_that_end_one_after_the_other_are_all_bounded():
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
+    call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}
+    choices = [
+        {"index": place, "delta": delta, "finish_reason": finish}
+        for place in (0, 1)
+        for delta, finish in (
+            ({"tool_calls": [{**call, "id": f"call_{place}"}]}, None),
+            ({}, "tool_calls"),
+        )
+    ]
+    lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
+    budget = Budget(loop_detection=None, max_tool_calls=1)
+    content, outcome = exchange([lines], budget=budget, ask={**ASK, "n": 2})
+    assert said_in(content)[1] == 1
+    assert outcome.usage.tool_calls == 1
+    assert content.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
     head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}

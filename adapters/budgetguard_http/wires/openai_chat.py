@@ -148,8 +148,8 @@ class OpenAIChat(Wire):
 
     def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
         """Return the reader of the chunks."""
-        del body
-        return ChatEditor(answer, ask, hides_usage=hides_usage)
+        choices = count_or_none(body.get("n")) or 1
+        return ChatEditor(answer, ask, choices=choices, hides_usage=hides_usage)
 
     def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return a completion without usage."""
@@ -177,8 +177,9 @@ class OpenAIChat(Wire):
 class ChatEditor(Editor):
     """The chunks of a chat completion."""
 
-    def __init__(self, answer: Answer, ask: Ask | None, *, hides_usage: bool) -> None:
+    def __init__(self, answer: Answer, ask: Ask | None, *, choices: int, hides_usage: bool) -> None:
         super().__init__(answer, ask)
+        self._unfinished = choices
         self._hides_usage = hides_usage
         self._parts: dict[tuple[int, int], Body] = {}
         self._asked: set[int] = set()
@@ -212,11 +213,10 @@ class ChatEditor(Editor):
         answer.usage = merge_usage(answer.usage, usage_in(data))
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
-        over = False
         for choice in choices:
             delta, place = record(choice.get("delta")), choice.get("index") or 0
             _write(answer, delta)
-            over |= bool(choice.get("finish_reason"))
+            self._unfinished -= bool(choice.get("finish_reason"))
             answer.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(items(delta.get("tool_calls"))):
                 self._take_part(place, number, record(piece))
@@ -227,6 +227,7 @@ class ChatEditor(Editor):
             data = {key: value for key, value in data.items() if key != "usage"}
         if not self._parts or self._asked:
             return None
+        over = self._unfinished <= 0
         if self.ask is None:
             self._collect(over)
             return None
