@@ -25,6 +25,57 @@ def test_tool_calls_are_bounded_where_the_input_of_a_response_is_a_text(stream):
     assert block.outcome.usage.tool_calls == 2
 
 
+def calls_of(number, *names):
+    """A response that calls functions, and what tells where the provider keeps it."""
+    items = [
+        {
+            "type": "function_call",
+            "call_id": f"{name}_{number}_{n}",
+            "name": name,
+            "arguments": "{}",
+        }
+        for n, name in enumerate(names)
+    ]
+    return {**response(*items), "id": f"resp_{number}"}
+
+
+def test_a_provider_that_keeps_the_conversation_gets_a_result_for_each_call_of_its_own():
+    """It has the calls that a quota took out of its answer, and refuses what leaves one open."""
+    asked = []
+
+    def answered(request):
+        asked.append(json.loads(request.content))
+        return httpx2.Response(200, json=calls_of(len(asked), "search", "search", "read"))
+
+    budget = Budget(tool_quotas={"search": 1}, loop_detection=None)
+    transport = BudgetTransport(budget, httpx2.MockTransport(answered))
+    tools = [{"type": "function", "name": name} for name in ("search", "read")]
+    ask = {"model": "gpt-4o", "tools": tools}
+    with httpx2.Client(transport=transport) as client:
+        first = client.post("http://provider/v1/responses", json={**ask, "input": "go"}).json()
+        kept = [item["call_id"] for item in first["output"] if "call_id" in item]
+        done = [{"type": "function_call_output", "call_id": one, "output": "x"} for one in kept]
+        after = {"previous_response_id": first["id"], "input": [*done]}
+        client.post("http://provider/v1/responses", json={**ask, **after})
+    assert kept == ["search_1_0", "read_1_2"]
+    sent = asked[1]["input"]
+    assert [item["call_id"] for item in sent] == ["search_1_1", *kept]
+    assert [item["type"] for item in sent] == ["function_call_output"] * 3
+    assert sent[0]["output"]
+    assert sent[1:] == done
+
+
+def test_what_the_model_is_to_be_told_is_in_the_next_attempt_as_well():
+    budget = Budget(tool_quotas={"read_file": 2}, loop_detection=None)
+    script = ["ok", 429, "ok"]
+    with ProviderServer(script, calls=3, turns=1) as server, bounded_clients(budget):
+        loop = loops.chat(openai.OpenAI(api_key="k", base_url=server.url + "/v1"))
+    told = [post["body"]["messages"][-1]["content"] for post in server.posts]
+    assert loop.text == "All done."
+    assert told[1] == told[2]
+    assert "read_file: " in told[2]
+
+
 USAGE = {"input_tokens": 10, "output_tokens": 5, "total_tokens": 15}
 SHELL = {
     "type": "shell_call",

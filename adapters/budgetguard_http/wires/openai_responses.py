@@ -29,14 +29,8 @@ from budgetguard_http.wires.wire import (
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 # What the client has to run; every other item that ends in `_call` was run by the provider.
 _LOCAL: Final = frozenset(
-    {
-        "apply_patch_call",
-        "computer_call",
-        "custom_tool_call",
-        "function_call",
-        "local_shell_call",
-        "shell_call",
-    }
+    f"{what}_call"
+    for what in ("apply_patch", "computer", "custom_tool", "function", "local_shell", "shell")
 )
 _AT_THE_PROVIDER: Final = "container_reference"
 # Beside messages and the results of calls, what the model has no part in.
@@ -115,6 +109,19 @@ class OpenAIResponses(Wire):
             last["output"] += f"\n\n{text}"
         else:
             body["input"].append({"role": "user", "content": text})
+
+    def add_refused(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> bool:
+        """Put in outputs where the provider keeps the conversation."""
+        if self.follows(body) is None:
+            return False
+        tools = map(record, items(body.get("tools")))
+        kinds = {tool.get("name"): tool.get("type") for tool in tools}
+        outputs: list[Body] = []
+        for call, text in refused:
+            kind = "custom_tool" if kinds.get(call.name) == "custom" else "function"
+            outputs.append({"type": f"{kind}_call_output", "call_id": call.id, "output": text})
+        body["input"] = [*outputs, *self.turns(body)]
+        return True
 
     def wants_form(self, body: Body) -> bool:
         """Tell whether JSON is asked for, or a certain tool's call."""
