@@ -68,7 +68,10 @@ class Call:
         self.asked_for_usage = False
         self._policy = policy
         self._conversation = conversation
+        # As its caller has them: a nudge may be a turn of its own.
+        self._length = 0 if conversation is None else len(posted.wire.turns(posted.body))
         self._cost: Decimal | None = None
+        self._told = 0
 
     # The request
 
@@ -78,13 +81,9 @@ class Call:
         wire, body = posted.wire, posted.body
         if posted.is_signed or not body:
             return None
-        bound, told = opened.max_output_tokens, self._to_tell()
-        is_bounded = bound is None or wire.bound(body) == bound
+        known, bound, told = dict(body), opened.max_output_tokens, self._to_tell()
         may_ask = posted.is_streamed and self._policy.ask_for_usage
-        if is_bounded and not told and not may_ask:
-            return None
-        known = dict(body)
-        if bound is not None and not is_bounded:
+        if bound is not None and wire.bound(body) != bound:
             wire.set_bound(body, bound)
         for text in told:
             wire.add_nudge(body, text)
@@ -102,12 +101,19 @@ class Call:
         return raw[:-1] + b"," + _json(added)[1:]
 
     def _to_tell(self) -> list[str]:
-        told = [] if self.opened.nudge is None else [self.opened.nudge]
-        conversation = self._conversation
-        if conversation is not None and conversation.notes:
-            told += conversation.notes
-            conversation.notes = []
-        return told
+        nudge, conversation = self.opened.nudge, self._conversation
+        if conversation is None:
+            return [] if nudge is None else [nudge]
+        untold, posted = conversation.untold, self.posted
+        if nudge is not None:
+            untold.append((None, nudge))
+        # Until there is an answer: an attempt that failed has told nobody.
+        self._told = len(untold)
+        refused = [(call, text) for call, text in untold if call is not None]
+        if refused and posted.wire.add_refused(posted.body, refused):
+            return [text for call, text in untold if call is None]
+        texts = (text if call is None else f"{call.name}: {text}" for call, text in untold)
+        return list(dict.fromkeys(texts))
 
     # The answer
 
@@ -213,8 +219,10 @@ class Call:
         """Take the end of the whole exchange, tool calls asked for: the conversation goes on."""
         self.settle()
         if self._conversation is not None:
+            del self._conversation.untold[: self._told]
+            self._told = 0
             traffic_of(self.run).conversations.answered(
-                self._conversation, self.posted.wire, self.posted.body, self.answer
+                self._conversation, self.posted.wire, self._length, self.answer
             )
 
     def left(self) -> None:

@@ -35,7 +35,8 @@ class Conversation:
         mark: What the last reply is recognised by.
         answer_id: The last reply's id, where the provider keeps the conversation.
         pending: Tool calls that the client has got, and no result is known of.
-        notes: What the model is to be told with the next request.
+        untold: What the model is to be told with the next request: a correction, or the call that
+            was taken out of its answer with its result.
         unreported: The last answer without tool calls, not looked at for repetition yet.
         is_busy: Its tools are at work.
         turns: The turns of the last request, for the outcome.
@@ -64,7 +65,7 @@ class Conversation:
         self.head = head
         self.prompt = Prompt()
         self.pending: list[OpenToolCall] = []
-        self.notes: list[str] = []
+        self.untold: list[tuple[ToolCall | None, str]] = []
 
 
 class Conversations:
@@ -110,11 +111,11 @@ class Conversations:
             found.turns = [*found.turns, *turns]
         return found
 
-    def answered(self, conversation: Conversation, wire: Wire, body: Body, answer: Answer) -> None:
-        """Take the reply to a request of a conversation."""
+    def answered(self, conversation: Conversation, wire: Wire, length: int, answer: Answer) -> None:
+        """Take the reply to a request of a conversation, which had so many turns."""
         said = "".join(answer.said).strip()
         conversation.is_busy = bool(conversation.pending)
-        conversation.length = len(wire.turns(body))
+        conversation.length = length
         # Also those that are settled already, as a report of progress is.
         marks: list[str | None] = [call.id or call.name for call in answer.calls]
         if conversation.is_busy:
@@ -144,9 +145,9 @@ class Conversations:
                 conversation.pending.append(call)
             elif stays:
                 run.finished(call, "given")
-            elif call.trip is None and NOT_AVAILABLE not in conversation.notes:
-                conversation.notes.append(f"{call.call.name}: {call.refusal or NOT_AVAILABLE}")
-            elif call.trip is not None and run is not self._run:
+            elif call.trip is None:
+                conversation.untold.append((call.call, call.refusal or NOT_AVAILABLE))
+            elif run is not self._run:
                 self.trip = self.trip or call.trip
         return kept
 

@@ -1,4 +1,7 @@
-"""What is patched while the ambient way in is on: the clients of httpx, httpx2 and boto3."""
+"""What is patched while the ambient way in is on: the clients of httpx, httpx2 and boto3.
+
+Where gRPC was imported before, the opening of its channels as well, so that they are told of.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
+from budgetguard_http import audit
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import SERVICE, Hooks
 
 _MODULES: Final = ("httpx", "httpx2")
+_GRPC: Final = ("grpc", "grpc.aio")
+_CHANNELS: Final = ("secure_channel", "insecure_channel")
 _GENAI: Final = "google.genai._api_client"
 _AIOHTTP: Final = "has_aiohttp"
 
@@ -51,6 +57,9 @@ class Patches:
                     self._patch(importlib.import_module(name))
             with suppress(ModuleNotFoundError):
                 self._hook(importlib.import_module("botocore.client").BaseClient)
+            for name in _GRPC:
+                if name in sys.modules:
+                    self._listen(sys.modules[name])
             genai: Any = sys.modules.get(_GENAI)
             if getattr(genai, _AIOHTTP, False):
                 # google-genai 3.4: its asynchronous half prefers aiohttp, below which there is no
@@ -74,7 +83,15 @@ class Patches:
             patched = make(own)
             patched.budgetguard = self
             owner.send = patched
-            self._undo.append(functools.partial(_restore, owner, patched, own))
+            self._undo.append(functools.partial(_restore, owner, "send", patched, own))
+
+    def _listen(self, grpc: Any) -> None:
+        """Be told of each channel; nothing about it is changed."""
+        for name in _CHANNELS:
+            own = getattr(grpc, name)
+            patched = self._told(own)
+            setattr(grpc, name, patched)
+            self._undo.append(functools.partial(_restore, grpc, name, patched, own))
 
     def _hook(self, owner: Any) -> None:
         """Have each client of Bedrock's hooked when it is first used."""
@@ -91,6 +108,15 @@ class Patches:
 
         owner._make_api_call = call  # noqa: SLF001
         self._undo.append(functools.partial(self._unhook, owner, call, own))
+
+    def _told(self, own: Any) -> Any:
+        @functools.wraps(own)
+        def open_channel(target: Any, *args: Any, **options: Any) -> Any:
+            if self._holders:
+                audit.opened(target)
+            return own(target, *args, **options)
+
+        return open_channel
 
     def _unhook(self, owner: Any, patched: Any, own: Any) -> None:
         if owner._make_api_call is patched:  # noqa: SLF001
@@ -129,6 +155,6 @@ class Patches:
         return send
 
 
-def _restore(owner: Any, patched: Any, own: Any) -> None:
-    if owner.send is patched:
-        owner.send = own
+def _restore(owner: Any, name: str, patched: Any, own: Any) -> None:
+    if getattr(owner, name) is patched:
+        setattr(owner, name, own)

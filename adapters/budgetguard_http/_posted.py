@@ -51,7 +51,7 @@ def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
     """Tell by its address whether a POST is worth reading."""
     if is_path_of_a_model(path):
         return True
-    return policy.on_unknown != "pass" and is_provider(url.host) and not is_free(path)
+    return policy.on_unknown != "pass" and is_provider(url.host) and not is_free(url.host, path)
 
 
 def read_posted(

@@ -70,7 +70,8 @@ def install(
         exempt: Models that cost no money, by name or pattern.
         ask_for_usage: Ask for the usage of streams.
         watch_connections: Count connections to providers that go past the seam (websockets, gRPC,
-            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good.
+            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good; gRPC
+            has to be imported before.
 
     Raises:
         ConfigurationError: A setting makes no sense.

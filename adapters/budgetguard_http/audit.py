@@ -1,7 +1,8 @@
-"""Connections to providers that go past the seam, seen by the interpreter's audit events."""
+"""Connections to providers that go past the seam: look-ups of hosts, and channels of gRPC."""
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from budgetguard_http._policy import is_provider
 Counts: TypeAlias = dict[str, int]
 
 _LOOK_UP: Final = "socket.getaddrinfo"
+_CHANNEL: Final = re.compile(r"(?:dns:(?://[^/]*/)?)?([^/:]+)(?::\d+)?")
 
 
 class _Watcher:
@@ -37,10 +39,17 @@ class _Watcher:
         # a request in flight to the same host explains it.
         if not isinstance(host, str) or not is_provider(host):
             return
-        host = host.lower().removesuffix(".")
-        if not self.expected.get(host):
-            with self.lock:
-                self.uncovered[host] += 1
+        if not self.expected.get(_plain(host)):
+            self.count(host)
+
+    def count(self, host: str) -> None:
+        """Count a connection past the seam."""
+        with self.lock:
+            self.uncovered[_plain(host)] += 1
+
+
+def _plain(host: str) -> str:
+    return host.lower().removesuffix(".")
 
 
 _WATCHER: Final = _Watcher()
@@ -55,11 +64,23 @@ def watch() -> None:
     sys.addaudithook(_WATCHER.heard)
 
 
-def uncovered_hosts() -> Counts:
-    """Return how often each provider's host was looked up past the seam, since `watch`.
+def opened(target: object) -> None:
+    """Take that a channel of gRPC was opened, which looks up names without a word to Python.
 
-    Websockets, aiohttp, `requests` and the like are seen, a gRPC channel with a resolver of its own
-    is not. A connection that is used again is looked up once.
+    Args:
+        target: Its address as gRPC takes it, a name of a socket's among them.
+    """
+    named = _CHANNEL.fullmatch(target) if _WATCHER.on and isinstance(target, str) else None
+    if named is not None and is_provider(named[1]):
+        _WATCHER.count(named[1])
+
+
+def uncovered_hosts() -> Counts:
+    """Return how often each provider's host was connected to past the seam, since `watch`.
+
+    Websockets, aiohttp, `requests` and the like are seen when they look a host up: a connection
+    that is used again counts once. A channel of gRPC is seen when it is opened while the seam is in
+    place, which finds gRPC where that was imported before.
     """
     with _WATCHER.lock:
         return dict(_WATCHER.uncovered)
@@ -75,7 +96,7 @@ def expected(url: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _expected(host: str) -> Generator[None]:
-    host = host.lower().removesuffix(".")
+    host = _plain(host)
     with _WATCHER.lock:
         _WATCHER.expected[host] += 1
     try:

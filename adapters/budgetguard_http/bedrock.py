@@ -100,7 +100,7 @@ class Hooks:
         policy = self._policy_of(run)
         address = urlsplit(str(request.url))
         path = unquote(address.path)
-        if not is_path_of_a_model(path) and (policy.on_unknown == "pass" or is_free(path)):
+        if not is_path_of_a_model(path) and (policy.on_unknown == "pass" or is_free(_HOST, path)):
             return
         data = request.data
         raw = data.encode() if isinstance(data, str) else bytes(data or b"")

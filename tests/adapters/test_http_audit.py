@@ -1,4 +1,7 @@
-"""Connections to providers that go past the seam are seen, those through it are not."""
+"""Connections to providers that go past the seam are seen, those through it are not.
+
+A channel of gRPC connects with its first call, so that those here never do.
+"""
 
 from __future__ import annotations
 
@@ -119,3 +122,110 @@ def test_other_hosts_are_nobodys_business(told):
         "api.openai.com",
         "bedrock-runtime.eu-west-1.amazonaws.com",
     ]
+
+
+GRPC_SCRIPT = """
+import asyncio, json, sys
+import grpc
+from google.ai import generativelanguage
+from budgetguard_core import Budget
+from budgetguard_http import bounded_clients, install, uncovered_hosts, uninstall
+
+def no_network(event, args):
+    if event == "socket.getaddrinfo":
+        raise OSError("no network")
+
+own = grpc.secure_channel, grpc.insecure_channel, grpc.aio.secure_channel, grpc.aio.insecure_channel
+TLS = grpc.ssl_channel_credentials()
+
+async def on_a_loop(open_channel, *args):
+    async with open_channel(*args):
+        pass
+
+def googles():
+    client = generativelanguage.GenerativeServiceClient(
+        client_options={"api_key": "k"}, transport="grpc"
+    )
+    client.transport.close()
+
+WAYS = {
+    "secure": lambda: grpc.secure_channel("api.x.ai:443", TLS).close(),
+    "by names": lambda: grpc.secure_channel(credentials=TLS, target="api.x.ai").close(),
+    "insecure": lambda: grpc.insecure_channel("dns:///API.x.ai.:443").close(),
+    "a name server": lambda: grpc.insecure_channel("dns://8.8.8.8/api.x.ai").close(),
+    "a scheme alone": lambda: grpc.insecure_channel("dns:api.x.ai:443").close(),
+    "aio": lambda: asyncio.run(on_a_loop(grpc.aio.secure_channel, "api.x.ai:443", TLS)),
+    "aio, insecure": lambda: asyncio.run(on_a_loop(grpc.aio.insecure_channel, "api.x.ai:443")),
+    "google's": googles,
+    "elsewhere": lambda: grpc.insecure_channel("example.com:443").close(),
+    "an address": lambda: grpc.insecure_channel("ipv6:[::1]:1").close(),
+    "a socket": lambda: grpc.insecure_channel("unix:/tmp/api.x.ai").close(),
+}
+
+def errors(act):
+    with bounded_clients(Budget(loop_detection=None)) as block:
+        act()
+    return list(map(str, block.outcome.errors))
+
+unwatched = errors(WAYS["secure"]), uncovered_hosts()
+install(watch_connections=True)
+sys.addaudithook(no_network)
+seen = {name: errors(act) for name, act in WAYS.items()}
+kept = grpc.secure_channel
+uninstall()
+now = grpc.secure_channel, grpc.insecure_channel, grpc.aio.secure_channel, grpc.aio.insecure_channel
+before = uncovered_hosts()
+kept("api.x.ai:443", TLS).close()
+print(json.dumps({
+    "unwatched": unwatched,
+    "seen": seen,
+    "hosts": before,
+    "later": uncovered_hosts(),
+    "restored": now == own,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told_of_grpc():
+    command = [sys.executable, "-c", GRPC_SCRIPT]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "secure",
+        "by names",
+        "insecure",
+        "a name server",
+        "a scheme alone",
+        "aio",
+        "aio, insecure",
+        "google's",
+    ],
+)
+def test_a_channel_of_grpc_to_a_provider_is_counted_and_named(told_of_grpc, way):
+    host = "generativelanguage.googleapis.com" if way == "google's" else "api.x.ai"
+    assert told_of_grpc["seen"][way] == [f"a connection to {host} went past the bounded clients"]
+
+
+def test_other_channels_are_nobodys_business(told_of_grpc):
+    ways = ("elsewhere", "an address", "a socket")
+    assert [told_of_grpc["seen"][way] for way in ways] == [[], [], []]
+    assert told_of_grpc["hosts"] == {"api.x.ai": 7, "generativelanguage.googleapis.com": 1}
+
+
+def test_grpc_is_left_alone_unless_connections_are_watched(told_of_grpc):
+    assert told_of_grpc["unwatched"] == [[], {}]
+    assert told_of_grpc["restored"]
+    assert told_of_grpc["later"] == told_of_grpc["hosts"]
+
+
+def test_grpc_is_not_imported_for_it():
+    script = (
+        "import sys; from budgetguard_http import install; install(watch_connections=True); "
+        "assert 'grpc' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -13,6 +13,8 @@ import pytest
 from budgetguard_core import Budget
 from budgetguard_http import BudgetTransport
 from budgetguard_http._frames import ServerSentEvents
+from budgetguard_http.wires.openai_chat import OpenAIChat
+from budgetguard_http.wires.wire import Answer
 
 TEXT = "Grüße, 世界 🌍"
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -117,6 +119,74 @@ def test_a_text_that_looks_like_the_end_of_an_answer_is_only_text():
     assert said_in(content) == (text, 0)
     assert outcome.final == text
     assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
+
+
+@pytest.mark.parametrize("last", [{}, {"function": {}}, {"function": {"arguments": None}}])
+def test_the_pieces_of_a_call_are_joined_whatever_the_last_one_holds(last):
+    answer = Answer()
+    editor = OpenAIChat().editor(answer, None, body={}, hides_usage=False)
+    head = {"id": "call_1", "function": {"name": "read_file", "arguments": '{"path"'}}
+    for piece in (head, {"function": {"arguments": ': "a"}'}}, last):
+        choice = {"index": 0, "delta": {"tool_calls": [{"index": 0, **piece}]}}
+        editor.take("", {"choices": [choice]})
+    editor.take("", {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    (call,) = answer.calls
+    assert (call.id, call.name, call.arguments) == ("call_1", "read_file", '{"path": "a"}')
+
+
+def test_calls_of_choices_that_end_one_after_the_other_are_all_bounded():
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
+    call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}
+    choices = [
+        {"index": place, "delta": delta, "finish_reason": finish}
+        for place in (0, 1)
+        for delta, finish in (
+            ({"tool_calls": [{**call, "id": f"call_{place}"}]}, None),
+            ({}, "tool_calls"),
+        )
+    ]
+    lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
+    budget = Budget(loop_detection=None, max_tool_calls=1)
+    content, outcome = exchange([lines], budget=budget, ask={**ASK, "n": 2})
+    assert said_in(content)[1] == 1
+    assert outcome.usage.tool_calls == 1
+    assert content.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_quota_holds_for_a_custom_tool_of_a_stream():
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
+    head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}
+    more = {"custom": {"input": "ls"}}
+    deltas = [{"tool_calls": [{"index": 0, **one}]} for one in (head, more)]
+    chunks = [{**base, "choices": [{"index": 0, "delta": one}]} for one in deltas]
+    chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    lines = written([*map(json.dumps, chunks), "[DONE]"])
+    budget = Budget(loop_detection=None, tool_quotas={"shell": 1})
+    content, outcome = exchange([lines], budget=budget)
+    assert said_in(content) == ("", 2)
+    assert outcome.tool_calls[0].name == "shell"
+
+
+def test_what_was_written_of_a_call_is_charged_where_its_stream_breaks():
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
+    head = {"id": "call_1", "function": {"name": "write_file", "arguments": "word " * 400}}
+    chunk = {**base, "choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, **head}]}}]}
+
+    class Breaks(Pieces):
+        def __iter__(self):
+            yield from super().__iter__()
+            raise httpx2.ReadError("broken")
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, headers=headers, stream=Breaks([written([json.dumps(chunk)])]))
+
+    budget = Budget(loop_detection=None)
+    transport = BudgetTransport(budget, httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client:
+        with pytest.raises(httpx2.ReadError):
+            client.post(URL, json=ASK)
+    assert transport.outcome.usage.output_tokens > 400
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])

@@ -33,14 +33,16 @@ CHAT: Final = OpenAIChat()
 _ANTHROPIC: Final = AnthropicMessages()
 _INVOKE: Final = re.compile(r"/model/.+/invoke(-with-response-stream)?$")
 TABLE: Final = (
-    _Row(re.compile(r"/chat/completions$"), "messages", CHAT),
+    # That of agents is Mistral's.
+    _Row(re.compile(r"/(chat|agents)/completions$"), "messages", CHAT),
     # With `background` the answer, and its usage, come by another request.
     _Row(re.compile(r"/responses$"), "input", OpenAIResponses()),
     _Row(re.compile(r"/messages$"), "messages", _ANTHROPIC),
     # Bedrock and Vertex; of other makers' models the body has another form.
     _Row(_INVOKE, "anthropic_version", _ANTHROPIC),
     _Row(re.compile(r"/model/.+/converse(-stream)?$"), "messages", BedrockConverse()),
-    _Row(re.compile(r":(streamR|r)awPredict$"), "anthropic_version", _ANTHROPIC),
+    # Under one name Vertex counts tokens there, which is free.
+    _Row(re.compile(r"(?<!/count-tokens):(streamR|r)awPredict$"), "anthropic_version", _ANTHROPIC),
     _Row(re.compile(r":(streamG|g)enerateContent$"), "contents", Gemini()),
     _Row(re.compile(r"/embeddings$"), "input", EMBEDDINGS),
 )

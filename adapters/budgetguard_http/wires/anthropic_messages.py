@@ -31,6 +31,7 @@ from budgetguard_http.wires.wire import (
 
 _MODEL_IN_PATH: Final = re.compile(r"/models?/([^/:]+)")
 _LEAST_OUTSIDE_THOUGHT: Final = 1
+_HOSTED: Final = frozenset({"server_tool_use", "mcp_tool_use"})
 # Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
 _TEXT: Final = re.compile(
     rb'event: content_block_delta\ndata: \{[^{]*"delta":\s*\{"type":\s*"text_delta",\s*'
@@ -246,7 +247,7 @@ class MessagesEditor(Editor):
             block, index = record(data.get("content_block")), int(data.get("index") or 0)
             self._next = index + 1
             if block.get("type") == "tool_use":
-                self._calls[index] = {**block, "json": ""}
+                self._calls[index] = {**block, "json": []}
             else:
                 _read_block(answer, block)
         elif kind == "content_block_delta":
@@ -258,14 +259,14 @@ class MessagesEditor(Editor):
                 answer.writes(piece)
                 call = self._calls.get(int(data.get("index") or 0))
                 if call is not None:
-                    call["json"] += piece
+                    call["json"].append(piece)
         elif kind == "message_delta":
             answer.usage = merge_usage(answer.usage, token_usage(data.get("usage")))
             answer.is_cut = record(data.get("delta")).get("stop_reason") == "max_tokens"
             self.is_settled = True
 
     def _call(self, block: Body) -> ToolCall:
-        arguments = block["json"] or block.get("input")
+        arguments = "".join(block["json"]) or block.get("input")
         return ToolCall(name=str(block.get("name") or ""), arguments=arguments, id=block.get("id"))
 
     def _released(self, name: str, last: Body) -> list[Event]:
@@ -299,7 +300,7 @@ def _read_block(answer: Answer, block: Body) -> None:
     elif kind == "tool_use":
         answer.writes(str(block.get("input")))
         answer.calls.append(_tool_call(block))
-    elif kind == "server_tool_use":
+    elif kind in _HOSTED:
         answer.hosted.append(_tool_call(block))
 
 
@@ -308,7 +309,7 @@ def _tool_call(block: Body) -> ToolCall:
         name=str(block.get("name") or ""),
         arguments=block.get("input"),
         id=text_or_none(block.get("id")),
-        kind="hosted" if block.get("type") == "server_tool_use" else "function",
+        kind="hosted" if block.get("type") in _HOSTED else "function",
     )
 
 

@@ -87,8 +87,8 @@ class BedrockConverse(Wire):
         message = record(turn)
         if message.get("role") != "assistant":
             return None
-        uses = [record(record(one).get("toolUse")) for one in items(message.get("content"))]
-        ids = tuple(use.get("toolUseId") for use in uses if use)
+        uses = [_use(one) for one in items(message.get("content"))]
+        ids = tuple(use.get("toolUseId") for use in uses if _is_local(use))
         return ids or (written(message.get("content")).strip(),)
 
     def answer_turn(self, text: str) -> Body:
@@ -128,10 +128,11 @@ class BedrockConverse(Wire):
             fields = record(block)
             answer.says(fields.get("text"))
             answer.writes(_reasoning(fields))
-            use = record(fields.get("toolUse"))
+            use = _use(fields)
             if use:
                 answer.writes(str(use.get("input")))
-                answer.calls.append(_tool_call(use, use.get("input")))
+                calls = answer.calls if _is_local(use) else answer.hosted
+                calls.append(_tool_call(use, use.get("input")))
 
     def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
         """Leave out blocks."""
@@ -140,7 +141,7 @@ class BedrockConverse(Wire):
         message["content"] = [
             block
             for block in items(message.get("content"))
-            if "toolUse" not in record(block) or next(stays)
+            if not _is_local(_use(block)) or next(stays)
         ]
         if not any(kept):
             body["stopReason"] = "end_turn"
@@ -204,9 +205,11 @@ class ConverseEditor(Editor):
         answer, index = self.answer, int(data.get("contentBlockIndex") or 0)
         if name == "contentBlockStart":
             self._next = index + 1
-            use = record(record(data.get("start")).get("toolUse"))
-            if use:
-                self._calls[index] = {**use, "json": ""}
+            use = _use(data.get("start"))
+            if _is_local(use):
+                self._calls[index] = {**use, "json": []}
+            elif use:
+                answer.hosted.append(_tool_call(use, None))
         elif name == "contentBlockDelta":
             self._next = max(self._next, index + 1)
             delta = record(data.get("delta"))
@@ -216,7 +219,7 @@ class ConverseEditor(Editor):
             if isinstance(piece, str):
                 answer.writes(piece)
                 if index in self._calls:
-                    self._calls[index]["json"] += piece
+                    self._calls[index]["json"].append(piece)
         elif name == "messageStop":
             answer.is_cut = data.get("stopReason") == "max_tokens"
         elif name == "metadata":
@@ -225,7 +228,7 @@ class ConverseEditor(Editor):
 
     def _released(self, last: Body) -> list[Event] | None:
         indices = list(self._calls)
-        calls = [_tool_call(one, one["json"] or {}) for one in self._calls.values()]
+        calls = [_tool_call(one, "".join(one["json"]) or {}) for one in self._calls.values()]
         self.answer.calls += calls
         asked = self.ask(calls) if self.ask is not None and calls else [True] * len(calls)
         dropped = {index for index, stays in zip(indices, asked, strict=True) if not stays}
@@ -247,11 +250,21 @@ class ConverseEditor(Editor):
         return [*events, ("messageStop", last)]
 
 
+def _use(block: object) -> Body:
+    return record(record(block).get("toolUse"))
+
+
+def _is_local(use: Body) -> bool:
+    """Tell whether the client has to run a call; what the provider has run says so."""
+    return bool(use) and use.get("type") != "server_tool_use"
+
+
 def _tool_call(use: Body, arguments: object) -> ToolCall:
     return ToolCall(
         name=str(use.get("name") or ""),
         arguments=arguments,
         id=text_or_none(use.get("toolUseId")),
+        kind="function" if _is_local(use) else "hosted",
     )
 
 

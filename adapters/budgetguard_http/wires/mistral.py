@@ -10,7 +10,7 @@ from budgetguard_http.wires.wire import Body
 
 
 class Mistral(OpenAIChat):
-    """`/chat/completions` and `/fim/completions` of Mistral, which refuses fields of others."""
+    """`/chat/completions` and `/agents/completions` of Mistral, which refuses fields of others."""
 
     name = "mistral"
     provider = "mistral"

@@ -148,8 +148,8 @@ class OpenAIChat(Wire):
 
     def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
         """Return the reader of the chunks."""
-        del body
-        return ChatEditor(answer, ask, hides_usage=hides_usage)
+        choices = count_or_none(body.get("n")) or 1
+        return ChatEditor(answer, ask, choices=choices, hides_usage=hides_usage)
 
     def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return a completion without usage."""
@@ -177,8 +177,9 @@ class OpenAIChat(Wire):
 class ChatEditor(Editor):
     """The chunks of a chat completion."""
 
-    def __init__(self, answer: Answer, ask: Ask | None, *, hides_usage: bool) -> None:
+    def __init__(self, answer: Answer, ask: Ask | None, *, choices: int, hides_usage: bool) -> None:
         super().__init__(answer, ask)
+        self._unfinished = choices
         self._hides_usage = hides_usage
         self._parts: dict[tuple[int, int], Body] = {}
         self._asked: set[int] = set()
@@ -212,11 +213,10 @@ class ChatEditor(Editor):
         answer.usage = merge_usage(answer.usage, usage_in(data))
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
-        over = False
         for choice in choices:
             delta, place = record(choice.get("delta")), choice.get("index") or 0
             _write(answer, delta)
-            over |= bool(choice.get("finish_reason"))
+            self._unfinished -= bool(choice.get("finish_reason"))
             answer.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(items(delta.get("tool_calls"))):
                 self._take_part(place, number, record(piece))
@@ -227,6 +227,7 @@ class ChatEditor(Editor):
             data = {key: value for key, value in data.items() if key != "usage"}
         if not self._parts or self._asked:
             return None
+        over = self._unfinished <= 0
         if self.ask is None:
             self._collect(over)
             return None
@@ -244,23 +245,24 @@ class ChatEditor(Editor):
     def _take_part(self, place: int, number: int, piece: Body) -> None:
         index = piece.get("index")
         key = place, number if index is None else int(index)
-        part = self._parts.setdefault(key, {"id": None, "function": {"name": "", "arguments": ""}})
-        function, new = part["function"], record(piece.get("function"))
+        part = self._parts.setdefault(key, {"id": None, "name": "", "written": [], "whole": ""})
+        named, arguments = _called(piece)
         part["id"] = part["id"] or piece.get("id")
-        function["name"] += new.get("name") or ""
-        arguments = new.get("arguments")
-        function["arguments"] = (
-            function["arguments"] + arguments if isinstance(arguments, str) else arguments or ""
-        )
+        part["name"] += named
+        if isinstance(arguments, str):
+            part["written"].append(arguments)
+        elif arguments:
+            part["whole"] = arguments
+        _write_arguments(self.answer, arguments)
 
     def _collect(self, over: bool) -> None:
         if over:
             self._asked.add(0)
-            self.answer.calls += [_call(self.answer, part) for part in self._parts.values()]
+            self.answer.calls += [_joined(part) for part in self._parts.values()]
 
     def _released(self, last: Body) -> list[Body]:
         keys = sorted(self._parts)
-        calls = [_call(self.answer, self._parts[key]) for key in keys]
+        calls = [_joined(self._parts[key]) for key in keys]
         self.answer.calls += calls
         self._asked.add(0)
         kept = dict(zip(keys, self.ask(calls) if self.ask else [True] * len(keys), strict=True))
@@ -301,13 +303,26 @@ def _write(answer: Answer, message: Body) -> None:
         answer.writes(message.get(name))
 
 
-def _call(answer: Answer, call: Body) -> ToolCall:
+def _called(call: Body) -> tuple[str, Any]:
+    """Return name and arguments of a call, or of a piece of one."""
     function = record(call.get("function")) or record(call.get("custom"))
-    arguments = function.get("arguments", function.get("input"))
-    answer.writes(arguments if isinstance(arguments, str) else str(arguments))
-    return ToolCall(
-        name=str(function.get("name") or ""), arguments=arguments, id=text_or_none(call.get("id"))
-    )
+    return function.get("name") or "", function.get("arguments", function.get("input"))
+
+
+def _write_arguments(answer: Answer, arguments: Any) -> None:
+    if arguments is not None:
+        answer.writes(arguments if isinstance(arguments, str) else str(arguments))
+
+
+def _call(answer: Answer, call: Body) -> ToolCall:
+    name, arguments = _called(call)
+    _write_arguments(answer, arguments)
+    return ToolCall(name=str(name), arguments=arguments, id=text_or_none(call.get("id")))
+
+
+def _joined(part: Body) -> ToolCall:
+    arguments = part["whole"] or "".join(part["written"])
+    return ToolCall(name=part["name"], arguments=arguments, id=text_or_none(part["id"]))
 
 
 def _chunk(model: str, delta: Body, finish: str | None) -> Body:

@@ -29,15 +29,12 @@ from budgetguard_http.wires.wire import (
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 # What the client has to run; every other item that ends in `_call` was run by the provider.
 _LOCAL: Final = frozenset(
-    {
-        "apply_patch_call",
-        "computer_call",
-        "custom_tool_call",
-        "function_call",
-        "local_shell_call",
-        "shell_call",
-    }
+    f"{what}_call"
+    for what in ("apply_patch", "computer", "custom_tool", "function", "local_shell", "shell")
 )
+_AT_THE_PROVIDER: Final = "container_reference"
+# Beside messages and the results of calls, what the model has no part in.
+_CLIENTS: Final = frozenset({"item_reference", "mcp_approval_response"})
 _FORMS: Final = frozenset({"json_schema", "json_object"})
 
 
@@ -65,6 +62,11 @@ class OpenAIResponses(Wire):
             output_schema=record(body.get("text")).get("format"),
         )
 
+    def turns(self, body: Body) -> list[Any]:
+        """Return the items; a text is the user's message."""
+        given = body.get("input")
+        return [{"role": "user", "content": given}] if isinstance(given, str) else items(given)
+
     def follows(self, body: Body) -> str | None:
         """Return the response or the conversation that the provider goes on with."""
         conversation = body.get("conversation")
@@ -86,13 +88,13 @@ class OpenAIResponses(Wire):
         return found[::-1]
 
     def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
-        """Return the id of a call, or the text of a message of the model's."""
+        """Return the id of a call, or the text of a message of the model's; of others nothing."""
         item = record(turn)
-        if item.get("type") in _LOCAL:
+        if _is_call(item):
             return (item.get("call_id"),)
         if item.get("role") == "assistant":
             return (written(item.get("content")).strip(),)
-        return ("",) if item.get("type") == "reasoning" else None
+        return None if item.get("role") or item.get("type") in _CLIENTS else ("",)
 
     def user_text(self, turn: Any) -> str | None:
         """Return the text of a user item."""
@@ -101,13 +103,25 @@ class OpenAIResponses(Wire):
 
     def add_nudge(self, body: Body, text: str) -> None:
         """Put it into the last output; else it is an item of its own."""
-        if not isinstance(body.get("input"), list):
-            body["input"] = [{"role": "user", "content": body.get("input") or ""}]
+        body["input"] = self.turns(body)
         last = record(body["input"][-1]) if body["input"] else {}
         if last.get("type") == "function_call_output" and isinstance(last.get("output"), str):
             last["output"] += f"\n\n{text}"
         else:
             body["input"].append({"role": "user", "content": text})
+
+    def add_refused(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> bool:
+        """Put in outputs where the provider keeps the conversation."""
+        if self.follows(body) is None:
+            return False
+        tools = map(record, items(body.get("tools")))
+        kinds = {tool.get("name"): tool.get("type") for tool in tools}
+        outputs: list[Body] = []
+        for call, text in refused:
+            kind = "custom_tool" if kinds.get(call.name) == "custom" else "function"
+            outputs.append({"type": f"{kind}_call_output", "call_id": call.id, "output": text})
+        body["input"] = [*outputs, *self.turns(body)]
+        return True
 
     def wants_form(self, body: Body) -> bool:
         """Tell whether JSON is asked for, or a certain tool's call."""
@@ -130,7 +144,7 @@ class OpenAIResponses(Wire):
                 answer.says(written(item.get("content")))
             elif kind == "reasoning":
                 answer.writes(written(item.get("summary")))
-            elif kind in _LOCAL:
+            elif _is_call(item):
                 call = _call(item)
                 answer.writes(str(call.arguments))
                 answer.calls.append(call)
@@ -141,9 +155,7 @@ class OpenAIResponses(Wire):
         """Leave out items."""
         stays = iter(kept)
         body["output"] = [
-            item
-            for item in items(body.get("output"))
-            if record(item).get("type") not in _LOCAL or next(stays)
+            item for item in items(body.get("output")) if not _is_call(item) or next(stays)
         ]
         if not any(kept) and not any(
             record(one).get("type") == "message" for one in body["output"]
@@ -311,7 +323,9 @@ _MESSAGE_ID: Final = f"msg_{SYNTHETIC_ID}"
 
 
 def _is_call(item: object) -> bool:
-    return record(item).get("type") in _LOCAL
+    fields = record(item)
+    where = record(fields.get("environment")).get("type")
+    return fields.get("type") in _LOCAL and where != _AT_THE_PROVIDER
 
 
 def _is_local(data: Body) -> bool:

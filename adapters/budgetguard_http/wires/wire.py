@@ -193,6 +193,14 @@ class Wire(ABC):
     def add_nudge(self, body: Body, text: str) -> None:
         """Put a corrective message at the end of the prompt."""
 
+    def add_refused(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> bool:
+        """Put in results of calls that were taken out of an answer; False for a mere nudge.
+
+        Where the provider keeps the conversation it has those calls, and wants a result of each.
+        """
+        del body, refused
+        return False
+
     def wants_form(self, body: Body) -> bool:
         """Tell whether the answer has to fit a form, which no synthetic text would."""
         del body

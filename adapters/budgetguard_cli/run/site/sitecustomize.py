@@ -110,13 +110,15 @@ def _genai(module: Any) -> None:
     module.has_aiohttp = False
 
 
-def _budgetguard(_: Any) -> None:
-    # Before a run of the script's own begins: what is around a run is settled then.
+def _now(_: Any) -> None:
+    # Before a run of the script's own begins: what is around a run is settled then. Channels of
+    # gRPC are seen only from then on.
     _attach()
 
 
 _AFTER: dict[str, Callable[[Any], None]] = {
-    "budgetguard_core": _budgetguard,
+    "budgetguard_core": _now,
+    "grpc": _now,
     "httpx": _client,
     "httpx2": _client,
     "langchain_core.tracers.context": _langchain,

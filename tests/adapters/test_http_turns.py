@@ -1,0 +1,207 @@
+"""What belongs to one conversation, and whose a tool call is, in forms that SDKs send as well."""
+
+from __future__ import annotations
+
+import json
+
+import httpx2
+import openai
+import pytest
+
+import http_loops as loops
+from budgetguard_core import Budget
+from budgetguard_http import BudgetTransport, bounded_clients
+from provider_server import ProviderServer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_bounded_where_the_input_of_a_response_is_a_text(stream):
+    with ProviderServer(calls=3) as server, bounded_clients(Budget(max_tool_calls=2)) as block:
+        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+        ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
+        made = client.responses.create(**ask, stream=stream)
+        answer = [*made][-1].response if stream else made
+    assert sum(item.type == "function_call" for item in answer.output) == 2
+    assert block.outcome.usage.tool_calls == 2
+
+
+def calls_of(number, *names):
+    """A response that calls functions, and what tells where the provider keeps it."""
+    items = [
+        {
+            "type": "function_call",
+            "call_id": f"{name}_{number}_{n}",
+            "name": name,
+            "arguments": "{}",
+        }
+        for n, name in enumerate(names)
+    ]
+    return {**response(*items), "id": f"resp_{number}"}
+
+
+def test_a_provider_that_keeps_the_conversation_gets_a_result_for_each_call_of_its_own():
+    """It has the calls that a quota took out of its answer, and refuses what leaves one open."""
+    asked = []
+
+    def answered(request):
+        asked.append(json.loads(request.content))
+        return httpx2.Response(200, json=calls_of(len(asked), "search", "search", "read"))
+
+    budget = Budget(tool_quotas={"search": 1}, loop_detection=None)
+    transport = BudgetTransport(budget, httpx2.MockTransport(answered))
+    tools = [{"type": "function", "name": name} for name in ("search", "read")]
+    ask = {"model": "gpt-4o", "tools": tools}
+    with httpx2.Client(transport=transport) as client:
+        first = client.post("http://provider/v1/responses", json={**ask, "input": "go"}).json()
+        kept = [item["call_id"] for item in first["output"] if "call_id" in item]
+        done = [{"type": "function_call_output", "call_id": one, "output": "x"} for one in kept]
+        after = {"previous_response_id": first["id"], "input": [*done]}
+        client.post("http://provider/v1/responses", json={**ask, **after})
+    assert kept == ["search_1_0", "read_1_2"]
+    sent = asked[1]["input"]
+    assert [item["call_id"] for item in sent] == ["search_1_1", *kept]
+    assert [item["type"] for item in sent] == ["function_call_output"] * 3
+    assert sent[0]["output"]
+    assert sent[1:] == done
+
+
+def test_what_the_model_is_to_be_told_is_in_the_next_attempt_as_well():
+    budget = Budget(tool_quotas={"read_file": 2}, loop_detection=None)
+    script = ["ok", 429, "ok"]
+    with ProviderServer(script, calls=3, turns=1) as server, bounded_clients(budget):
+        loop = loops.chat(openai.OpenAI(api_key="k", base_url=server.url + "/v1"))
+    told = [post["body"]["messages"][-1]["content"] for post in server.posts]
+    assert loop.text == "All done."
+    assert told[1] == told[2]
+    assert "read_file: " in told[2]
+
+
+USAGE = {"input_tokens": 10, "output_tokens": 5, "total_tokens": 15}
+SHELL = {
+    "type": "shell_call",
+    "call_id": "call_1",
+    "status": "completed",
+    "action": {"commands": ["ls"]},
+    "environment": {"type": "container_reference", "container_id": "c_1"},
+}
+
+
+def response(*items, text="Still waiting."):
+    part = {"type": "output_text", "text": text, "annotations": []}
+    said = {"type": "message", "role": "assistant", "content": [part]}
+    return {"id": "resp_1", "model": "gpt-4o", "output": [*items, said], "usage": USAGE}
+
+
+def completion(text="Still waiting."):
+    message = {"role": "assistant", "content": text}
+    return {"id": "1", "model": "gpt-4o", "choices": [{"index": 0, "message": message}]}
+
+
+def message(*blocks):
+    said = {"type": "text", "text": "Still waiting."}
+    return {"id": "1", "model": "claude-sonnet-5", "content": [*blocks, said], "usage": USAGE}
+
+
+def converse(*blocks):
+    said = {"role": "assistant", "content": [*blocks, {"text": "Still waiting."}]}
+    usage = {"inputTokens": 10, "outputTokens": 5, "totalTokens": 15}
+    return {"output": {"message": said}, "stopReason": "end_turn", "usage": usage}
+
+
+def talk(path, key, answer, turns_of, budget, turns=12):
+    """Say the same again and again to who answers the same again and again."""
+    asked = []
+
+    def answered(request):
+        asked.append(json.loads(request.content))
+        return httpx2.Response(200, json=answer)
+
+    said, last = [], None
+    text = {"text": "And now?"} if "converse" in path else "And now?"
+    spoken = [text] if isinstance(text, dict) else text
+    transport = BudgetTransport(budget, httpx2.MockTransport(answered))
+    with httpx2.Client(transport=transport) as client:
+        for _ in range(turns):
+            said.append({"role": "user", "content": spoken})
+            last = client.post("http://provider" + path, json={"model": "gpt-4o", key: said}).json()
+            said += turns_of(last)
+    return asked, last, transport.outcome
+
+
+CHAT = ("/v1/chat/completions", "messages")
+RESPONSES = ("/v1/responses", "input")
+MESSAGES = ("/v1/messages", "messages")
+CONVERSE = ("/model/amazon.nova-pro-v1:0/converse", "messages")
+GROUNDED = {"toolUseId": "s_1", "name": "nova_grounding", "input": {}, "type": "server_tool_use"}
+OF_CONVERSE = [{"toolUse": GROUNDED}, {"toolResult": {"toolUseId": "s_1", "content": []}}]
+OF_SHELL = [SHELL, {"type": "shell_call_output", "call_id": "call_1", "output": []}]
+SEARCH = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}}
+OF_MCP = [{"type": "mcp_tool_use", "id": "m_1", "name": "search", "server_name": "s", "input": {}}]
+
+
+def of_chat(body):
+    return [body["choices"][0]["message"]]
+
+
+def of_responses(body):
+    return body["output"]
+
+
+def of_messages(body):
+    return [{"role": "assistant", "content": body["content"]}]
+
+
+def of_converse(body):
+    return [body["output"]["message"]]
+
+
+@pytest.mark.parametrize(
+    ("where", "answer", "turns_of"),
+    [
+        (CHAT, completion(), of_chat),
+        (RESPONSES, response(), of_responses),
+        (RESPONSES, response({"type": "reasoning", "summary": []}), of_responses),
+        (RESPONSES, response(SEARCH), of_responses),
+        (RESPONSES, response(*OF_SHELL), of_responses),
+        (RESPONSES, response({"type": "mcp_list_tools", "tools": []}), of_responses),
+        (MESSAGES, message(), of_messages),
+        (MESSAGES, message(*OF_MCP), of_messages),
+        (CONVERSE, converse(), of_converse),
+        (CONVERSE, converse(*OF_CONVERSE), of_converse),
+    ],
+    ids=[
+        "chat",
+        "Responses",
+        "reasoning",
+        "search",
+        "shell",
+        "MCP's list",
+        "messages",
+        "MCP",
+        "Converse",
+        "grounding",
+    ],
+)
+def test_replies_that_repeat_are_a_loop_whatever_is_beside_them(where, answer, turns_of):
+    asked, _, outcome = talk(*where, answer, turns_of, Budget())
+    assert outcome.stop_reason == "no_progress"
+    assert len(asked) < 12
+
+
+@pytest.mark.parametrize(
+    ("where", "answer", "turns_of"),
+    [
+        (RESPONSES, response(*OF_SHELL), of_responses),
+        (MESSAGES, message(*OF_MCP), of_messages),
+        (CONVERSE, converse(*OF_CONVERSE), of_converse),
+    ],
+    ids=["shell", "MCP", "grounding"],
+)
+def test_what_the_provider_has_run_is_counted_and_stays_in_its_answer(where, answer, turns_of):
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    asked, last, outcome = talk(*where, answer, turns_of, budget, turns=2)
+    assert (outcome.usage.tool_calls, len(asked)) == (2, 2)
+    assert last == answer
+    budget = Budget(tool_quotas={"*": 1}, loop_detection=None)
+    asked, _, outcome = talk(*where, answer, turns_of, budget, turns=3)
+    assert (outcome.stop_reason, len(asked)) == ("tool_quota", 2)
