@@ -209,7 +209,6 @@ class AgentHooks:
         run, invocation_state = at.run, at.invocation_state
         at.events = events
         watch = Watch(run, at.cut)
-        left = _LOOK_EVERY
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()
         try:
@@ -222,9 +221,7 @@ class AgentHooks:
             async for event in events:
                 if "data" in event:
                     at.written.append(event["data"])
-                    left -= 1
-                    if not left:
-                        left = _LOOK_EVERY
+                    if not len(at.written) % _LOOK_EVERY:
                         at.look()
                     if at.streaming:
                         yield event
@@ -235,6 +232,10 @@ class AgentHooks:
                 elif "event" in event:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
+                        if "text" not in chunk["contentBlockDelta"]["delta"]:
+                            at.unsaid.append(_history.unsaid(chunk["contentBlockDelta"]["delta"]))
+                            if not len(at.unsaid) % _LOOK_EVERY:
+                                at.look()
                         if at.streaming:
                             # What it says mostly comes as an event of its own, without any wait.
                             yield event

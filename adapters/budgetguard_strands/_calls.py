@@ -199,7 +199,7 @@ class Calls:
         else:
             if usage is not None:
                 call.measured = used
-            at.run.failed(call, with_status(error), written="".join(written))
+            at.run.failed(call, with_status(error), written="".join([*written, *at.unsaid]))
         at.begin_call(None)
         if keep:
             at.written = written

@@ -115,6 +115,7 @@ class AgentRun:
         self.streaming = False
         self.usage: Any = None
         self.written: list[str] = []
+        self.unsaid: list[str] = []  # what it wrote that is no text: arguments and reasoning
 
     def prune(self, agent: Any) -> None:
         """Leave in the agent's history, for one model call, what is to be sent of it."""
