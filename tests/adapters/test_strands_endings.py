@@ -192,6 +192,14 @@ def test_the_deadline_in_a_stream_that_never_yields_to_the_loop(way, delta, star
     check_request([*agent.messages, GO_ON])
 
 
+def test_reasoning_without_usage_is_estimated():
+    guard = Guard(Budget(max_total_tokens=50_000))
+    agent = made(Script([says("never")]), hooks=[BudgetHookProvider(guard)])
+    agent.model = Endless(ManualClock(), 500, {"reasoningContent": {"text": "x word "}}, start={})
+    assert agent("Go.").stop_reason == "end_turn"
+    assert guard.usage.output_tokens > 500
+
+
 # What is sent
 
 
