@@ -232,10 +232,6 @@ class AgentHooks:
                 elif "event" in event:
                     chunk = event["event"]
                     if "contentBlockDelta" in chunk:
-                        if "text" not in chunk["contentBlockDelta"]["delta"]:
-                            at.unsaid.append(_history.unsaid(chunk["contentBlockDelta"]["delta"]))
-                            if not len(at.unsaid) % _LOOK_EVERY:
-                                at.look()
                         if at.streaming:
                             # What it says mostly comes as an event of its own, without any wait.
                             yield event
@@ -245,6 +241,10 @@ class AgentHooks:
                         at.streaming = ORDERED and not at.due
                     elif "metadata" in chunk:
                         at.usage = chunk["metadata"].get("usage") or at.usage
+                elif "delta" in event:
+                    at.unsaid.append(_history.unsaid(event["delta"]))
+                    if not len(at.unsaid) % _LOOK_EVERY:
+                        at.look()
                 elif "stop" in event:
                     at.leave()
                     if self._is_stopped_at(at, event):
