@@ -152,7 +152,7 @@ class AgentHooks:
     def _begin(self, agent: Agent, event: BeforeInvocationEvent) -> AgentRun:
         before = self._calls.runs.get(agent)
         kept: Any = agent.state.get(KEY)
-        if before is not None and before.snapshot is not None:
+        if before is not None and before.snapshot is not None and before.is_of(agent):
             kept = {"unfinished": "paused", "snapshot": before.snapshot.to_json()}
         opened = self._opener.open(
             agent,

@@ -53,6 +53,7 @@ class AgentRun:
         self.invocation = 0
         self.resumed = False
         self.snapshot: Any = None
+        self._paused_in: object = None
         self.error: BaseException | None = None
         self.prompt = Prompt()
         self.frame: Frame = self.run.frame()
@@ -89,6 +90,16 @@ class AgentRun:
         self._earlier = 0
         self.due = False
         self.begin_call(None)
+
+    def pause(self, agent: Any) -> None:
+        """Keep the counters that the run has where it waits."""
+        self.snapshot, self._paused_in = self.run.guard.snapshot(), agent.state
+
+    def is_of(self, agent: Any) -> bool:
+        """Tell whether an agent still is where the run paused, and was not taken back."""
+        # A snapshot of Strands comes with a state of its own, and with the counters in it; what
+        # is inside of another run has none there.
+        return self.inside or self._paused_in is agent.state
 
     def count_cycle(self) -> None:
         """Count a model call that is no retry, where the reference's users look for the figure."""
