@@ -152,7 +152,7 @@ class AgentHooks:
     def _begin(self, agent: Agent, event: BeforeInvocationEvent) -> AgentRun:
         before = self._calls.runs.get(agent)
         kept: Any = agent.state.get(KEY)
-        if before is not None and before.snapshot is not None:
+        if before is not None and before.snapshot is not None and before.is_of(agent):
             kept = {"unfinished": "paused", "snapshot": before.snapshot.to_json()}
         opened = self._opener.open(
             agent,
@@ -209,7 +209,6 @@ class AgentHooks:
         run, invocation_state = at.run, at.invocation_state
         at.events = events
         watch = Watch(run, at.cut)
-        left = _LOOK_EVERY
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()
         try:
@@ -222,9 +221,7 @@ class AgentHooks:
             async for event in events:
                 if "data" in event:
                     at.written.append(event["data"])
-                    left -= 1
-                    if not left:
-                        left = _LOOK_EVERY
+                    if not len(at.written) % _LOOK_EVERY:
                         at.look()
                     if at.streaming:
                         yield event
@@ -244,6 +241,10 @@ class AgentHooks:
                         at.streaming = ORDERED and not at.due
                     elif "metadata" in chunk:
                         at.usage = chunk["metadata"].get("usage") or at.usage
+                elif "delta" in event:
+                    at.unsaid.append(_history.unsaid(event["delta"]))
+                    if not len(at.unsaid) % _LOOK_EVERY:
+                        at.look()
                 elif "stop" in event:
                     at.leave()
                     if self._is_stopped_at(at, event):

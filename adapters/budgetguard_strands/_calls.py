@@ -16,7 +16,7 @@ from strands.hooks import (
 from strands.types.exceptions import ContextWindowOverflowException
 
 from budgetguard_core import ModelCall, RunFencedError, Stop, TokenUsage, ToolCall, Trip
-from budgetguard_core.kit import is_stop, token_usage
+from budgetguard_core.kit import answered_usage, is_stop, token_usage
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
 from budgetguard_strands._identity import ByIdentity
@@ -194,12 +194,17 @@ class Calls:
             elif used is None or used.estimated or not used.output_tokens:
                 # What it wrote has to be estimated, the arguments of its tool calls included.
                 text = json.dumps(content, default=str)
+            if final and at.unsaid:
+                # Its reasoning is paid for, but is no part of what it says.
+                used = answered_usage(
+                    used, projected_input=call.call.input_tokens, written=text + "".join(at.unsaid)
+                )
             at.run.answered(call, used, text=text, model=other, speaker=agent.name, final=final)
             at.prompt.measured(used, reply=message)
         else:
             if usage is not None:
                 call.measured = used
-            at.run.failed(call, with_status(error), written="".join(written))
+            at.run.failed(call, with_status(error), written="".join([*written, *at.unsaid]))
         at.begin_call(None)
         if keep:
             at.written = written

@@ -101,7 +101,7 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     if reason in _PAUSES:
         kept = _kept(at.run, agent.messages)
         outcome = await at.run.in_thread(lambda: at.run.pause(resume=_ANSWER, **kept))
-        at.snapshot = at.run.guard.snapshot()
+        at.pause(agent)
     unfinished = None if at.trip is None else "stopped"
     if outcome is not None:
         unfinished = "paused"

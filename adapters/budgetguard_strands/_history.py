@@ -108,6 +108,13 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "\n".join(block["text"] for block in message.get("content", ()) if "text" in block)
 
 
+def unsaid(delta: Mapping[str, Any]) -> str:
+    """Return what a piece of an answer says beside text: arguments of a tool call, or reasoning."""
+    parts = [part for part in delta.values() if isinstance(part, Mapping)]
+    said = [part.get("input") or part.get("text") for part in parts]
+    return "".join(one for one in said if isinstance(one, str))
+
+
 def with_text(result: Mapping[str, Any], *texts: str) -> Any:
     """Copy a tool result and add text blocks to it."""
     content = [*result.get("content", ()), *({"text": text} for text in texts if text)]

@@ -53,6 +53,7 @@ class AgentRun:
         self.invocation = 0
         self.resumed = False
         self.snapshot: Any = None
+        self._paused_in: object = None
         self.error: BaseException | None = None
         self.prompt = Prompt()
         self.frame: Frame = self.run.frame()
@@ -90,6 +91,16 @@ class AgentRun:
         self.due = False
         self.begin_call(None)
 
+    def pause(self, agent: Any) -> None:
+        """Keep the counters that the run has where it waits."""
+        self.snapshot, self._paused_in = self.run.guard.snapshot(), agent.state
+
+    def is_of(self, agent: Any) -> bool:
+        """Tell whether an agent still is where the run paused, and was not taken back."""
+        # A snapshot of Strands comes with a state of its own, and with the counters in it; what
+        # is inside of another run has none there.
+        return self.inside or self._paused_in is agent.state
+
     def count_cycle(self) -> None:
         """Count a model call that is no retry, where the reference's users look for the figure."""
         self.cycles += 1
@@ -115,6 +126,7 @@ class AgentRun:
         self.streaming = False
         self.usage: Any = None
         self.written: list[str] = []
+        self.unsaid: list[str] = []  # what it wrote that is no text: arguments and reasoning
 
     def prune(self, agent: Any) -> None:
         """Leave in the agent's history, for one model call, what is to be sent of it."""

@@ -153,31 +153,51 @@ def test_strands_own_limits_leave_a_closed_history(way, limits, counter):
 class Endless(ScriptedModel):
     """Streams on and on and never yields to the loop; the clock goes on with each piece."""
 
-    def __init__(self, clock, pieces):
+    def __init__(self, clock, pieces, delta, start):
         super().__init__(Script([says("never")]))
         self.clock, self.pieces, self.sent = clock, pieces, 0
+        self.delta, self.start = delta, start
 
     async def stream(self, messages, *args, **kwargs):
         yield {"messageStart": {"role": "assistant"}}
-        yield {"contentBlockStart": {"start": {}}}
+        yield {"contentBlockStart": {"start": self.start}}
         for _ in range(self.pieces):
             self.sent += 1
             self.clock.advance(0.1)
-            yield {"contentBlockDelta": {"delta": {"text": "x "}}}
+            yield {"contentBlockDelta": {"delta": self.delta}}
         yield {"contentBlockStop": {}}
         yield {"messageStop": {"stopReason": "end_turn"}}
 
 
+@pytest.mark.parametrize(
+    ("delta", "start"),
+    [
+        ({"text": "x word "}, {}),
+        ({"reasoningContent": {"text": "x word "}}, {}),
+        ({"toolUse": {"input": "x word "}}, {"toolUse": {"toolUseId": "1", "name": "count"}}),
+    ],
+    ids=["text", "reasoning", "arguments"],
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_deadline_in_a_stream_that_never_yields_to_the_loop(way):
+def test_the_deadline_in_a_stream_that_never_yields_to_the_loop(way, delta, start):
     clock = ManualClock()
     provider = BudgetHookProvider(Budget(max_seconds=10), clock=clock)
     agent = made(Script([says("never")]), hooks=[provider])
-    agent.model = Endless(clock, 5000)
+    agent.model = Endless(clock, 5000, delta, start)
     result, _ = run(agent, "Go.", way)
     assert result.stop_reason == "max_seconds"
     assert agent.model.sent < 300
+    # What was written until then is paid for, text or not.
+    assert provider.outcome(agent).usage.output_tokens > agent.model.sent
     check_request([*agent.messages, GO_ON])
+
+
+def test_reasoning_without_usage_is_estimated():
+    guard = Guard(Budget(max_total_tokens=50_000))
+    agent = made(Script([says("never")]), hooks=[BudgetHookProvider(guard)])
+    agent.model = Endless(ManualClock(), 500, {"reasoningContent": {"text": "x word "}}, start={})
+    assert agent("Go.").stop_reason == "end_turn"
+    assert guard.usage.output_tokens > 500
 
 
 # What is sent

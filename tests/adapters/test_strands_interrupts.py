@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from strands import tool
+from strands import Agent, tool
 from strands.hooks import BeforeToolCallEvent
 from strands.multiagent import GraphBuilder, Swarm
 from strands.session import FileSessionManager
@@ -76,6 +76,25 @@ def test_twenty_approvals_are_one_run(way, kind, place, counter, tmp_path):
     assert result.stop_reason == "max_iterations"
     assert script.calls == len(counter.started) == 3
     check_request([*at.messages, GO_ON])
+
+
+@pytest.mark.skipif(not hasattr(Agent, "load_snapshot"), reason="younger releases take snapshots")
+@pytest.mark.parametrize("back_to", ["the beginning", "an earlier question"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_agent_that_is_taken_back_has_the_counters_of_then(way, back_to, counter):
+    provider = BudgetHookProvider(Budget(max_iterations=4, loop_detection=None))
+    agent = strict(Script([calls("search")]), counter.tool, hooks=[provider, Asks("search")])
+    before = agent.take_snapshot(preset="session")
+    asked, _ = run(agent, "Go.", way)
+    prompt = "Go anew."
+    if back_to == "an earlier question":
+        before, prompt = agent.take_snapshot(preset="session"), answers(asked, "yes")
+    run(agent, answers(asked, "yes"), way)
+    agent.load_snapshot(before)
+    run(agent, prompt, way)
+    expected = 1 if back_to == "the beginning" else 2
+    assert provider.outcome(agent).usage.iterations == expected
+    assert provider.outcome(agent).status == "paused"
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
