@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from strands.hooks import MessageAddedEvent
 
 from budgetguard_core import NOT_EXECUTED
-from budgetguard_core.kit import OpenToolCall, is_stop
+from budgetguard_core.kit import OpenToolCall, is_stop, part
 
 # Plain dictionaries: the keys differ between Strands releases, and `metadata` is younger than some.
 Message: TypeAlias = dict[str, Any]
@@ -108,10 +108,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "\n".join(block["text"] for block in message.get("content", ()) if "text" in block)
 
 
-def unsaid(delta: Mapping[str, Any]) -> str:
+def unsaid(delta: object) -> str:
     """Return what a piece of an answer says beside text: arguments of a tool call, or reasoning."""
-    parts = [part for part in delta.values() if isinstance(part, Mapping)]
-    said = [part.get("input") or part.get("text") for part in parts]
+    if not isinstance(delta, Mapping):
+        return ""
+    parts = cast("Mapping[str, Any]", delta).values()
+    said = [part(one, "input") or part(one, "text") for one in parts]
     return "".join(one for one in said if isinstance(one, str))
 
 

@@ -12,6 +12,7 @@ from mistralai.client import Mistral
 
 from budgetguard_core import Budget
 from budgetguard_http import BudgetHooks, BudgetTransport
+from budgetguard_http._policy import is_free
 from provider_server import ProviderServer
 
 MESSAGES = [{"role": "user", "content": "go"}]
@@ -89,6 +90,19 @@ def test_a_conversation_of_mistrals_is_a_call():
     assert len(posted) == 2
     usage = transport.outcome.usage
     assert (usage.model_calls, usage.total_tokens, usage.estimated_calls) == (2, 220, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "path", "free"),
+    [
+        ("api.mistral.ai", "/v1/conversations", False),
+        ("API.Mistral.AI.", "/v1/conversations/conv_1", False),
+        ("api.openai.com", "/v1/conversations/conv_1/items", True),
+        ("api.openai.com", "/v1/myconversations", False),
+    ],
+)
+def test_conversations_are_free_where_they_are_only_stored(host, path, free):
+    assert is_free(host, path) is free
 
 
 def test_tool_calls_of_mistrals_agents_are_bounded():

@@ -153,6 +153,22 @@ def test_calls_of_choices_that_end_one_after_the_other_are_all_bounded():
     assert content.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
+    call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}
+    asked = [
+        {"index": place, "delta": {"tool_calls": [{**call, "id": f"call_{place}"}]}}
+        for place in (0, 1)
+    ]
+    ends = [{"index": place, "delta": {}, "finish_reason": "tool_calls"} for place in (0, 1)]
+    choices = [asked[0], ends[0], ends[0], asked[1], ends[1]]
+    lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
+    budget = Budget(loop_detection=None, max_tool_calls=1)
+    content, outcome = exchange([lines], budget=budget, ask={**ASK, "n": 2})
+    assert said_in(content)[1] == 1
+    assert outcome.usage.tool_calls == 1
+
+
 def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
     head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}

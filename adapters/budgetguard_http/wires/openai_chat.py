@@ -179,7 +179,8 @@ class ChatEditor(Editor):
 
     def __init__(self, answer: Answer, ask: Ask | None, *, choices: int, hides_usage: bool) -> None:
         super().__init__(answer, ask)
-        self._unfinished = choices
+        self._choices = choices
+        self._finished: set[int] = set()
         self._hides_usage = hides_usage
         self._parts: dict[tuple[int, int], Body] = {}
         self._asked: set[int] = set()
@@ -216,7 +217,8 @@ class ChatEditor(Editor):
         for choice in choices:
             delta, place = record(choice.get("delta")), choice.get("index") or 0
             _write(answer, delta)
-            self._unfinished -= bool(choice.get("finish_reason"))
+            if choice.get("finish_reason"):
+                self._finished.add(place)
             answer.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(items(delta.get("tool_calls"))):
                 self._take_part(place, number, record(piece))
@@ -227,7 +229,7 @@ class ChatEditor(Editor):
             data = {key: value for key, value in data.items() if key != "usage"}
         if not self._parts or self._asked:
             return None
-        over = self._unfinished <= 0
+        over = len(self._finished) >= self._choices
         if self.ask is None:
             self._collect(over)
             return None
