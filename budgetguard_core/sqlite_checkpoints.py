@@ -60,6 +60,9 @@ class SqliteStore:
         self._clock = clock or SystemClock()
         self._path = Path(path) if path is not None else _default_path()
         self._is_memory = str(self._path) == _MEMORY
+        if not self._is_memory:
+            # The process may change its folder while the store is open.
+            self._path = self._path.absolute()
         self._mutex = threading.Lock()
         self._inherited: list[sqlite3.Connection] = []
         self._process = os.getpid()

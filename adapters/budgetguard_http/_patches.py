@@ -88,7 +88,9 @@ class Patches:
     def _listen(self, grpc: Any) -> None:
         """Be told of each channel; nothing about it is changed."""
         for name in _CHANNELS:
-            own = getattr(grpc, name)
+            own = getattr(grpc, name, None)
+            if own is None:
+                continue  # blocked, or a stub of that name
             patched = self._told(own)
             setattr(grpc, name, patched)
             self._undo.append(functools.partial(_restore, grpc, name, patched, own))

@@ -229,3 +229,13 @@ def test_grpc_is_not_imported_for_it():
         "assert 'grpc' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("module", ["None", "types.ModuleType('grpc')"])
+def test_what_is_no_grpc_is_no_reason_to_fail(module):
+    script = (
+        f"import sys, types; sys.modules['grpc'] = {module}; "
+        "from budgetguard_http import install, uninstall; "
+        "install(watch_connections=True); uninstall()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

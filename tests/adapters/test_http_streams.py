@@ -153,6 +153,17 @@ def test_calls_of_choices_that_end_one_after_the_other_are_all_bounded():
     assert content.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_call_is_seen_where_a_server_sends_fewer_choices_than_were_asked_for():
+    answer = Answer()
+    editor = OpenAIChat().editor(answer, None, body={"n": 2}, hides_usage=False)
+    head = {"index": 0, "id": "call_1", "function": {"name": "read_file", "arguments": "{}"}}
+    choice = {"index": [], "delta": {"tool_calls": [head]}, "finish_reason": "tool_calls"}
+    editor.take("", {"choices": [choice]})
+    for _ in range(2):
+        assert editor.rest() == []
+    assert [call.name for call in answer.calls] == ["read_file"]
+
+
 def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
     call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}

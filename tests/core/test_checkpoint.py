@@ -210,6 +210,18 @@ def test_a_row_of_an_unknown_kind_is_damage(tmp_path, guard):
     store.close()
 
 
+def test_a_relative_path_is_that_of_the_folder_it_was_given_in(tmp_path, guard, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = SqliteStore("c.sqlite3")
+    store.save(guard.snapshot())
+    monkeypatch.chdir(tmp_path / "other")
+    assert store.load(guard.run_id) is not None
+    store.save(guard.snapshot())
+    store.close()
+    assert not list((tmp_path / "other").iterdir())
+
+
 @pytest.mark.parametrize("removed", ["c.sqlite3", "c.sqlite3*"])
 def test_a_file_that_is_removed_is_made_anew(tmp_path, guard, removed):
     path = tmp_path / "c.sqlite3"

@@ -204,6 +204,8 @@ class ChatEditor(Editor):
     def rest(self) -> list[Event]:
         """Let go what may stay of an answer that never said that it is finished."""
         if not self._held:
+            # A server may send fewer choices than it was asked for.
+            self._collect(self.ask is None and not self._asked)
             return []
         *self._held, last = self._held
         return [("", one) for one in self._released(last)]
@@ -215,7 +217,8 @@ class ChatEditor(Editor):
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
         for choice in choices:
-            delta, place = record(choice.get("delta")), choice.get("index") or 0
+            delta, place = record(choice.get("delta")), choice.get("index")
+            place = place if isinstance(place, int) else 0
             _write(answer, delta)
             if choice.get("finish_reason"):
                 self._finished.add(place)
