@@ -243,7 +243,7 @@ class RunControls(BrakedRun):
             self._keep_time(now)
             if self._tree.sinks:
                 self._record(RunPaused, now, waiting=tuple(ids))
-        _stand_by(tickets)
+            self._stand_by(tickets)
         self._tree.deliver()
 
     def go_on(self, waiting: Iterable[Admit] = ()) -> None:
@@ -373,8 +373,9 @@ class RunControls(BrakedRun):
     def conclude(self, outcome: Outcome) -> None:
         """Keep the outcome of a run, as `outcome`, and record its end, if it is one."""
         self.outcome = outcome
-        # Nobody may be left who would settle them: tasks that were cancelled, for example.
-        _stand_by(self.open_calls())
+        with self._tree.lock:
+            # Nobody may be left who would settle them: tasks that were cancelled, for example.
+            self._stand_by(self.open_calls())
         if outcome.status == "paused":
             return
         if self._tenant is not None:
@@ -389,11 +390,11 @@ class RunControls(BrakedRun):
             usage=outcome.usage,
         )
 
-
-def _stand_by(tickets: Iterable[Admit]) -> None:
-    for ticket in tickets:
-        if ticket.breakers is not None:
-            ticket.breakers.stand_by()
+    def _stand_by(self, tickets: Iterable[Admit]) -> None:
+        """Let others have the places of open calls. Under the lock: one may be settled just now."""
+        for ticket in tickets:
+            if ticket.breakers is not None and self._tree.open.get(ticket.call_id) is ticket:
+                ticket.breakers.stand_by()
 
 
 class _Asked(Frame):

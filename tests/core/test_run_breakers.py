@@ -362,6 +362,20 @@ def test_a_call_that_waits_for_a_person_holds_no_place_and_is_no_slow_call():
     assert isinstance(other.tool("ask"), Admit)
 
 
+def test_a_call_that_ended_before_its_run_waits_gives_its_trial_back_once():
+    trials = {"permitted_number_of_calls_in_half_open_state": 3}
+    bench = Bench(circuit_breaker=CIRCUIT.model_copy(update=trials))
+    for _ in range(2):
+        bench.tool(error=TimeoutError())
+    bench.clock.advance(60)
+    ended, _, asks = (bench.guard.admit_tool_call(ToolCall(name="search")) for _ in range(3))
+    bench.guard.settle_tool_call(ended, "ok")
+    # Listed as open by one thread while another one settled it.
+    bench.guard.pause([ended, asks])
+    assert isinstance(bench.guard.admit_tool_call(ToolCall(name="search")), Admit)
+    assert isinstance(bench.guard.admit_tool_call(ToolCall(name="search")), Refuse)
+
+
 def test_a_call_that_its_run_has_left_holds_no_place():
     registry = BreakerRegistry()
     fields = {"bulkheads": {"*": BulkheadConfig(max_concurrent_calls=1)}}
