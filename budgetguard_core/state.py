@@ -608,10 +608,7 @@ class RunState:
 
     def _keep_record(self, call: ToolCall, status: str) -> None:
         records = self._records
-        name = call.name
-        if len(name) > NAME_LENGTH:
-            name = name[:NAME_LENGTH]
-        records.append((call.id, name, status))
+        records.append((call.id, call.name[:NAME_LENGTH], status))
         if len(records) > _RECORDS_CUT:
             del records[:-_RECORDS_KEPT]
 

@@ -30,6 +30,7 @@ def messages_of(values: Any, key: str) -> list[BaseMessage]:
     listed = cast("Sequence[Any]", found)
     messages = [message for message in listed if isinstance(message, BaseMessage)]
     if messages and len(messages) < len(listed):
+        # What they cannot read either is the graph's own, and only looked past.
         with suppress(NotImplementedError, TypeError, ValueError):
             return convert_to_messages(listed)
     return messages
