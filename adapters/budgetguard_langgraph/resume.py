@@ -78,7 +78,7 @@ async def aresume_stream(
 def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
     """Make a thread ready; return the graph to go on with, and its input."""
     again = _again(graph, budget)
-    place = configuration(config or {})
+    place = {**configuration(graph.config or {}), **configuration(config or {})}
     saver = Thread(graph, place).saver
     if saver is None:
         missing = "no thread_id" if place.get("thread_id") is None else "no checkpointer"
@@ -86,6 +86,7 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
             f"resume needs the thread of a graph with a checkpointer, got {missing}. Compile the "
             'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
         )
+    config = {**(config or {}), "configurable": place}
     state = yield graph.get_state, graph.aget_state, (config,)
     saved = yield saver.get_tuple, saver.aget_tuple, (state.config,)
     past: Sequence[StateSnapshot] = ()

@@ -222,6 +222,18 @@ def test_a_completed_run_is_what_it_is_without_a_guard(shape):
     assert contents(kept[0]) == contents(kept[1])
 
 
+@pytest.mark.parametrize("config", [None, {"tags": ["night"]}])
+def test_a_thread_that_the_graph_itself_names_is_resumed(config):
+    graph, given = loop("reduced", asks(3), checkpointer=InMemorySaver())
+    place = thread()
+    guarded = bounded(graph.with_config(place), Budget(max_iterations=2))
+    guarded.invoke(given("Go."))
+    result = resume(guarded, config, Budget(max_iterations=9))
+    assert graphs.BODIES == ["0", "1", "2"]
+    assert result["messages"][-1].content == "Done."
+    assert result["messages"] == guarded.get_state(place).values["messages"]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_stopped_thread_of_any_shape_is_resumed(shape):
     saver = InMemorySaver()
