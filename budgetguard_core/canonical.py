@@ -27,7 +27,9 @@ _EXACT_FLOATS = 2**53
 _LONGEST_NUMBER = 32
 _BIGGEST_WHOLE = 10**_LONGEST_NUMBER
 _SMALLEST_WHOLE = -_BIGGEST_WHOLE
-_FEW_NAMES = 64
+# CPython compares two ints of one digit in a single instruction.
+_ONE_DIGIT = 2**30 - 1
+_FEW_NAMES = 16
 _LONGEST_KEY = 256
 _ERROR_READ = 4000
 _ERROR_KEPT = 400
@@ -78,12 +80,12 @@ def canonical(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
         ASCII text, the same in every process and Python version.
     """
     kind = _kind_of(value)
-    if kind is str:
-        value = _parsed(value)
+    if kind is not dict:
+        if kind is str:
+            value = _parsed(value)
+        elif ignore and isinstance(value, BaseModel):
+            value = _model_fields(value)
         kind = _kind_of(value)
-    if kind is not dict and ignore and isinstance(value, BaseModel):
-        value = _model_fields(value)
-        kind = dict
     try:
         if kind is dict:
             if ignore and not ignore.isdisjoint(value):
@@ -249,14 +251,14 @@ def _named(value: dict[Any, Any]) -> str:
             if item[:1] in _CODED:
                 item = _coded(item)
         elif kind is int:
-            if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+            if item > _ONE_DIGIT or item < -_ONE_DIGIT:
                 item = _whole(item)
         elif kind is not bool and item is not None:
             if walk is None:
                 walk = _Walk()
                 walk.left -= len(value)
             item = _plain(item, 1, walk)
-        text += f"{key!a}: {item!a}, "
+        text = f"{text}{key!a}: {item!a}, "
     return text[:-2] + "}" if keys else "{}"
 
 
@@ -328,7 +330,7 @@ def _mapping(value: dict[Any, Any], depth: int, walk: _Walk) -> Any:
             if item[:1] in _CODED:
                 item = _coded(item)
         elif kind is int:
-            if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+            if item > _ONE_DIGIT or item < -_ONE_DIGIT:
                 item = _whole(item)
         elif kind is not bool and item is not None:
             item = _plain(item, depth + 1, walk)
@@ -404,7 +406,7 @@ def _items(values: Iterable[Any], count: int, depth: int, walk: _Walk) -> list[A
             if item[:1] in _CODED:
                 item = _coded(item)
         elif kind is int:
-            if not _SMALLEST_WHOLE < item < _BIGGEST_WHOLE:
+            if item > _ONE_DIGIT or item < -_ONE_DIGIT:
                 item = _whole(item)
         elif kind is not bool and item is not None:
             item = _plain(item, depth + 1, walk)

@@ -30,6 +30,7 @@ NOT_AVAILABLE = (
 
 _NO_GUESS: tuple[int, int] = (0, 0)
 _ALIKE_KEPT = 64
+_ALIKE_GENERATION = _ALIKE_KEPT // 2
 _MOST_USD = Decimal(10**15)
 _LEAST_USD = Decimal("1E-15")
 _Alike: TypeAlias = tuple[str | None, str, str]
@@ -195,7 +196,7 @@ class Occurrences:
             number = self._older.get(alike, self._floor)
             if self._restored:
                 number = max(number, self._restored.get(_alike_digest(*alike), 0))
-            if len(counts) == _ALIKE_KEPT // 2:
+            if len(counts) == _ALIKE_GENERATION:
                 self._floor = max(self._floor, *self._older.values(), 0)
                 self._older = counts
                 self._counts = counts = {}

@@ -65,7 +65,7 @@ from budgetguard_core.state import WarningEvent as WarningEvent
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.tenancy import charge_ahead
 from budgetguard_core.tree import UNPROJECTED
-from budgetguard_core.usage import MOST_TOKENS, TokenUsage, check_token_usage
+from budgetguard_core.usage import MOST_TOKENS, Counts, TokenUsage, check_token_usage
 
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
@@ -141,8 +141,10 @@ class Guard(RunRelations):
         if (
             type(given) is not int
             or type(call.min_output_tokens) is not int
-            or not 0 <= given <= MOST_TOKENS
-            or not 1 <= call.min_output_tokens <= MOST_TOKENS
+            or given < 0
+            or given > MOST_TOKENS
+            or call.min_output_tokens < 1
+            or call.min_output_tokens > MOST_TOKENS
         ):
             raise ConfigurationError(wrong_projection(call))
         bound = self._output_bound
@@ -169,7 +171,8 @@ class Guard(RunRelations):
         decision: ModelDecision | None = None
         watched = self._watched
         with tree.lock:
-            now = tree.now()
+            read_clock = tree.now
+            now = read_clock()
             kept_tokens, kept_cost, expected = tokens, cost, 0
             if bound is None and self._expects:
                 expected = largest_completion(self._chain)
@@ -283,9 +286,10 @@ class Guard(RunRelations):
         tree = guard._tree
         rates = ticket.rates
         problem: ConfigurationError | None = None
+        counts: Counts | None = None
         if usage is not None:
             try:
-                check_token_usage(usage)
+                counts = check_token_usage(usage)
             except ConfigurationError as wrong:
                 usage, problem = None, wrong
         if model is not None:
@@ -301,18 +305,19 @@ class Guard(RunRelations):
             except ConfigurationError as wrong:
                 cost_usd, problem = None, problem or wrong
         if cost_usd is None:
-            if usage is not None and rates is not None:
-                cost = rates.cost(usage)
+            if counts is not None and rates is not None:
+                cost = rates.cost(counts)
             elif rates is not None or ticket.call.cost_usd is not None:
                 cost = ticket.reserved_cost - ticket.expected[1]
         failed = error is not None
-        used = ticket.estimate() if usage is None else usage
+        used = ticket.estimate() if counts is None else counts
         call_id = ticket.call_id
         warnings: Sequence[Notice] = ()
         with tree.lock:
             if tree.open.get(call_id) is not ticket:
                 return False
-            now = tree.now()
+            read_clock = tree.now
+            now = read_clock()
             written = False
             try:
                 near = charge(guard._chain, ticket, used, cost, failed, now)
@@ -330,20 +335,17 @@ class Guard(RunRelations):
             if near:
                 warnings = guard._look(now)
             if ticket.breakers is not None:
-                tokens = used.total_tokens - ticket.reserved_tokens
+                tokens = used[0] + used[1] - ticket.reserved_tokens
                 dollars = (cost or 0) - ticket.reserved_cost
                 correct_model_call(guard._paced, ticket.breakers, now, tokens, dollars)
             if (usage is None or (cost is None and guard._needs_price)) and not failed:
                 guard._hold_uncharged(ticket, usage, cost, cost_given=cost_usd is not None)
             if usage is not None and rates is not None:
-                full = usage.input_tokens >= rates.window * guard._warn_at
+                full = used[0] >= rates.window * guard._warn_at
                 if full is not guard._window_warned:
-                    warnings = guard._watch_window(
-                        now, ticket.call, rates, usage.input_tokens, warnings
-                    )
+                    warnings = guard._watch_window(now, ticket.call, rates, used[0], warnings)
         if ticket.charges:
-            tokens = used.input_tokens + used.output_tokens
-            settle_charges(ticket.charges, measured(cost or 0, tokens))
+            settle_charges(ticket.charges, measured(cost or 0, used[0] + used[1]))
             if (usage is None or cost is None) and not failed:
                 projected = (ticket.reserved_tokens, ticket.reserved_cost) != ticket.expected
                 for place in guard._tenants:
@@ -370,7 +372,8 @@ class Guard(RunRelations):
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
-            now = tree.now()
+            read_clock = tree.now
+            now = read_clock()
             release(guard._asked, ticket.call.retry, ticket.reserved_tokens, ticket.reserved_cost)
             if ticket.breakers is not None:
                 taken = ticket.reserved_tokens, ticket.reserved_cost
@@ -413,7 +416,8 @@ class Guard(RunRelations):
         warnings: Sequence[Notice] = ()
         decisions: list[ToolDecision] = []
         with tree.lock:
-            now = tree.now()
+            read_clock = tree.now
+            now = read_clock()
             if from_outside and detector is not None:
                 detector.settle_on_digests()
             far = far_from_tool_caps(asked, now, len(calls))
@@ -499,7 +503,8 @@ class Guard(RunRelations):
                 detector.take(call.name, call.key or "", key, kind)
                 if detector.tripped:
                     standing.weigh()
-            now = tree.now()
+            read_clock = tree.now
+            now = read_clock()
             if held is not None:
                 took = now - held.start_ns if duration_ns is None else duration_ns
                 if took < 0:
@@ -538,7 +543,8 @@ class Guard(RunRelations):
         with tree.lock:
             if tree.open.pop(ticket.call_id, None) is not ticket:
                 return False
-            now = tree.now()
+            read_clock = tree.now
+            now = read_clock()
             if call.kind == "function":
                 uncount_tool_call(guard._chain, call.name)
             if call.id:

@@ -14,7 +14,7 @@ from budgetguard_core.caps import INFINITY, Caps, Quota, marks_of
 from budgetguard_core.decision import Admit, ModelCall
 from budgetguard_core.pricing import Rates, to_usd
 from budgetguard_core.stop import StopReason
-from budgetguard_core.usage import TokenUsage, Usage
+from budgetguard_core.usage import Counts, Usage
 
 COUNTERS = (
     "cache_read_tokens",
@@ -439,7 +439,7 @@ def release(chain: Chain, retry: bool, tokens: int, cost: int) -> None:
 def charge(
     chain: Chain,
     ticket: Admit,
-    usage: TokenUsage,
+    usage: Counts,
     cost: int | None,
     failed: bool,
     now: int,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from genai_prices.types import ModelInfo, ModelPrice, Provider, TieredPrices
 
-    from budgetguard_core.usage import TokenUsage
+    from budgetguard_core.usage import Counts
 
 __all__ = ["FEMTO_USD_PER_USD", "Price", "PriceBook", "Rates", "from_usd", "to_usd"]
 
@@ -297,25 +297,25 @@ class Rates:
     """Most input tokens that one call can have; infinity if that is not known."""
 
     def __init__(self, rows: tuple[_Row, ...], context_window: int | None) -> None:
-        self.window = inf if context_window is None else context_window
+        self.window = inf if context_window is None else float(context_window)
         # The highest threshold first: the first one that is exceeded decides.
         self._rows = rows[::-1]
         self._bounds = tuple(_dearest(rows[: end + 1]) for end in range(len(rows)))[::-1]
-        self._only_row = rows[0] if len(rows) == 1 else None
-        self._only_bound = None if self._only_row is None else self._bounds[0]
+        self._only_row = tuple(rows[0]) if len(rows) == 1 else None
+        self._only_bound = None if self._only_row is None else tuple(self._bounds[0])
 
     @property
     def context_window(self) -> int | None:
         """Most input tokens that one call can have, or `None` if that is not known."""
         return None if self.window == inf else int(self.window)
 
-    def cost(self, usage: TokenUsage) -> int:
+    def cost(self, usage: Counts) -> int:
         """Return what one finished call costs.
 
         Args:
-            usage: The tokens of this one call (tiers depend on the size of a single call), with no
-                part above its whole. All tokens count as text; reasoning tokens are part of the
-                output and not billed again.
+            usage: The tokens of this one call (tiers depend on the size of a single call): a
+                `TokenUsage`, or its figures, with no part above its whole. All tokens count as
+                text; reasoning tokens are part of the output and not billed again.
 
         Returns:
             Femto-dollars, including the price per request.
@@ -439,7 +439,8 @@ class PriceBook:
         """
         if len(model) > _LONGEST_NAME or (provider and len(provider) > _LONGEST_NAME):
             return None
-        return self._look_up(model, provider)
+        look_up = self._look_up
+        return look_up(model, provider)
 
     def _found(self, model: str, provider: str | None) -> Rates | None:
         if override := self._overrides.get(model):

@@ -69,6 +69,7 @@ class Tree:
         self.delivery = threading.RLock()
         self.delivering = False
         self.clock = clock
+        # A step takes it out before it calls it: what a slot holds is slow to call as a method is.
         self.now = clock.monotonic_ns
         self.wall = clock.wall_ns
         self.price_book = price_book

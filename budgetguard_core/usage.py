@@ -2,7 +2,7 @@
 
 import string
 from decimal import Decimal
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -39,15 +39,21 @@ class TokenUsage(NamedTuple):
         return self.input_tokens + self.output_tokens
 
 
-def check_token_usage(usage: TokenUsage) -> None:
-    """Refuse figures that no call can have.
+Counts: TypeAlias = tuple[int, int, int, int, int, int, bool]
+"""The figures of a `TokenUsage`, in their order. Python unpacks a named tuple through an iterator,
+and a plain one, of which each step has several, in one go."""
+
+
+def check_token_usage(usage: TokenUsage) -> Counts:
+    """Return the figures of a call, if a call can have them.
 
     Raises:
         ConfigurationError: A count is not a whole number >= 0, or a part is above its whole.
     """
     try:
-        inputs, outputs, read, write, write_1h, reasoning, _ = usage
-    except (TypeError, ValueError):
+        counts = usage[:]
+        inputs, outputs, read, write, write_1h, reasoning, _ = counts
+    except (TypeError, ValueError, LookupError):
         raise ConfigurationError(
             f"usage must be a TokenUsage, got {type(usage).__name__}. "
             "Pass None when the provider reported nothing."
@@ -58,11 +64,13 @@ def check_token_usage(usage: TokenUsage) -> None:
             and inputs <= MOST_TOKENS
             and outputs <= MOST_TOKENS
             and read >= 0
-            and 0 <= write_1h <= write
+            and write_1h >= 0
+            and write_1h <= write
             and read + write <= inputs
-            and 0 <= reasoning <= outputs
+            and reasoning >= 0
+            and reasoning <= outputs
         ):
-            return
+            return counts
     except TypeError:
         pass
     raise ConfigurationError(_problem(usage))
