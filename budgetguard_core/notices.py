@@ -23,7 +23,8 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.meter import clamp
 from budgetguard_core.pricing import Rates, usd_text
-from budgetguard_core.state import RunState, WarningEvent
+from budgetguard_core.run_snapshots import RunSnapshots
+from budgetguard_core.state import WarningEvent
 from budgetguard_core.stop import Violation
 from budgetguard_core.usage import TokenUsage
 
@@ -34,7 +35,7 @@ Notice: TypeAlias = tuple["RunNotices", WarningEvent]
 """A warning, and the run that it is about."""
 
 
-class RunNotices(RunState):
+class RunNotices(RunSnapshots):
     """A run's warnings, conditions and events: whatever calls code that is not the engine's."""
 
     __slots__ = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from decimal import Decimal
-from types import TracebackType
 from typing import Any, Self
 
 from budgetguard_core import (
@@ -140,12 +139,7 @@ class AdmittedModelCall:
     async def __aenter__(self) -> Self:
         return self._begin(await self._run.wait_async(self._run.model_call(self._call)))
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def _begin(self, answer: OpenModelCall | Stop) -> Self:
@@ -158,12 +152,7 @@ class AdmittedModelCall:
         self._inside.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._inside.__exit__()
         if error is None:
             self._run.unreported(self._opened())
@@ -261,12 +250,7 @@ class AdmittedToolCall:
         self._check()
         return self._begin(await self._run.wait_async(self._call))
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def _check(self) -> None:
@@ -283,12 +267,7 @@ class AdmittedToolCall:
         self._inside.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._inside.__exit__()
         # What ends a tool from outside leaves its outcome unknown: the call stays open.
         if error is None:
@@ -316,12 +295,7 @@ class ToolCalls(list[AdmittedToolCall]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             for call in self._batch:
                 self._run.finished(call)
