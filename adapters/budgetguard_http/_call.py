@@ -65,6 +65,7 @@ class Call:
         length: int,
     ) -> None:
         self.run = run
+        self._traffic = traffic_of(run)
         self.opened = opened
         self.posted = posted
         self.answer = Answer()
@@ -170,7 +171,7 @@ class Call:
         for call in calls:
             if call.name == forced:
                 call.kind = "output"
-        return traffic_of(self.run).conversations.ask(conversation, calls)
+        return self._traffic.conversations.ask(conversation, calls)
 
     # The end
 
@@ -215,9 +216,8 @@ class Call:
             return
         conversation.prompt.measured(usage)
         conversation.usage = usage
-        traffic = traffic_of(self.run)
         if answer.hosted:
-            run = traffic.conversations.seat(conversation)
+            run = self._traffic.conversations.seat(conversation)
             for call in run.batch(answer.hosted):
                 run.start(call)
                 run.finished(call, "reported")
@@ -228,7 +228,7 @@ class Call:
         if self._conversation is not None:
             del self._conversation.untold[: self._told]
             self._told = 0
-            traffic_of(self.run).conversations.answered(
+            self._traffic.conversations.answered(
                 self._conversation, self.posted.wire, self._length, self.answer
             )
 
@@ -252,7 +252,7 @@ class Call:
         self._project()
         self.opened.measured = self.answer.usage
         self._at.failed(self.opened, error, written="".join(self.answer.text))
-        traffic = traffic_of(self.run)
+        traffic = self._traffic
         with traffic.lock:
             digest = _digest(self.posted.raw)
             traffic.failed[digest] = traffic.failed.pop(digest, 0) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
@@ -26,7 +26,6 @@ NOTHING_LEFT: Final = "This run was stopped before it finished."
 """The text of an answer whose tool calls were all taken out, where it has no other."""
 
 
-@dataclass(slots=True)
 class Answer:
     """What is known of one answer, whole or streamed so far.
 
@@ -41,14 +40,17 @@ class Answer:
         is_cut: It ended at its completion bound.
     """
 
+    # What many have in common is the class's: one is made for each call.
     usage: TokenUsage | None = None
     model: str | None = None
     id: str | None = None
-    text: list[str] = field(default_factory=list[str])
-    said: list[str] = field(default_factory=list[str])
-    calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    hosted: list[ToolCall] = field(default_factory=list[ToolCall])
     is_cut: bool = False
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.said: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.hosted: list[ToolCall] = []
 
     def says(self, text: object) -> None:
         """Take in a piece of the reply's own text."""
