@@ -28,6 +28,7 @@ from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor, pars
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 
 class AnsweredWith(Exception):
@@ -47,6 +48,7 @@ class Call:
         posted: The request.
         policy: What is exempt, and whether usage is asked for.
         conversation: The conversation that it goes on; None where a layer above knows that.
+        length: How many turns the request has.
 
     Attributes:
         answer: What is known of the answer so far.
@@ -60,8 +62,10 @@ class Call:
         posted: Posted,
         policy: Policy,
         conversation: Conversation | None,
+        length: int,
     ) -> None:
         self.run = run
+        self._traffic = traffic_of(run)
         self.opened = opened
         self.posted = posted
         self.answer = Answer()
@@ -69,7 +73,7 @@ class Call:
         self._policy = policy
         self._conversation = conversation
         # As its caller has them: a nudge may be a turn of its own.
-        self._length = 0 if conversation is None else len(posted.wire.turns(posted.body))
+        self._length = length
         self._cost: Decimal | None = None
         self._told = 0
 
@@ -81,9 +85,13 @@ class Call:
         wire, body = posted.wire, posted.body
         if posted.is_signed or not body:
             return None
-        known, bound, told = dict(body), opened.max_output_tokens, self._to_tell()
+        bound, conversation = opened.max_output_tokens, self._conversation
+        is_to_bind = bound is not None and bound != opened.call.max_output_tokens
         may_ask = posted.is_streamed and self._policy.ask_for_usage
-        if bound is not None and wire.bound(body) != bound:
+        if not (is_to_bind or may_ask or opened.nudge or (conversation and conversation.untold)):
+            return None
+        known, told = dict(body), self._to_tell()
+        if bound is not None and is_to_bind:
             wire.set_bound(body, bound)
         for text in told:
             wire.add_nudge(body, text)
@@ -163,7 +171,7 @@ class Call:
         for call in calls:
             if call.name == forced:
                 call.kind = "output"
-        return traffic_of(self.run).conversations.ask(conversation, calls)
+        return self._traffic.conversations.ask(conversation, calls)
 
     # The end
 
@@ -208,9 +216,8 @@ class Call:
             return
         conversation.prompt.measured(usage)
         conversation.usage = usage
-        traffic = traffic_of(self.run)
         if answer.hosted:
-            run = traffic.conversations.seat(conversation)
+            run = self._traffic.conversations.seat(conversation)
             for call in run.batch(answer.hosted):
                 run.start(call)
                 run.finished(call, "reported")
@@ -221,7 +228,7 @@ class Call:
         if self._conversation is not None:
             del self._conversation.untold[: self._told]
             self._told = 0
-            traffic_of(self.run).conversations.answered(
+            self._traffic.conversations.answered(
                 self._conversation, self.posted.wire, self._length, self.answer
             )
 
@@ -245,7 +252,7 @@ class Call:
         self._project()
         self.opened.measured = self.answer.usage
         self._at.failed(self.opened, error, written="".join(self.answer.text))
-        traffic = traffic_of(self.run)
+        traffic = self._traffic
         with traffic.lock:
             digest = _digest(self.posted.raw)
             traffic.failed[digest] = traffic.failed.pop(digest, 0) + 1
@@ -290,11 +297,12 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     traffic = traffic_of(run)
     conversation: Conversation | None = None
     asked = run
-    if not is_below and posted.wire.turns(posted.body):
-        conversation = traffic.conversations.of(posted.wire, posted.body)
+    wire, body = posted.wire, posted.body
+    turns = () if is_below else wire.turns(body)
+    if turns:
+        conversation = traffic.conversations.of(wire, body, turns)
         asked = conversation.run or run
         conversation.admitted_by = asked
-    wire, body = posted.wire, posted.body
     retry = posted.is_next_attempt or not wire.is_turn
     if traffic.failed:
         # Only then is there anything to try again.
@@ -320,7 +328,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         if conversation is not None:
             traffic.conversations.stopped(conversation, trip, wire, refusal.text)
         return refusal
-    return Call(run, opened, posted, policy, conversation)
+    return Call(run, opened, posted, policy, conversation, len(turns))
 
 
 def _is_capped(run: Run) -> bool:
@@ -356,7 +364,7 @@ def _was_failed(traffic: Traffic, raw: bytes) -> bool:
 
 
 def _json(body: Body) -> bytes:
-    return json.dumps(body, ensure_ascii=False).encode()
+    return _ENCODER.encode(body).encode()
 
 
 def _digest(raw: bytes) -> bytes:

@@ -90,10 +90,9 @@ class Conversations:
         self.trip: Trip | None = None
         self.latest: Conversation | None = None
 
-    def of(self, wire: Wire, body: Body) -> Conversation:
+    def of(self, wire: Wire, body: Body, turns: Sequence[Any]) -> Conversation:
         """Return the conversation of a request, with the results that it brings settled."""
-        turns, results = wire.turns(body), wire.results(body)
-        head = _head(wire, turns)
+        results, head = wire.results(body), _head(wire, turns)
         with self._lock:
             found = self._found(wire, body, turns, results, head)
             if found is not None:

@@ -31,6 +31,7 @@ class Flight:
         self._is_shared = False
         self._shut: Callable[[], object] | None = None
         self._extensions: dict[str, Any] = {}
+        self._is_over = False
         self._watch = Watch(run, self._cut, blocking=True)
 
     @property
@@ -73,6 +74,9 @@ class Flight:
 
     def close(self) -> None:
         """Say that it is over; safe to call again."""
+        if self._is_over:
+            return
+        self._is_over = True
         self._stream = self._shut = None
         self._extensions = {}
         self._watch.close()

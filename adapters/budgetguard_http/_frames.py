@@ -30,6 +30,10 @@ class Frames(Protocol):
         """Take bytes; return the events that are whole with them."""
         ...
 
+    def are_lines(self, data: bytes) -> bool:
+        """Tell whether bytes are whole events of a line each, which may be read together."""
+        ...
+
     def rest(self) -> bytes:
         """Take out what is left of an event that is not whole."""
         ...
@@ -65,6 +69,15 @@ class ServerSentEvents:
         if rest:
             self._waiting, self._tail = [rest], rest[-_LONGEST_END:]
         return events
+
+    def are_lines(self, data: bytes) -> bool:
+        """Tell by the ends of lines: none stands alone."""
+        return (
+            not self._waiting
+            and data[-2:] == b"\n\n"
+            and b"\r" not in data
+            and data.count(b"\n") == 2 * data.count(b"\n\n")
+        )
 
     def rest(self) -> bytes:
         """Take out what no empty line has ended yet."""
@@ -126,6 +139,11 @@ class EventStream:
         if len(rest) >= _SMALLEST_FRAME:
             self._needed = max(_PRELUDE.unpack_from(rest)[0], _SMALLEST_FRAME)
         return events
+
+    def are_lines(self, data: bytes) -> bool:
+        """Tell that they are none."""
+        del data
+        return False
 
     def rest(self) -> bytes:
         """Take out what is left of a frame."""

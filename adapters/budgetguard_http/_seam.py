@@ -24,7 +24,6 @@ from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
 _PHASES = ("connect", "read", "write", "pool")
-_OF_THE_POSTED = frozenset({b"content-length", b"transfer-encoding"})
 # What a whole answer that was read here brings along that its content does not fit to any more.
 _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
 
@@ -230,20 +229,17 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
 
 def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any:
     """Return a request with another content."""
-    headers = [*_without(_OF_THE_POSTED, request), (b"content-length", b"%d" % len(content))]
+    made = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
+    # A copy keeps what was found out of them; pairs would be looked through and made anew.
+    headers = made.headers = request.headers.copy()
+    before = len(headers)
+    headers["content-length"] = str(len(content))
+    if len(headers) > before and "transfer-encoding" in headers:  # it has one of the two
+        del headers["transfer-encoding"]
     if is_plain:
-        headers = [one for one in headers if one[0].lower() != b"accept-encoding"]
-        headers.append((b"accept-encoding", b"identity"))
-    # Given as a stream, its headers are not looked through and made anew.
-    stream = mod.ByteStream(content)
-    made = mod.Request(request.method, request.url, headers=headers, stream=stream)
+        headers["accept-encoding"] = "identity"
     made.read()
     return made
-
-
-def _without(names: frozenset[bytes], message: Any) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request or an answer but some."""
-    return [one for one in message.headers.raw if one[0].lower() not in names]
 
 
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
@@ -301,7 +297,7 @@ def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) 
 def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
     made = mod.Response(
         response.status_code,
-        headers=_without(_OF_THE_BYTES, response),
+        headers=[one for one in response.headers.raw if one[0].lower() not in _OF_THE_BYTES],
         content=content,
         extensions=response.extensions,
     )

@@ -58,20 +58,30 @@ class Passing:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes; return those that the reader gets."""
-        if self._editor is None:
+        editor, frames = self._editor, self._frames
+        if editor is None:
             return data
-        events = self._frames.feed(data)
-        if len(events) == 1:
-            return self._passed(events[0])
-        return b"".join(map(self._passed, events))
+        if frames.are_lines(data):
+            if not editor.needs(data):
+                # Nearly all of a long answer.
+                self._began = True
+                editor.skim(data)
+                return data
+            if data.count(b"\n") == 2:
+                return self._edited(editor, data)
+        return b"".join(map(self._passed, frames.feed(data)))
 
     def _passed(self, event: bytes) -> bytes:
         editor = self._editor
-        if editor is None or not editor.needs(event):
-            if editor is not None:
-                self._began = True
-                editor.skim(event)
+        if editor is None:
             return event
+        if event.count(b"data:") < 2 and not editor.needs(event):  # else maybe spread over lines
+            self._began = True
+            editor.skim(event)
+            return event
+        return self._edited(editor, event)
+
+    def _edited(self, editor: Editor, event: bytes) -> bytes:
         parsed = self._frames.parse(event)
         if parsed is None:
             return event

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeGuard, cast
 
-from budgetguard_core.kit.records import fields_of, part
+from budgetguard_core.kit.records import fields_of, kind_of, part
 from budgetguard_core.usage import TokenUsage
 
 # No call of any model has more: what is above it is no count, and would not fit every store.
@@ -50,6 +50,25 @@ class _Figure:
 _OF_OPENAI: Final = frozenset(
     {_Figure.PROMPT, _Figure.OUTPUT, _Figure.TOTAL, _Figure.READ, _Figure.REASONING}
 )
+_OF_CHAT: Final = frozenset(
+    {
+        "prompt_tokens",
+        "completion_tokens",
+        "total_tokens",
+        "prompt_tokens_details",
+        "completion_tokens_details",
+    }
+)
+_UNCOUNTED: Final = frozenset(
+    {
+        "accepted_prediction_tokens",
+        "audio_tokens",
+        "image_tokens",
+        "rejected_prediction_tokens",
+        "text_tokens",
+    }
+)
+"""Details of a prompt or a completion that are told beside what counts."""
 _NAMES: Final = {
     "input_tokens": _Figure.PROMPT,
     "prompt_tokens": _Figure.PROMPT,
@@ -229,6 +248,8 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
             return TokenUsage(given, answered)
     if _TELLING.isdisjoint(fields):
         return None
+    if (usage := _of_chat(fields)) is not None:
+        return usage
     if _is_free(fields):
         return TokenUsage()
     tally = _Tally()
@@ -242,6 +263,37 @@ def read_figures(record: object, *, steps: bool = True) -> TokenUsage | None:
         used = [read_figures(step, steps=False) for step in cast("list[object]", listed)]
         usage = larger(usage, _sum(one for one in used if one is not None))
     return usage if usage.total_tokens else None
+
+
+def _of_chat(fields: Mapping[Any, Any]) -> TokenUsage | None:
+    """Read what most servers of chat completions send; None where there is more to look at."""
+    if not _OF_CHAT.issuperset(fields):
+        return None
+    prompt: Any = fields.get("prompt_tokens")
+    output: Any = fields.get("completion_tokens")
+    if not (
+        type(prompt) is type(output) is int
+        and prompt > 0 < output
+        and prompt + output == fields.get("total_tokens")
+        and prompt + output <= _MOST_TOKENS
+    ):
+        return None
+    read = _detail(fields.get("prompt_tokens_details"), "cached_tokens")
+    reasoning = _detail(fields.get("completion_tokens_details"), "reasoning_tokens")
+    if 0 <= read <= prompt and 0 <= reasoning <= output:
+        return TokenUsage(prompt, output, read, 0, 0, reasoning)
+    return None
+
+
+def _detail(details: Any, name: str) -> int:
+    """Return the one figure that counts among the details; -1 where there may be others."""
+    if details is None:
+        return 0
+    if kind_of(details) is not dict:
+        return -1
+    figure = details.get(name, 0)
+    counted = len(details) - len(_UNCOUNTED.intersection(details))
+    return figure if counted == (name in details) and type(figure) is int else -1
 
 
 def is_free(record: object) -> bool:

@@ -99,6 +99,44 @@ def test_a_stream_may_be_cut_anywhere(end, size, extra):
     assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("data", "are_lines"),
+    [
+        (b"data: 1\n\n", True),
+        (b"data: 1\n\n: keep-alive\n\ndata: 2\n\n", True),
+        (b"data: 1\ndata: 2\n\n: keep-alive\n\n", False),
+        (b"event: chunk\ndata: 1\n\n", False),
+        (b"data: 1\rdata: 2\n\n", False),
+        (b"data: 1\r\n\r\n", False),
+        (b"\ndata: 1\n\n", False),
+        (b"data: 1\n\ndata: 2", False),
+        (b"data: 1\n\ndata: 2\n", False),
+    ],
+)
+def test_events_of_a_line_each_are_told_from_others(data, are_lines):
+    frames = ServerSentEvents()
+    assert frames.are_lines(data) is are_lines
+    frames.feed(b"data: ")
+    assert not frames.are_lines(data)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_events_that_come_together_are_read_as_those_that_come_alone(pieces):
+    """A piece that is spread over lines among them, where a comment makes up for its line."""
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "m"}
+    deltas = [{"content": f"part {place} "} for place in range(20)]
+    deltas[3] = {"reasoning_content": "thought"}
+    lines = [json.dumps({**base, "choices": [{"delta": one}]}) for one in deltas]
+    lines[7] = lines[7].replace('"content": ', '"content":\ndata: ')
+    stream = written(lines).split(b"\n\n")[:-1]
+    sent = [b"\n\n".join([*stream[at::20], b": x", b""]) for at in range(20)]
+    together = [b"".join(sent[at : at + pieces]) for at in range(0, 20, pieces)]
+    content, outcome = exchange(together)
+    assert content == b"".join(sent)
+    said = "".join(one.get("content", "") for one in deltas)
+    assert outcome.final == said.strip()
+
+
 def test_what_a_stream_thinks_is_estimated_where_no_usage_comes():
     """Also where no chunk has more than text, and its keys have no value yet."""
     thought, said = "word " * 400, 'a "quoted" answer\n'

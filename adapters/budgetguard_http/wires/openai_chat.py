@@ -39,6 +39,7 @@ _MORE_THAN_TEXT: Final = re.compile(
     rb'"(?:(?:tool_calls|usage|x_groq)":\s*[^n\s]|content":\s*\[|finish_reason":\s*")'
 )
 _SAID: Final = (b"content", b"refusal")
+_BESIDE_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
 _ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
 
 
@@ -124,10 +125,11 @@ class OpenAIChat(Wire):
         """Read message, calls and usage of every choice."""
         answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
         answer.id = text_or_none(body.get("id"))
-        for choice in items(body.get("choices")):
-            message = record(record(choice).get("message"))
+        for one in items(body.get("choices")):
+            choice = record(one)
+            message = record(choice.get("message"))
             _write(answer, message)
-            answer.is_cut |= record(choice).get("finish_reason") == "length"
+            answer.is_cut |= choice.get("finish_reason") == "length"
             for call in items(message.get("tool_calls")):
                 answer.calls.append(_call(answer, record(call)))
 
@@ -188,12 +190,7 @@ class ChatEditor(Editor):
 
     def needs(self, event: bytes) -> bool:
         """Tell by the names of what is more than text."""
-        return (
-            bool(self._held)
-            or _MORE_THAN_TEXT.search(event) is not None
-            or b"[DONE]" in event
-            or event.count(b"data:") > 1  # spread over lines
-        )
+        return bool(self._held) or _MORE_THAN_TEXT.search(event) is not None or b"[DONE]" in event
 
     def skim(self, event: bytes) -> None:
         """Find the text without parsing JSON, which most of the time would go into."""
@@ -301,11 +298,13 @@ class ChatEditor(Editor):
 
 
 def _write(answer: Answer, message: Body) -> None:
-    content = message.get("content")
-    answer.says(content if isinstance(content, str) else written(content))
-    answer.says(message.get("refusal"))
-    for name in ("reasoning_content", "reasoning"):
-        answer.writes(message.get(name))
+    said = message.get("content")
+    if said:
+        answer.says(said if isinstance(said, str) else written(said))
+    if not _BESIDE_CONTENT.isdisjoint(message):
+        answer.says(message.get("refusal"))
+        for name in ("reasoning_content", "reasoning"):
+            answer.writes(message.get(name))
 
 
 def _called(call: Body) -> tuple[str, Any]:

@@ -212,7 +212,8 @@ class ResponsesEditor(Editor):
         starts = kind == "response.output_item.added" and _is_local(data)
         if kind in _ENDS:
             self.is_settled = True
-            fresh = Answer(text=self.answer.text, said=self.answer.said)
+            fresh = Answer()
+            fresh.text, fresh.said = self.answer.text, self.answer.said
             self._wire.read(record(data.get("response")), fresh)
             self._take_over(fresh)
             if self._held:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+from pydantic_core import from_json
 
 from budgetguard_core import TokenUsage, ToolCall
 from budgetguard_core.kit import token_usage
@@ -24,7 +26,6 @@ NOTHING_LEFT: Final = "This run was stopped before it finished."
 """The text of an answer whose tool calls were all taken out, where it has no other."""
 
 
-@dataclass(slots=True)
 class Answer:
     """What is known of one answer, whole or streamed so far.
 
@@ -39,14 +40,17 @@ class Answer:
         is_cut: It ended at its completion bound.
     """
 
+    # What many have in common is the class's: one is made for each call.
     usage: TokenUsage | None = None
     model: str | None = None
     id: str | None = None
-    text: list[str] = field(default_factory=list[str])
-    said: list[str] = field(default_factory=list[str])
-    calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    hosted: list[ToolCall] = field(default_factory=list[ToolCall])
     is_cut: bool = False
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.said: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.hosted: list[ToolCall] = []
 
     def says(self, text: object) -> None:
         """Take in a piece of the reply's own text."""
@@ -97,12 +101,16 @@ class Editor(ABC):
         """The last figures have come: a client may stop reading here, and never close."""
 
     def needs(self, event: bytes) -> bool:
-        """Tell whether an event has to be parsed; what is only text need not be."""
+        """Tell whether an event has to be parsed; what is only text need not be.
+
+        Args:
+            event: One, or several of a line each.
+        """
         del event
         return True
 
     def skim(self, event: bytes) -> None:
-        """Take in the text of an event that need not be parsed."""
+        """Take in the text of what need not be parsed."""
         del event
 
     def rest(self) -> list[Event]:
@@ -254,6 +262,10 @@ class Wire(ABC):
         """Return the same as a stream."""
 
 
+# `isinstance`, for values that nothing is known of: the type checkers follow it no further.
+_is_a: Callable[[Any, Any], bool] = isinstance
+
+
 def text_or_none(value: object) -> str | None:
     """Return a text that is not empty; None for anything else."""
     return value if isinstance(value, str) and value else None
@@ -261,20 +273,21 @@ def text_or_none(value: object) -> str | None:
 
 def count_or_none(value: object) -> int | None:
     """Return a positive whole number; None for anything else."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return cast("int", value) if is_count else None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    return None
 
 
 def parsed(content: bytes) -> Body | None:
     """Return the object of a JSON; None for what is none."""
     try:
+        made: Any = from_json(content)
+    except ValueError:  # in UTF-16, with a mark of its order, or with half a pair of surrogates
         try:
-            made: object = json.loads(content.decode())
-        except ValueError:  # in UTF-16, or with a mark of its order
             made = json.loads(content)
-    except ValueError:
-        return None
-    return cast("Body", made) if isinstance(made, dict) else None
+        except ValueError:
+            return None
+    return made if _is_a(made, dict) else None
 
 
 def usage_in(body: Body) -> TokenUsage | None:
@@ -291,14 +304,14 @@ def text_of(piece: bytes) -> str | None:
         return None
 
 
-def items(value: object) -> list[Any]:
+def items(value: Any) -> list[Any]:
     """Return a list; an empty one for anything else."""
-    return cast("list[Any]", value) if isinstance(value, list) else []
+    return value if _is_a(value, list) else []
 
 
-def record(value: object) -> Body:
+def record(value: Any) -> Body:
     """Return an object of JSON; an empty one for anything else."""
-    return cast("Body", value) if isinstance(value, dict) else {}
+    return value if _is_a(value, dict) else {}
 
 
 def written(content: object) -> str:

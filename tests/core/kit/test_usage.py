@@ -594,6 +594,34 @@ def test_usage_is_never_below_what_any_figure_says(record):
     assert usage.total_tokens >= says(record["total_tokens"])
 
 
+DETAIL = st.integers(-1, 150) | st.just(2.0) | st.none() | st.just(True)
+DETAILS = st.none() | st.dictionaries(
+    st.sampled_from(
+        ["cached_tokens", "reasoning_tokens", "audio_tokens", "flex_cache_read", "other"]
+    ),
+    DETAIL,
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "prompt_tokens": DETAIL,
+            "completion_tokens": DETAIL,
+            "total_tokens": st.integers(0, 300) | st.just(110.0),
+            "prompt_tokens_details": DETAILS,
+            "completion_tokens_details": DETAILS,
+        },
+    ),
+    st.booleans(),
+)
+def test_the_plainest_records_are_read_as_any_other(record, adds_up):
+    if adds_up:
+        record |= {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    assert token_usage(record) == token_usage({**record, "service_tier": "default"})
+
+
 # Streams
 
 
