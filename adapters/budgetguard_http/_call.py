@@ -290,7 +290,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     traffic = traffic_of(run)
     conversation: Conversation | None = None
     asked = run
-    if not is_below and posted.wire.turns(posted.body):
+    if not is_below and posted.wire.is_conversation:
         conversation = traffic.conversations.of(posted.wire, posted.body)
         asked = conversation.run or run
         conversation.admitted_by = asked

@@ -14,7 +14,7 @@ from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
-from budgetguard_http._posted import may_be_posted, read_posted
+from budgetguard_http._posted import may_be_posted, plain_path, read_posted
 from budgetguard_http._refusal import Refusal, refuse_unknown
 from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
@@ -196,7 +196,7 @@ class Seam:
             return None
         policy = self._policy_of(run)
         # Where it went before it was redirected: that tells its format.
-        path = request.extensions.get(_FIRST_PATH) or request.url.path
+        path = plain_path(request.extensions.get(_FIRST_PATH) or request.url.path)
         if not may_be_posted(request.url, path, policy) or is_off(run):
             return None
         return run, policy, path

@@ -130,6 +130,8 @@ class Wire(ABC):
     min_output_tokens: ClassVar[int] = 1
     is_turn: ClassVar[bool] = True
     """A call is a turn of a loop; that of an embedding is none."""
+    is_conversation: ClassVar[bool] = True
+    """A request is a part of a conversation, though it may hold no turn of it."""
     ends_lines_with: ClassVar[bytes] = b"\n\n"
 
     # The request
