@@ -188,6 +188,39 @@ def test_a_transport_on_the_guard_of_its_block_counts_once(kind, stream):
     assert (guard.usage.model_calls, guard.usage.total_tokens) == (2, 2 * TOKENS)
 
 
+@STREAM
+@pytest.mark.parametrize("asks", [{}, {"response_format": {"type": "json_object"}}])
+def test_what_a_transport_refuses_is_no_call_of_the_block_around(stream, asks):
+    transport = BudgetTransport(Budget(max_model_calls=1))
+    http = openai.DefaultHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server, bounded_clients(Budget(max_model_calls=3)) as block:
+        client = flows.openai_client(server, http_client=http)
+        create(client, stream=stream, **asks)
+        for _ in range(3):
+            if asks:
+                with pytest.raises(openai.APIStatusError, match="stopped before this call"):
+                    create(client, stream=stream, **asks)
+            else:
+                create(client, stream=stream)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.iterations) == (1, 1, 1)
+    assert (usage.total_tokens, usage.failed_calls, usage.reserved_tokens) == (TOKENS, 0, 0)
+    assert not block.guard.open_calls()
+
+
+async def test_the_same_on_a_loop_and_where_a_transport_refuses_what_it_does_not_know():
+    transport = AsyncBudgetTransport(Budget(), on_unknown="refuse")
+    http = openai.DefaultAsyncHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server:
+        async with bounded_clients(Budget(max_model_calls=3)) as block:
+            client = flows.openai_async(server, http_client=http)
+            for _ in range(3):
+                with pytest.raises(openai.APIStatusError, match="was not sent"):
+                    await client.responses.create(model="gpt-4o", input="go", background=True)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.reserved_tokens) == (0, 0, 0)
+
+
 # What a client leaves early
 
 

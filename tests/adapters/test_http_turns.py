@@ -263,3 +263,14 @@ def test_a_conversation_that_the_provider_keeps_gets_a_result_for_each_call_as_w
             client.post("http://provider/v1/responses", json={**ask, "input": text})
     # The second answer's call was taken out: the conversation has it, and wants its result.
     assert [item.get("call_id") for item in asked[2]["input"]] == ["search_2_0", None]
+
+
+def test_a_background_response_that_is_streamed_is_read_and_bounded():
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    with ProviderServer(calls=3) as server, bounded_clients(budget) as block:
+        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+        ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
+        events = [*client.responses.create(**ask, background=True, stream=True)]
+    assert sum(item.type == "function_call" for item in events[-1].response.output) == 2
+    usage = block.outcome.usage
+    assert (usage.tool_calls, usage.total_tokens, usage.estimated_calls) == (2, 110, 0)
