@@ -314,3 +314,24 @@ def test_an_upload_in_parts_passes_and_what_it_may_cost_is_counted(mod, kind):
     assert len(seen) == 2
     assert all(b"sound" * 100 in content and b"whisper-1" in content for content in seen)
     assert block.outcome.stop_reason == "max_model_calls"
+
+
+@MODS
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/files"])
+def test_a_request_that_is_nested_too_deeply_to_be_read_passes_as_it_came(mod, path):
+    deep = b'{"messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+    inner = mod.MockTransport(lambda request: mod.Response(200, content=request.content))
+    with bounded_clients(Budget(max_total_tokens=10_000)) as block:
+        with mod.Client(transport=inner) as client:
+            assert client.post("https://api.openai.com" + path, content=deep).content == deep
+    assert block.outcome.usage.reserved_tokens == 0
+
+
+def test_an_answer_that_is_nested_too_deeply_leaves_no_reservation():
+    deep = b'{"id":' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+    inner = httpx2.MockTransport(lambda _: httpx2.Response(200, content=deep))
+    transport = BudgetTransport(Budget(max_total_tokens=10_000), inner)
+    with httpx2.Client(transport=transport) as client:
+        assert client.post("http://provider/v1/chat/completions", json=CHAT).content == deep
+    usage = transport.outcome.usage
+    assert (usage.model_calls, usage.estimated_calls, usage.reserved_tokens) == (1, 1, 0)

@@ -274,7 +274,7 @@ def parsed(content: bytes) -> Body | None:
             made: object = json.loads(content.decode())
         except ValueError:  # in UTF-16, or with a mark of its order
             made = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast("Body", made) if isinstance(made, dict) else None
 
