@@ -20,7 +20,7 @@ from budgetguard_core.kit import (
 from budgetguard_http._conversations import Conversation
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
-from budgetguard_http._refusal import Refusal
+from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
@@ -241,6 +241,9 @@ class Call:
     def failed(self, error: BaseException | str) -> None:
         """Charge a call that failed."""
         if self.is_settled:
+            return
+        if isinstance(error, RunStopped):
+            self.unmade()  # by a seam below: nothing was sent
             return
         self._project()
         self.opened.measured = self.answer.usage

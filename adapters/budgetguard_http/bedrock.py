@@ -19,7 +19,7 @@ from budgetguard_http._flight import Flight
 from budgetguard_http._frames import event_stream_at
 from budgetguard_http._policy import OnUnknown, Policy, is_free
 from budgetguard_http._posted import read_posted
-from budgetguard_http._refusal import REASON_HEADER, Refusal, unknown_refused
+from budgetguard_http._refusal import Refusal, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http.transport import Bounded
 from budgetguard_http.wires import is_path_of_a_model
@@ -120,8 +120,7 @@ class Hooks:
         if posted is None:
             return
         if posted.is_unwanted:
-            self._next.answer = unknown_refused
-            request.context[_LATEST] = _NOBODY
+            self._refuse(request, unknown_refused)
             return
         posted.is_next_attempt = request.context.get("retries", {}).get("attempt", 1) > 1
         call = begin(run, posted, policy)
@@ -130,14 +129,20 @@ class Hooks:
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
         if isinstance(call, Refusal):
-            self._next.answer = call.content
-            request.context[_LATEST] = _NOBODY
+            self._refuse(request, call.content)
             return
         content = call.content()
         if content is not None:
             request.data = content
         made = _Exchange(call, address.hostname or "")
         request.context[self._key] = request.context[_LATEST] = made
+
+    def _refuse(self, request: Any, answer: Answer) -> None:
+        self._next.answer = answer
+        above = request.context.get(_LATEST)
+        if isinstance(above, _Exchange):
+            above.call.unmade()
+        request.context[_LATEST] = _NOBODY
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
@@ -170,8 +175,8 @@ class Hooks:
         try:
             if exception is not None or response_dict is None:
                 call.failed(exception or "no answer")
-            elif REASON_HEADER in response_dict["headers"]:
-                call.unmade()  # other hooks have refused it
+            elif call.is_settled:
+                return  # other hooks have refused it
             elif response_dict["status_code"] >= 300:
                 call.failed(AnsweredWith(response_dict["status_code"]))
             else:

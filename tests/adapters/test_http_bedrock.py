@@ -400,6 +400,21 @@ def test_hooks_in_a_block_count_once_in_both_and_what_one_refuses_is_no_call_of_
     assert not block.guard.open_calls()
 
 
+def test_a_stop_that_hooks_raise_in_a_block_is_no_call_of_the_block():
+    hooks = BudgetHooks(Budget(max_model_calls=1), on_trip="raise")
+    with ProviderServer(calls=0) as server, hooks:
+        client = hooks.register(client_of(server))
+        with bounded_clients(Budget(max_model_calls=9)) as block:
+            client.converse(**asked())
+            for _ in range(2):
+                with pytest.raises(RunStopped):
+                    client.converse(**asked())
+    gc.collect()
+    usage = block.guard.usage
+    assert (server.hits, usage.model_calls, usage.failed_calls) == (1, 1, 0)
+    assert not block.guard.open_calls()
+
+
 def test_a_client_of_another_service_is_refused():
     client = session().client("sts")
     with pytest.raises(AdapterError, match="bedrock-runtime"):

@@ -18,6 +18,7 @@ from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_http import (
     AsyncBudgetTransport,
     BudgetTransport,
+    RunStopped,
     bounded_clients,
     install,
     uninstall,
@@ -206,6 +207,21 @@ def test_what_a_transport_refuses_is_no_call_of_the_block_around(stream, asks):
     assert (server.hits, usage.model_calls, usage.iterations) == (1, 1, 1)
     assert (usage.total_tokens, usage.failed_calls, usage.reserved_tokens) == (TOKENS, 0, 0)
     assert not block.guard.open_calls()
+
+
+@STREAM
+def test_nor_is_what_a_transport_stops_by_raising(stream):
+    transport = BudgetTransport(Budget(max_model_calls=1), on_trip="raise")
+    http = openai.DefaultHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server, bounded_clients(Budget(max_model_calls=3)) as block:
+        client = flows.openai_client(server, http_client=http)
+        create(client, stream=stream)
+        for _ in range(3):
+            with pytest.raises(RunStopped):
+                create(client, stream=stream)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.failed_calls) == (1, 1, 0)
+    assert (usage.total_tokens, usage.reserved_tokens) == (TOKENS, 0)
 
 
 async def test_the_same_on_a_loop_and_where_a_transport_refuses_what_it_does_not_know():
