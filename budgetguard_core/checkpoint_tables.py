@@ -75,11 +75,14 @@ def load(db: sqlite3.Connection, run_id: str, number: int | None = None) -> Snap
     Raises:
         CheckpointError: It is damaged.
     """
-    row = db.execute(
-        "SELECT number, messages, records, state FROM budgetguard_checkpoints "
-        "WHERE run_id = ? AND number = coalesce(?, ?)",
-        (run_id, number, last_number(db, run_id)),
-    ).fetchone()
+    try:
+        row = db.execute(
+            "SELECT number, messages, records, state FROM budgetguard_checkpoints "
+            "WHERE run_id = ? AND number = coalesce(?, ?)",
+            (run_id, number, last_number(db, run_id)),
+        ).fetchone()
+    except OverflowError:  # no number of any
+        return None
     if row is None:
         return None
     number, messages, records, state = row
@@ -92,11 +95,19 @@ def load(db: sqlite3.Connection, run_id: str, number: int | None = None) -> Snap
         (run_id, number, number),
     ):
         seen.get(kind, []).append(item)
-    parts = SnapshotParts(state, seen["message"], seen["record"][-records:] if records else [])
+    last = seen["record"]
+    if type(records) is int:
+        last = last[-records:] if records else []
+    parts = SnapshotParts(state, seen["message"], last)
     if len(parts.messages) != messages or len(parts.records) != records:
         raise CheckpointError(
             f"snapshot is damaged ({messages} messages and {records} records were saved, "
             f"{len(parts.messages)} and {len(parts.records)} found). "
+            "Restore an earlier one, or start the run anew."
+        )
+    if any(type(one) is not str for one in (state, *parts.messages, *parts.records)):
+        raise CheckpointError(
+            "snapshot is damaged (a part of it is no text). "
             "Restore an earlier one, or start the run anew."
         )
     return Snapshot.from_json(parts.to_json())

@@ -38,7 +38,10 @@ from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
 FORMAT_VERSION = 2
-"""The version of the log. Version 1, which had the fields of a model call flat, is read as well."""
+"""The version of the log. Version 1, which had the fields of a model call flat, is read as well.
+
+Readers refuse a field that they do not know: from the first release on, a new field is a version.
+"""
 
 _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
     Admit: "admit",

@@ -215,10 +215,10 @@ def _figures(ceiling: Amount) -> _Figures:
 def _dollars(text: str | None, stored: Amount, option: str) -> Decimal | None:
     if text is None:
         return _figures(stored)["usd"]
-    return None if text == "none" else dollars(text, option)
+    return None if text.lower() == "none" else dollars(text, option)
 
 
 def _tokens(text: str | None, stored: Amount, option: str) -> int | None:
     if text is None:
         return _figures(stored)["tokens"]
-    return None if text == "none" else whole(text, option)
+    return None if text.lower() == "none" else whole(text, option)

@@ -20,7 +20,7 @@ from budgetguard_core.kit import (
 from budgetguard_http._conversations import Conversation
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
-from budgetguard_http._refusal import Refusal
+from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
@@ -249,6 +249,9 @@ class Call:
         """Charge a call that failed."""
         if self.is_settled:
             return
+        if isinstance(error, RunStopped):
+            self.unmade()  # by a seam below: nothing was sent
+            return
         self._project()
         self.opened.measured = self.answer.usage
         self._at.failed(self.opened, error, written="".join(self.answer.text))
@@ -299,7 +302,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     asked = run
     wire, body = posted.wire, posted.body
     turns = () if is_below else wire.turns(body)
-    if turns:
+    if not is_below and wire.is_conversation:
         conversation = traffic.conversations.of(wire, body, turns)
         asked = conversation.run or run
         conversation.admitted_by = asked

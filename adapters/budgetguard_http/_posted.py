@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +12,7 @@ from budgetguard_http.wires import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, wi
 from budgetguard_http.wires.wire import Body, Wire, parsed
 
 _SIGNED: Final = "AWS4"
+_SLASHES: Final = re.compile("/+(?=/|$)")
 _MISTRAL: Final = "mistral"
 
 
@@ -45,6 +47,11 @@ class Posted:
     def says_that_it_is_a_retry(self) -> bool:
         """Tell whether the client says that it tries again."""
         return self.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+
+
+def plain_path(path: str) -> str:
+    """Return an address without the slashes that gateways look past: doubled, or at its end."""
+    return _SLASHES.sub("", path) if path[-1:] == "/" or "//" in path else path
 
 
 def may_be_posted(url: Any, path: str, policy: Policy) -> bool:

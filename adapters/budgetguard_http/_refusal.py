@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Final
 
 from budgetguard_core import Trip, synthetic_metadata, synthetic_text
@@ -13,6 +14,8 @@ from budgetguard_http._posted import Posted
 
 STATUS: Final = 402
 """Payment Required, the one status of its meaning that no client tries again."""
+REFUSED: Final = "budgetguard_refused"
+"""The extension of an answer that no server has made."""
 REASON_HEADER: Final = "x-budgetguard-stop-reason"
 RUN_HEADER: Final = "x-budgetguard-run-id"
 _UNKNOWN: Final = "This request was not sent: what it costs is not known here."
@@ -93,8 +96,7 @@ class Refusal:
         Raises:
             RunStopped: The run's envelope says so.
         """
-        status, headers, content = self.content()
-        return mod.Response(status, headers=dict(headers), content=content, request=request)
+        return _response(mod, request, self.content())
 
 
 def unknown_refused() -> tuple[int, Mapping[str, str], bytes]:
@@ -106,8 +108,20 @@ def unknown_refused() -> tuple[int, Mapping[str, str], bytes]:
 
 def refuse_unknown(mod: Any, request: Any) -> Any:
     """Return it as a response of httpx or httpx2."""
-    status, headers, content = unknown_refused()
-    return mod.Response(status, headers=dict(headers), content=content, request=request)
+    return _response(mod, request, unknown_refused())
+
+
+def _response(mod: Any, request: Any, made: tuple[int, Mapping[str, str], bytes]) -> Any:
+    status, headers, content = made
+    answer = mod.Response(
+        status,
+        headers={**headers, "content-length": str(len(content))},
+        stream=mod.ByteStream(content),
+        request=request,
+        extensions={REFUSED: True},
+    )
+    answer.elapsed = timedelta()
+    return answer
 
 
 def _json(value: Any) -> bytes:

@@ -14,8 +14,8 @@ from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
-from budgetguard_http._posted import may_be_posted, read_posted
-from budgetguard_http._refusal import Refusal, refuse_unknown
+from budgetguard_http._posted import may_be_posted, plain_path, read_posted
+from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
 from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
@@ -52,7 +52,10 @@ class Seam:
             of_client: The response is a client's, with its history and its time.
         """
         with audit.expected(request.url):
-            return self._send(request, send, stream, of_client)
+            response = self._send(request, send, stream, of_client)
+        if not (stream or getattr(response, "is_closed", True)):
+            response.read()  # it was made here
+        return response
 
     def _send(self, request: Any, send: Callable[[Any], Any], stream: bool, of_client: bool) -> Any:
         found = self._found(request)
@@ -114,7 +117,10 @@ class Seam:
     ) -> Any:
         """Send a request on an event loop, or answer it; as `send`."""
         with audit.expected(request.url):
-            return await self._asend(request, send, stream, of_client)
+            response = await self._asend(request, send, stream, of_client)
+        if not (stream or getattr(response, "is_closed", True)):
+            await response.aread()
+        return response
 
     async def _asend(
         self,
@@ -195,7 +201,7 @@ class Seam:
             return None
         policy = self._policy_of(run)
         # Where it went before it was redirected: that tells its format.
-        path = request.extensions.get(_FIRST_PATH) or request.url.path
+        path = plain_path(request.extensions.get(_FIRST_PATH) or request.url.path)
         if not may_be_posted(request.url, path, policy) or is_off(run):
             return None
         return run, policy, path
@@ -243,7 +249,10 @@ def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any
 
 
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
-    """Settle what is no answer of a model: a redirect, or an error."""
+    """Settle what is no answer of a model: a redirect, an error, a refusal by a seam below."""
+    if REFUSED in response.extensions:
+        call.unmade()
+        return False
     status = response.status_code
     if status < 300:
         return True
@@ -297,8 +306,11 @@ def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) 
 def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
     made = mod.Response(
         response.status_code,
-        headers=[one for one in response.headers.raw if one[0].lower() not in _OF_THE_BYTES],
-        content=content,
+        headers=[
+            *(one for one in response.headers.raw if one[0].lower() not in _OF_THE_BYTES),
+            (b"content-length", b"%d" % len(content)),
+        ],
+        stream=mod.ByteStream(content),
         extensions=response.extensions,
     )
     if of_client:

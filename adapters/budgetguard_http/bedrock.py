@@ -31,6 +31,9 @@ _RECEIVED: Final = f"response-received.{SERVICE}"
 _Client = TypeVar("_Client")
 # A request to this service costs something, wherever `endpoint_url` sends it.
 _HOST: Final = "bedrock-runtime.us-east-1.amazonaws.com"
+_LATEST: Final = "budgetguard-latest"
+"""Under this name the hooks of an attempt tell the next ones of theirs, or that it was refused."""
+_NOBODY: Final = "refused"
 Answer = Callable[[], tuple[int, Mapping[str, str], bytes]]
 
 
@@ -94,6 +97,15 @@ class Hooks:
         self._next.answer = None
         if request.method != "POST":
             return
+        above = request.context.get(_LATEST)
+        if above is None:
+            self._ask(request)
+        elif isinstance(above, _Exchange):
+            # Other hooks have asked for the same attempt: it counts once where both are charged.
+            with above.call.run.entered(above.call.opened):
+                self._ask(request)
+
+    def _ask(self, request: Any) -> None:
         run = self._here()
         if run is None or is_off(run):
             return
@@ -108,7 +120,7 @@ class Hooks:
         if posted is None:
             return
         if posted.is_unwanted:
-            self._next.answer = unknown_refused
+            self._refuse(request, unknown_refused)
             return
         posted.is_next_attempt = request.context.get("retries", {}).get("attempt", 1) > 1
         call = begin(run, posted, policy)
@@ -117,12 +129,20 @@ class Hooks:
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
         if isinstance(call, Refusal):
-            self._next.answer = call.content
+            self._refuse(request, call.content)
             return
         content = call.content()
         if content is not None:
             request.data = content
-        request.context[self._key] = _Exchange(call, address.hostname or "")
+        made = _Exchange(call, address.hostname or "")
+        request.context[self._key] = request.context[_LATEST] = made
+
+    def _refuse(self, request: Any, answer: Answer) -> None:
+        self._next.answer = answer
+        above = request.context.get(_LATEST)
+        if isinstance(above, _Exchange):
+            above.call.unmade()
+        request.context[_LATEST] = _NOBODY
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
@@ -145,6 +165,7 @@ class Hooks:
         **_: Any,
     ) -> None:
         """Settle an attempt with its answer, or begin to read that."""
+        context.pop(_LATEST, None)
         exchange: _Exchange | None = context.pop(self._key, None)
         if exchange is None:
             return
@@ -154,6 +175,8 @@ class Hooks:
         try:
             if exception is not None or response_dict is None:
                 call.failed(exception or "no answer")
+            elif call.is_settled:
+                return  # other hooks have refused it
             elif response_dict["status_code"] >= 300:
                 call.failed(AnsweredWith(response_dict["status_code"]))
             else:

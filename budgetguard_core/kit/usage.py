@@ -72,20 +72,24 @@ def token_usage(record: object) -> TokenUsage | None:
         Figures that `check_token_usage` accepts. `estimated` is True where prompt or completion
         can not be read (left out, negative, not a number); such a figure is what the others say at
         least, and `answered_usage` estimates it. None when nothing is reported, or zero
-        throughout, which no real call uses. Zeros that LangChain marks as an answer from its own
-        cache, and a `TokenUsage` of zeros, are `TokenUsage()`.
+        throughout, which no real call uses, and where the record's own code raises. Zeros that
+        LangChain marks as an answer from its own cache, and a `TokenUsage` of zeros, are
+        `TokenUsage()`.
     """
     if isinstance(record, TokenUsage):
         return fitted(record)
     if type(record) is str:
         # A piece of a stream, of which there are thousands.
         return None
-    usage = read_figures(record)
-    if usage is None:
-        for held in _kept_in(record):
-            usage = read_figures(held)
-            if usage is not None:
-                break
+    try:
+        usage = read_figures(record)
+        if usage is None:
+            for held in _kept_in(record):
+                usage = read_figures(held)
+                if usage is not None:
+                    break
+    except Exception:  # the record's own code: a stand-in, one that is read when it is asked
+        return None
     return usage
 
 
@@ -146,6 +150,13 @@ def reported_cost(record: object) -> Decimal | None:
     Returns:
         US dollars, exact; None when no cost is told that can be read.
     """
+    try:
+        return _told_cost(record)
+    except Exception:  # as of `token_usage`
+        return None
+
+
+def _told_cost(record: object) -> Decimal | None:
     # A dictionary has none, and to be told so takes longer than to ask what it is.
     if not _lacks(record, _HIDDEN):
         cost = _amount(part(attribute(record, "_hidden_params"), "response_cost"))

@@ -18,6 +18,7 @@ LARGEST_CEILING_IN_LUA = 2**52
 
 # Above any precision that an amount needs, whatever the caller's own context is.
 _CONTEXT = Context(prec=60, rounding=ROUND_CEILING)
+_NO_CEILING = "Use None for no ceiling; kill a tenant to stop it."
 
 
 class Amount(NamedTuple):
@@ -31,8 +32,12 @@ class Amount(NamedTuple):
 ZERO = Amount()
 
 
-def to_nano(dollars: Decimal | float) -> int:
+def to_nano(dollars: Decimal | float, way_out: str = "Use 0 for nothing.") -> int:
     """Turn US dollars into nano-dollars, rounded up.
+
+    Args:
+        dollars: The amount.
+        way_out: What an error advises.
 
     Raises:
         ConfigurationError: It is no finite amount >= 0.
@@ -46,7 +51,7 @@ def to_nano(dollars: Decimal | float) -> int:
     amount = Decimal(repr(dollars)) if isinstance(dollars, float) else Decimal(dollars)
     if not (amount.is_finite() and amount >= 0 and amount.adjusted() < 30):
         raise ConfigurationError(
-            f"usd must be finite, >= 0 and below 10**30, got {shown(dollars)}. Use 0 for nothing."
+            f"usd must be finite, >= 0 and below 10**30, got {shown(dollars)}. {way_out}"
         )
     nano = amount.scaleb(9, _CONTEXT)
     return int(nano.to_integral_value(ROUND_CEILING, _CONTEXT))
@@ -99,14 +104,11 @@ def to_ceiling(usd: Decimal | float | None, tokens: int | None) -> Amount:
     Raises:
         ConfigurationError: A figure makes no sense.
     """
-    nano = 0 if usd is None else to_nano(usd)
+    nano = 0 if usd is None else to_nano(usd, _NO_CEILING)
     if usd is not None and nano == 0:
-        raise ConfigurationError(
-            f"a ceiling must be > 0, got {usd}. Use None for no ceiling; kill a tenant to stop it."
-        )
+        raise ConfigurationError(f"a ceiling must be > 0, got {usd}. {_NO_CEILING}")
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise ConfigurationError(
-            f"a ceiling of tokens must be a whole number >= 1, got {shown(tokens)}. "
-            "Use None for no ceiling."
+            f"a ceiling of tokens must be a whole number >= 1, got {shown(tokens)}. {_NO_CEILING}"
         )
     return Amount(nano, tokens or 0)

@@ -115,3 +115,31 @@ def test_tool_calls_of_mistrals_agents_are_bounded():
     assert [call.id for call in made.choices[0].message.tool_calls] == ["call_1"]
     assert transport.outcome.usage.tool_calls == 1
     assert transport.outcome.usage.estimated_calls == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions/",
+        "/v1/chat//completions",
+        "//v1//chat/completions//",
+        "/openai/deployments/gpt-4o/chat/completions/",
+    ],
+)
+def test_a_gateways_slashes_change_no_format(path):
+    budget = Budget(max_tool_calls=1, loop_detection=None)
+    http_client, transport, posted = bounded_client(COMPLETION, budget)
+    with http_client:
+        ask = {"model": "gpt-4o", "messages": MESSAGES}
+        made = http_client.post("http://gateway" + path, json=ask).json()
+    assert [call["id"] for call in made["choices"][0]["message"]["tool_calls"]] == ["call_1"]
+    assert posted[0][0] == path
+    usage = transport.outcome.usage
+    assert (usage.total_tokens, usage.tool_calls, usage.estimated_calls) == (110, 1, 0)
+
+
+def test_what_is_free_is_free_with_a_slash_at_its_end():
+    http_client, transport, _ = bounded_client({"input_tokens": 1000})
+    with http_client:
+        http_client.post("https://api.anthropic.com/v1/messages/count_tokens/", json={})
+    assert transport.outcome.usage.model_calls == 0

@@ -374,6 +374,47 @@ def test_threads_share_the_budget_of_registered_clients():
     assert server.hits == hooks.outcome.usage.iterations == 11
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("first", ["hooks", "block"])
+@pytest.mark.parametrize("caps", [(2, 9), (9, 2)], ids=["hooks end", "block ends"])
+def test_hooks_in_a_block_count_once_in_both_and_what_one_refuses_is_no_call_of_the_other(
+    caps, first, stream
+):
+    with ProviderServer() as server, BudgetHooks(Budget(max_model_calls=caps[0])) as hooks:
+        client = client_of(server)
+        with bounded_clients(Budget(max_model_calls=caps[1])) as block:
+            if first == "block":
+                with pytest.raises(Exception, match="modelId"):
+                    client.converse()
+            hooks.register(client)
+            for _ in range(4):
+                ask = asked(toolConfig={"tools": [{"toolSpec": TOOL}]})
+                if stream:
+                    read(client.converse_stream(**ask)["stream"])
+                else:
+                    client.converse(**ask)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.iterations) == (2, 2, 2)
+    assert (usage.total_tokens, usage.tool_calls) == (2 * TOKENS, 2)
+    assert (usage.estimated_calls, usage.failed_calls, usage.reserved_tokens) == (0, 0, 0)
+    assert not block.guard.open_calls()
+
+
+def test_a_stop_that_hooks_raise_in_a_block_is_no_call_of_the_block():
+    hooks = BudgetHooks(Budget(max_model_calls=1), on_trip="raise")
+    with ProviderServer(calls=0) as server, hooks:
+        client = hooks.register(client_of(server))
+        with bounded_clients(Budget(max_model_calls=9)) as block:
+            client.converse(**asked())
+            for _ in range(2):
+                with pytest.raises(RunStopped):
+                    client.converse(**asked())
+    gc.collect()
+    usage = block.guard.usage
+    assert (server.hits, usage.model_calls, usage.failed_calls) == (1, 1, 0)
+    assert not block.guard.open_calls()
+
+
 def test_a_client_of_another_service_is_refused():
     client = session().client("sts")
     with pytest.raises(AdapterError, match="bedrock-runtime"):

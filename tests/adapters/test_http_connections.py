@@ -14,7 +14,7 @@ import http_loops as loops
 from budgetguard_core import Budget
 from budgetguard_http import AsyncBudgetTransport, BudgetTransport, bounded_clients
 from http2_server import Http2Server
-from provider_server import TOKENS
+from provider_server import TOKENS, ProviderServer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -97,3 +97,52 @@ async def test_a_cut_stream_leaves_the_others_on_its_connection_alone(mod):
     assert "This run was stopped" in stopped.text
     assert (last.status_code, server.connections) == (200, 1)
     assert str(bounded.run.guard.trip.reason) == "max_seconds"
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["environment", "proxy", "mounts", "inner transport"])
+def test_a_proxy_is_no_way_around(way, mod, monkeypatch):
+    asked = {"model": "gpt-4o", "messages": [{"role": "user", "content": "go"}]}
+    with ProviderServer(calls=0) as proxy:
+        options = {}
+        if way == "environment":
+            monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        elif way == "proxy":
+            options["proxy"] = proxy.url
+        elif way == "mounts":
+            options["mounts"] = {"all://": mod.HTTPTransport(proxy=proxy.url)}
+        else:
+            inner = mod.HTTPTransport(proxy=proxy.url)
+            options["transport"] = BudgetTransport(Budget(max_model_calls=2), inner)
+        block = bounded_clients(Budget(max_model_calls=2))
+        with block, mod.Client(**options) as client:
+            for _ in range(4):
+                client.post("http://provider.invalid/prefix/v1/chat/completions", json=asked)
+    usage = block.outcome.usage
+    assert (proxy.hits, usage.model_calls, usage.total_tokens) == (2, 2, 220)
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["block", "transport"])
+def test_a_whole_answer_is_there_for_who_reads_its_bytes_by_himself(way, mod):
+    raw = []
+    budget = Budget(max_model_calls=1)
+    with ProviderServer(calls=0, encoding="gzip") as server:
+        transport = BudgetTransport(budget) if way == "transport" else None
+        block = bounded_clients(budget if way == "block" else Budget())
+        with block, mod.Client(transport=transport) as client:
+            for _ in range(2):
+                with client.stream("POST", path_of(server), json=ASK) as response:
+                    raw.append(b"".join(response.iter_raw()))
+                assert response.is_closed
+            assert client.post(path_of(server), json=ASK).is_closed
+    assert [b"All done." in one for one in raw] == [True, False]
+    assert b"This run was stopped" in raw[1]
+    assert (server.hits, block.outcome.usage.total_tokens) == (1, TOKENS)
+
+
+@BOTH
+def test_the_time_of_an_answer_is_known_below_a_transport(mod):
+    transport = BudgetTransport(Budget(max_model_calls=1))
+    with ProviderServer(calls=0) as server, mod.Client(transport=transport) as client:
+        assert client.post(path_of(server), json=ASK).elapsed.total_seconds() > 0

@@ -18,6 +18,7 @@ from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_http import (
     AsyncBudgetTransport,
     BudgetTransport,
+    RunStopped,
     bounded_clients,
     install,
     uninstall,
@@ -188,6 +189,54 @@ def test_a_transport_on_the_guard_of_its_block_counts_once(kind, stream):
     assert (guard.usage.model_calls, guard.usage.total_tokens) == (2, 2 * TOKENS)
 
 
+@STREAM
+@pytest.mark.parametrize("asks", [{}, {"response_format": {"type": "json_object"}}])
+def test_what_a_transport_refuses_is_no_call_of_the_block_around(stream, asks):
+    transport = BudgetTransport(Budget(max_model_calls=1))
+    http = openai.DefaultHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server, bounded_clients(Budget(max_model_calls=3)) as block:
+        client = flows.openai_client(server, http_client=http)
+        create(client, stream=stream, **asks)
+        for _ in range(3):
+            if asks:
+                with pytest.raises(openai.APIStatusError, match="stopped before this call"):
+                    create(client, stream=stream, **asks)
+            else:
+                create(client, stream=stream)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.iterations) == (1, 1, 1)
+    assert (usage.total_tokens, usage.failed_calls, usage.reserved_tokens) == (TOKENS, 0, 0)
+    assert not block.guard.open_calls()
+
+
+@STREAM
+def test_nor_is_what_a_transport_stops_by_raising(stream):
+    transport = BudgetTransport(Budget(max_model_calls=1), on_trip="raise")
+    http = openai.DefaultHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server, bounded_clients(Budget(max_model_calls=3)) as block:
+        client = flows.openai_client(server, http_client=http)
+        create(client, stream=stream)
+        for _ in range(3):
+            with pytest.raises(RunStopped):
+                create(client, stream=stream)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.failed_calls) == (1, 1, 0)
+    assert (usage.total_tokens, usage.reserved_tokens) == (TOKENS, 0)
+
+
+async def test_the_same_on_a_loop_and_where_a_transport_refuses_what_it_does_not_know():
+    transport = AsyncBudgetTransport(Budget(), on_unknown="refuse")
+    http = openai.DefaultAsyncHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server:
+        async with bounded_clients(Budget(max_model_calls=3)) as block:
+            client = flows.openai_async(server, http_client=http)
+            for _ in range(3):
+                with pytest.raises(openai.APIStatusError, match="was not sent"):
+                    await client.responses.create(model="gpt-4o", input="go", background=True)
+    usage = block.outcome.usage
+    assert (server.hits, usage.model_calls, usage.reserved_tokens) == (0, 0, 0)
+
+
 # What a client leaves early
 
 
@@ -281,3 +330,24 @@ def test_an_upload_in_parts_passes_and_what_it_may_cost_is_counted(mod, kind):
     assert len(seen) == 2
     assert all(b"sound" * 100 in content and b"whisper-1" in content for content in seen)
     assert block.outcome.stop_reason == "max_model_calls"
+
+
+@MODS
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/files"])
+def test_a_request_that_is_nested_too_deeply_to_be_read_passes_as_it_came(mod, path):
+    deep = b'{"messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+    inner = mod.MockTransport(lambda request: mod.Response(200, content=request.content))
+    with bounded_clients(Budget(max_total_tokens=10_000)) as block:
+        with mod.Client(transport=inner) as client:
+            assert client.post("https://api.openai.com" + path, content=deep).content == deep
+    assert block.outcome.usage.reserved_tokens == 0
+
+
+def test_an_answer_that_is_nested_too_deeply_leaves_no_reservation():
+    deep = b'{"id":' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+    inner = httpx2.MockTransport(lambda _: httpx2.Response(200, content=deep))
+    transport = BudgetTransport(Budget(max_total_tokens=10_000), inner)
+    with httpx2.Client(transport=transport) as client:
+        assert client.post("http://provider/v1/chat/completions", json=CHAT).content == deep
+    usage = transport.outcome.usage
+    assert (usage.model_calls, usage.estimated_calls, usage.reserved_tokens) == (1, 1, 0)

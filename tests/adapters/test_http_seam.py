@@ -442,7 +442,7 @@ def test_a_transport_inside_a_block_is_charged_beside_it():
         for number in range(4):
             create(client, str(number))
     assert server.hits == 2
-    assert block.outcome.usage.model_calls == 4
+    assert block.outcome.usage.model_calls == 2
 
 
 def test_two_blocks_cannot_both_be_everywhere():

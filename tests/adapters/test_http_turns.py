@@ -205,3 +205,72 @@ def test_what_the_provider_has_run_is_counted_and_stays_in_its_answer(where, ans
     budget = Budget(tool_quotas={"*": 1}, loop_detection=None)
     asked, _, outcome = talk(*where, answer, turns_of, budget, turns=3)
     assert (outcome.stop_reason, len(asked)) == ("tool_quota", 2)
+
+
+# Responses that go on from what the provider keeps
+
+
+KEPT = {
+    "prompt": {"prompt": {"id": "pmpt_1", "variables": {"city": "Bern"}}},
+    "conversation": {"conversation": "conv_1"},
+    "conversation object": {"conversation": {"id": "conv_1"}},
+    "previous": {"previous_response_id": "resp_0"},
+}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_without_an_input_is_bounded_as_any_other(kept, stream):
+    budget = Budget(max_tool_calls=2, max_total_tokens=10_000, loop_detection=None)
+    with ProviderServer(calls=3) as server, bounded_clients(budget) as block:
+        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+        ask = {"model": "gpt-4o", "tools": loops.RESPONSES_TOOLS, **kept}
+        made = client.responses.create(**ask, stream=stream)
+        answer = [*made][-1].response if stream else made
+        refused = client.responses.create(**ask)
+    assert sum(item.type == "function_call" for item in answer.output) == 2
+    assert refused.output_text.startswith("This run was stopped")
+    usage = block.outcome.usage
+    assert (server.hits, usage.tool_calls, usage.total_tokens) == (1, 2, 110)
+    assert (usage.estimated_calls, usage.reserved_tokens) == (0, 0)
+
+
+def test_the_variables_of_a_prompt_template_are_projected():
+    sizes = []
+    for text in ("Bern", "Bern " * 2_000):
+        budget = Budget(max_total_tokens=1_000)
+        with ProviderServer(calls=0) as server, bounded_clients(budget) as block:
+            client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+            client.responses.create(prompt={"id": "pmpt_1", "variables": {"city": text}})
+        sizes.append((server.hits, block.outcome.stop_reason))
+    assert sizes == [(1, "completed"), (0, "max_total_tokens")]
+
+
+def test_a_conversation_that_the_provider_keeps_gets_a_result_for_each_call_as_well():
+    asked = []
+
+    def answered(request):
+        asked.append(json.loads(request.content))
+        made = calls_of(len(asked), "search")
+        return httpx2.Response(200, json={**made, "conversation": {"id": "conv_1"}})
+
+    budget = Budget(tool_quotas={"search": 1}, loop_detection=None)
+    transport = BudgetTransport(budget, httpx2.MockTransport(answered))
+    tools = [{"type": "function", "name": "search"}]
+    ask = {"model": "gpt-4o", "tools": tools, "conversation": "conv_1"}
+    with httpx2.Client(transport=transport) as client:
+        for text in ("go", "go on", "and on"):
+            client.post("http://provider/v1/responses", json={**ask, "input": text})
+    # The second answer's call was taken out: the conversation has it, and wants its result.
+    assert [item.get("call_id") for item in asked[2]["input"]] == ["search_2_0", None]
+
+
+def test_a_background_response_that_is_streamed_is_read_and_bounded():
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    with ProviderServer(calls=3) as server, bounded_clients(budget) as block:
+        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+        ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
+        events = [*client.responses.create(**ask, background=True, stream=True)]
+    assert sum(item.type == "function_call" for item in events[-1].response.output) == 2
+    usage = block.outcome.usage
+    assert (usage.tool_calls, usage.total_tokens, usage.estimated_calls) == (2, 110, 0)

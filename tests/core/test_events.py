@@ -321,6 +321,21 @@ def test_a_newer_format_is_named(lines):
     assert message([newer]) == "line 1: format 3 is newer than 2. Upgrade BudgetGuard."
 
 
+def test_a_field_of_a_newer_version_is_named_with_the_way_out(lines):
+    newer = json.dumps(json.loads(lines[0]) | {"new_field": SECRET}) + "\n"
+    assert message([newer]) == (
+        "line 1: not an event (run_started.new_field: not known to this version). "
+        "Upgrade BudgetGuard."
+    )
+
+
+def test_a_log_of_before_runs_named_what_they_are_charged_to_beside_is_read(lines):
+    older = json.loads(lines[0])
+    assert older.pop("beside") == []
+    (event,) = read_events([json.dumps(older) + "\n"])
+    assert event.beside == ()
+
+
 VERSION_1 = """
 {"seq":1,"run_id":"r","at_ns":0,"wall_ns":0,"event":"run_started","format_version":1,\
 "budget":{"max_cost_usd":"1"},"mode":"enforce","parent_run_id":null,"price_book":"p",\

@@ -414,3 +414,36 @@ def test_one_file_serves_langgraphs_saver_too(tmp_path):
             assert len(list(saver.list(config))) == 1 + saver_first
             store.close()
         path.unlink()
+
+
+@pytest.mark.parametrize("number", [2**63, 2**70, -(2**70)])
+def test_a_number_that_no_checkpoint_can_have_is_none_of_the_runs(store, number):
+    guard = Guard(Budget())
+    store.save(guard.snapshot())
+    assert store.load(guard.run_id, number=number) is None
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        store.roll_back(guard.run_id, number)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE budgetguard_items SET item = CAST(item AS BLOB)",
+        "UPDATE budgetguard_checkpoints SET state = CAST(state AS BLOB)",
+        "UPDATE budgetguard_checkpoints SET state = 5",
+        "UPDATE budgetguard_checkpoints SET records = 'x'",
+        "UPDATE budgetguard_checkpoints SET messages = 'x'",
+        "UPDATE budgetguard_checkpoints SET messages = NULL, state = 5",
+        "UPDATE budgetguard_items SET kind = 'x'",
+    ],
+)
+def test_a_part_of_another_type_is_damage(tmp_path, damage):
+    store, guard = sqlite_store(tmp_path), Guard(Budget())
+    store.save(guard.snapshot([{"role": "user", "content": "go"}]))
+    store.close()
+    with sqlite3.connect(tmp_path / "c.sqlite3") as db:
+        db.execute(damage)
+    db.close()
+    with pytest.raises(CheckpointError, match="snapshot is damaged"):
+        store.load(guard.run_id)
+    store.close()

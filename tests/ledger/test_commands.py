@@ -226,3 +226,14 @@ def test_check_and_adopt(sqlite, place, opened):
     damaged = run(sqlite, "ledger", "check")
     assert damaged.exit_code == 1
     assert "in the window" in damaged.output
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("figure", ["-1", "nan", "0", "-0.5", "1e40"])
+def test_what_the_advice_says_of_a_ceiling_is_taken(place, opened, figure):
+    refused = run(place, "ledger", "set", "acme", "--daily-usd", figure)
+    assert refused.exit_code == 2
+    assert "Use 0" not in refused.output
+    assert "Use None for no ceiling" in refused.output
+    told = run(place, "ledger", "set", "acme", "--daily-usd", "None", "--daily-tokens", "9")
+    assert told.output == "ceilings of acme: a day 9 tokens, a month none\n"

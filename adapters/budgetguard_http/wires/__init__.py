@@ -32,11 +32,14 @@ OPAQUE: Final = Opaque()
 CHAT: Final = OpenAIChat()
 _ANTHROPIC: Final = AnthropicMessages()
 _INVOKE: Final = re.compile(r"/model/.+/invoke(-with-response-stream)?$")
+_RESPONSES: Final = OpenAIResponses()
+# Without an input it goes on from what the provider keeps.
+_OF_RESPONSES: Final = ("input", "previous_response_id", "conversation", "prompt")
 TABLE: Final = (
     # That of agents is Mistral's.
     _Row(re.compile(r"/(chat|agents)/completions$"), "messages", CHAT),
-    # With `background` the answer, and its usage, come by another request.
-    _Row(re.compile(r"/responses$"), "input", OpenAIResponses()),
+    # With `background`, unless streamed, the answer and its usage come by another request.
+    *(_Row(re.compile(r"/responses$"), one, _RESPONSES) for one in _OF_RESPONSES),
     _Row(re.compile(r"/messages$"), "messages", _ANTHROPIC),
     # Bedrock and Vertex; of other makers' models the body has another form.
     _Row(_INVOKE, "anthropic_version", _ANTHROPIC),
@@ -68,5 +71,6 @@ def wire_of(path: str, body: Body) -> Wire | None:
     """
     for row in _rows_of(path):
         if row.field in body:
-            return None if body.get("background") else row.wire
+            by_another = body.get("background") and not body.get("stream")
+            return None if by_another else row.wire
     return None

@@ -22,6 +22,7 @@ class Opaque(Wire):
     """Whatever costs something and is in no other row of the table."""
 
     name = "opaque"
+    is_conversation = False
 
     def is_streamed(self, path: str, body: Body) -> bool:
         """Tell that what comes is passed on as it is."""

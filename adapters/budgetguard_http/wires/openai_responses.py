@@ -54,10 +54,11 @@ class OpenAIResponses(Wire):
         body["max_output_tokens"] = tokens
 
     def prompt(self, body: Body) -> Prompted:
-        """Return input, instructions, tools and the form of the answer."""
+        """Return input, instructions, what fills a template, tools and the answer's form."""
+        system, filled = body.get("instructions"), record(body.get("prompt")).get("variables")
         return Prompted(
             body.get("input"),
-            system=body.get("instructions"),
+            system=[system, *record(filled).values()] if filled else system,
             tools=items(body.get("tools")),
             output_schema=record(body.get("text")).get("format"),
         )
@@ -69,12 +70,7 @@ class OpenAIResponses(Wire):
 
     def follows(self, body: Body) -> str | None:
         """Return the response or the conversation that the provider goes on with."""
-        conversation = body.get("conversation")
-        return (
-            text_or_none(body.get("previous_response_id"))
-            or text_or_none(conversation)
-            or text_or_none(record(conversation).get("id"))
-        )
+        return text_or_none(body.get("previous_response_id")) or _conversation(body)
 
     def results(self, body: Body) -> list[Result]:
         """Return the outputs after the model's last item."""
@@ -135,7 +131,7 @@ class OpenAIResponses(Wire):
     def read(self, body: Body, answer: Answer) -> None:
         """Read the items and the usage."""
         answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
-        answer.id = text_or_none(body.get("id"))
+        answer.id = _conversation(body) or text_or_none(body.get("id"))
         details = record(body.get("incomplete_details"))
         answer.is_cut = details.get("reason") == "max_output_tokens"
         for item in map(record, items(body.get("output"))):
@@ -321,6 +317,11 @@ class ResponsesEditor(Editor):
 
 
 _MESSAGE_ID: Final = f"msg_{SYNTHETIC_ID}"
+
+
+def _conversation(body: Body) -> str | None:
+    given = body.get("conversation")
+    return text_or_none(given) or text_or_none(record(given).get("id"))
 
 
 def _is_call(item: object) -> bool:

@@ -138,6 +138,8 @@ class Wire(ABC):
     min_output_tokens: ClassVar[int] = 1
     is_turn: ClassVar[bool] = True
     """A call is a turn of a loop; that of an embedding is none."""
+    is_conversation: ClassVar[bool] = True
+    """A request is a part of a conversation, though it may hold no turn of it."""
     ends_lines_with: ClassVar[bytes] = b"\n\n"
 
     # The request
@@ -285,7 +287,7 @@ def parsed(content: bytes) -> Body | None:
     except ValueError:  # in UTF-16, with a mark of its order, or with half a pair of surrogates
         try:
             made = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return made if _is_a(made, dict) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from types import MappingProxyType, SimpleNamespace
@@ -765,3 +766,56 @@ def test_an_answer_without_text_may_have_no_output():
 )
 def test_a_cost_that_is_told_is_read(record, cost):
     assert reported_cost(record) == cost
+
+
+class _Raises(dict):
+    """A record whose own code fails, as a stand-in or a lazy one does."""
+
+    def get(self, *_):
+        raise RuntimeError("no connection")
+
+    items = keys = values = __getitem__ = __iter__ = get
+
+
+class _Lazy(Mapping):
+    def __getitem__(self, name):
+        raise RuntimeError("no connection")
+
+    def __iter__(self):
+        raise RuntimeError("no connection")
+
+    def __len__(self):
+        raise RuntimeError("no connection")
+
+
+class _Property:
+    @property
+    def __dict__(self):
+        raise RuntimeError("no connection")
+
+    @property
+    def usage(self):
+        raise RuntimeError("no connection")
+
+
+@dataclass
+class _Unset:
+    input_tokens: int
+
+    def __getattribute__(self, name):
+        if name.startswith("__"):
+            return super().__getattribute__(name)
+        raise RuntimeError("no connection")
+
+
+@pytest.mark.parametrize("make", [_Raises, _Lazy, _Property, lambda: _Unset(5)])
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, lambda one: {"usage": one, "id": "1"}], ids=["bare", "inside"]
+)
+def test_a_record_whose_own_code_raises_is_unmetered(make, wrap):
+    assert token_usage(wrap(make())) is None
+    assert reported_cost(wrap(make())) is None
+    assert answered_usage(wrap(make()), projected_input=0) is None
+    estimated = answered_usage(wrap(make()), projected_input=7, written="some words")
+    assert estimated.estimated
+    assert estimated.input_tokens == 7
