@@ -9,7 +9,7 @@ from typing import Any, cast
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import Budget, ModelCall, Stop, Trip
+from budgetguard_core import Guard, ModelCall, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, current, entered
 from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
@@ -67,14 +67,13 @@ def ask(
     given = facts.get("invocation_params")
     parameters = given if is_mapping(given) else None
     metadata: Mapping[str, Any] | None = facts.get("metadata")
-    if graph_run.run.envelope.prune is not None:
-        _, _, whole = request_around()
-        name, owner, _ = request_of(metadata, parameters)
-        kept = None if whole is None else graph_run.run.pruned(whole, name, owner)
-        if whole is not None and kept is not None:
-            # In the request alone: the graph's state stays what it is.
-            whole[:] = prompt = kept
     model, provider, bound = request_of(metadata, parameters)
+    if graph_run.run.envelope.prune is not None:
+        _, _, sent = request_around()
+        kept = None if sent is None else graph_run.run.pruned(sent, model, provider)
+        if sent is not None and kept is not None:
+            # In the request alone: the graph's state stays what it is.
+            sent[:] = prompt = kept
     node = namespace_of(metadata)
     namespace, place = graph_of(node), node or parent_run_id or run_id
     call = ModelCall(
@@ -83,32 +82,29 @@ def ask(
         retry=place in graph_run.failed,
         max_output_tokens=bound,
     )
-    budgets = graph_run.budgets
-    capped, limits, reserves = _needs_of(budgets)
+    capped, limits, reserves = _needs_of(graph_run.run.guards)
     if capped:
         call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
-    requested, settings, sent = None, None, None
+    requested, settings = None, None
     if limits or reserves:
-        requested, settings, sent = request_around()
+        requested, settings, _ = request_around()
     # The graph's own agents, and not those that its tools run.
     if reserves and (not namespace or graph_run.asked_model[0] is None):
         told = [one for one in prompt if isinstance(one, SystemMessage)]
         graph_run.asked_model, graph_run.model_name = (requested, told), model
-    fixed = settings is not None and not can_be_bound(requested)
+    fixed = limits and settings is not None and not can_be_bound(requested)
     if fixed and bound is None:
         bound = call.max_output_tokens = own_bound(requested)
     if fixed and bound is not None:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
-        bounds = [one.max_output_tokens_per_call or bound for one in budgets]
+        bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
         if min(bounds) < bound:
             tell(requested)
     graph_run.asked.answered(namespace, prompt, graph_run.handoffs)
     opened = _asked(graph_run, call, parent_run_id, run_id)
-    if sent is None and not isinstance(opened, Stop) and opened.nudge is not None:
-        _, _, sent = request_around()
     return ModelCallInFlight(
-        run_id, facts, parameters, prompt, namespace, place, requested, settings, sent, call, opened
+        run_id, facts, parameters, prompt, namespace, place, requested, settings, call, opened
     )
 
 
@@ -122,9 +118,11 @@ def begin(
         _unmade_siblings(graph_run, flying.facts)
         close_pending_hooks()
         return opened.trip
-    if opened.nudge is not None and flying.sent is not None:
-        # Into the request alone: the history stays what it is.
-        flying.sent.append(HumanMessage(opened.nudge))
+    if opened.nudge is not None:
+        _, _, sent = request_around()
+        if sent is not None:
+            # Into the request alone: the history stays what it is.
+            sent.append(HumanMessage(opened.nudge))
     if flying.settings is not None:
         most = opened.max_output_tokens
         added = None if most == flying.asked.max_output_tokens else most
@@ -161,7 +159,7 @@ def _asked(
     return graph_run.run.model_call(call)
 
 
-def _needs_of(budgets: Sequence[Budget]) -> tuple[bool, bool, bool]:
+def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:
     """Tell what has to be known of a request before it is sent.
 
     Returns:
@@ -169,13 +167,15 @@ def _needs_of(budgets: Sequence[Budget]) -> tuple[bool, bool, bool]:
         model may be asked for a last answer.
     """
     capped = limits = reserves = False
-    for one in budgets:
-        if one.max_total_tokens is not None or one.max_cost_usd is not None:
-            capped = limits = True
-        elif one.max_output_tokens_per_call is not None or one.max_seconds is not None:
-            limits = True
-        if one.finalize_reserve is not None:
-            reserves = True
+    for guard in guards:
+        for one in guard.lineage:
+            budget = one.budget
+            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+                capped = limits = True
+            elif budget.max_output_tokens_per_call is not None or budget.max_seconds is not None:
+                limits = True
+            if budget.finalize_reserve is not None:
+                reserves = True
     return capped, limits, reserves
 
 

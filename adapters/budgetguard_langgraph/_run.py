@@ -88,7 +88,6 @@ class ModelCallInFlight:
         asked: What the run was asked for.
         opened: The answer to it; the call begins after the wait that it may ask for.
         model: The model, where a bound has to reach it; `settings` are those of its request.
-        sent: The very messages of the request, where something has to be added to them.
         call: What was opened, once it has begun; `step` is the frame of what makes it.
         bounded: The budget's completion bound has reached the request.
     """
@@ -101,7 +100,6 @@ class ModelCallInFlight:
     place: Any
     model: Any
     settings: dict[str, Any] | None
-    sent: list[Any] | None
     asked: ModelCall
     opened: OpenModelCall | Stop
     call: OpenModelCall = field(init=False)
