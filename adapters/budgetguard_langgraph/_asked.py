@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from langchain_core.messages import AIMessage, ToolMessage
 
 from budgetguard_core import Admit, ToolCall
 from budgetguard_core.kit import Batch, OpenToolCall, Run
+from budgetguard_langgraph._seams import enclosing_tool_node
 
 _KEPT: Final = 64
 """Graphs inside a run whose last prompt and last batch are known at the same time."""
@@ -104,40 +105,39 @@ class AskedCalls:
         for call in batch.unstarted:
             self._run.withdrawn(call)
 
-    def take(
-        self, namespace: str, call: ToolCall, known: Callable[[], Mapping[str, Any] | None]
-    ) -> OpenToolCall:
-        """Return the answer to a tool call that is about to start.
+    def take(self, namespace: str, id_: str | None, name: str) -> OpenToolCall | None:
+        """Return the answer to a tool call that is about to start; None where no model asked.
 
         The calls of one answer are admitted together, when the first of them starts.
 
         Args:
             namespace: Where the graph is.
-            call: The call.
-            known: The tools that the node knows; a name that it does not know starts nothing.
+            id_: The call's id.
+            name: The tool's name.
         """
         with self._lock:
-            waiting = self._resumed(call) if self._waiting else None
+            waiting = self._resumed(id_, name) if self._waiting else None
             if waiting is not None:
                 return waiting
             for asked in self._asked.get(namespace, ()):
-                if not any(one.id == call.id and one.name == call.name for one in asked.calls):
+                if not any(one.id == id_ and one.name == name for one in asked.calls):
                     continue
                 if asked.batch is None:
-                    # One that starts is known; where it stands is found out for its siblings.
-                    tools = known() if len(asked.calls) > 1 else None
+                    # A name that the node does not know starts nothing. One that starts is known.
+                    node = enclosing_tool_node() if len(asked.calls) > 1 else None
+                    tools = getattr(node, "tools_by_name", None)
                     asked.batch = self._run.batch(
                         [one for one in asked.calls if tools is None or one.name in tools]
                     )
-                found = asked.batch.take(call.id, call.name)
+                found = asked.batch.take(id_, name)
                 if found is not None:
                     return found
-        return self._run.tool_call(call)
+        return None
 
-    def _resumed(self, call: ToolCall) -> OpenToolCall | None:
+    def _resumed(self, id_: str | None, name: str) -> OpenToolCall | None:
         """Find the call that waited for a person: its body runs again, and is the same call."""
         for ticket in self._waiting:
-            if ticket.call.id == call.id and ticket.call.name == call.name:
+            if ticket.call.id == id_ and ticket.call.name == name:
                 self._waiting.remove(ticket)
                 return OpenToolCall(ticket.call, (ticket,))
         return None

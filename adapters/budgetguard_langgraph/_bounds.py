@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
+from budgetguard_core.kit import OpenModelCall
 from budgetguard_langgraph._seams import parameters_of
 
 _LOG: Final = logging.getLogger("budgetguard_langgraph")
@@ -40,7 +41,7 @@ def can_be_bound(model: Any) -> bool:
     return _words(model) is not None
 
 
-def bind(model: Any, settings: dict[str, Any], tokens: int | None, seconds: float | None) -> bool:
+def bind(model: Any, settings: dict[str, Any], tokens: int | None, opened: OpenModelCall) -> bool:
     """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
     words = _words(model)
     if words is None:
@@ -50,15 +51,15 @@ def bind(model: Any, settings: dict[str, Any], tokens: int | None, seconds: floa
     if tokens is not None:
         given: Any = settings.get(words.tokens)
         settings[words.tokens] = min(given, tokens) if type(given) is int else tokens
-    if seconds is not None and words.timeout is not None:
+    if words.timeout is not None and (seconds := opened.seconds) is not None:
         limit: Any = settings.get(words.timeout)
         known = isinstance(limit, (int, float)) and not isinstance(limit, bool)
         settings[words.timeout] = min(seconds, limit) if known else seconds
     return tokens is not None
 
 
-def _words(model: Any) -> _Words | None:
-    kind = cast("Any", type(model))
+def _words(model: object) -> _Words | None:
+    kind = type(model)
     if kind not in _KNOWN:
         packages = [one.__module__.partition(".")[0] for one in kind.__mro__]
         words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)

@@ -51,7 +51,7 @@ class LastCall:
     def _given(self, opened: OpenModelCall) -> dict[str, Any]:
         settings: dict[str, Any] = {}
         if can_be_bound(self.model):
-            bind(self.model, settings, opened.max_output_tokens, opened.seconds)
+            bind(self.model, settings, opened.max_output_tokens, opened)
         return settings
 
 

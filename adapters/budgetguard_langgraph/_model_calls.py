@@ -9,12 +9,11 @@ from typing import Any, cast
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import Budget, ModelCall, Stop, Trip
+from budgetguard_core import Guard, ModelCall, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, current, entered
 from budgetguard_langgraph._bounds import bind, can_be_bound, tell
 from budgetguard_langgraph._run import (
     OWNERS,
-    AskedModelCall,
     GraphRun,
     ModelCallInFlight,
     RunId,
@@ -52,7 +51,7 @@ def ask(
     parent_run_id: RunId | None,
     prompts: Any,
     facts: Mapping[str, Any],
-) -> AskedModelCall | None:
+) -> ModelCallInFlight | None:
     """Ask for a model call; None where it was told of before.
 
     Args:
@@ -68,14 +67,13 @@ def ask(
     given = facts.get("invocation_params")
     parameters = given if is_mapping(given) else None
     metadata: Mapping[str, Any] | None = facts.get("metadata")
-    if graph_run.run.envelope.prune is not None:
-        _, _, whole = request_around()
-        name, owner, _ = request_of(metadata, parameters)
-        kept = None if whole is None else graph_run.run.pruned(whole, name, owner)
-        if whole is not None and kept is not None:
-            # In the request alone: the graph's state stays what it is.
-            whole[:] = prompt = kept
     model, provider, bound = request_of(metadata, parameters)
+    if graph_run.run.envelope.prune is not None:
+        _, _, sent = request_around()
+        kept = None if sent is None else graph_run.run.pruned(sent, model, provider)
+        if sent is not None and kept is not None:
+            # In the request alone: the graph's state stays what it is.
+            sent[:] = prompt = kept
     node = namespace_of(metadata)
     namespace, place = graph_of(node), node or parent_run_id or run_id
     call = ModelCall(
@@ -84,70 +82,55 @@ def ask(
         retry=place in graph_run.failed,
         max_output_tokens=bound,
     )
-    budgets = graph_run.budgets
-    capped, limits, reserves = _needs_of(budgets)
+    capped, limits, reserves = _needs_of(graph_run.run.guards)
     if capped:
         call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
-    requested, settings, sent = None, None, None
-    if limits:
-        requested, settings, sent = request_around()
-    if reserves:
-        asked_model, _, _ = request_around()
-        # The graph's own agents, and not those that its tools run.
-        if not namespace or graph_run.asked_model[0] is None:
-            told = [one for one in prompt if isinstance(one, SystemMessage)]
-            graph_run.asked_model, graph_run.model_name = (asked_model, told), model
-    fixed = settings is not None and not can_be_bound(requested)
+    requested, settings = None, None
+    if limits or reserves:
+        requested, settings, _ = request_around()
+    # The graph's own agents, and not those that its tools run.
+    if reserves and (not namespace or graph_run.asked_model[0] is None):
+        told = [one for one in prompt if isinstance(one, SystemMessage)]
+        graph_run.asked_model, graph_run.model_name = (requested, told), model
+    fixed = limits and settings is not None and not can_be_bound(requested)
     if fixed and bound is None:
         bound = call.max_output_tokens = own_bound(requested)
     if fixed and bound is not None:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
-        bounds = [one.max_output_tokens_per_call or bound for one in budgets]
+        bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
         if min(bounds) < bound:
             tell(requested)
     graph_run.asked.answered(namespace, prompt, graph_run.handoffs)
     opened = _asked(graph_run, call, parent_run_id, run_id)
-    if sent is None and not isinstance(opened, Stop) and opened.nudge is not None:
-        _, _, sent = request_around()
-    return AskedModelCall(
-        run_id,
-        model,
-        facts,
-        parameters,
-        prompt,
-        namespace,
-        place,
-        bound,
-        requested,
-        settings,
-        sent,
-        opened,
+    return ModelCallInFlight(
+        run_id, facts, parameters, prompt, namespace, place, requested, settings, call, opened
     )
 
 
-def begin(graph_run: GraphRun, asked: AskedModelCall, opened: OpenModelCall | Stop) -> Trip | None:
+def begin(
+    graph_run: GraphRun, flying: ModelCallInFlight, opened: OpenModelCall | Stop
+) -> Trip | None:
     """Let a model call go out; return why the run has to end instead."""
-    run_id = asked.run_id
+    run_id = flying.run_id
     if isinstance(opened, Stop):
-        graph_run.next_step = f"call the model {asked.name or ''}".strip()
-        _unmade_siblings(graph_run, asked.facts)
+        graph_run.next_step = f"call the model {flying.asked.model or ''}".strip()
+        _unmade_siblings(graph_run, flying.facts)
         close_pending_hooks()
         return opened.trip
-    if opened.nudge is not None and asked.sent is not None:
-        # Into the request alone: the history stays what it is.
-        asked.sent.append(HumanMessage(opened.nudge))
-    bounded = asked.settings is not None and bind(
-        asked.model,
-        asked.settings,
-        None if opened.max_output_tokens == asked.bound else opened.max_output_tokens,
-        opened.seconds,
-    )
-    step = Step(graph_run, opened, run_id)
-    opened.frame = step
-    forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
-    graph_run.models[run_id] = ModelCallInFlight(opened, step, asked, bounded, forget)
-    graph_run.ids.add(run_id)
+    if opened.nudge is not None:
+        _, _, sent = request_around()
+        if sent is not None:
+            # Into the request alone: the history stays what it is.
+            sent.append(HumanMessage(opened.nudge))
+    if flying.settings is not None:
+        most = opened.max_output_tokens
+        added = None if most == flying.asked.max_output_tokens else most
+        flying.bounded = bind(flying.model, flying.settings, added, opened)
+    flying.call = opened
+    flying.step = step = Step(graph_run, opened, run_id)
+    flying.forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
+    graph_run.models[run_id] = flying
     OWNERS[run_id] = graph_run
     step.enter()
     graph_run.save()
@@ -176,7 +159,7 @@ def _asked(
     return graph_run.run.model_call(call)
 
 
-def _needs_of(budgets: Sequence[Budget]) -> tuple[bool, bool, bool]:
+def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:
     """Tell what has to be known of a request before it is sent.
 
     Returns:
@@ -184,13 +167,15 @@ def _needs_of(budgets: Sequence[Budget]) -> tuple[bool, bool, bool]:
         model may be asked for a last answer.
     """
     capped = limits = reserves = False
-    for one in budgets:
-        if one.max_total_tokens is not None or one.max_cost_usd is not None:
-            capped = limits = True
-        elif one.max_output_tokens_per_call is not None or one.max_seconds is not None:
-            limits = True
-        if one.finalize_reserve is not None:
-            reserves = True
+    for guard in guards:
+        for one in guard.lineage:
+            budget = one.budget
+            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+                capped = limits = True
+            elif budget.max_output_tokens_per_call is not None or budget.max_seconds is not None:
+                limits = True
+            if budget.finalize_reserve is not None:
+                reserves = True
     return capped, limits, reserves
 
 
@@ -222,7 +207,6 @@ def token(graph_run: GraphRun, run_id: RunId, text: str) -> Trip | None:
 def _taken(graph_run: GraphRun, run_id: RunId) -> ModelCallInFlight | None:
     with graph_run.lock:
         flying = graph_run.models.pop(run_id, None)
-        graph_run.ids.discard(run_id)
     OWNERS.pop(run_id, None)
     if flying is not None:
         flying.forget()
@@ -236,9 +220,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     if flying is None:
         return
     run = graph_run.run
-    request = flying.asked
     if graph_run.failed:
-        graph_run.failed.pop(request.place, None)
+        graph_run.failed.pop(flying.place, None)
     answer = answer_of(response)
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
@@ -246,6 +229,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     if used is None or used.estimated or not used.input_tokens:
         _project(graph_run, flying)
     told = used is not None and not used.estimated and used.output_tokens > 0
+    if used is not None and told:
+        graph_run.prompt_of(flying.namespace).replied(answer, used)
     # With figures and tool calls nobody reads it.
     text = "" if asked and told else written(response)
     run.answered(
@@ -254,8 +239,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         text=text or "".join(flying.streamed),
         model=model_of(response, answer),
         cost_usd=cost,
-        speaker=cast("Any", request.facts.get("metadata") or {}).get("langgraph_node"),
-        final=not asked and graph_run.is_said_in_turn(text, request.prompt),
+        speaker=cast("Any", flying.facts.get("metadata") or {}).get("langgraph_node"),
+        final=not asked and graph_run.is_said_in_turn(text, flying.prompt),
     )
     if flying.bounded and not asked and was_cut(answer):
         run.cut_short(flying.call)
@@ -264,8 +249,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
             run.start(call)
             run.finished(call, "reported")
     if asked:
-        graph_run.asked.put(request.namespace, asked)
-    graph_run.talked(request.prompt, answer)
+        graph_run.asked.put(flying.namespace, asked)
+    graph_run.talked(flying.prompt, answer)
     graph_run.save()
 
 
@@ -274,7 +259,7 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
     flying = _taken(graph_run, run_id)
     if flying is None:
         return
-    graph_run.has_failed(flying.asked.place)
+    graph_run.has_failed(flying.place)
     _project(graph_run, flying)
     graph_run.run.failed(flying.call, error, written="".join(flying.streamed))
     graph_run.save()
@@ -282,6 +267,8 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
 
 def _project(graph_run: GraphRun, flying: ModelCallInFlight) -> None:
     """Estimate a prompt after all, where no cap asked for it before."""
-    call, asked = flying.call.call, flying.asked
+    call = flying.call.call
     if not call.input_tokens:
-        call.input_tokens = _projected(graph_run, asked.namespace, asked.prompt, asked.parameters)
+        call.input_tokens = _projected(
+            graph_run, flying.namespace, flying.prompt, flying.parameters
+        )

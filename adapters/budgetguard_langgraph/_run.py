@@ -13,7 +13,7 @@ from uuid import UUID
 from langchain_core.messages import BaseMessage
 from langgraph.errors import GraphBubbleUp
 
-from budgetguard_core import Budget, RunFencedError, Stop, Trip
+from budgetguard_core import Budget, ModelCall, RunFencedError, Stop, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt, Run
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread
@@ -76,54 +76,52 @@ def _open(frame: Frame | None) -> Frame | None:
     return frame
 
 
+def _nothing() -> None:
+    """There is nothing to take back."""
+
+
 @dataclass(slots=True)
-class AskedModelCall:
-    """A model call that a run was asked for: admitted or not, and not yet made.
+class ModelCallInFlight:
+    """A model call, from its start hook to its end.
 
     Attributes:
-        opened: The answer; the call begins after the wait that it may ask for.
-        bound: The completion bound that the request carries already.
+        asked: What the run was asked for.
+        opened: The answer to it; the call begins after the wait that it may ask for.
         model: The model, where a bound has to reach it; `settings` are those of its request.
-        sent: The very messages of the request, where something has to be added to them.
+        call: What was opened, once it has begun; `step` is the frame of what makes it.
+        bounded: The budget's completion bound has reached the request.
     """
 
     run_id: RunId
-    name: str | None
     facts: Mapping[str, Any]
     parameters: Mapping[str, Any] | None
     prompt: Sequence[Any]
     namespace: str
     place: Any
-    bound: int | None
     model: Any
     settings: dict[str, Any] | None
-    sent: list[Any] | None
+    asked: ModelCall
     opened: OpenModelCall | Stop
-
-
-@dataclass(slots=True)
-class ModelCallInFlight:
-    """A model call between its hooks.
-
-    Attributes:
-        bounded: The budget's completion bound has reached the request.
-    """
-
-    call: OpenModelCall
-    step: Step
-    asked: AskedModelCall
-    bounded: bool
-    forget: Callable[[], None]
+    call: OpenModelCall = field(init=False)
+    step: Step = field(init=False)
+    bounded: bool = False
+    forget: Callable[[], None] = _nothing
     streamed: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)
 class ToolCallInFlight:
-    """A tool call between its hooks."""
+    """A tool call, from its start hook to its end.
 
+    Attributes:
+        call: The answer to it; its body starts after the wait that it may ask for.
+        step: The frame of its body, once it has started.
+    """
+
+    run_id: RunId
     call: OpenToolCall
-    step: Step
-    forget: Callable[[], None]
+    step: Step = field(init=False)
+    forget: Callable[[], None] = _nothing
 
 
 class Fenced(RunFencedError, GraphBubbleUp):
@@ -138,6 +136,7 @@ class GraphRun:
         opener: The callback that opened it.
         outer: The run around it, where that is one of this adapter too.
         root: The id of the chain that it began with; None for calls outside of any chain.
+        chains: The chains that go on, by id, with the frames of their code.
         waits: A person was asked, or the graph stopped at a breakpoint.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
@@ -166,8 +165,7 @@ class GraphRun:
         self.asked = AskedCalls(run, self.lock, answered=answered)
         self.models: dict[RunId, ModelCallInFlight] = {}
         self.tools: dict[RunId, ToolCallInFlight] = {}
-        self.ids: set[RunId] = set()
-        self.steps: dict[RunId, Step] = {}
+        self.chains: dict[RunId, Step | None] = {}
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
         self.slot = 0
@@ -286,7 +284,7 @@ class GraphRun:
     def release(self, node: str) -> None:
         """Charge the model calls below a node that was cancelled; they report nothing."""
         with self.lock:
-            ids = [id_ for id_, one in self.models.items() if str(one.asked.place).startswith(node)]
+            ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
             flying = [self.models.pop(id_) for id_ in ids]
         for one in flying:
             one.forget()
@@ -296,8 +294,7 @@ class GraphRun:
     def left(self, run_id: RunId) -> None:
         """Forget a chain that is over."""
         OWNERS.pop(run_id, None)
-        self.ids.discard(run_id)
-        step = self.steps.pop(run_id, None)
+        step = self.chains.pop(run_id, None)
         if step is not None:
             step.leave()
 
@@ -315,15 +312,15 @@ class GraphRun:
         """Settle what reported no end, and forget every id."""
         with self.lock:
             models = list(self.models.values())
-            self.models.clear()
             self.asked.leave()
             self._prompts.clear()
-            for run_id in self.ids:
+            for run_id in (*self.chains, *self.models, *self.tools):
                 OWNERS.pop(run_id, None)
-            self.ids.clear()
-            for step in self.steps.values():
-                step.leave()
-            self.steps.clear()
+            for step in self.chains.values():
+                if step is not None:
+                    step.leave()
+            self.chains.clear()
+            self.models.clear()
         for flying in models:
             flying.forget()
             # A cancelled call reports nothing at all.
@@ -377,10 +374,6 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
 
     watched.add_done_callback(ended)
     return lambda: cast("None", watched.remove_done_callback(ended))
-
-
-def _nothing() -> None:
-    """There is nothing to take back."""
 
 
 def _texts(prompt: Sequence[Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from langchain_core.messages import BaseMessage, ToolMessage
@@ -28,26 +27,13 @@ from budgetguard_langgraph._seams import (
 )
 
 
-@dataclass(slots=True)
-class AskedToolCall:
-    """A tool call that a run was asked for: admitted or not, and not yet started.
-
-    Attributes:
-        opened: The answer; `begin` takes it after the wait that it may ask for.
-    """
-
-    run_id: RunId
-    opened: OpenToolCall
-    node: Any
-
-
 def ask(
     graph_run: GraphRun,
     run_id: RunId,
     serialized: Mapping[str, Any] | None,
     given: str,
     facts: Mapping[str, Any],
-) -> AskedToolCall | None:
+) -> ToolCallInFlight | None:
     """Ask for a tool call, together with the others of its batch; None for one told of before.
 
     Args:
@@ -60,56 +46,43 @@ def ask(
     if run_id in graph_run.tools:
         return None
     name, inputs = str((serialized or {}).get("name", "")), facts.get("inputs")
-    arguments = given if inputs is None else inputs
     id_, metadata = facts.get("tool_call_id"), facts.get("metadata")
+    opened: OpenToolCall | None = None
     handoff = HANDOFF in (metadata or {}) or name in graph_run.handoffs
-    call = ToolCall(
-        name=name,
-        arguments=_plain(arguments, id_),
-        id=id_,
-        kind="handoff" if handoff else "function",
-    )
     if handoff:
         _is_handoff(graph_run, name)
-        return AskedToolCall(run_id, graph_run.run.tool_call(call), None)
-    node: Any = None
+    else:
+        opened = graph_run.asked.take(graph_of(namespace_of(metadata)), id_, name)
+    if opened is None:
+        call = ToolCall(
+            name=name,
+            arguments=_plain(given if inputs is None else inputs, id_),
+            id=id_,
+            kind="handoff" if handoff else "function",
+        )
+        opened = graph_run.run.tool_call(call)
+    return ToolCallInFlight(run_id, opened)
 
-    def known() -> Mapping[str, Any] | None:
-        nonlocal node
-        node = enclosing_tool_node()
-        tools: Mapping[str, Any] | None = getattr(node, "tools_by_name", None)
-        return tools
 
-    opened = graph_run.asked.take(_graph(metadata), call, known)
-    return AskedToolCall(run_id, opened, node)
-
-
-def begin(graph_run: GraphRun, asked: AskedToolCall) -> Exception | Trip | None:
+def begin(graph_run: GraphRun, flying: ToolCallInFlight) -> Exception | Trip | None:
     """Let a tool's body run.
 
     Returns:
         None where it may; what its node turns into an error result; or, where nothing answers a
         refused call, why the run has to end.
     """
-    run_id, opened = asked.run_id, asked.opened
+    run_id, opened = flying.run_id, flying.call
     refused = graph_run.run.start(opened)
     if refused is not None:
         graph_run.next_step = f"run the tool {opened.call.name}"
-        node = asked.node or enclosing_tool_node()
-        return refusal(node, refused) or _trip_of(graph_run, opened)
-    step = Step(graph_run, opened, run_id)
-    opened.frame = step
-    forget = when_task_ends(lambda: _cancelled(graph_run, run_id))
-    graph_run.tools[run_id] = ToolCallInFlight(opened, step, forget)
-    graph_run.ids.add(run_id)
+        return refusal(enclosing_tool_node(), refused) or _trip_of(graph_run, opened)
+    flying.step = step = Step(graph_run, opened, run_id)
+    flying.forget = when_task_ends(lambda: _cancelled(graph_run, run_id))
+    graph_run.tools[run_id] = flying
     OWNERS[run_id] = graph_run
     step.enter()
     graph_run.save()
     return None
-
-
-def _graph(metadata: Mapping[str, Any] | None) -> str:
-    return graph_of(namespace_of(metadata))
 
 
 def _plain(arguments: Any, id_: str | None) -> Any:
@@ -141,7 +114,6 @@ def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
 def _taken(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
     OWNERS.pop(run_id, None)
     with graph_run.settled:
-        graph_run.ids.discard(run_id)
         flying = graph_run.tools.pop(run_id, None)
         if graph_run.is_awaited:
             graph_run.settled.notify_all()

@@ -31,7 +31,14 @@ from budgetguard_core.kit import (
 from budgetguard_langgraph import _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, AskedModelCall, GraphRun, RunId, Step
+from budgetguard_langgraph._run import (
+    OWNERS,
+    GraphRun,
+    ModelCallInFlight,
+    RunId,
+    Step,
+    ToolCallInFlight,
+)
 from budgetguard_langgraph._seams import (
     WaitingHook,
     closing_pending_hooks,
@@ -39,7 +46,6 @@ from budgetguard_langgraph._seams import (
     graph_call,
     probe,
 )
-from budgetguard_langgraph._tool_calls import AskedToolCall
 from budgetguard_langgraph.interrupts import (
     was_stopped,
 )
@@ -129,15 +135,14 @@ class BudgetCallback(BaseCallbackHandler):
         owner = self._nearest(above)
         if owner is not None:
             # In code of the run already, and of no call in it.
-            owner.ids.add(key)
+            owner.chains.setdefault(key, None)
             OWNERS[key] = owner
             return
         owner = None if above is None else OWNERS.get(above)
         if owner is not None and owner.opener is self and key not in OWNERS and not FRAME.get():
             # A node of the run, and nothing of ours is around its code.
-            owner.ids.add(key)
             OWNERS[key] = owner
-            step = owner.steps[key] = Step(owner, None, key)
+            step = owner.chains[key] = Step(owner, None, key)
             step.enter()
             return
         frame = current()
@@ -147,7 +152,7 @@ class BudgetCallback(BaseCallbackHandler):
             owner = mine = self._begin(key, inputs, owner, metadata)
         if owner is None:
             return
-        owner.ids.add(key)
+        owner.chains.setdefault(key, None)
         OWNERS[key] = owner
         if mine is None or mine is not owner:
             return
@@ -155,7 +160,7 @@ class BudgetCallback(BaseCallbackHandler):
             # Only below the root: what reads a stream from outside is no part of the run.
             step = Step(mine, call_around(frame), key)
             step.enter()
-            mine.steps[key] = step
+            mine.chains[key] = step
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
@@ -218,7 +223,7 @@ class BudgetCallback(BaseCallbackHandler):
                 opened = await mine.run.wait_async(asked.opened)
             self._let_model_go(mine, asked, opened)
 
-    def _let_model_go(self, mine: GraphRun, asked: AskedModelCall, opened: Any) -> None:
+    def _let_model_go(self, mine: GraphRun, asked: ModelCallInFlight, opened: Any) -> None:
         trip = _model_calls.begin(mine, asked, opened)
         if trip is not None:
             raise _endings.stop(mine, trip, asked.prompt)
@@ -260,7 +265,7 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._counting(key, above)
         asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
         if mine is not None and asked is not None:
-            mine.run.wait(asked.opened)
+            mine.run.wait(asked.call)
             self._let_tool_go(mine, asked)
 
     async def _astart_tool_call(
@@ -271,10 +276,10 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._counting(key, above)
         asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
         if mine is not None and asked is not None:
-            await mine.run.wait_async(asked.opened)
+            await mine.run.wait_async(asked.call)
             self._let_tool_go(mine, asked)
 
-    def _let_tool_go(self, mine: GraphRun, asked: AskedToolCall) -> None:
+    def _let_tool_go(self, mine: GraphRun, asked: ToolCallInFlight) -> None:
         refused = _tool_calls.begin(mine, asked)
         if isinstance(refused, Exception):
             raise refused

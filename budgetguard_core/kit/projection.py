@@ -174,13 +174,14 @@ class Prompt:
         server_side: The provider keeps the history, so that each prompt holds only what is new.
     """
 
-    __slots__ = ("_fixed", "_seen", "_server_side")
+    __slots__ = ("_fixed", "_reply", "_seen", "_server_side")
 
     def __init__(self, *, server_side: bool = False) -> None:
         self._server_side = server_side
         # One attribute each, so that calls at the same time never see halves of two prompts.
         self._seen = _Seen()
         self._fixed = _NOTHING
+        self._reply: tuple[object, int] = (self, 0)
 
     def project(
         self,
@@ -199,11 +200,25 @@ class Prompt:
         if not _goes_on(seen, listed):
             seen = _Seen()
         if len(listed) > seen.length:
-            new = listed[seen.length :]
-            tokens = seen.tokens + _estimate_messages(new)
+            tokens = seen.tokens
+            reply, measured = self._reply
+            for message in listed[seen.length :]:
+                tokens += _MESSAGE_TOKENS
+                tokens += measured if message is reply else estimate(message)
             seen = _Seen(len(listed), listed[0], listed[-1], tokens)
         self._seen = seen
         return max(seen.tokens + fixed, 0)
+
+    def replied(self, reply: object, usage: TokenUsage) -> None:
+        """Take what the provider measured for a reply as its size in the prompts that hold it.
+
+        Beside `measured` for prompts that go on at the same time, which say nothing of each other.
+
+        Args:
+            reply: The very message that the prompts will hold.
+            usage: Of the call. Reasoning is not sent again.
+        """
+        self._reply = reply, usage.output_tokens - usage.reasoning_tokens
 
     def measured(self, usage: TokenUsage | None, *, reply: object = None) -> None:
         """Take what the provider measured for the last prompt as the base of the next.

@@ -16,6 +16,7 @@ from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnableP
 from langchain_core.tools import tool
 
 from budgetguard_core import Budget, BudgetExceeded, Guard
+from budgetguard_core.kit import current_guard
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback, BudgetInterrupt
 from langgraph_graphs import StrictChat
@@ -204,6 +205,31 @@ async def test_tasks_and_threads_that_copy_the_context_are_bounded_by_an_active_
         with pytest.raises(BudgetExceeded):
             await chat.ainvoke("d")
     assert chat.script.calls == guard.usage.model_calls == 4
+
+
+@pytest.mark.anyio
+async def test_a_chain_in_a_tool_that_outlives_its_run_is_a_part_of_it():
+    started, released, guards, tasks = asyncio.Event(), asyncio.Event(), [], []
+
+    @tool
+    async def late() -> str:
+        """Goes on when its run has ended."""
+        started.set()
+        await released.wait()
+        return await RunnableLambda(lambda _: guards.append(current_guard()) or "x").ainvoke("a")
+
+    async def node(_):
+        tasks.append(asyncio.create_task(late.ainvoke({})))
+        await started.wait()
+        return await late.ainvoke({})
+
+    callback = BudgetCallback(Budget(max_tool_calls=1))
+    with pytest.raises(BudgetExceeded):
+        await RunnableLambda(node).ainvoke("a", {"callbacks": [callback]})
+    assert callback.outcome.stop_reason == "max_tool_calls"
+    released.set()
+    assert await tasks[0] == "x"
+    assert guards == [callback.guard]
 
 
 class Table:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from langchain.agents import create_agent
+from langchain_core.messages import BaseMessage
 
 from budgetguard_core import Budget
 from budgetguard_core.kit import projection
@@ -30,13 +31,14 @@ BUDGETS = {
 @pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
 async def test_each_message_is_estimated_once(monkeypatch, way, caps, usage, mode):
     looked = []
-    estimate = projection._estimate_messages
+    estimate = projection.estimate
 
-    def counted(messages):
-        looked.extend(messages)
-        return estimate(messages)
+    def counted(content):
+        if isinstance(content, BaseMessage):
+            looked.append(content)
+        return estimate(content)
 
-    monkeypatch.setattr(projection, "_estimate_messages", counted)
+    monkeypatch.setattr(projection, "estimate", counted)
     given = {} if usage == "reported" else {"usage": None}
 
     def reply(n):
@@ -55,7 +57,8 @@ async def test_each_message_is_estimated_once(monkeypatch, way, caps, usage, mod
         async for _ in graph.astream(user(), config, stream_mode="messages"):
             pass
     assert script.calls == TURNS
-    sent = 1 + 2 * (TURNS - 1)
+    # A reply whose provider tells its size is not looked at.
+    sent = 1 + 2 * (TURNS - 1) if usage == "missing" else TURNS
     if caps == "uncapped":
         # Only where the provider tells nothing: not of the last call, here.
         sent = sent - 2 if usage == "missing" else 0

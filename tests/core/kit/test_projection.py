@@ -525,6 +525,19 @@ def test_what_the_provider_measured_is_the_base_of_the_next_prompt():
     assert prompt.project(messages) == 900 + 2 * EACH - estimate_tokens(TEXT) - SCHEMA
 
 
+def test_a_reply_has_the_size_that_its_provider_measured():
+    prompt, messages = Prompt(), [message(0)]
+    alone = prompt.project(messages)
+    reply = message(1)
+    prompt.replied(reply, TokenUsage(900, 40, reasoning_tokens=10))
+    # Of a prompt that goes on at the same time nothing is known.
+    assert prompt.project([message(2)]) == EACH
+    messages += [reply, message(3)]
+
+    assert prompt.project(messages) == alone + (30 + 5) + EACH
+    assert prompt.project([message(0), message(1)]) == 2 * EACH  # the same words, by another
+
+
 def test_what_was_not_measured_changes_nothing():
     prompt, messages = Prompt(), [message(0)]
     prompt.project(messages)
