@@ -6,7 +6,7 @@ import pytest
 from strands import tool
 from strands.multiagent import GraphBuilder, Swarm
 
-from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core import Budget, Guard
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_strands import BudgetHookProvider, install
 from strands_agents import run, strict
