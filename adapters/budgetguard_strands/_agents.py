@@ -20,10 +20,9 @@ from strands.hooks import (
     MessageAddedEvent,
 )
 
-from budgetguard_core import Budget, BudgetExceeded, Guard
+from budgetguard_core import BudgetExceeded, Guard
 from budgetguard_core.kit import (
     PROGRESS_TOOL,
-    Envelope,
     OpenToolCall,
     Run,
     Watch,
@@ -369,7 +368,7 @@ class AgentHooks:
 
 
 # What an agent without a provider spends is spent by the run around it, and by nothing else.
-_joining = AgentHooks(Opener(Envelope(budget=Budget())))
+_joining = AgentHooks(Opener())
 
 
 def _around(agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
 async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
     """Close the history of a run that Strands' own limit ended, and return the event for it."""
     reason = str(event["stop"][0])
-    at.run.trip = at.trip or _framework_trip(at.run, reason)
+    at.run.trip = at.trip or framework_trip(at.run, reason)
     if not agent.messages or agent.messages[-1]["role"] != "user":
         return event
     return await _stopped(agent, at, invocation_state, at.run.trip, reason, "")
@@ -85,7 +86,7 @@ async def _stopped(
     return _seams.StopEvent(reason, message, agent.event_loop_metrics, request_state)
 
 
-def _framework_trip(run: Run, reason: str) -> Trip:
+def framework_trip(run: Run, reason: str) -> Trip:
     """Return the stop of a run that Strands' own limit ended; nothing of the guard's is tripped."""
     violation = Violation(
         reason=StopReason.FRAMEWORK_LIMIT, detail=f"Strands' own limit ended the run: {reason}"
@@ -123,6 +124,9 @@ async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
     cancelled = event.result is not None and event.result.stop_reason == "cancelled"
     if cancelled and at.trip is None:
         error = asyncio.CancelledError("the agent was cancelled")
+    elif event.result is None and at.trip is None:
+        # A hook's before the loop, or of whoever closed the stream: on its way through a `finally`.
+        error = error or sys.exception()
     if error is not None:
         return await run.in_thread(lambda: run.fail(error, resume=_RESUME, **kept))
     final = _history.text_of(agent.messages[-1]) if agent.messages else ""

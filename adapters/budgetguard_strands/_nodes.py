@@ -61,6 +61,15 @@ def has_failed(source: Any) -> bool:
     return bool(status == Status.FAILED)
 
 
+def failure(source: Any) -> Exception | None:
+    """Return what a node of a failed one failed with; None where Strands' own limit ended it."""
+    errors = [one.result for one in source.state.results.values()]
+    found = next((one for one in reversed(errors) if isinstance(one, Exception)), None)
+    if found is None and getattr(source.state, "failed_nodes", None):
+        return RuntimeError("a node failed")
+    return found
+
+
 def fenced(source: Any) -> RunFencedError | None:
     """Return what left a node whose run was resumed elsewhere: a swarm makes a result of it."""
     results = [one.result for one in source.state.results.values()]

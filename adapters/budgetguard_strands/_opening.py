@@ -37,10 +37,11 @@ class Opener:
         corrections: What the next node of a run of a swarm or graph is to be told.
     """
 
-    def __init__(self, envelope: Envelope) -> None:
-        self.envelope = envelope
-        # What is a part of a run of this provider has no caps of its own.
-        self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip)
+    def __init__(self, envelope: Envelope | None = None) -> None:
+        # What is a part of a run of this provider has no caps of its own. Without an envelope all
+        # is a part of whatever run is around.
+        self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip if envelope else "return")
+        self.envelope = envelope or self._part
         self._own: WeakSet[Run] = WeakSet()
         self.outcomes: ByIdentity[Outcome] = ByIdentity()
         self.nodes: ByIdentity[Run] = ByIdentity()
@@ -78,6 +79,9 @@ class Opener:
                 envelope, kept = self._part, None
             elif not inside:
                 envelope = self._given(invocation_state)
+            if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
+                # Its detection of loops only looks on where the run around it does.
+                envelope = replace(envelope, mode=frame.guard.mode)
             facts = {"config": invocation_state, "given": given}
             run = _opened(envelope, kept, facts, user_spoke=user_spoke)
         self._own.add(run)

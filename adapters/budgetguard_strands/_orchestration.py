@@ -18,7 +18,7 @@ from strands.multiagent.graph import Graph
 
 from budgetguard_core import BudgetExceeded, ToolCall
 from budgetguard_core.kit import FRAME, OpenToolCall
-from budgetguard_strands import _history, _nodes, _seams
+from budgetguard_strands import _ending, _history, _nodes, _seams
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import Opened, Opener
 from budgetguard_strands._seams import FIRST, LAST
@@ -38,12 +38,14 @@ class OrchestratorRun:
         inside: The run is a part of another one.
         of_node: It is that of a node of another swarm or graph.
         calls: The nodes that are at work.
+        error: What a node failed with, or that a hook of the user's cancelled one.
         state: The swarm's or graph's state that asks the budget before its next nodes.
     """
 
     def __init__(self, opened: Opened) -> None:
         self.run, self.inside, _, self.of_node = opened
         self.calls: dict[str, OpenToolCall] = {}
+        self.error: BaseException | None = None
         self.state: Any = None
 
     def is_over(self) -> bool:
@@ -126,6 +128,9 @@ class Orchestrators:
         if at.state is not source.state:
             at.state = source.state
             _nodes.ask_before_nodes(source.state, at.is_over)
+        if event.cancel_node:
+            at.error = RuntimeError(f"node {event.node_id!r} was cancelled: {event.cancel_node}")
+            return
         executor = source.nodes[event.node_id].executor
         call = at.run.tool_call(ToolCall(name=event.node_id, id=event.node_id, kind="handoff"))
         if isinstance(executor, Agent | Graph | Swarm):
@@ -195,8 +200,14 @@ class Orchestrators:
         leaving = sys.exception()  # on its way through the `finally` that this runs in
         error = leaving or _nodes.fenced(source)
         trip = run.stopped_by
-        if error is not None and (trip is None or not _history.is_of_a_stop(error)):
-            outcome = await run.in_thread(lambda: run.fail(error))
+        failed = error
+        if error is None and trip is None and _nodes.has_failed(source):
+            failed = at.error or _nodes.failure(source)
+            if failed is None:
+                trip = _ending.framework_trip(run, "the status is FAILED")
+                self._runs.pop(source)  # it begins anew, as without a guard
+        if failed is not None and (trip is None or not _history.is_of_a_stop(failed)):
+            outcome = await run.in_thread(lambda: run.fail(failed))
         else:
             outcome = await run.in_thread(
                 lambda: run.end(

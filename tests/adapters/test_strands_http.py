@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import threading
 from decimal import Decimal
+from inspect import signature
 
 import pytest
 from strands import Agent, ModelRetryStrategy, tool
+from strands.hooks import AfterInvocationEvent
 from werkzeug import Response
 
 from budgetguard_core import Budget, Guard, StopReason
@@ -254,3 +256,51 @@ def test_the_completion_bound_is_in_the_request(serve, params, asked):
     for request in provider.requests:
         assert request.items() >= asked.items()
     assert agent.model.config["params"] == params
+
+
+def summarizing(number):
+    """Ask for tools, then for a summary; the summary itself is the fifth request."""
+    if number < 3:
+        return [("search", {"query": f"{number}"})]
+    return [("summarize_context", {"keep_recent": 2})] if number == 3 else "Said."
+
+
+@pytest.fixture
+def below():
+    """The seam at HTTP below all adapters."""
+    budgetguard_http = pytest.importorskip("budgetguard_http")
+    budgetguard_http.install()
+    yield
+    budgetguard_http.uninstall()
+
+
+@pytest.mark.skipif(
+    "context_manager" not in signature(Agent.__init__).parameters, reason="younger releases only"
+)
+@pytest.mark.parametrize(("cap", "reason"), [(9, "end_turn"), (4, "max_model_calls")])
+def test_the_seam_at_http_counts_what_strands_calls_without_its_hooks(serve, below, cap, reason):
+    provider = serve(summarizing)
+    search, _ = counting()
+    guard = Guard(Budget(max_model_calls=cap))
+    options = {"model_options": {"context_window_limit": 100_000}, "context_manager": "agentic"}
+    agent = agent_at(provider, search, budget=guard, **options)
+    assert agent("Go.").stop_reason == reason
+    assert len(provider.requests) == guard.usage.model_calls == min(cap, 6)
+
+
+async def test_the_seam_at_http_counts_what_a_memory_extracts(serve, below):
+    extraction = pytest.importorskip("strands.memory.extraction.model_extractor")
+    provider = serve(lambda number: '[{"content": "It is 42."}]' if number else "It is 42.")
+    guard = Guard(Budget(max_model_calls=2))
+    agent = agent_at(provider, budget=guard)
+    found = []
+
+    async def extract(event):
+        extractor = extraction.ModelExtractor(event.agent.model)
+        found.extend(await extractor.extract(event.agent.messages))
+
+    agent.hooks.add_callback(AfterInvocationEvent, extract)
+    with guard.activate():  # it runs after the agent's own run
+        await agent.invoke_async("Go.")
+    assert [one.content for one in found] == ["It is 42."]
+    assert len(provider.requests) == guard.usage.model_calls == 2
