@@ -86,15 +86,15 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
             f"resume needs the thread of a graph with a checkpointer, got {missing}. Compile the "
             'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
         )
-    config = {**(config or {}), "configurable": place}
-    state = yield graph.get_state, graph.aget_state, (config,)
+    found: dict[str, Any] = {**(config or {}), "configurable": place}
+    state = yield graph.get_state, graph.aget_state, (found,)
     saved = yield saver.get_tuple, saver.aget_tuple, (state.config,)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
-        past = yield partial(_history, graph), partial(_ahistory, graph), (config,)
+        past = yield partial(_history, graph), partial(_ahistory, graph), (found,)
     update, given, before = _plan(graph, with_outcome(state, saved), past)
     if update is not None:
-        yield graph.bulk_update_state, graph.abulk_update_state, (config, update)
+        yield graph.bulk_update_state, graph.abulk_update_state, (found, update)
     if before is not None:
         yield from go_back(graph, saver, before.config)
     return again, given
