@@ -335,7 +335,10 @@ def test_what_was_paid_stays_in_a_state_without_messages(then, guarded):
         assert sorted(stopped["done"]) == sorted(paid)
     ended = resume(after, config, Budget(max_model_calls=3))
     assert script.calls == 4
-    assert sorted(ended["done"]) == ["a 0", "b 1", "c 2", "d 3"]
+    # Tasks of one step ask in any order.
+    assert set(paid) < set(ended["done"])
+    items, replies = zip(*(one.split() for one in ended["done"]), strict=True)
+    assert (sorted(items), sorted(replies)) == (list("abcd"), list("0123"))
 
 
 @pytest.mark.parametrize("output_keys", ["done", "plan", ["done"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from strands.hooks import BeforeNodeCallEvent, MessageAddedEvent
 from strands.multiagent import GraphBuilder, Swarm
@@ -110,5 +112,7 @@ async def test_a_stream_that_is_closed_early_has_not_completed(place):
         if place in chunk:
             break
     await stream.aclose()
-    outcome = provider.outcome(agent)
+    while (outcome := provider.outcome(agent)) is None:
+        # Strands of older releases leaves it to the loop to close what is inside of the stream.
+        await asyncio.sleep(0)
     assert (outcome.status, outcome.usage.model_calls) == ("failed", 1)
