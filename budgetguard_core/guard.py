@@ -173,7 +173,7 @@ class Guard(RunRelations):
         with tree.lock:
             read_clock = tree.now
             now = read_clock()
-            kept_tokens, kept_cost, expected = tokens, cost, 0
+            kept_tokens, kept_cost, expected, unexpected = tokens, cost, 0, cost
             if bound is None and self._expects:
                 expected = largest_completion(self._chain)
                 kept_tokens, kept_cost = tokens + expected, projected_cost(call, rates, expected)
@@ -226,8 +226,7 @@ class Guard(RunRelations):
                     if clamped_by is not None:
                         ticket.clamped_by = clamped_by
                     if expected:
-                        first = projected_cost(call, rates, None)
-                        ticket.expected = expected, kept_cost - first
+                        ticket.expected = expected, kept_cost - unexpected
                     ticket.charges = charges
                     ticket.breakers = None
                     ticket.charged = 0

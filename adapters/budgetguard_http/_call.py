@@ -47,6 +47,7 @@ class Call:
         opened: Its admission.
         posted: The request.
         policy: What is exempt, and whether usage is asked for.
+        traffic: What is remembered of the run's calls.
         conversation: The conversation that it goes on; None where a layer above knows that.
         length: How many turns the request has.
 
@@ -61,11 +62,12 @@ class Call:
         opened: OpenModelCall,
         posted: Posted,
         policy: Policy,
+        traffic: Traffic,
         conversation: Conversation | None,
         length: int,
     ) -> None:
         self.run = run
-        self._traffic = traffic_of(run)
+        self._traffic = traffic
         self.opened = opened
         self.posted = posted
         self.answer = Answer()
@@ -97,7 +99,7 @@ class Call:
             wire.add_nudge(body, text)
         if may_ask and wire.ask_for_usage(body):
             self.asked_for_usage = True
-        if told or any(body[name] is not value for name, value in known.items()):
+        if told or not known.items() <= body.items():
             return _json(body)
         added = {name: value for name, value in body.items() if name not in known}
         raw = posted.raw.strip()
@@ -141,7 +143,7 @@ class Call:
         self.posted.wire.read(body, self.answer)
         kept: list[bool] = []
         if self.answer.calls and self._conversation is not None:
-            self._charge()
+            self.settle()
             kept = self.ask(self.answer.calls)
         self.settle()
         if all(kept):
@@ -182,19 +184,14 @@ class Call:
 
     def settle(self) -> None:
         """Charge the call with its answer; a second time changes nothing."""
-        if self.is_settled:
-            return
-        self._charge()
-
-    def _charge(self) -> None:
         answer, opened = self.answer, self.opened
-        if self.is_settled:
+        if not opened.is_open:
             return
         usage = answer.usage
         if usage is None or usage.estimated:
             self._project()
         cost = self._cost
-        if self._is_free():
+        if opened.call.cost_usd is _FREE:
             cost = _FREE
         elif self.posted.wire is EMBEDDINGS and usage is not None:
             cost = embedding_cost(self.posted.model, usage.total_tokens)
@@ -283,9 +280,6 @@ class Call:
         admitted = None if conversation is None else conversation.admitted_by
         return admitted or self.run
 
-    def _is_free(self) -> bool:
-        return self._policy.is_exempt(self.posted.model)
-
     def _project(self) -> None:
         call = self.opened.call
         if not call.input_tokens:
@@ -331,7 +325,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         if conversation is not None:
             traffic.conversations.stopped(conversation, trip, wire, refusal.text)
         return refusal
-    return Call(run, opened, posted, policy, conversation, len(turns))
+    return Call(run, opened, posted, policy, traffic, conversation, len(turns))
 
 
 def _is_capped(run: Run) -> bool:

@@ -35,6 +35,11 @@ class Flight:
         self._watch = Watch(run, self._cut, blocking=True)
 
     @property
+    def left(self) -> float | None:
+        """Seconds until the deadline, from when the request was about to be sent."""
+        return self._watch.left
+
+    @property
     def trip(self) -> Trip | None:
         """Why the request was cut; None where it was not."""
         return self._watch.trip
@@ -56,12 +61,12 @@ class Flight:
 
     def _traced(self, event: str, info: Any) -> None:
         """Take an event of the connection."""
-        if event in _CONNECTED:
-            self._stream = info.get("return_value")
-        elif event[:4] == "http":
+        if event[:4] == "http":
             self._is_shared = event[:6] == "http2."
             # It is connected. What follows is told for nothing, event by event.
             self._extensions.pop("trace", None)
+        elif event in _CONNECTED:
+            self._stream = info.get("return_value")
 
     def answered(self, response: Any) -> None:
         """Take the beginning of the answer, which tells its connection."""

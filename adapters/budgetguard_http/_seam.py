@@ -216,12 +216,16 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     extensions = dict(request.extensions)
     if flight is not None:
         flight.trace(extensions)
-    left = call.opened.seconds
+    left = call.opened.seconds if flight is None or call.opened.above else flight.left
     if left is not None:
         own: dict[str, Any] = extensions.get("timeout") or {}
-        extensions["timeout"] = {
-            phase: left if own.get(phase) is None else min(own[phase], left) for phase in _PHASES
-        }
+        its = own.values()
+        # As a rule the client's own time-outs are far shorter.
+        if len(own) < len(_PHASES) or None in its or max(its) > left:
+            extensions["timeout"] = {
+                phase: left if own.get(phase) is None else min(own[phase], left)
+                for phase in _PHASES
+            }
     content = call.content()
     # Compressed events would have to be decompressed on their way.
     is_plain = call.posted.is_streamed and not call.posted.is_signed

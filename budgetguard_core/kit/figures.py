@@ -69,6 +69,8 @@ _UNCOUNTED: Final = frozenset(
     }
 )
 """Details of a prompt or a completion that are told beside what counts."""
+_OF_PROMPT: Final = _UNCOUNTED | {"cached_tokens"}
+_OF_OUTPUT: Final = _UNCOUNTED | {"reasoning_tokens"}
 _NAMES: Final = {
     "input_tokens": _Figure.PROMPT,
     "prompt_tokens": _Figure.PROMPT,
@@ -278,22 +280,21 @@ def _of_chat(fields: Mapping[Any, Any]) -> TokenUsage | None:
         and prompt + output <= _MOST_TOKENS
     ):
         return None
-    read = _detail(fields.get("prompt_tokens_details"), "cached_tokens")
-    reasoning = _detail(fields.get("completion_tokens_details"), "reasoning_tokens")
+    read = _detail(fields.get("prompt_tokens_details"), "cached_tokens", _OF_PROMPT)
+    reasoning = _detail(fields.get("completion_tokens_details"), "reasoning_tokens", _OF_OUTPUT)
     if 0 <= read <= prompt and 0 <= reasoning <= output:
         return TokenUsage(prompt, output, read, 0, 0, reasoning)
     return None
 
 
-def _detail(details: Any, name: str) -> int:
+def _detail(details: Any, name: str, known: frozenset[str]) -> int:
     """Return the one figure that counts among the details; -1 where there may be others."""
     if details is None:
         return 0
-    if kind_of(details) is not dict:
+    if kind_of(details) is not dict or not known.issuperset(details):
         return -1
     figure = details.get(name, 0)
-    counted = len(details) - len(_UNCOUNTED.intersection(details))
-    return figure if counted == (name in details) and type(figure) is int else -1
+    return figure if type(figure) is int else -1
 
 
 def is_free(record: object) -> bool:

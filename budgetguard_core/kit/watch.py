@@ -38,6 +38,7 @@ class Watch:
             called in another one.
 
     Attributes:
+        left: Seconds until the deadline when it was looked at last; None without one.
         trip: Why the work was cut, or None.
     """
 
@@ -82,7 +83,7 @@ class Watch:
         return self._loop is loop
 
     def _arm(self) -> None:
-        left = self._run.time_left()
+        self.left = left = self._run.time_left()
         if left is not None:
             self._look_in(left)
 

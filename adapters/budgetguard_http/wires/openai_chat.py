@@ -302,9 +302,11 @@ def _write(answer: Answer, message: Body) -> None:
     if said:
         answer.says(said if isinstance(said, str) else written(said))
     if not _BESIDE_CONTENT.isdisjoint(message):
-        answer.says(message.get("refusal"))
+        if refusal := message.get("refusal"):
+            answer.says(refusal)
         for name in ("reasoning_content", "reasoning"):
-            answer.writes(message.get(name))
+            if thought := message.get(name):
+                answer.writes(thought)
 
 
 def _called(call: Body) -> tuple[str, Any]:
