@@ -19,7 +19,6 @@ from budgetguard_core import (
     Snapshot,
     StopReason,
     Trip,
-    Violation,
     synthetic_metadata,
     synthetic_text,
 )
@@ -55,7 +54,6 @@ from budgetguard_langgraph.interrupts import BudgetInterrupt
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
-STOPS: Final[tuple[type[Exception], ...]] = (BudgetExceeded, *FRAMEWORK_LIMITS)
 
 
 @dataclass(slots=True)
@@ -241,6 +239,12 @@ class Session:
 
     # After
 
+    @property
+    def stops(self) -> tuple[type[Exception], ...]:
+        """What ends the run without an error: a limit of LangGraph's only where one is enforced."""
+        limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
+        return (BudgetExceeded, *limits)
+
     def trip(self, error: BaseException | None, cut: Trip | None = None) -> Trip | None:
         """Return why the run was stopped, or None when it ended by itself.
 
@@ -254,9 +258,7 @@ class Session:
         if isinstance(error, BudgetExceeded):
             return run.stopped_by or self.graph_run.stopped_inside or error.trip
         if error is not None:
-            detail = f"{type(error).__name__}: {str(error)[:200]}"
-            run.guard.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail))
-            return run.check()
+            return run.framework_limit(f"{type(error).__name__}: {str(error)[:200]}")
         if self.graph_run.waits:
             return None
         return run.stopped_by or self.graph_run.stopped_inside

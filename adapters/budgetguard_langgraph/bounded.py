@@ -18,7 +18,7 @@ from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_reason
 from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
-from budgetguard_langgraph._session import STOPS, Session, Terms
+from budgetguard_langgraph._session import Session, Terms
 
 _G = TypeVar("_G", bound=Pregel[Any, Any, Any, Any])
 
@@ -63,7 +63,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
                     except StopIteration:
                         break
                 yield from call.view.seen(chunk)
-        except STOPS as stop:
+        except call.stops as stop:
             error = stop
         except BaseException as left:
             if parts is not None:
@@ -134,7 +134,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
                     yield one
                 if cut is not None:
                     break
-        except STOPS as stop:
+        except call.stops as stop:
             error = stop
         except BaseException as left:
             with entered(call.frame):
@@ -143,7 +143,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             raise
         finally:
             cutting.close()
-        with entered(call.frame), suppress(*STOPS):
+        with entered(call.frame), suppress(*call.stops):
             await parts.aclose()
         trip = call.trip(error, cut)
         if trip is None:

@@ -156,10 +156,6 @@ class ToolCalls:
         """Make the stop of a limit that is not the budget's own."""
         return Trip(reason=violation.reason, violations=(violation,), run_id=self.run.guard.run_id)
 
-    def framework_limit(self, detail: str) -> Trip:
-        """Make the stop of a run that the SDK's own cap ended."""
-        return self.trip_of(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail))
-
     def stop(self, trip: Trip) -> NoReturn:
         """End the run from within."""
         self.stopping = trip

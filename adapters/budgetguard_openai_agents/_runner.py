@@ -190,8 +190,8 @@ def _is_asking(method: Any) -> bool:
 
 
 def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:
-    if isinstance(error, MaxTurnsExceeded):
-        return recorder.calls.framework_limit(str(error))
+    if isinstance(error, MaxTurnsExceeded) and recorder.run.is_enforced:
+        return recorder.run.framework_limit(str(error))
     return recorder.left_by(error)
 
 

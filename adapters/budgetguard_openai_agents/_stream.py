@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from agents import RunItem, RunResultStreaming
+from agents import MaxTurnsExceeded, RunItem, RunResultStreaming
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import Trip
@@ -43,7 +43,8 @@ class StreamEnding:
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
         self._closing: list[RunItem] = []
-        _seams.take_over_turns(result)
+        if recorder.run.is_enforced:
+            _seams.take_over_turns(result)
         _seams.tap_events(result, recorder.see)
         result.run_loop_task = asyncio.create_task(self._run())
         result.run_loop_task.add_done_callback(self._is_over)
@@ -72,7 +73,11 @@ class StreamEnding:
                 raise
             recorder.cut_off(error)
         if trip is None and _seams.ran_out_of_turns(result):
-            trip = recorder.calls.framework_limit(f"Max turns ({result.max_turns}) exceeded")
+            detail = f"Max turns ({result.max_turns}) exceeded"
+            if not run.is_enforced:
+                await fail(recorder, MaxTurnsExceeded(detail), self._given, result)
+                return
+            trip = run.framework_limit(detail)
         if _seams.is_cancelled(result) and run.stopped_by is None:
             left = asyncio.CancelledError("the stream was cancelled")
             await fail(recorder, left, self._given, result)

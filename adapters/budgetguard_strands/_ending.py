@@ -15,9 +15,7 @@ from strands.types.session import encode_bytes_values
 from budgetguard_core import (
     AdapterError,
     Outcome,
-    StopReason,
     Trip,
-    Violation,
     synthetic_metadata,
     synthetic_text,
 )
@@ -29,6 +27,7 @@ from budgetguard_strands._run import AgentRun
 LOG = logging.getLogger("budgetguard.strands")
 # Where it shows is the application's choice; without one it would go to standard error.
 LOG.addHandler(logging.NullHandler())
+LIMIT = "Strands' own limit ended the run"
 _RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
 _ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
 _PAUSES = ("interrupt", "checkpoint")
@@ -52,8 +51,9 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
 async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
     """Close the history of a run that Strands' own limit ended, and return the event for it."""
     reason = str(event["stop"][0])
-    at.run.trip = at.trip or framework_trip(at.run, reason)
-    if not agent.messages or agent.messages[-1]["role"] != "user":
+    at.run.trip = at.trip or at.run.framework_limit(f"{LIMIT}: {reason}")
+    is_open = bool(agent.messages) and agent.messages[-1]["role"] == "user"
+    if not (is_open and at.run.is_enforced):
         return event
     return await _stopped(agent, at, invocation_state, at.run.trip, reason, "")
 
@@ -84,14 +84,6 @@ async def _stopped(
         await _history.append(agent, message, guard.report)
     request_state = state.setdefault("request_state", {})
     return _seams.StopEvent(reason, message, agent.event_loop_metrics, request_state)
-
-
-def framework_trip(run: Run, reason: str) -> Trip:
-    """Return the stop of a run that Strands' own limit ended; nothing of the guard's is tripped."""
-    violation = Violation(
-        reason=StopReason.FRAMEWORK_LIMIT, detail=f"Strands' own limit ended the run: {reason}"
-    )
-    return Trip(reason=violation.reason, violations=(violation,), run_id=run.guard.run_id)
 
 
 async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:

@@ -204,7 +204,7 @@ class Orchestrators:
         if error is None and trip is None and _nodes.has_failed(source):
             failed = at.error or _nodes.failure(source)
             if failed is None:
-                trip = _ending.framework_trip(run, "the status is FAILED")
+                trip = run.framework_limit(f"{_ending.LIMIT}: the status is FAILED")
                 self._runs.pop(source)  # it begins anew, as without a guard
         if failed is not None and (trip is None or not _history.is_of_a_stop(failed)):
             outcome = await run.in_thread(lambda: run.fail(failed))

@@ -13,7 +13,7 @@ from budgetguard_core.decision import Stop
 from budgetguard_core.ending import end_run
 from budgetguard_core.errors import RunFencedError
 from budgetguard_core.frame import Frame
-from budgetguard_core.guard import Guard
+from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.kit.ambient import entered, housekeeping_for, inside_a_run
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.kit.checkpoints import Checkpoints
@@ -21,7 +21,7 @@ from budgetguard_core.kit.outcomes import remember
 from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.stops import log_stop
 from budgetguard_core.outcome import Outcome, Status
-from budgetguard_core.stop import Trip
+from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.stores import CheckpointStore
 
 
@@ -169,6 +169,23 @@ class Lifetime:
             if guard.cancellation.cancelled or housekeeping_for(guard).is_late:
                 return True
         return False
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether any guard of the run ends it; else all of them look on, or are off."""
+        return any(one.mode is Mode.ENFORCE for guard in self.guards for one in guard.lineage)
+
+    def framework_limit(self, detail: str) -> Trip:
+        """Return the stop of a run that its framework's own cap has ended, to `end` it with.
+
+        Nothing of the guard is tripped: on a shared one, other runs go on. A run that is not
+        enforced ends as its framework ends it.
+
+        Args:
+            detail: What the framework says, for people.
+        """
+        violation = Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail)
+        return Trip(reason=violation.reason, violations=(violation,), run_id=self.guard.run_id)
 
     def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call back once when the run or one around it is aborted, in the aborting thread.
@@ -345,7 +362,7 @@ class Lifetime:
     @property
     def is_to_raise(self) -> bool:
         """Whether the caller wants `BudgetExceeded` for a stop instead of the partial result."""
-        return self.envelope.on_trip == "raise" and self.trip is not None
+        return self.envelope.on_trip == "raise" and self.trip is not None and self.is_enforced
 
     @property
     def is_passed_on(self) -> bool:

@@ -17,6 +17,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.errors import GraphRecursionError
 from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
@@ -236,6 +237,33 @@ def test_a_lower_recursion_limit_is_reported_as_the_framework_s():
     config.pop("recursion_limit")
     again = resume(graph, config, Budget(max_iterations=1))
     assert again["stop_reason"] == "max_iterations"
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream"])
+@pytest.mark.parametrize("mode", ["observe", "off"])
+@pytest.mark.anyio
+async def test_a_graph_that_is_only_looked_on_is_left_by_its_own_limit(mode, way):
+    seen = []
+    graph = bounded(agent(sticky()), Budget(), mode=mode, on_trip="raise", on_outcome=seen.append)
+    config = {"recursion_limit": 5}
+
+    async def go():
+        if way == "ainvoke":
+            return await graph.ainvoke(user("Go."), config)
+        return list(getattr(graph, way)(user("Go."), config))
+
+    with pytest.raises(GraphRecursionError):
+        await go()
+    assert [one.status for one in seen] == ["failed"]
+
+
+def test_the_recursion_limit_of_one_run_leaves_a_shared_guard_to_the_others():
+    guard = Guard(Budget(max_iterations=40))
+    graph = bounded(agent(sticky()), guard)
+    first = graph.invoke(user("Go."), {"recursion_limit": 5})
+    assert first["stop_reason"] == "framework_limit"
+    assert guard.trip is None
+    assert graph.invoke(user("Go."))["stop_reason"] == "max_iterations"
 
 
 def test_a_drained_graph_is_reported_as_the_framework_s():

@@ -621,3 +621,23 @@ async def test_sinks_and_mode_go_to_the_guards_made_from_a_budget(mode):
     assert outcome(result).status == "completed"
     assert [v.reason for v in outcome(result).observed] == [StopReason.MAX_ITERATIONS]
     assert seen[-1].event == "run_ended"
+
+
+@pytest.mark.parametrize("setting", [Mode.OBSERVE, Mode.OFF])
+@modes
+async def test_a_run_that_is_only_looked_on_is_left_by_the_sdk_s_own_limit(mode, setting):
+    agent = agent_of(*[calls("search")] * 4, says("Done."), tools=[tool("search", [])])
+    hooks = BudgetHooks(Budget(max_iterations=50), mode=setting, on_trip="raise")
+    with pytest.raises(MaxTurnsExceeded) as left:
+        await go(mode, agent, hooks=hooks, max_turns=2)
+    assert outcome(left.value).status == "failed"
+
+
+@modes
+async def test_the_sdk_s_own_limit_of_one_run_leaves_a_shared_guard_to_the_others(mode):
+    guard = Guard(Budget(max_iterations=50))
+    agent = agent_of(*[calls("search")] * 4, says("Done."), tools=[tool("search", [])])
+    first = await go(mode, agent, hooks=BudgetHooks(guard), max_turns=2)
+    assert outcome(first).stop_reason is StopReason.FRAMEWORK_LIMIT
+    second = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert second.final_output == "Done."

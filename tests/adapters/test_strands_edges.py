@@ -103,6 +103,16 @@ def test_strands_own_limit_does_not_end_a_shared_guard(counter):
     assert guard.trip is None
 
 
+@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_strands_own_limit_leaves_the_history_of_a_run_that_is_only_looked_on(counter, mode):
+    provider = BudgetHookProvider(Budget(max_iterations=9), mode=mode, on_trip="raise")
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    assert agent("Go.", limits={"turns": 2}).stop_reason == "limit_turns"
+    assert agent.messages[-1]["role"] == "user"
+    assert provider.outcome(agent).stop_reason is StopReason.FRAMEWORK_LIMIT
+
+
 def test_what_a_person_cancelled_is_not_completed(counter):
     provider = BudgetHookProvider(Budget(max_iterations=9))
     script = sticky()
