@@ -33,11 +33,14 @@ class Frame:
         """Whether code in here still belongs to the frame's run.
 
         An ended run is nobody's parent. The body of a call that was started and not settled is
-        still its work, whatever became of the run.
+        still its work, whatever became of the run, and so is what a run that was cut has left
+        behind in a thread.
         """
-        return (
-            self.run is None or not self.run.ended or (self.call is not None and self.call.is_open)
-        )
+        run = self.run
+        if run is None or not run.ended or (self.call is not None and self.call.is_open):
+            return True
+        goes_on: bool = run.goes_on_here
+        return goes_on
 
 
 FRAME: ContextVar[Frame | None] = ContextVar("budgetguard_frame", default=None)

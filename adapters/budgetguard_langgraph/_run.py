@@ -68,22 +68,15 @@ class Step(Frame):
             return True
         if self.call is not None:
             return not self.closed and self.call.is_open
-        return self.graph_run.was_cut and _is_blocking()
+        # Outside of a graph the context is the caller's own, who may go on to something else.
+        return self.graph_run.graph_call is not None and self.run.goes_on_here
 
 
 def _open(frame: Frame | None) -> Frame | None:
     """Return the innermost of these frames that is not closed."""
-    while type(frame) is Step and frame.closed and not frame.graph_run.was_cut:
+    while type(frame) is Step and frame.closed and not frame.is_live:
         frame = frame.before
     return frame
-
-
-def _is_blocking() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return True
-    return False
 
 
 def _nothing() -> None:
@@ -148,7 +141,6 @@ class GraphRun:
         root: The id of the chain that it began with; None for calls outside of any chain.
         chains: The chains that go on, by id, with the frames of their code.
         waits: A person was asked, or the graph stopped at a breakpoint.
-        was_cut: A node was cancelled. A body in a thread goes on, and is still the run's work.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
         next_step: What was refused last.
@@ -186,7 +178,7 @@ class GraphRun:
         self._sent: Sequence[Any] = ()
         self._said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
-        self.waits = self.was_cut = False
+        self.waits = False
         self.is_awaited = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
@@ -302,18 +294,12 @@ class GraphRun:
             self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
             one.step.leave()
 
-    def left(self, run_id: RunId, error: BaseException | None = None) -> None:
+    def left(self, run_id: RunId) -> None:
         """Forget a chain that is over."""
-        if isinstance(error, asyncio.CancelledError):
-            self._is_cut()
         OWNERS.pop(run_id, None)
         step = self.chains.pop(run_id, None)
         if step is not None:
             step.leave()
-
-    def _is_cut(self) -> None:
-        # Outside of a graph the task is the caller's own, which may go on to something else.
-        self.was_cut = self.was_cut or self.graph_call is not None
 
     def is_over(self, error: BaseException | None) -> None:
         """Note that the graph or chain that this run is has ended, and whether it waits."""
@@ -331,8 +317,6 @@ class GraphRun:
             models = list(self.models.values())
             self.asked.leave()
             self._prompts.clear()
-            if (error or self.run.stopped_by) and not self.chains.keys() <= {self.root}:
-                self._is_cut()
             for run_id in (*self.chains, *self.models, *self.tools):
                 OWNERS.pop(run_id, None)
             for step in self.chains.values():

@@ -182,7 +182,7 @@ class BudgetCallback(BaseCallbackHandler):
             return
         if owner.root != run_id:
             if owner.opener is self:
-                owner.left(run_id, error)
+                owner.left(run_id)
             return
         if owner.opened_by(self) is None:
             return

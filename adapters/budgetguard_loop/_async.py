@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, cast
@@ -52,6 +53,8 @@ class Shell:
 
     def __init__(self, loop: Loop, plan: Plan) -> None:
         self.run = loop.run
+        # It was opened in another one, because of the store.
+        self.run.thread = threading.get_ident()
         self._loop = loop
         self._plan = plan
         self._flight: Flight | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -240,6 +241,7 @@ class bounded:
         self.messages[:] = beginning.messages
 
     def _attach(self) -> Self:
+        self.run.thread = threading.get_ident()
         self._stack.enter_context(self.run.entered())
         self._watch = self._stack.enter_context(cut_short(self.run))
         return self

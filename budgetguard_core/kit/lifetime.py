@@ -66,6 +66,8 @@ class Lifetime:
         outcome: How the run ended, or where it paused; None before.
         ended: The run is over. Nothing that it left behind is a part of it any more.
         finalized: The model gave a last answer when the run was stopped.
+        thread: The identifier of the thread that the run is at home in: the one in which it was
+            opened, unless its adapter says otherwise.
         is_loose: It is single calls that belong together; nobody tells their end.
         said: What the last run inside this one has answered.
     """
@@ -86,6 +88,8 @@ class Lifetime:
         self.trip: Trip | None = None
         self.outcome: Outcome | None = None
         self.ended = False
+        self.thread = threading.get_ident()
+        self._was_cut = False
         self.finalized = False
         self._refused: Trip | None = None
         self._around = {one.run_id for nearest in around for one in nearest.lineage}
@@ -114,6 +118,15 @@ class Lifetime:
     def frame(self, call: OpenModelCall | OpenToolCall | None = None) -> Frame:
         """Return a frame for code of the run, to be set where a block cannot be used."""
         return Frame(self.guard, run=self, call=call, above=self.above)
+
+    @property
+    def goes_on_here(self) -> bool:
+        """Whether this code is what a run has left behind that was stopped, cancelled or failed.
+
+        A body at work in a thread cannot be cancelled: what it calls is still held to the caps. In
+        the run's own thread its work is over.
+        """
+        return self._was_cut and threading.get_ident() != self.thread
 
     @property
     def has_children(self) -> bool:
@@ -384,6 +397,7 @@ class Lifetime:
         if self.outcome is not None:
             return self.outcome
         self.ended = True
+        self._was_cut = status in ("terminated", "failed")
         if not (self.trip is None or self.is_loose or self.is_of_the_run_around(self.trip)):
             log_stop(self.trip, self.guard.run_id)
         for guard in self.guards[1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -13,6 +14,7 @@ from budgetguard_core import (
     OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
+    BudgetExceeded,
     ConfigurationError,
     Guard,
     LoopDetection,
@@ -330,3 +332,29 @@ def test_what_a_loop_is_given_wrong_is_said_before_it_runs(wrong, said):
     given = {"step": lambda messages: "hi", "messages": "x", **wrong}
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         run_bounded(given.pop("step"), Budget(), **given)
+
+
+async def test_a_step_that_is_left_behind_in_a_thread_keeps_to_the_caps():
+    began, is_over, done = (threading.Event() for _ in range(3))
+    made = []
+
+    def asked(messages):
+        made.append(1)
+        return "More."
+
+    def step(messages):
+        began.set()
+        is_over.wait(30)
+        for _ in range(5):
+            with suppress(BudgetExceeded):
+                run_bounded(asked, messages="Go on.")
+        done.set()
+        return "Done."
+
+    task = asyncio.create_task(run_bounded_async(step, Budget(max_model_calls=3)))
+    assert await asyncio.to_thread(began.wait, 30)
+    task.cancel()
+    await asyncio.wait({task})
+    is_over.set()
+    assert await asyncio.to_thread(done.wait, 30)
+    assert len(made) == 2

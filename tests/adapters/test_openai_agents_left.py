@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
-from agents import Agent, handoff
+from agents import Agent, Runner, function_tool, handoff
 from agents.memory import SessionABC
 from agents.result import RunResultStreaming
 
 from budgetguard_core import Budget, Guard
 from budgetguard_core.testing.scripted import Answers
-from budgetguard_openai_agents import BudgetHooks, bounded_run_streamed, outcome
+from budgetguard_openai_agents import BudgetHooks, RunStopped, bounded_run_streamed, outcome
 from budgetguard_openai_agents.scripted import scripted_model
 from openai_agents_runs import MODES, go, tool, unpaired
 from strict_openai_server import check_responses_input
@@ -201,3 +203,33 @@ async def test_a_cancellation_at_any_step(leftovers):
         assert ended[0].status == ("failed" if task.cancelled() else "completed"), at
         if over:
             break
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_body_of_a_tool_keeps_to_the_caps_when_its_run_was_cancelled(mode):
+    """A plain function runs in a thread, where nobody can cancel it."""
+    below = scripted_model(Answers(["More."] * 9))
+    began, cancelled, done = (threading.Event() for _ in range(3))
+
+    def work() -> str:
+        began.set()
+        cancelled.wait(30)
+        for _ in range(5):
+            with suppress(RunStopped):
+                asyncio.run(Runner.run(Agent(name="below", model=below), "Go on."))
+        done.set()
+        return "Done."
+
+    agent = Agent(
+        name="main",
+        model=scripted_model(Answers([{"work": {}}])),
+        tools=[function_tool(work)],
+    )
+    hooks = BudgetHooks(Budget(max_model_calls=3))
+    task = asyncio.create_task(go(mode, agent, hooks=hooks))
+    assert await asyncio.to_thread(began.wait, 30)
+    task.cancel()
+    await asyncio.wait({task})
+    cancelled.set()
+    assert await asyncio.to_thread(done.wait, 30)
+    assert next(below._numbers) == 3
