@@ -45,6 +45,7 @@ class RunSnapshots(RunState):
                 quotas=meter.quotas_used(),
                 tool_counts=meter.tools_started(),
                 records=tuple(self._records[-RECORDS_KEPT:]),
+                completed_tool_calls=self._completed,
                 elapsed_ns=None if meter.started_ns is None else meter.elapsed(now),
                 pauses=meter.pauses,
                 trip=standing.trip,
@@ -83,6 +84,7 @@ class RunSnapshots(RunState):
             # Its settlement will take this off everyone in the chain.
             self._set_aside_above(ticket.reserved_tokens, ticket.reserved_cost)
         self._records.extend(snapshot.records)
+        self._completed += snapshot.completed()
         self._meter.saw_completion(snapshot.largest_output)
         if snapshot.occurrences is not None:
             self._occurrences = Occurrences.from_state(snapshot.occurrences)

@@ -114,6 +114,8 @@ class Snapshot(BaseModel):
     """Tool bodies that were started, by name (the first 1,024 names)."""
     records: tuple[tuple[str | None, str, str], ...]
     """What became of the last 256 tool calls that ended: id, name, status."""
+    completed_tool_calls: NonNegativeInt | None = None
+    """Tool calls of the run itself that were completed; None where only `records` tell."""
     elapsed_ns: NonNegativeInt | None
     """Nanoseconds of run time, pauses excluded; None before the first admission."""
     pauses: NonNegativeInt = 0
@@ -196,6 +198,12 @@ class Snapshot(BaseModel):
                 "counts": {},
             },
         )
+
+    def completed(self) -> int:
+        """Return how many tool calls of the run itself were completed, as far as it is known."""
+        if self.completed_tool_calls is not None:
+            return self.completed_tool_calls
+        return sum(status == "completed" for _, _, status in self.records)
 
     def check_resumable(
         self, budget: Budget | None, stop_when: Sequence[Callable[..., Any]]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 RECORDS_KEPT = 256
 _RECORDS_CUT = 2 * RECORDS_KEPT
+_COUNTED = ("function", "hosted")
 _NOBODY: frozenset[Any] = frozenset()
 NAME_LENGTH = 200
 """Characters that are kept of a tool's name in the record of a call."""
@@ -73,6 +74,7 @@ class RunState:
         "_braked",
         "_breakers",
         "_chain",
+        "_completed",
         "_conditional",
         "_earlier",
         "_enforced",
@@ -200,6 +202,7 @@ class RunState:
         """Put what is the guard's own to its beginning."""
         self._earlier = _no_usage()
         self._records: list[tuple[str | None, str, str]] = []
+        self._completed = 0
         self._occurrences = Occurrences()
         self._window_warned = False
         # Asked on every step and never changed by `extend`, so worked out once.
@@ -303,6 +306,11 @@ class RunState:
         """How many bodies of each tool were started (the first 1,024 names)."""
         with self._tree.lock:
             return self._meter.tools_started()
+
+    @property
+    def completed_tool_calls(self) -> int:
+        """How many tool calls of this run were completed: no handoffs, none of sub-agents."""
+        return self._completed
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
@@ -474,6 +482,8 @@ class RunState:
         ]
 
     def _keep_record(self, call: ToolCall, status: str) -> None:
+        if status == "completed" and call.kind in _COUNTED:
+            self._completed += 1
         records = self._records
         records.append((call.id, call.name[:NAME_LENGTH], status))
         if len(records) > _RECORDS_CUT:
