@@ -159,6 +159,9 @@ async def store_in_session(
     if session is None:
         return
     new = [item.to_input_item() for item in result.new_items]
+    # It was in no session yet, though one may have ended with the same words before.
+    ends = any(isinstance(one, SyntheticMessage) for one in result.new_items[-1:])
+    said = [new.pop()] if ends else []
     try:
         stored = await _session.read(session)
         for item in recorder.withheld():
@@ -167,14 +170,15 @@ async def store_in_session(
                 await _session.drop_last(session)
                 stored.pop()
         if isinstance(given, RunState):
-            compared = _session.compare(stored, result.to_input_list())
+            history = result.to_input_list()
+            compared = _session.compare(stored, history[: len(history) - len(said)])
         else:
             own = ItemHelpers.input_to_new_input_list(given)
             compared = _session.compare(stored, [*own, *new])
             result.input = [*compared.before, *own]
             if rebuilt:
                 _seams.drop_items(result, {n - len(own) for n in compared.left_out})
-        await _session.add(session, compared.missing)
+        await _session.add(session, [*compared.missing, *said])
     except Exception as error:
         recorder.run.guard.report("session", error)
 

@@ -69,6 +69,8 @@ def compare(
     while place and left[key := _key(stored[place - 1])]:
         left[key] -= 1
         place -= 1
+        if key == keys[0] and not left[key]:
+            break  # what is before it was said in earlier turns, in the same words or not
     there = Counter(keys) - left
     held: list[bool] = []
     for key in keys:

@@ -22,7 +22,7 @@ from agents.run import ModelInputData
 from openai import AsyncOpenAI
 
 from budgetguard_core import Budget, Guard, StopReason
-from budgetguard_core.kit import entered
+from budgetguard_core.kit import entered, part
 from budgetguard_core.testing import Reply
 from budgetguard_openai_agents import BudgetHooks, _session, outcome
 from budgetguard_openai_agents._session import compare
@@ -271,12 +271,42 @@ def call(call_id: str, output: str | None = None) -> Any:
             3,
             [0, 1, 2],
         ),
+        # What was said in an earlier turn is no answer of this one.
+        (
+            [said("user", "a"), said("assistant", "b"), said("user", "c")],
+            [said("user", "c"), said("assistant", "b")],
+            2,
+            [1],
+        ),
+        (
+            [said("user", "a"), said("assistant", "b"), said("user", "a")],
+            [said("user", "a"), said("assistant", "b")],
+            2,
+            [1],
+        ),
     ],
 )
 def test_what_a_session_lacks(stored, history, before, missing):
     found = compare(stored, history)
     assert len(found.before) == before
     assert found.missing == [history[n] for n in missing]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@modes
+async def test_turns_that_end_with_the_same_words_are_all_kept(mode, fresh):
+    """A stop says the same each time; a guard that is used up says it at once."""
+    session, guard = MemorySession("s"), Guard(Budget(max_iterations=1))
+    for turn in range(4):
+        agent = agent_of(*[calls("search")] * 9, tools=[tool("search", [])])
+        hooks = BudgetHooks(Budget(max_iterations=1) if fresh else guard)
+        result = await go(mode, agent, f"Turn {turn}.", session=session, hooks=hooks)
+        items = await session.get_items()
+        assert plain(items) == plain(result.to_input_list())
+        assert [one["content"] for one in items if part(one, "role") == "user"] == [
+            f"Turn {number}." for number in range(turn + 1)
+        ]
+        assert sum(part(one, "role") == "assistant" for one in items) == turn + 1
 
 
 def test_the_frame_of_an_ended_run_bounds_nothing():
