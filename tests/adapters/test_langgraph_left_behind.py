@@ -39,6 +39,13 @@ def by_own_budget(model):
     bounded(graph_of(lambda state: {"messages": [model.invoke("x")]}), Budget()).invoke(user("x"))
 
 
+def by_event_loop(model):
+    asyncio.run(model.ainvoke("Go on."))
+
+
+ASKS = [by_model, by_chain, by_graph, by_own_budget, by_event_loop]
+
+
 class Body:
     """A node's body that goes on when its run has ended."""
 
@@ -69,7 +76,7 @@ class Body:
         assert await asyncio.to_thread(self.done.wait, 30)
 
 
-@pytest.mark.parametrize("ask", [by_model, by_chain, by_graph, by_own_budget])
+@pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("shared", [False, True])
 async def test_the_body_of_a_node_makes_no_call_when_its_run_was_stopped(shared, ask):
     body, budget = Body(ask), Budget(max_seconds=0.3, max_model_calls=50)
@@ -81,7 +88,7 @@ async def test_the_body_of_a_node_makes_no_call_when_its_run_was_stopped(shared,
     assert body.script.calls == before <= 1
 
 
-@pytest.mark.parametrize("ask", [by_model, by_chain, by_graph, by_own_budget])
+@pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("way", ["bounded", "callback"])
 async def test_the_body_of_a_node_keeps_to_the_caps_when_its_run_was_cancelled(way, ask):
     body, budget = Body(ask), Budget(max_model_calls=3)
