@@ -64,7 +64,8 @@ class Lifetime:
         above: The frame that the run was opened in; None at the top.
         trip: Why the run was stopped; None while it may go on.
         outcome: How the run ended, or where it paused; None before.
-        ended: The run is over. Nothing that it left behind is a part of it any more.
+        ended: The run is over. Nothing that it left behind is a part of it any more, but for what
+            `goes_on_here`.
         finalized: The model gave a last answer when the run was stopped.
         thread: The identifier of the thread that the run is at home in: the one in which it was
             opened, unless its adapter says otherwise.
