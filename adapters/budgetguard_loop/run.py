@@ -73,8 +73,8 @@ async def run_bounded_async(
 
     Step and tools may be async; those that are not run in threads. The tool calls of one reply run
     at the same time. The deadline and an abort cancel what is in flight; a thread cannot be
-    cancelled and is left behind, under the run's caps. Checkpoints are saved in a thread. Arguments and errors are those
-    of `run_bounded`.
+    cancelled and is left behind, under the run's caps. Checkpoints are saved in a thread. Arguments
+    and errors are those of `run_bounded`.
     """
     return await _async.drive(Plan(step, budget, options))
 
