@@ -18,7 +18,8 @@ class CancellationToken:
         self._event: threading.Event | None = None
         # Re-entrant, because a signal handler may cancel in the middle of anything here.
         self._lock = threading.RLock()
-        self._callbacks: list[Callable[[], object]] = []
+        # By a key of their own: thousands of calls at once each take theirs back.
+        self._callbacks: dict[object, Callable[[], object]] = {}
         # Weak, so that a long run does not keep the tokens of all the sub-agents it has had.
         self._children: weakref.WeakSet[CancellationToken] | None = None
         if parent is not None:
@@ -49,8 +50,9 @@ class CancellationToken:
         """
         with self._lock:
             if not self._cancelled:
-                self._callbacks.append(callback)
-                return lambda: self._forget(callback)
+                key = object()
+                self._callbacks[key] = callback
+                return lambda: self._forget(key)
         callback()
         return lambda: None
 
@@ -60,7 +62,7 @@ class CancellationToken:
             self._cancelled = True
             if self._event is not None:
                 self._event.set()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = list(self._callbacks.values()), {}
             children = list(self._children or ())
         errors: list[Exception] = []
         for callback in callbacks:
@@ -82,7 +84,6 @@ class CancellationToken:
         if cancelled:
             child.cancel()
 
-    def _forget(self, callback: Callable[[], object]) -> None:
+    def _forget(self, key: object) -> None:
         with self._lock:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
+            self._callbacks.pop(key, None)
