@@ -76,6 +76,6 @@ def _reason(line: str | bytes, error: ValidationError) -> str:
         return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."
     problem = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in problem["loc"]) or "the whole"
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"not an event ({field}: not known to this version). Upgrade BudgetGuard."
     return f"not an event ({field}: {problem['msg']})."

@@ -105,9 +105,10 @@ def set_(
     clear: Annotated[bool, typer.Option("--clear", help="Back to the default.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Set a tenant's ceilings; what is not named stays. Seen by the next call of every process.
+    """Set a tenant's ceilings; what is not named stays.
 
-    A tenant's first own ceilings begin with those of the stored default.
+    Each process sees them with its next trip to the ledger; what it has leased by then it may
+    spend. A tenant's first own ceilings begin with those of the stored default.
     """
     if (tenant is None) != default:
         refuse("ledger set needs a tenant or --default, got neither or both. Name one.")

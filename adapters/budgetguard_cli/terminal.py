@@ -13,10 +13,11 @@ _LONGEST = 300
 
 def printable(text: str) -> str:
     """Make a text from outside fit for a terminal: one line, no control characters, 300 at most."""
-    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    line = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text[: _LONGEST + 1]
     )
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
 def table(*columns: str, title: str | None = None) -> Table:

@@ -361,7 +361,8 @@ def _was_failed(traffic: Traffic, raw: bytes) -> bool:
 
 
 def _json(body: Body) -> bytes:
-    return _ENCODER.encode(body).encode()
+    # JSON's way to write half a pair of surrogates is Python's to replace it.
+    return _ENCODER.encode(body).encode(errors="backslashreplace")
 
 
 def _digest(raw: bytes) -> bytes:

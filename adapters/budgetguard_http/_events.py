@@ -47,7 +47,7 @@ class Wrapped:
 
     def write(self, event: Event) -> Any:
         """Return it as boto3 gives it."""
-        return {"chunk": {"bytes": json.dumps(event[1], ensure_ascii=False).encode()}}
+        return {"chunk": {"bytes": json.dumps(event[1]).encode()}}
 
 
 class BoundedEvents:

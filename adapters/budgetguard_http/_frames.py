@@ -110,7 +110,7 @@ class ServerSentEvents:
     def write(self, event: Event) -> bytes:
         """Write name and data."""
         name, data = event
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        text = data if isinstance(data, str) else json.dumps(data)
         head = f"event: {name}\n" if name else ""
         return f"{head}data: {text}\n\n".encode()
 
@@ -178,7 +178,7 @@ class EventStream:
     def write(self, event: Event) -> bytes:
         """Write a frame."""
         name, data = event
-        text = json.dumps(data, ensure_ascii=False).encode()
+        text = json.dumps(data).encode()
         if self._wrapped:
             name, text = "chunk", json.dumps({"bytes": base64.b64encode(text).decode()}).encode()
         headers = b"".join(

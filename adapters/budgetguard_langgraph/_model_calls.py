@@ -229,7 +229,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     if used is None or used.estimated or not used.input_tokens:
         _project(graph_run, flying)
     told = used is not None and not used.estimated and used.output_tokens > 0
-    if used is not None and told:
+    if used is not None and told and [len(one) for one in response.generations] == [1]:
+        # The usage of several candidates is that of all.
         graph_run.prompt_of(flying.namespace).replied(answer, used)
     # With figures and tool calls nobody reads it.
     text = "" if asked and told else written(response)

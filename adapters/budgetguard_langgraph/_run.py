@@ -290,6 +290,7 @@ class GraphRun:
             ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
             flying = [self.models.pop(id_) for id_ in ids]
         for one in flying:
+            OWNERS.pop(one.run_id, None)
             one.forget()
             self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
             one.step.leave()

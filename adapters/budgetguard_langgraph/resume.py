@@ -35,7 +35,8 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
 
     Args:
         graph: The graph, bounded or not, with its checkpointer.
-        config: The configuration with the thread's id.
+        config: The configuration with the thread's id; None where `with_config` has given it to
+            the graph.
         budget: The fresh budget, a guard, or an envelope. A budget takes the place of that of the
             outermost `bounded`, whose other options stay: ledger and tenant, sinks, handlers.
         **options: What `invoke` takes besides.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from budgetguard_core.errors import ConfigurationError, shown
 
-NANO_USD_PER_USD = 10**9
-"""The unit of money in a ledger. One cached token may cost 25 of them."""
 LARGEST_STEP = 2**52 - 1
 """The most that one step may move, in either dimension: $4,503,599."""
 LARGEST_CEILING = 2**62
@@ -25,7 +23,7 @@ class Amount(NamedTuple):
     """Money and tokens together."""
 
     usd: int = 0
-    """Nano-dollars."""
+    """Nano-dollars, of which one cached token may cost 25."""
     tokens: int = 0
 
 

@@ -21,9 +21,12 @@ class LeaseOptions:
     seconds: float = 30.0
     """Of recent spend."""
     least_calls: int = 4
+    """Calls of the recent mean that are asked for at least, however slow the spend."""
     most_calls: int = 16
+    """And at most, however fast."""
     share: int = 2
-    """At most this part of a holder's even share of what is left."""
+    """No more is granted than a holder's even share of what is left, divided by this; or, where
+    that is more, what the call that waits needs."""
     ttl: float = TTL_OF_LEASES
     """Seconds until the store lists a silent holder for reconciliation."""
     recall: float = 0.6

@@ -242,7 +242,10 @@ class Ledger:
         daily_tokens: int | None = None,
         monthly_tokens: int | None = None,
     ) -> None:
-        """Store a tenant's ceilings, all four of them; None is no ceiling. Seen by the next step.
+        """Store a tenant's ceilings, all four of them; None is no ceiling.
+
+        Seen by each process with its next trip to the store. What is leased or reserved by then
+        may still be spent, also where the new ceiling is below it.
 
         Args:
             tenant: The key; None for the default of all keys that have none of their own.
@@ -260,12 +263,21 @@ class Ledger:
         self._ceilings.store(key, daily, to_ceiling(monthly_usd, monthly_tokens))
 
     def clear_ceilings(self, tenant: str | None) -> None:
-        """Let a tenant have the default again; with None, take the stored default away."""
+        """Let a tenant have the default again; with None, take the stored default away.
+
+        Raises:
+            ConfigurationError: The key is no name.
+            LedgerUnreachable: The store does not answer.
+        """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, None, None)
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
-        """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m")."""
+        """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m").
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         return self._ceilings.by_key()
 
     def usage(self, tenant: str | Key) -> TenantUsage:
@@ -278,11 +290,19 @@ class Ledger:
         return self.connection.ask(lambda store: usage_now(store, account))
 
     def windows(self) -> list[WindowUsage]:
-        """Return every window that the ledger keeps, with the ceiling that was last applied."""
+        """Return every window that the ledger keeps, with the ceiling that was last applied.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         return [usage_of(record) for record in self.connection.ask(lambda store: store.windows())]
 
     def holds(self) -> list[HoldRecord]:
-        """Return the reservations and leases that the store keeps."""
+        """Return the reservations and leases that the store keeps: open ones, and those of a day.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         return self.connection.ask(lambda store: store.holds())
 
     def check(self) -> list[str]:
@@ -290,6 +310,7 @@ class Ledger:
 
         Raises:
             ConfigurationError: Only a SQLite file needs this, and can do it.
+            LedgerUnreachable: The file cannot be used.
         """
         store = self.connection.store()
         if not isinstance(store, SqliteLedgerStore):
@@ -300,11 +321,22 @@ class Ledger:
         return store.check()
 
     def now(self) -> float:
-        """Return the store's clock, in seconds since the epoch."""
+        """Return the store's clock, in seconds since the epoch.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         return self.connection.ask(lambda store: store.now())
 
     def adopt(self) -> str:
-        """Accept the ledger as it is, in every process, after it was wiped or restored."""
+        """Accept the ledger as it is, in every process, after it was wiped or restored.
+
+        Returns:
+            Its id.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         store = Connection(self.connection.opener, self._clock)
         try:
             return store.ask(lambda one: one.adopt())
@@ -347,18 +379,31 @@ class Ledger:
     def revive(
         self, *, tenant: str | None = None, run: str | None = None, everything: bool = False
     ) -> None:
-        """Take a kill switch back. Runs that it stopped stay stopped; new ones may start."""
+        """Take a kill switch back. Runs that it stopped stay stopped; new ones may start.
+
+        Raises:
+            ConfigurationError: Not exactly one of the three is given.
+            LedgerUnreachable: The store does not answer; nothing was revived.
+        """
         flag = flag_of(tenant, run, everything)
         self.connection.ask(lambda store: store.write(f"f:{flag}", None))
         self._heartbeat.hurry()
 
     def kills(self) -> list[Kill]:
-        """Return the kill switches that are set."""
+        """Return the kill switches that are set.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         notes = self.connection.ask(lambda store: store.scan("f:"))
         return [kill_of(name[2:], text) for name, text in sorted(notes.items())]
 
     def runs(self) -> list[AliveRun]:
-        """Return the runs that processes said they work on, also of processes that went silent."""
+        """Return the runs that processes said they work on, also of processes that went silent.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
         return self._alive.all()
 
     def beat(self) -> None:

@@ -96,7 +96,7 @@ class SqliteLedgerStore:
                 f"synchronous must be one of {', '.join(_SYNCHRONOUS)}, got {synchronous[:20]!r}. "
                 "FULL is the default."
             )
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # wherever its process goes
         self._synchronous = synchronous.upper()
         self._timeout = timeout
         self._clock = clock or SystemClock()

@@ -42,7 +42,7 @@ class Instruments:
         self.warnings = meter.create_counter(
             "budgetguard.warnings",
             unit="{warning}",
-            description="Caps that reached their warning share.",
+            description="Caps and context windows that reached their warning share.",
         )
         self.spend = meter.create_counter(
             "budgetguard.spend", unit="USD", description="What model calls cost."

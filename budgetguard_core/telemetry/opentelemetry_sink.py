@@ -74,6 +74,7 @@ class _Run:
     span: Span | None = None
     calls: dict[int, _Call] = field(default_factory=lambda: dict[int, _Call]())
     turned_away: Counter[str] = field(default_factory=lambda: Counter[str]())
+    stopped_by: str = "max_tool_calls"
 
 
 class OpenTelemetrySink:
@@ -350,7 +351,7 @@ class OpenTelemetrySink:
                     # Counted with the breaker's own reason.
                     away[call.name] -= 1
                     continue
-                reason = "tool_quota" if call.decision == "refuse" else "max_tool_calls"
+                reason = "tool_quota" if call.decision == "refuse" else run.stopped_by
                 self._write.refusals.add(1, {**run.tags, names.REASON: reason, names.KIND: "tool"})
                 continue
             span = None
@@ -402,6 +403,8 @@ class OpenTelemetrySink:
 
     def _tripped(self, run: _Run, event: Tripped | TripObserved) -> None:
         trip = event.trip
+        if isinstance(event, Tripped):
+            run.stopped_by = str(trip.reason)
         if trip.run_id != event.run_id:
             # Its owner tells it; here it only ends what is inside.
             return

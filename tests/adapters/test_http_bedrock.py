@@ -198,6 +198,17 @@ def test_the_bound_is_written_before_the_request_is_signed():
     assert first["headers"]["Authorization"].startswith("AWS4")
 
 
+def test_half_an_emoji_passes_through_as_its_client_sends_it():
+    half = asked("cut \ud83d", inferenceConfig={"maxTokens": 100})
+    with ProviderServer(calls=0) as server:
+        client_of(server).converse(**half)
+        with bounded_clients(Budget(max_output_tokens_per_call=50)):
+            client_of(server).converse(**half)
+    bare, bounded = (post["body"] for post in server.posts)
+    assert bounded["messages"] == bare["messages"]
+    assert bounded["inferenceConfig"] == {"maxTokens": 50}
+
+
 def test_retries_of_the_client_are_calls_and_no_iterations():
     retries = {"mode": "standard", "total_max_attempts": 4}
     with ProviderServer([429, 500, "ok"], calls=0) as server, bounded_clients(FREE) as block:

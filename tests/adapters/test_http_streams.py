@@ -12,7 +12,7 @@ import pytest
 
 from budgetguard_core import Budget
 from budgetguard_http import BudgetTransport
-from budgetguard_http._frames import ServerSentEvents
+from budgetguard_http._frames import EventStream, ServerSentEvents
 from budgetguard_http.wires.openai_chat import OpenAIChat
 from budgetguard_http.wires.wire import Answer
 
@@ -118,6 +118,12 @@ def test_events_of_a_line_each_are_told_from_others(data, are_lines):
     assert frames.are_lines(data) is are_lines
     frames.feed(b"data: ")
     assert not frames.are_lines(data)
+
+
+@pytest.mark.parametrize("frames", [ServerSentEvents(), EventStream(wrapped=False)])
+def test_an_event_with_half_an_emoji_is_written_as_json_has_it(frames):
+    event = "", {"delta": "cut \ud83d"}
+    assert frames.parse(frames.write(event)) == event
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])

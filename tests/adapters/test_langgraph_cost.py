@@ -9,7 +9,8 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage
 
-from budgetguard_core import Budget
+from budgetguard_core import Budget, TokenUsage
+from budgetguard_core.events import ModelCallAdmitted
 from budgetguard_core.kit import projection
 from budgetguard_core.testing import Call, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
@@ -63,6 +64,37 @@ async def test_each_message_is_estimated_once(monkeypatch, way, caps, usage, mod
         # Only where the provider tells nothing: not of the last call, here.
         sent = sent - 2 if usage == "missing" else 0
     assert len(looked) == sent
+
+
+class Candidates(StrictChat):
+    """A model that is asked for three candidates, whose usage is that of all of them."""
+
+    def _generate(self, *args, **options):
+        result = super()._generate(*args, **options)
+        result.generations *= 3
+        return result
+
+
+def test_the_usage_of_several_candidates_is_not_the_size_of_the_one_that_is_kept():
+    projected = []
+    budget = Budget(max_total_tokens=10**6)
+
+    def reply(n):
+        asks = () if n else (Call("search", "a"),)
+        return Reply(tool_calls=asks, text="Done.", usage=TokenUsage(10, 3000))
+
+    class Sink:
+        def emit(self, event):
+            if isinstance(event, ModelCallAdmitted):
+                projected.append(event.call.input_tokens)
+
+        def flush(self):
+            pass
+
+    graph = create_agent(Candidates(script=Script(reply)), [search])
+    bounded(graph, budget, sinks=[Sink()]).invoke(user())
+    first, second = projected
+    assert second < first + 100
 
 
 def calls_until(turns, way=None):

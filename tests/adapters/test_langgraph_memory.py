@@ -112,6 +112,26 @@ def test_stopped_runs_leave_nothing_behind_either(way):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("way", ["bounded", "middleware"])
+async def test_calls_that_an_abort_cuts_leave_no_entry(way):
+    entries = len(OWNERS)
+    for _ in range(3):
+        guard = Guard(Budget(max_model_calls=10**6))
+        model = StrictChat(script=Script([Reply(hang=True)]))
+        agent = create_agent(
+            model, [search], middleware=[BudgetMiddleware(guard)] if way == "middleware" else []
+        )
+        graph = bounded(agent, guard) if way == "bounded" else agent
+        task = asyncio.create_task(graph.ainvoke(user("Go.")))
+        while not model.script.calls:  # noqa: ASYNC110 - the model sets no event
+            await asyncio.sleep(0)
+        guard.abort("stop")
+        result = await task
+        assert result["messages"][-1].response_metadata["stop_reason"] == "aborted"
+    assert len(OWNERS) == entries
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("form", ["budget", "guard"])
 @pytest.mark.parametrize("way", ["bounded", "callback", "middleware", "bare"])
 async def test_cancelled_calls_leave_no_entry(way, form):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import layout
 from budgetguard_cli.app import app
+from budgetguard_cli.terminal import printable
 from run_logs import write
 
 
@@ -108,3 +109,11 @@ def test_closed_output_is_no_error(tmp_path, command, closed):
         ["/bin/sh", "-c", shell], cwd=tmp_path, capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, b"Traceback" in done.stdout + done.stderr) == (0, False), done.stderr
+
+
+def test_a_text_from_outside_is_bounded_as_it_is_shown():
+    assert printable("a" * 300) == "a" * 300
+    for text in ("a" * 301, "\x1b" * 300, "\x1b" * 10_000):
+        shown = printable(text)
+        assert len(shown) == 300
+        assert shown.endswith("...")

@@ -329,6 +329,15 @@ def test_a_field_of_a_newer_version_is_named_with_the_way_out(lines):
     )
 
 
+def test_so_is_one_inside_of_a_call(lines):
+    admitted = json.loads(next(one for one in lines if '"model_call_admitted"' in one))
+    admitted["call"]["new_field"] = SECRET
+    assert message([json.dumps(admitted) + "\n"]) == (
+        "line 1: not an event (model_call_admitted.call.new_field: not known to this version). "
+        "Upgrade BudgetGuard."
+    )
+
+
 def test_a_log_of_before_runs_named_what_they_are_charged_to_beside_is_read(lines):
     older = json.loads(lines[0])
     assert older.pop("beside") == []

@@ -190,6 +190,19 @@ def test_sqlite_has_three_ways_to_write(tmp_path):
         SqliteLedgerStore(tmp_path / "file" / "a")
 
 
+def test_a_relative_file_stays_the_same_ledger_wherever_its_process_goes(tmp_path, monkeypatch):
+    from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = SqliteLedgerStore("ledger.sqlite3")
+    name = store.identity()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert store.identity() == name
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    store.close()
+
+
 def test_a_settlement_that_finds_no_store_is_sent_later(sqlite, opened, monkeypatch):
     ledger = opened(sqlite, lease="exact")
     reservation = ledger.reserve("acme", usd=1)

@@ -203,6 +203,16 @@ def test_the_metrics_count_what_happened(telemetry):
     assert (ended["budgetguard.status"], runs.value) == ("terminated", 1)
 
 
+def test_tool_calls_are_refused_by_what_stopped_the_run(telemetry):
+    seen = telemetry()
+    guard = Guard(Budget(max_iterations=9), sinks=[seen.sink])
+    inner = guard.child(Budget(max_tool_calls=9))
+    guard.abort("stop")
+    inner.admit_tool_calls([ToolCall(name="search", arguments={})])
+    ((refused, _),) = seen.points("budgetguard.refusals")
+    assert refused["budgetguard.reason"] == "aborted"
+
+
 def test_what_is_in_flight_is_reserved(telemetry):
     seen = telemetry()
     guard = Guard(Budget(), sinks=[seen.sink])
