@@ -52,7 +52,7 @@ def check_token_usage(usage: TokenUsage) -> Counts:
     """
     try:
         counts = usage[:]
-        inputs, outputs, read, write, write_1h, reasoning, _ = counts
+        inputs, outputs, read, write, write_1h, reasoning, estimated = counts
     except (TypeError, ValueError, LookupError):
         raise ConfigurationError(
             f"usage must be a TokenUsage, got {type(usage).__name__}. "
@@ -61,6 +61,7 @@ def check_token_usage(usage: TokenUsage) -> Counts:
     try:
         if (
             type(inputs + outputs + read + write + write_1h + reasoning) is int
+            and type(estimated) is bool
             and inputs <= MOST_TOKENS
             and outputs <= MOST_TOKENS
             and read >= 0
@@ -73,7 +74,7 @@ def check_token_usage(usage: TokenUsage) -> Counts:
             return counts
     except TypeError:
         pass
-    raise ConfigurationError(_problem(usage))
+    raise ConfigurationError(_problem(TokenUsage._make(usage)))
 
 
 def out_of_range(least: int, value: object) -> str:
@@ -89,6 +90,8 @@ def _problem(usage: TokenUsage) -> str:
                 f"{name} must be a whole number {out_of_range(0, value)}. "
                 "Pass usage=None when the provider reported nothing."
             )
+    if type(usage.estimated) is not bool:
+        return f"estimated must be True or False, got {shown(usage.estimated)}. Leave it out."
     if usage.cache_write_1h_tokens > usage.cache_write_tokens:
         return (
             "cache_write_tokens must include cache_write_1h_tokens, got "

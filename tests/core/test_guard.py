@@ -282,6 +282,26 @@ def test_figures_that_make_no_sense_are_charged_as_reserved(make):
     assert guard.settle_model_call(ticket) is False
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        pytest.param(bytes([9, 5, 0, 0, 0, 0, 0]), id="bytes"),
+        pytest.param(range(7), id="range"),
+        pytest.param(["a"] * 7, id="texts"),
+        pytest.param([9, 5, 0, 0, 0, 9, False], id="list"),
+        pytest.param(TokenUsage(9, 5, estimated="x"), id="estimated"),
+        pytest.param(TokenUsage(9, 5)._replace(estimated=None), id="none"),
+    ],
+)
+def test_what_is_no_usage_is_refused_by_name_and_leaves_no_call_open(make, usage):
+    guard = make(Budget(max_total_tokens=1000))
+    ticket = guard.admit_model_call(ModelCall(input_tokens=100))
+    with pytest.raises(ConfigurationError, match=r"\. (Pass|Leave|Add)"):
+        guard.settle_model_call(ticket, usage)
+    assert guard.open_calls() == ()
+    assert guard.usage.total_tokens == 100
+
+
 def test_output_tokens_are_clamped_to_what_is_left(make):
     guard = make(Budget(max_total_tokens=1000, max_output_tokens_per_call=400))
     spend(guard, TokenUsage(500, 300))
