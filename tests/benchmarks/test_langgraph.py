@@ -25,7 +25,7 @@ BUDGET = Budget(
 )
 FREE = {"recursion_limit": 10**6}
 GOALS = {"callback": 1.08, "bounded": 1.08, "middleware": 1.15}
-MOST_CALLS = {"callback": 800, "bounded": 850, "middleware": 1_650}
+MOST_CALLS = {"callback": 680, "bounded": 740, "middleware": 1_600}
 
 
 class DoesNothing(BaseCallbackHandler):
