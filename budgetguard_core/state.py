@@ -202,7 +202,7 @@ class RunState:
         """Put what is the guard's own to its beginning."""
         self._earlier = _no_usage()
         self._records: list[tuple[str | None, str, str]] = []
-        self._completed = 0
+        self._completed: int = 0
         self._occurrences = Occurrences()
         self._window_warned = False
         # Asked on every step and never changed by `extend`, so worked out once.

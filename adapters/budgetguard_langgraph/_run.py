@@ -64,8 +64,8 @@ class Step(Frame):
     @property
     def is_live(self) -> bool:
         """Whether code in here still belongs to the run."""
-        if not (self.closed or self.run.ended):
-            return True
+        if not self.run.ended:
+            return not self.closed
         if self.call is not None:
             return not self.closed and self.call.is_open
         # Outside of a graph the context is the caller's own, who may go on to something else.
@@ -74,7 +74,7 @@ class Step(Frame):
 
 def _open(frame: Frame | None) -> Frame | None:
     """Return the innermost of these frames that is not closed."""
-    while type(frame) is Step and frame.closed and not frame.is_live:
+    while type(frame) is Step and frame.closed and not (frame.run.ended and frame.is_live):
         frame = frame.before
     return frame
 
