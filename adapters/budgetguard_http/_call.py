@@ -221,7 +221,8 @@ class Call:
 
     def over(self) -> None:
         """Take the end of the whole exchange, tool calls asked for: the conversation goes on."""
-        self.settle()
+        if self.opened.is_open:
+            self.settle()
         if self._conversation is not None:
             del self._conversation.untold[: self._told]
             self._told = 0
@@ -314,7 +315,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     )
     if _is_capped(asked):
         call.input_tokens = _projected(posted, conversation)
-    if policy.is_exempt(posted.model):
+    if policy.exempt and policy.is_exempt(posted.model):
         call.cost_usd = _FREE
     elif wire is EMBEDDINGS:
         call.cost_usd = embedding_cost(posted.model, call.input_tokens)

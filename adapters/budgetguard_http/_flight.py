@@ -23,6 +23,9 @@ class Flight:
 
     Args:
         run: The run that the request is a part of.
+
+    Attributes:
+        left: Seconds until the deadline when the request was about to be sent; None without one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -33,11 +36,7 @@ class Flight:
         self._extensions: dict[str, Any] = {}
         self._is_over = False
         self._watch = Watch(run, self._cut, blocking=True)
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the deadline, from when the request was about to be sent."""
-        return self._watch.left
+        self.left = self._watch.left
 
     @property
     def trip(self) -> Trip | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from budgetguard_core import Stop, Trip
-from budgetguard_core.kit import Run, cut_short
+from budgetguard_core.kit import FRAME, Run, cut_short
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
@@ -51,7 +51,10 @@ class Seam:
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
         """
-        with audit.expected(request.url):
+        if audit.is_on():
+            with audit.expected(request.url.host):
+                response = self._send(request, send, stream, of_client)
+        else:
             response = self._send(request, send, stream, of_client)
         if not (stream or getattr(response, "is_closed", True)):
             response.read()  # it was made here
@@ -78,12 +81,12 @@ class Seam:
         flight = Flight(run)
         is_kept = False
         try:
-            with run.entered(call.opened):
-                own = request.extensions
-                try:
-                    response = send(_outgoing(mod, request, call, flight))
-                finally:
-                    request.extensions = own
+            own, token = request.extensions, FRAME.set(call.opened.frame)
+            try:
+                response = send(_outgoing(mod, request, call, flight))
+            finally:
+                FRAME.reset(token)
+                request.extensions = own
             flight.answered(response)
             if not _is_an_answer(request, response, call):
                 return response
@@ -116,7 +119,10 @@ class Seam:
         of_client: bool,
     ) -> Any:
         """Send a request on an event loop, or answer it; as `send`."""
-        with audit.expected(request.url):
+        if audit.is_on():
+            with audit.expected(request.url.host):
+                response = await self._asend(request, send, stream, of_client)
+        else:
             response = await self._asend(request, send, stream, of_client)
         if not (stream or getattr(response, "is_closed", True)):
             await response.aread()
@@ -175,12 +181,12 @@ class Seam:
         stream: bool,
         of_client: bool,
     ) -> Any:
-        with call.run.entered(call.opened):
-            own = request.extensions
-            try:
-                response = await send(_outgoing(mod, request, call, None))
-            finally:
-                request.extensions = own
+        own, token = request.extensions, FRAME.set(call.opened.frame)
+        try:
+            response = await send(_outgoing(mod, request, call, None))
+        finally:
+            FRAME.reset(token)
+            request.extensions = own
         if not _is_an_answer(request, response, call):
             return response
         passing = _passing(mod, response, call)
@@ -273,12 +279,11 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
     headers = response.headers
-    posted = call.posted
     content_type = headers.get("content-type", "")
-    frames = frames_of(content_type, posted.path)
-    if not posted.is_streamed and frames is None:
-        return None
     if content_type.startswith("application/json"):
+        return None
+    frames = frames_of(content_type, call.posted.path)
+    if not call.posted.is_streamed and frames is None:
         return None
     encoding = headers.get("content-encoding", "")
     if encoding and reads(mod, encoding):

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 from budgetguard_http._policy import is_provider
@@ -86,16 +86,14 @@ def uncovered_hosts() -> Counts:
         return dict(_WATCHER.uncovered)
 
 
-_NOTHING: Final = nullcontext()
-
-
-def expected(url: Any) -> AbstractContextManager[None]:
-    """Say that a request to an address goes through the seam in this block."""
-    return _expected(url.host) if _WATCHER.on else _NOTHING
+def is_on() -> bool:
+    """Tell whether connections are counted."""
+    return _WATCHER.on
 
 
 @contextmanager
-def _expected(host: str) -> Generator[None]:
+def expected(host: str) -> Generator[None]:
+    """Say that a request to a host goes through the seam in this block."""
     host = _plain(host)
     with _WATCHER.lock:
         _WATCHER.expected[host] += 1

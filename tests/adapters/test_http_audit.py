@@ -73,18 +73,18 @@ HOSTS = (
     "bedrock-runtime.eu-west-1.amazonaws.com",
     "example.com",
 )
-seen = {}
+seen, left_by = {}, {}
 for name, act in WAYS.items():
     for host in HOSTS:
         before = sum(uncovered_hosts().values())
         with bounded_clients(Budget(loop_detection=None)) as block:
             try:
                 act(f"://{host}/v1/chat/completions")
-            except Exception:
-                pass
+            except Exception as error:
+                left_by[name] = type(error).__name__
         found = sum(uncovered_hosts().values()) - before
         seen[f"{name} {host}"] = [bool(found), list(map(str, block.outcome.errors))]
-print(json.dumps({"seen": seen, "hosts": list(uncovered_hosts())}))
+print(json.dumps({"seen": seen, "hosts": list(uncovered_hosts()), "left_by": left_by}))
 """
 
 
@@ -96,6 +96,14 @@ def told():
 
 
 PAST = ["requests", "urllib", "aiohttp", "websockets", "websockets.sync", "realtime of openai"]
+
+
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [("httpx", "ConnectError"), ("httpx2", "ConnectError"), ("boto3", "EndpointConnectionError")],
+)
+def test_a_call_through_the_seam_fails_for_the_network_alone(told, way, error):
+    assert told["left_by"][way] == error
 
 
 @pytest.mark.slow
