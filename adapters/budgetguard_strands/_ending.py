@@ -51,9 +51,11 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
 async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
     """Close the history of a run that Strands' own limit ended, and return the event for it."""
     reason = str(event["stop"][0])
-    at.run.trip = at.trip or at.run.framework_limit(f"{LIMIT}: {reason}")
-    is_open = bool(agent.messages) and agent.messages[-1]["role"] == "user"
-    if not (is_open and at.run.is_enforced):
+    at.limit = at.trip or at.run.framework_limit(f"{LIMIT}: {reason}")
+    if not at.run.is_enforced:
+        return event
+    at.run.trip = at.limit
+    if not agent.messages or agent.messages[-1]["role"] != "user":
         return event
     return await _stopped(agent, at, invocation_state, at.run.trip, reason, "")
 
@@ -126,6 +128,7 @@ async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
     return await run.in_thread(
         lambda: run.end(
             final=final,
+            trip=at.limit,
             next_step=None if at.trip is None else "model call",
             resume=_RESUME,
             **kept,

@@ -7,7 +7,12 @@ from importlib import import_module
 
 import pytest
 from strands import Agent, tool
-from strands.hooks import AfterModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
+from strands.hooks import (
+    AfterInvocationEvent,
+    AfterModelCallEvent,
+    BeforeToolCallEvent,
+    MessageAddedEvent,
+)
 from strands.models.anthropic import AnthropicModel
 from strands.multiagent import GraphBuilder
 
@@ -111,6 +116,23 @@ def test_strands_own_limit_leaves_the_history_of_a_run_that_is_only_looked_on(co
     assert agent("Go.", limits={"turns": 2}).stop_reason == "limit_turns"
     assert agent.messages[-1]["role"] == "user"
     assert provider.outcome(agent).stop_reason is StopReason.FRAMEWORK_LIMIT
+
+
+@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
+@pytest.mark.parametrize("mode", ["observe", "off", None])
+def test_a_hook_goes_on_after_strands_own_limit_in_a_run_that_is_only_looked_on(counter, mode):
+    provider = BudgetHookProvider(Budget(max_iterations=9), mode=mode or "off")
+    script = sticky()
+    agent = made(script, counter.tool, hooks=[provider] if mode else [])
+    left = ["Go on.", "And on."]
+
+    def resume(event):
+        event.resume = left.pop() if left else None
+
+    agent.hooks.add_callback(AfterInvocationEvent, resume)
+    assert agent("Go.", limits={"turns": 1}).stop_reason == "limit_turns"
+    # The limit is one of all legs.
+    assert (script.calls, left) == (1, [])
 
 
 def test_what_a_person_cancelled_is_not_completed(counter):
