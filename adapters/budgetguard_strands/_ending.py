@@ -51,7 +51,7 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
 async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
     """Close the history of a run that Strands' own limit ended, and return the event for it."""
     reason = str(event["stop"][0])
-    at.limit = at.trip or at.run.framework_limit(f"{LIMIT}: {reason}")
+    at.limit = at.run.framework_limit(f"{LIMIT}: {reason}")
     if not at.run.is_enforced:
         return event
     at.run.trip = at.limit

@@ -192,14 +192,16 @@ class Lifetime:
     def framework_limit(self, detail: str) -> Trip:
         """Return the stop of a run that its framework's own cap has ended, to `end` it with.
 
-        Nothing of the guard is tripped: on a shared one, other runs go on. A run that is not
-        enforced ends as its framework ends it.
+        It is the stop that there was before, if there was one: whoever swallows that comes to the
+        framework's cap. Nothing of the guard is tripped: on a shared one, other runs go on. A run
+        that is not enforced ends as its framework ends it.
 
         Args:
             detail: What the framework says, for people.
         """
         violation = Violation(reason=StopReason.FRAMEWORK_LIMIT, detail=detail)
-        return Trip(reason=violation.reason, violations=(violation,), run_id=self.guard.run_id)
+        limit = Trip(reason=violation.reason, violations=(violation,), run_id=self.guard.run_id)
+        return self.stopped_by or limit
 
     def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call back once when the run or one around it is aborted, in the aborting thread.

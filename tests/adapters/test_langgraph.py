@@ -7,6 +7,7 @@ import operator
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Annotated, Any, TypedDict
 
 import langchain.agents.middleware.types
@@ -264,6 +265,24 @@ def test_the_recursion_limit_of_one_run_leaves_a_shared_guard_to_the_others():
     assert first["stop_reason"] == "framework_limit"
     assert guard.trip is None
     assert graph.invoke(user("Go."))["stop_reason"] == "max_iterations"
+
+
+def test_a_stop_that_a_node_swallows_is_told_before_the_recursion_limit_that_it_leads_to():
+    graph = StateGraph(MessagesState)
+    model = ScriptedChat(script=Script(lambda number: says(f"{number}.")))
+
+    def node(state):
+        with suppress(BaseException):
+            model.invoke("Go on.")
+        return {}
+
+    graph.add_node("node", node)
+    graph.add_edge(START, "node")
+    graph.add_edge("node", "node")
+    result = bounded(graph.compile(), Budget(max_model_calls=2)).invoke(
+        user("Go."), {"recursion_limit": 9}
+    )
+    assert result["stop_reason"] == "max_model_calls"
 
 
 def test_a_drained_graph_is_reported_as_the_framework_s():
