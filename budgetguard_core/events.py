@@ -34,7 +34,7 @@ from budgetguard_core.decision import (
 )
 from budgetguard_core.outcome import Status
 from budgetguard_core.records import Record
-from budgetguard_core.stop import Trip, Violation
+from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
 FORMAT_VERSION = 2
@@ -194,6 +194,8 @@ class ToolCallRequested:
     arguments: Any = None
     """The arguments themselves, only when the user asked for them to be logged."""
     decision: Literal["admit", "refuse", "stop"]
+    reason: StopReason | None = None
+    """Why it may not start; None for a call that may, and in logs of before it was written."""
 
     @classmethod
     def of_batch(
@@ -214,10 +216,17 @@ class ToolCallRequested:
                     "fingerprint": digest_of(call.key or ""),
                     "arguments": call.arguments if log_arguments else None,
                     "decision": _ANSWERS[type(decision)],
+                    "reason": _reason_of(decision),
                 },
             )
             described.append(one)
         return tuple(described)
+
+
+def _reason_of(decision: ToolDecision) -> StopReason | None:
+    if isinstance(decision, Admit):
+        return None
+    return decision.reason if isinstance(decision, Refuse) else decision.trip.reason
 
 
 _new = object.__new__

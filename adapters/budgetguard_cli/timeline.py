@@ -305,7 +305,7 @@ class Timeline:
             if away[call.name]:
                 away[call.name] -= 1
             else:
-                node.refusals["tool_quota" if call.decision == "refuse" else "max_tool_calls"] += 1
+                node.refusals[str(call.reason or call.decision)] += 1
 
 
 class Timelines:

@@ -74,7 +74,6 @@ class _Run:
     span: Span | None = None
     calls: dict[int, _Call] = field(default_factory=lambda: dict[int, _Call]())
     turned_away: Counter[str] = field(default_factory=lambda: Counter[str]())
-    stopped_by: str = "max_tool_calls"
 
 
 class OpenTelemetrySink:
@@ -348,11 +347,11 @@ class OpenTelemetrySink:
             self._checked(run, "tool", call.decision)
             if call.call_id is None:
                 if away[call.name] > 0:
-                    # Counted with the breaker's own reason.
+                    # Counted when the breaker turned it away.
                     away[call.name] -= 1
                     continue
-                reason = "tool_quota" if call.decision == "refuse" else run.stopped_by
-                self._write.refusals.add(1, {**run.tags, names.REASON: reason, names.KIND: "tool"})
+                tags = {**run.tags, names.REASON: str(call.reason), names.KIND: "tool"}
+                self._write.refusals.add(1, tags)
                 continue
             span = None
             if self._spans_of_calls:
@@ -403,8 +402,6 @@ class OpenTelemetrySink:
 
     def _tripped(self, run: _Run, event: Tripped | TripObserved) -> None:
         trip = event.trip
-        if isinstance(event, Tripped):
-            run.stopped_by = str(trip.reason)
         if trip.run_id != event.run_id:
             # Its owner tells it; here it only ends what is inside.
             return

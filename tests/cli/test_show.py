@@ -94,8 +94,10 @@ def test_what_rate_limits_did_is_said(budgetguard, tmp_path):
         guard = Guard(Budget(rate_limits=limits), sinks=[sink], clock=ManualClock())
         for name in ("search", "search", "fetch", "fetch"):
             guard.admit_tool_calls([ToolCall(name=name, id=name, arguments={})])
+        guard.abort("enough")
+        guard.admit_tool_calls([ToolCall(name="late", arguments={})])
     text = budgetguard("show", log).stdout.decode()
-    assert "refused: 1 velocity" in text
+    assert "refused: 1 velocity, 1 aborted" in text
     assert "delayed by rate limits: 1 calls" in text
 
 

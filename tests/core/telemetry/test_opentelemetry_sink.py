@@ -17,6 +17,7 @@ from budgetguard_core import (
     Guard,
     Mode,
     ModelCall,
+    Refuse,
     Stop,
     TokenUsage,
     ToolCall,
@@ -211,6 +212,18 @@ def test_tool_calls_are_refused_by_what_stopped_the_run(telemetry):
     inner.admit_tool_calls([ToolCall(name="search", arguments={})])
     ((refused, _),) = seen.points("budgetguard.refusals")
     assert refused["budgetguard.reason"] == "aborted"
+
+
+def test_a_call_that_a_correction_answers_is_refused_for_the_loop(telemetry):
+    seen = telemetry()
+    guard = Guard(Budget(tool_quotas={"search": 9}), sinks=[seen.sink])
+    for _ in range(4):
+        (answer,) = guard.admit_tool_calls([ToolCall(name="search", arguments={})])
+        if isinstance(answer, Refuse):
+            break
+        guard.settle_tool_call(answer, result="nothing")
+    ((refused, _),) = seen.points("budgetguard.refusals")
+    assert refused["budgetguard.reason"] == "no_progress"
 
 
 def test_what_is_in_flight_is_reserved(telemetry):
