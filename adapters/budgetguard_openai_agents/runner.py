@@ -6,6 +6,7 @@ from typing import Any
 
 from agents import (
     Agent,
+    ItemHelpers,
     RunHooks,
     Runner,
     RunResult,
@@ -15,7 +16,7 @@ from agents import (
 )
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
-from budgetguard_core.kit import Envelope, EnvelopeOptions, outcome_of
+from budgetguard_core.kit import Envelope, EnvelopeOptions, outcome_of, part
 from budgetguard_openai_agents._history import SyntheticMessage
 from budgetguard_openai_agents.hooks import BudgetHooks
 
@@ -108,16 +109,33 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
 
     With `conversation_id` or `previous_response_id` the server waits for the results of the last
     tool calls; send them before the user's next words:
-    `Runner.run(agent, [*unsent_input(result), message], conversation_id=...)`.
+    `Runner.run(agent, [*unsent_input(result), message], conversation_id=...)`. Of a run that was
+    stopped before its model answered, it is all that the run was given.
     """
     unsent: list[TResponseInputItem] = []
+    waiting: set[Any] = set()
+    if result.raw_responses:
+        output = result.raw_responses[-1].output
+        waiting = {_id_of(raw) for raw in output if not _is_answer(raw)}
+        waiting -= {_id_of(raw) for raw in output if _is_answer(raw)}
     for item in reversed(result.new_items):
         if isinstance(item, SyntheticMessage):
             continue
-        if item.type not in ("tool_call_output_item", "handoff_output_item"):
+        raw = item.raw_item
+        if item.type != "input_item" and not (_is_answer(raw) and _id_of(raw) in waiting):
             break
         unsent.insert(0, item.to_input_item())
-    return unsent
+    given = () if result.raw_responses else ItemHelpers.input_to_new_input_list(result.input)
+    return [*given, *unsent]
+
+
+def _is_answer(raw: Any) -> bool:
+    """Tell whether an item is the result of a call, or what was said to the request for one."""
+    return str(part(raw, "type")).endswith(("_output", "_response"))
+
+
+def _id_of(raw: Any) -> Any:
+    return part(raw, "call_id") or part(raw, "approval_request_id") or part(raw, "id")
 
 
 def _hooks(

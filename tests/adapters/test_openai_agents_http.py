@@ -243,6 +243,30 @@ async def test_a_conversation_that_the_server_keeps_goes_on(provider, client, mo
 
 
 @modes
+async def test_what_a_conversation_was_not_told_before_its_run_was_stopped_is_unsent(
+    provider, client, mode
+):
+    agent = agent_of("responses", client, tool("search", []))
+    kept = {"conversation_id": "conv_1"}
+    result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1)), **kept)
+    stopped = Guard(Budget())
+    stopped.abort("enough for today")
+    given = [*unsent_input(result), {"role": "user", "content": "Go on."}]
+    result = await go(mode, agent, given, hooks=BudgetHooks(stopped), **kept)
+    assert (outcome(result).stop_reason, len(provider.requests)) == (StopReason.ABORTED, 1)
+    provider.texts = {1: "Here you are."}
+    given = [*unsent_input(result), {"role": "user", "content": "Please."}]
+    again = await go(mode, agent, given, hooks=BudgetHooks(Budget()), **kept)
+    assert again.final_output == "Here you are."
+    sent = provider.requests[-1]["input"]
+    assert [item.get("content", item.get("call_id")) for item in sent] == [
+        "call_0_0",
+        "Go on.",
+        "Please.",
+    ]
+
+
+@modes
 async def test_a_chain_of_responses_goes_on_from_its_state(provider, client, mode):
     bodies: list[str] = []
     agent = agent_of("responses", client, tool("search", bodies))
