@@ -75,7 +75,7 @@ def partial_result(
         _last_agent=data.last_agent,
         max_turns=options.get("max_turns"),
     )
-    _seams.complete_result(result, options)
+    _seams.complete_result(result, _seams.kept_by_server(given, options))
     return result
 
 

@@ -44,7 +44,6 @@ from budgetguard_openai_agents._stream import StreamEnding
 from budgetguard_openai_agents._tools import noted
 
 _LOCK = threading.Lock()
-_SERVER_SIDE = ("conversation_id", "previous_response_id", "auto_previous_response_id")
 
 
 class BoundedHooks(RunHooks[Any]):
@@ -203,12 +202,19 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     """
     hooks = options.get("hooks")
     guard = current_guard()
+    if guard is None and not isinstance(hooks, BoundedHooks):
+        return None, given
+    kept = _seams.kept_by_server(given, options)
+    if kept and isinstance(given, RunState) and _seams.is_unanswered(given):
+        # The SDK takes it that its server has what such a run was given.
+        options |= kept
+        if options.get("context") is None:
+            options["context"] = _seams.context_of(given)
+        given = _seams.input_of(given)
     if isinstance(hooks, BoundedHooks):
         run, given = _opened(hooks, given, options)
-    elif guard is not None:
-        run = Envelope(budget=guard).open()
     else:
-        return None, given
+        run = Envelope(budget=guard).open()
     goes_on = isinstance(given, RunState)
     if goes_on:
         agent = _seams.agent_of(given, agent)
@@ -217,7 +223,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
         agent,
         config_of(options.get("run_config")),
-        server_side=any(options.get(name) for name in _SERVER_SIDE),
+        server_side=bool(kept),
     )
     if not recorder.is_off:
         options["run_config"] = bounded_config(options.get("run_config"), recorder)
@@ -233,7 +239,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         # The SDK's default is no decision of the user's.
         options["max_turns"] = None
     run.guard.start()
-    return recorder, given
+    return recorder, cast("Any", given)
 
 
 def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[Run, Any]:
@@ -251,7 +257,7 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     fresh = resume is hooks.resume
     if isinstance(resume, str):
         resume, leg = _loaded(envelope, resume)
-        if not goes_on and not any(options.get(name) for name in ("session", *_SERVER_SIDE)):
+        if not (goes_on or options.get("session") or _seams.kept_by_server(given, options)):
             # Who keeps the conversation elsewhere has it already.
             given = [*resume.messages, *ItemHelpers.input_to_new_input_list(given)]
     spoke = not goes_on and _is_user_turn(given)

@@ -61,12 +61,16 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "run_loop_task",
     ),
     RunState: (
+        "_auto_previous_response_id",
         "_context",
+        "_conversation_id",
         "_current_agent",
         "_current_step",
         "_generated_items",
         "_last_processed_response",
+        "_model_responses",
         "_original_input",
+        "_previous_response_id",
         "_session_items",
         "_tool_input_guardrail_results",
     ),
@@ -219,16 +223,16 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
 # Results and states
 
 
-def complete_result(result: Any, options: dict[str, Any]) -> None:
+def complete_result(result: Any, kept: dict[str, Any]) -> None:
     """Set what `to_state` goes on from, as the SDK does on the results that it builds."""
     result._model_input_items = list(result.new_items)
     result._current_turn = len(result.raw_responses)
     result._original_input = copy.copy(result.input)
     result._current_step_for_state = _again()
-    result._conversation_id = options.get("conversation_id")
-    if options.get("previous_response_id") or options.get("auto_previous_response_id"):
+    result._conversation_id = kept.get("conversation_id")
+    if kept.get("previous_response_id") or kept.get("auto_previous_response_id"):
         result._previous_response_id = result.last_response_id
-        result._auto_previous_response_id = bool(options.get("auto_previous_response_id"))
+        result._auto_previous_response_id = bool(kept.get("auto_previous_response_id"))
 
 
 def drop_items(result: Any, places: set[int]) -> None:
@@ -271,6 +275,21 @@ def input_of(state: Any) -> list[Any]:
 def items_of(state: Any) -> list[RunItem]:
     """Return what a run that goes on has brought so far."""
     return list(state._session_items or state._generated_items)
+
+
+def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return how a run names the conversation that its server keeps; nothing without one."""
+    names = ("conversation_id", "previous_response_id", "auto_previous_response_id")
+    kept = {name: options.get(name) for name in names}
+    if isinstance(given, RunState):
+        state = cast("Any", given)
+        kept = {name: kept[name] or getattr(state, f"_{name}") for name in names}
+    return {name: value for name, value in kept.items() if value}
+
+
+def is_unanswered(state: Any) -> bool:
+    """Tell whether no model has answered in a run that goes on."""
+    return not state._model_responses
 
 
 def guardrail_results_of(state: Any) -> list[Any]:

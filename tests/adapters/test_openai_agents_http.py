@@ -19,7 +19,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core import Budget, FinalizeReserve, Guard, StopReason
 from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, go, tool, unpaired
@@ -264,6 +264,49 @@ async def test_what_a_conversation_was_not_told_before_its_run_was_stopped_is_un
         "Go on.",
         "Please.",
     ]
+
+
+@modes
+@pytest.mark.parametrize(
+    "kept", [{"conversation_id": "conv_1"}, {"auto_previous_response_id": True}]
+)
+async def test_the_state_of_a_stopped_run_knows_the_servers_conversation(
+    provider, client, mode, kept
+):
+    agent = agent_of("responses", client, tool("search", [], needs_approval=True))
+    paused = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1)), **kept)
+    state = paused.to_state()
+    state.approve(state.get_interruptions()[0])
+    reserve = Budget(max_iterations=1, finalize_reserve=FinalizeReserve(tokens=4000))
+    stopped = await go(mode, agent, state, hooks=BudgetHooks(reserve))
+    assert (outcome(stopped).status, len(provider.requests)) == ("terminated", 1)
+    provider.texts = dict.fromkeys(range(1, 9), "Here you are.")
+    again = await go(mode, agent, stopped.to_state(), hooks=BudgetHooks(Budget()))
+    assert again.final_output == "Here you are."
+    assert [item["call_id"] for item in provider.requests[-1]["input"]] == ["call_0_0"]
+
+
+@modes
+async def test_a_state_that_no_model_has_answered_to_is_sent_to_the_servers_conversation(
+    provider, client, mode
+):
+    agent = agent_of("responses", client)
+    stopped = Guard(Budget())
+    stopped.abort("enough for today")
+    seen: list[Any] = []
+
+    class Seeing(BudgetHooks):
+        async def on_agent_start(self, context, agent):
+            seen.append(context.context)
+
+    result = await go(
+        mode, agent, conversation_id="conv_1", context="mine", hooks=BudgetHooks(stopped)
+    )
+    provider.texts = {0: "Here you are."}
+    again = await go(mode, agent, result.to_state(), hooks=Seeing(Budget()))
+    assert (again.final_output, seen) == ("Here you are.", ["mine"])
+    (request,) = provider.requests
+    assert (request["conversation"], request["input"][0]["content"]) == ("conv_1", "Go.")
 
 
 @modes
