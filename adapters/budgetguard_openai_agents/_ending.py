@@ -60,7 +60,7 @@ def partial_result(
     recorder.withhold()
     kept, closing, responses = _closed(recorder, data.new_items, data.raw_responses)
     items = [*kept, *closing]
-    items += _last(recorder, trip, data.last_agent, items, answer)
+    items += _last(recorder, trip, data.last_agent, items, responses, answer)
     result = RunResult(
         input=data.input,
         new_items=items,
@@ -85,7 +85,7 @@ def close_streamed(
     """Give a streamed result its end; return the items that were added."""
     recorder.withhold()
     kept, closing, responses = _closed(recorder, result.new_items, result.raw_responses)
-    closing += _last(recorder, trip, result.last_agent, [*kept, *closing], answer)
+    closing += _last(recorder, trip, result.last_agent, [*kept, *closing], responses, answer)
     result.raw_responses = responses
     _seams.extend_streamed(result, kept, closing)
     result.final_output = _text_of(closing[-1])
@@ -104,7 +104,12 @@ def history_of(recorder: Recorder, given: Any, data: RunErrorDetails | None) -> 
 
 
 def _last(
-    recorder: Recorder, trip: Trip, agent: Any, items: Sequence[RunItem], answer: str | None
+    recorder: Recorder,
+    trip: Trip,
+    agent: Any,
+    items: Sequence[RunItem],
+    responses: Sequence[Any],
+    answer: str | None,
 ) -> list[SyntheticMessage]:
     """Make the synthetic message; a run above also gets what its sub-agent had said so far.
 
@@ -118,7 +123,7 @@ def _last(
         said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
     metadata = synthetic_metadata(run.guard, trip, finalized=answer is not None)
-    return [synthetic_message(agent, text, metadata)]
+    return [synthetic_message(agent, text, metadata, responses)]
 
 
 def is_answered(recorder: Recorder, result: Any) -> bool:

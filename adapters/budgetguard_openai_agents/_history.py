@@ -18,6 +18,7 @@ from agents import (
     MCPListToolsItem,
     MessageOutputItem,
     ModelResponse,
+    OpenAIChatCompletionsModel,
     ReasoningItem,
     RunItem,
     ToolCallItem,
@@ -83,9 +84,14 @@ class SyntheticMessage(MessageOutputItem):
 
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     """`synthetic`, `stop_reason` and `run_id`. They stay here: no provider accepts them."""
+    is_of_chat: bool = False
+    """The model that was at work gives no ids."""
 
     def to_input_item(self) -> TResponseInputItem:
-        """Return the message in the short form, without an id that no provider has given."""
+        """Return the message in the short form, without an id; as the SDK has those of chats."""
+        if self.is_of_chat:
+            # For a chat completion the SDK (0.24) cannot read the short form once it was in JSON.
+            return super().to_input_item()
         return {"role": "assistant", "content": ItemHelpers.text_message_output(self)}
 
 
@@ -193,16 +199,22 @@ def picture_of(text: str) -> str:
     return _OUTCOME_UNKNOWN if text == OUTCOME_UNKNOWN else _NOT_EXECUTED
 
 
-def synthetic_message(agent: Agent[Any], text: str, metadata: dict[str, Any]) -> SyntheticMessage:
+def synthetic_message(
+    agent: Agent[Any], text: str, metadata: dict[str, Any], responses: Sequence[ModelResponse]
+) -> SyntheticMessage:
     """Make the last message of a run that was stopped."""
     message = ResponseOutputMessage(
-        id=f"msg_{metadata['run_id']}",
+        id=_seams.NO_ID,
         type="message",
         role="assistant",
         status="completed",
         content=[ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])],
     )
-    return SyntheticMessage(agent=agent, raw_item=message, metadata=metadata)
+    output = [item for response in responses for item in response.output]
+    is_of_chat = any(part(item, "id") == _seams.NO_ID for item in output) or (
+        not output and isinstance(agent.model, OpenAIChatCompletionsModel)
+    )
+    return SyntheticMessage(agent=agent, raw_item=message, metadata=metadata, is_of_chat=is_of_chat)
 
 
 def closing_items(

@@ -25,10 +25,13 @@ from agents import (
 )
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
+from agents.models.fake_id import FAKE_RESPONSES_ID
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
 
+NO_ID = FAKE_RESPONSES_ID
+"""The id of a message that no provider has given one: the SDK sends it to none."""
 _SUPPORTED = "openai-agents>=0.22.3,<1"
 
 # From 0.24 on the runner closes the model provider that it made for a run without a

@@ -17,7 +17,7 @@ from agents import (
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, outcome_of, part
-from budgetguard_openai_agents._history import SyntheticMessage
+from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents.hooks import BudgetHooks
 
 _OF_THE_BUDGET = frozenset({*EnvelopeOptions.__annotations__, "resume"})
@@ -119,9 +119,9 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
         waiting = {_id_of(raw) for raw in output if not _is_answer(raw)}
         waiting -= {_id_of(raw) for raw in output if _is_answer(raw)}
     for item in reversed(result.new_items):
-        if isinstance(item, SyntheticMessage):
-            continue
         raw = item.raw_item
+        if part(raw, "id") == _seams.NO_ID:
+            continue  # a synthetic message, of this run or of the one that it went on from
         if item.type != "input_item" and not (_is_answer(raw) and _id_of(raw) in waiting):
             break
         unsent.insert(0, item.to_input_item())

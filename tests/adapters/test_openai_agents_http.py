@@ -16,6 +16,7 @@ from agents import (
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
+    RunState,
 )
 from openai import AsyncOpenAI
 
@@ -280,10 +281,16 @@ async def test_the_state_of_a_stopped_run_knows_the_servers_conversation(
     reserve = Budget(max_iterations=1, finalize_reserve=FinalizeReserve(tokens=4000))
     stopped = await go(mode, agent, state, hooks=BudgetHooks(reserve))
     assert (outcome(stopped).status, len(provider.requests)) == ("terminated", 1)
+    refused = Guard(Budget())
+    refused.abort("enough for today")
+    state = await RunState.from_json(agent, stopped.to_state().to_json())
+    stopped = await go(mode, agent, state, hooks=BudgetHooks(refused))
+    assert [item["call_id"] for item in unsent_input(stopped)] == ["call_0_0"]
     provider.texts = dict.fromkeys(range(1, 9), "Here you are.")
     again = await go(mode, agent, stopped.to_state(), hooks=BudgetHooks(Budget()))
     assert again.final_output == "Here you are."
-    assert [item["call_id"] for item in provider.requests[-1]["input"]] == ["call_0_0"]
+    sent = provider.requests[-1]["input"]
+    assert [item["call_id"] for item in sent if "call_id" in item] == ["call_0_0"]
 
 
 @modes
