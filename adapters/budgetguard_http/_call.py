@@ -273,6 +273,8 @@ class Call:
         ended = trip or self.run.check() or self.run.guard.trip
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
+        if self._conversation is not None:
+            self._conversation.missed(self.posted.wire, self.posted.body)
         return Refusal(self.run, self.posted, ended, is_side_call=False)
 
     @property
@@ -324,7 +326,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         trip = opened.trip
         refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.conversations.stopped(conversation, trip, wire, refusal.text)
+            traffic.conversations.stopped(conversation, trip, wire, body, refusal.text)
         return refusal
     return Call(run, opened, posted, policy, traffic, conversation, len(turns))
 

@@ -45,6 +45,8 @@ class Conversation:
         admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
         wire: The format of that.
+        body: The last request.
+        unsent: Of a request that was refused, what the provider has not seen.
     """
 
     # What many have in common is the class's: one is made for each that begins.
@@ -60,12 +62,19 @@ class Conversation:
     admitted_by: Run | None = None
     final: str | None = None
     wire: Wire | None = None
+    body: Body
+    unsent: Sequence[Any] = ()
 
     def __init__(self, head: bytes) -> None:
         self.head = head
         self.prompt = Prompt()
         self.pending: list[OpenToolCall] = []
         self.untold: list[tuple[ToolCall | None, str]] = []
+
+    def missed(self, wire: Wire, body: Body) -> None:
+        """Note a request that got no answer: one that goes on where the provider keeps the rest."""
+        if wire.follows(body) is not None or not self.length:
+            self.unsent = wire.turns(body)
 
 
 class Conversations:
@@ -99,8 +108,9 @@ class Conversations:
                 self._keep(found)
         if found is None:
             found = Conversation(head)
-            found.turns = turns
+            found.body, found.turns = body, turns
             return found
+        found.body = body
         self._settle(found, results)
         if not results:
             self._spoken(found, wire, turns)
@@ -144,10 +154,10 @@ class Conversations:
                 conversation.pending.append(call)
             elif stays:
                 run.finished(call, "given")
-            elif call.trip is None:
+            else:
                 conversation.untold.append((call.call, call.refusal or NOT_AVAILABLE))
-            elif run is not self._run:
-                self.trip = self.trip or call.trip
+                if run is not self._run:
+                    self.trip = self.trip or call.trip
         return kept
 
     def seat(self, conversation: Conversation) -> Run:
@@ -193,8 +203,19 @@ class Conversations:
         """Return the last answer: what a conversation said last, or was stopped with."""
         return None if self.latest is None else self.latest.final
 
-    def stopped(self, conversation: Conversation, trip: Trip, wire: Wire, text: str) -> None:
+    def unsent_input(self) -> list[Any]:
+        """Return what the provider lacks of the conversation that was heard of last."""
+        latest = self.latest
+        if latest is None or latest.wire is None:
+            return []
+        refused = [(call, text) for call, text in latest.untold if call is not None]
+        return [*latest.wire.outputs(latest.body, refused), *latest.unsent]
+
+    def stopped(
+        self, conversation: Conversation, trip: Trip, wire: Wire, body: Body, text: str
+    ) -> None:
         """Note that a conversation was refused its next call, and with which text."""
+        conversation.missed(wire, body)
         conversation.final, conversation.wire = text, wire
         if conversation.run is not None and conversation.run is not self._run:
             self.trip = self.trip or trip

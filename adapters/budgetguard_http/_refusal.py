@@ -75,7 +75,8 @@ class Refusal:
         model = posted.model or ""
         if not (self._is_side_call or wire.wants_form(body)):
             if posted.is_streamed:
-                events = wire.synthetic_stream(model, self.text, mark)
+                made = wire.synthetic_stream(model, self.text, mark)
+                events = [(name, wire.placed(data, body)) for name, data in made]
                 frames = event_stream_at(posted.path)
                 if events and frames is not None:
                     stream = b"".join(map(frames.write, events))
@@ -85,6 +86,7 @@ class Refusal:
                     return 200, {**headers, "content-type": "text/event-stream"}, written
             whole = wire.synthetic(model, self.text, mark)
             if whole is not None:
+                whole = wire.placed(whole, body)
                 return 200, {**headers, "content-type": "application/json"}, _json(whole)
         error = {"message": _ERROR, "type": "run_stopped", "code": "run_stopped"}
         headers["content-type"] = "application/json"

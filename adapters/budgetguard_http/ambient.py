@@ -170,6 +170,20 @@ class bounded_clients:
             raise AdapterError("a block has an outcome when it has ended. Ask after the block.")
         return self._run.outcome
 
+    def unsent_input(self) -> list[Any]:
+        """List what OpenAI lacks of the conversation that it keeps, after a stop.
+
+        With `previous_response_id` or `conversation` it waits for the results that the refused
+        request had, and for those of calls that were taken out of its answer. Send them before the
+        user's next words: `input=[*block.unsent_input(), message]`, with the `id` of the last
+        reply, which is that of the last response that OpenAI has made. Of several conversations it
+        is the one that was heard of last.
+
+        Raises:
+            AdapterError: The block was not entered.
+        """
+        return traffic_of(self.run).conversations.unsent_input()
+
     def __enter__(self) -> Self:
         run = self._run = own(self._envelope.open())
         _POLICIES[run] = self._policy

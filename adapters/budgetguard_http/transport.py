@@ -50,6 +50,11 @@ class Bounded:
         run = self._runs.outside
         return None if run is None else run.outcome
 
+    def unsent_input(self) -> list[Any]:
+        """List what OpenAI lacks of the conversation that it keeps; as `bounded_clients` has it."""
+        run = self._runs.outside
+        return [] if run is None else traffic_of(run).conversations.unsent_input()
+
     def _end(self) -> None:
         run = self._runs.outside
         if run is not None and run.outcome is None:

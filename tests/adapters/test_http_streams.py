@@ -57,7 +57,7 @@ class Pieces(httpx2.SyncByteStream):
         yield from self.pieces
 
 
-def exchange(pieces, *, encoding=None, budget=None, ask=ASK):
+def exchange(pieces, *, encoding=None, budget=None, ask=ASK, url=URL):
     """Send a request through the seam; return what its client reads, and the outcome."""
     headers = {"content-type": "text/event-stream; charset=utf-8"}
     if encoding:
@@ -70,7 +70,7 @@ def exchange(pieces, *, encoding=None, budget=None, ask=ASK):
         budget or Budget(loop_detection=None), httpx2.MockTransport(answer), ask_for_usage=False
     )
     with httpx2.Client(transport=transport) as client:
-        content = client.post(URL, json=ask).content
+        content = client.post(url, json=ask).content
     return content, transport.outcome
 
 
@@ -236,6 +236,43 @@ def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     content, outcome = exchange([lines], budget=budget)
     assert said_in(content) == ("", 2)
     assert outcome.tool_calls[0].name == "shell"
+
+
+@pytest.mark.parametrize(
+    ("told", "last"),
+    [
+        (("added", "done"), "whole"),
+        (("added",), "whole"),
+        (("done",), "whole"),
+        ((), "whole"),
+        (("added", "done"), "head"),
+        (("done",), "head"),
+    ],
+    ids=["all", "begun", "done", "the last", "all but the last", "nothing but done"],
+)
+def test_calls_of_a_response_are_bounded_whichever_of_its_events_a_server_sends(told, last):
+    calls = [
+        {"type": "function_call", "id": f"fc_{n}", "call_id": f"c{n}", "name": "read_file"}
+        for n in range(3)
+    ]
+    calls = [{**call, "arguments": "{}", "status": "completed"} for call in calls]
+    sent = [
+        {"type": f"response.output_item.{one}", "output_index": n, "item": call}
+        for n, call in enumerate(calls)
+        for one in told
+    ]
+    response = {"id": "resp_1", "model": "gpt-4o", "output": calls if last == "whole" else []}
+    sent.append({"type": "response.completed", "response": response})
+    ask = {"model": "gpt-4o", "input": "go", "stream": True}
+    content, outcome = exchange(
+        [written(map(json.dumps, sent))],
+        budget=Budget(max_tool_calls=2, loop_detection=None),
+        ask=ask,
+        url="http://provider/v1/responses",
+    )
+    assert outcome.usage.tool_calls == 2
+    got = {call["call_id"] for call in calls if call["call_id"] in content.decode()}
+    assert got == {"c0", "c1"}
 
 
 def test_what_was_written_of_a_call_is_charged_where_its_stream_breaks():

@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from budgetguard_core import ToolCall
+from budgetguard_http.wires.synthetic_response import (
+    MESSAGE_ID,
+    message_events,
+    message_of,
+    numbered,
+    response_of,
+)
 from budgetguard_http.wires.wire import (
     MARK,
     NOTHING_LEFT,
-    SYNTHETIC_ID,
     Answer,
     Ask,
     Body,
@@ -110,14 +116,18 @@ class OpenAIResponses(Wire):
         """Put in outputs where the provider keeps the conversation."""
         if self.follows(body) is None:
             return False
+        body["input"] = [*self.outputs(body, refused), *self.turns(body)]
+        return True
+
+    def outputs(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> list[Body]:
+        """Return outputs, of the kinds that the request's tools have."""
         tools = map(record, items(body.get("tools")))
         kinds = {tool.get("name"): tool.get("type") for tool in tools}
-        outputs: list[Body] = []
+        found: list[Body] = []
         for call, text in refused:
             kind = "custom_tool" if kinds.get(call.name) == "custom" else "function"
-            outputs.append({"type": f"{kind}_call_output", "call_id": call.id, "output": text})
-        body["input"] = [*outputs, *self.turns(body)]
-        return True
+            found.append({"type": f"{kind}_call_output", "call_id": call.id, "output": text})
+        return found
 
     def wants_form(self, body: Body) -> bool:
         """Tell whether JSON is asked for, or a certain tool's call."""
@@ -156,7 +166,7 @@ class OpenAIResponses(Wire):
         if not any(kept) and not any(
             record(one).get("type") == "message" for one in body["output"]
         ):
-            body["output"].append(_message(text))
+            body["output"].append(message_of(text))
         return body
 
     def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
@@ -166,14 +176,23 @@ class OpenAIResponses(Wire):
 
     def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return a response without usage."""
-        return {**_response(model, [_message(text)]), MARK: dict(mark)}
+        return {**response_of(model, [message_of(text)]), MARK: dict(mark)}
 
     def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
         """Return the events of such a response."""
         response = self.synthetic(model, text, mark)
         begun: Body = {**response, "status": "in_progress", "output": []}
-        events: list[Event] = [("response.created", {"response": begun}), *_message_events(0, text)]
-        return _numbered([*events, ("response.completed", {"response": response})], 0)
+        events: list[Event] = [("response.created", {"response": begun}), *message_events(0, text)]
+        return numbered([*events, ("response.completed", {"response": response})], 0)
+
+    def placed(self, made: Body, body: Body) -> Body:
+        """Give it the id of the response that the request follows: the provider goes on there."""
+        before = text_or_none(body.get("previous_response_id"))
+        if before is None:
+            return made
+        if "response" in made:
+            return {**made, "response": {**made["response"], "id": before}}
+        return {**made, "id": before} if "output" in made else made
 
 
 class ResponsesEditor(Editor):
@@ -182,12 +201,14 @@ class ResponsesEditor(Editor):
     def __init__(self, wire: OpenAIResponses, answer: Answer, ask: Ask | None, model: str) -> None:
         super().__init__(answer, ask)
         self._wire = wire
-        self._response: Body = _response(model, [])
+        self._response: Body = response_of(model, [])
         self._items: dict[int, Body] = {}
         """The items that the reader has got, by their places; those in `_open` not to their end."""
         self._open: set[int] = set()
         self._open_parts: dict[int, list[str]] = {}
         """What was said in the last part of each item that is open."""
+        self._done: dict[int, Body] = {}
+        """The items that are whole, held back or not, by their places."""
         self._held: list[Event] = []
         self._sent = 0
 
@@ -205,16 +226,21 @@ class ResponsesEditor(Editor):
             self.answer.says(data.get("delta"))
         elif kind.endswith(".delta"):
             self.answer.writes(data.get("delta"))
-        starts = kind == "response.output_item.added" and _is_local(data)
+        if kind == "response.output_item.done":
+            self._done[data.get("output_index") or 0] = record(data.get("item"))
         if kind in _ENDS:
             self.is_settled = True
+            response = record(data.get("response"))
+            if not response.get("output"):
+                # Some servers end with the head of the response alone.
+                response = {**response, "output": [self._done[n] for n in sorted(self._done)]}
             fresh = Answer()
             fresh.text, fresh.said = self.answer.text, self.answer.said
-            self._wire.read(record(data.get("response")), fresh)
+            self._wire.read(response, fresh)
             self._take_over(fresh)
-            if self._held:
-                return self._released(name, data)
-        elif self.ask is not None and (self._held or starts):
+            if self._held or (self.ask is not None and fresh.calls):
+                return self._released(name, data, response)
+        elif self.ask is not None and (self._held or _is_local(data)):
             self._held.append((name, data))
             return []
         number = data.get("sequence_number")
@@ -258,10 +284,10 @@ class ResponsesEditor(Editor):
         done = [self._items[place] for place in sorted(self._items)]
         done = [item for item in done if not _is_call(item)]
         if not any(item.get("type") == "message" for item in done):
-            events += _message_events(max(self._items, default=-1) + 1, text)
-            done.append(_message(text))
+            events += message_events(max(self._items, default=-1) + 1, text)
+            done.append(message_of(text))
         response = {**self._response, "status": "completed", "output": done}
-        return _numbered([*events, ("response.completed", {"response": response})], self._sent)
+        return numbered([*events, ("response.completed", {"response": response})], self._sent)
 
     def _finished(self, place: int, item: Body, text: str) -> list[Event]:
         """Finish a message that was begun, with a text where nothing was said."""
@@ -294,8 +320,7 @@ class ResponsesEditor(Editor):
         answer.usage, answer.model, answer.id = whole.usage, whole.model, whole.id
         answer.is_cut, answer.calls, answer.hosted = whole.is_cut, whole.calls, whole.hosted
 
-    def _released(self, name: str, last: Body) -> list[Event]:
-        response = record(last.get("response"))
+    def _released(self, name: str, last: Body, response: Body) -> list[Event]:
         places = [n for n, one in enumerate(items(response.get("output"))) if _is_call(one)]
         kept = self.ask(self.answer.calls) if self.ask is not None else [True] * len(places)
         dropped = {place for place, stays in zip(places, kept, strict=True) if not stays}
@@ -310,13 +335,11 @@ class ResponsesEditor(Editor):
         self._held = []
         if dropped:
             response = self._wire.keep(response, kept, NOTHING_LEFT)
+            last = {**last, "response": response}
             output = items(response.get("output"))
-            if output and output[-1].get("id") == _MESSAGE_ID:
-                events += _message_events(len(output) - 1, NOTHING_LEFT)
-        return _numbered([*events, (name, {**last, "response": response})], self._sent)
-
-
-_MESSAGE_ID: Final = f"msg_{SYNTHETIC_ID}"
+            if output and output[-1].get("id") == MESSAGE_ID:
+                events += message_events(len(output) - 1, NOTHING_LEFT)
+        return numbered([*events, (name, last)], self._sent)
 
 
 def _conversation(body: Body) -> str | None:
@@ -343,57 +366,3 @@ def _call(item: Body, *, hosted: bool = False) -> ToolCall:
         id=text_or_none(item.get("call_id")) or text_or_none(item.get("id")),
         kind="hosted" if hosted else "function",
     )
-
-
-def _message(text: str) -> Body:
-    part: Body = {"type": "output_text", "text": text, "annotations": []}
-    return {
-        "type": "message",
-        "id": _MESSAGE_ID,
-        "role": "assistant",
-        "status": "completed",
-        "content": [part],
-    }
-
-
-def _response(model: str, output: list[Body]) -> Body:
-    return {
-        "id": f"resp_{SYNTHETIC_ID}",
-        "object": "response",
-        "created_at": 0,
-        "status": "completed",
-        "model": model,
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "metadata": {},
-        "temperature": None,
-        "top_p": None,
-        "usage": None,
-    }
-
-
-def _message_events(place: int, text: str) -> list[Event]:
-    message = _message(text)
-    at = {"item_id": _MESSAGE_ID, "output_index": place, "content_index": 0}
-    empty: Body = {"type": "output_text", "text": "", "annotations": []}
-    begun: Body = {**message, "status": "in_progress", "content": []}
-    return [
-        ("response.output_item.added", {"output_index": place, "item": begun}),
-        ("response.content_part.added", {**at, "part": empty}),
-        ("response.output_text.delta", {**at, "delta": text, "logprobs": []}),
-        ("response.output_text.done", {**at, "text": text, "logprobs": []}),
-        ("response.content_part.done", {**at, "part": message["content"][0]}),
-        ("response.output_item.done", {"output_index": place, "item": message}),
-    ]
-
-
-def _numbered(events: Sequence[Event], first: int) -> list[Event]:
-    return [
-        (name, {**data, "type": data.get("type") or name, "sequence_number": number})
-        for number, (name, data) in enumerate(events, first)
-    ]

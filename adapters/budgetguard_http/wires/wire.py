@@ -211,6 +211,16 @@ class Wire(ABC):
         del body, refused
         return False
 
+    def outputs(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> list[Any]:
+        """Return results of calls as turns of their own; none where the format has no such turns.
+
+        Args:
+            body: The request whose answer had the calls.
+            refused: Calls, each with its result.
+        """
+        del body, refused
+        return []
+
     def wants_form(self, body: Body) -> bool:
         """Tell whether the answer has to fit a form, which no synthetic text would."""
         del body
@@ -262,6 +272,11 @@ class Wire(ABC):
     @abstractmethod
     def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
         """Return the same as a stream."""
+
+    def placed(self, made: Body, body: Body) -> Body:
+        """Return a synthetic answer, or an event of one, as that to a certain request."""
+        del body
+        return made
 
 
 # `isinstance`, for values that nothing is known of: the type checkers follow it no further.
