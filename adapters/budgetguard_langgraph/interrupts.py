@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Interrupt
@@ -12,6 +12,10 @@ from budgetguard_langgraph._seams import configuration
 
 TYPE = "budget_exceeded"
 """The `type` in the value of an interrupt that a budget made."""
+ANSWERED: Final = (
+    "Command(resume=...) must answer a question, got a thread that a budget stopped. "
+    "Go on with resume(graph, config, budget)."
+)
 
 
 class BudgetInterrupt(BudgetExceeded, GraphInterrupt):

@@ -265,6 +265,32 @@ def test_a_question_beside_a_stop_inside_of_a_tool_is_answered(way, anew):
     check_request(made.outcomes[-1].messages)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_the_only_question_that_is_seen_beside_a_stop_needs_no_id(mode):
+    """LangGraph wants an id where several interrupts wait; those of a budget nobody has seen."""
+    script = Script([calls(Call("ask", "transfer?"), Call("delegate", "a"), Call("delegate", "b"))])
+
+    @tool
+    def delegate(value: str = "") -> str:
+        """Have another model do it."""
+        return StrictChat(script=script).invoke(value).content
+
+    made = BoundedWay(script, InMemorySaver(), anew=True, tools=(ask, delegate))
+    config, budget = thread(), Budget(max_model_calls=1)
+    asked = made.call(budget, user(), config)
+    assert [one.value for one in asked["__interrupt__"]] == [{"question": "transfer?"}]
+    answer = Command(resume={"decision": "yes"})
+    if mode == "sync":
+        result = made.call(budget, answer, config)
+    else:
+        result = await made.legs(budget)[0].ainvoke(answer, config)
+    assert ASKED == ["transfer?"]
+    assert [one.status for one in made.outcomes] == ["paused", "terminated"]
+    assert result["messages"][2].content == "the person said {'decision': 'yes'}"
+    check_request(result["messages"])
+
+
 @EACH_WAY
 def test_a_pause_is_the_outcome_of_its_result(way):
     made = WAYS[way](Script(asking), InMemorySaver(), anew=False)
