@@ -18,7 +18,7 @@ from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prom
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._seams import GraphCall
-from budgetguard_langgraph.interrupts import is_budget_interrupt
+from budgetguard_langgraph.interrupts import NotRetried, is_budget_interrupt
 
 _REPLIES: Final = 16
 
@@ -127,7 +127,7 @@ class ToolCallInFlight:
     forget: Callable[[], None] = _nothing
 
 
-class Fenced(RunFencedError, GraphBubbleUp):
+class Fenced(RunFencedError, GraphBubbleUp, NotRetried):
     """A run that was resumed elsewhere ends here, of a type that no layer retries or swallows."""
 
 

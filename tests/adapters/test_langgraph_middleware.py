@@ -15,7 +15,7 @@ from langgraph.types import Command
 import langgraph_graphs as graphs
 from budgetguard_core import Budget, Guard
 from budgetguard_core.testing import Call, ProviderError, Reply, Script, calls, says
-from budgetguard_langgraph import BudgetMiddleware, outcome
+from budgetguard_langgraph import BudgetMiddleware, bounded, outcome
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 from langgraph_graphs import StrictChat, check_request, search, sticky, thread, user
 
@@ -46,6 +46,23 @@ def test_summaries_count(order):
     assert main.calls + summaries.calls == 6
     assert summaries.calls > 0
     assert outcome(result).status == "terminated"
+
+
+def test_a_summary_that_a_stop_refuses_is_not_tried_again(monkeypatch):
+    """Their model has retries, with seconds between them."""
+    naps = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", naps.append)
+    main, summaries = sticky(), Script([says("A summary.")])
+    summarize = SummarizationMiddleware(
+        model=ScriptedChat(script=summaries), trigger=("messages", 2), keep=("messages", 2)
+    )
+    agent = bounded(
+        create_agent(ScriptedChat(script=main), [search], middleware=[summarize]),
+        Budget(max_model_calls=1),
+    )
+    result = agent.invoke(user())
+    assert result["stop_reason"] == "max_model_calls"
+    assert (main.calls, summaries.calls, naps) == (1, 0, [])
 
 
 @pytest.mark.sample(2)
