@@ -91,10 +91,18 @@ def is_deferred(graph: Any, task: Any) -> bool:
     return bool(getattr(node, "defer", False))
 
 
-def asked_in(state: StateSnapshot | None) -> tuple[bool, list[Interrupt]]:
-    """Tell whether a budget stopped tasks of a thread, and list what a person is asked in it."""
-    found = [] if state is None else [one for task in state.tasks for one in task.interrupts]
-    questions = [one for one in found if not is_budget_interrupt(one)]
+def asked_in(
+    state: StateSnapshot | None, waiting: Sequence[Interrupt]
+) -> tuple[bool, list[Interrupt]]:
+    """Tell whether a budget stopped tasks of a thread, and list what a person is asked in it.
+
+    Args:
+        state: The thread.
+        waiting: All that waits at its checkpoint: the state has not what tasks of a workflow ask.
+    """
+    shown = [] if state is None else [one for task in state.tasks for one in task.interrupts]
+    found = {one.id: one for one in (*waiting, *shown)}
+    questions = [one for one in found.values() if not is_budget_interrupt(one)]
     return len(questions) < len(found), questions
 
 

@@ -162,17 +162,16 @@ class GraphCall:
         self.graph: Any = frame.f_locals["self"]
         self.config: Any = frame.f_locals.get("config")
 
-    def interrupts(self) -> tuple[bool, list[Any], Any]:
-        """Let go of the call; return whether it is at a breakpoint, interrupts, and checkpoint."""
+    def left(self) -> tuple[bool, list[Any], Any]:
+        """Let go of the call; return whether it is at a breakpoint, its writes, and checkpoint."""
         frame, self._frame = self._frame, None
         loop: Any = None if frame is None else frame.f_locals.get("loop")
         status = str(getattr(loop, "status", "done"))
         place = getattr(loop, "checkpoint_config", None)
         if status == "done":
             return False, [], place
-        writes: Any = getattr(loop, "checkpoint_pending_writes", ())
-        found = [one for write in writes if write[1] == INTERRUPT for one in write[2]]
-        return status.startswith("interrupt_"), found, place
+        writes = list(getattr(loop, "checkpoint_pending_writes", ()))
+        return status.startswith("interrupt_"), writes, place
 
 
 def graph_call() -> GraphCall | None:

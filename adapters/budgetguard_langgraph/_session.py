@@ -159,7 +159,7 @@ class Session:
         Raises:
             AdapterError: A budget stop is to be answered like a person's approval.
         """
-        stops, questions = asked_in(state)
+        stops, questions = asked_in(state, self.thread.waiting)
         if getattr(self.given, "resume", None) is not None and stops:
             self.given = addressed(self.given, questions)
         fresh, leg, answered = False, None, kept is not None
