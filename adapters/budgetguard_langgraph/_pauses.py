@@ -159,7 +159,7 @@ class Thread:
         try:
             saved = self.saver.get_tuple(self.config)
             if saved is not None:
-                self.saver.put_writes(saved.config, _told(outcome), str(uuid.uuid4()))
+                self.saver.put_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
         except Exception as error:
             guard.report("checkpoint", error)
 
@@ -168,7 +168,7 @@ class Thread:
         try:
             saved = await self.saver.aget_tuple(self.config)
             if saved is not None:
-                await self.saver.aput_writes(saved.config, _told(outcome), str(uuid.uuid4()))
+                await self.saver.aput_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
         except Exception as error:
             guard.report("checkpoint", error)
 
@@ -211,12 +211,11 @@ class EndedState(StateSnapshot):
 
 def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
     """Return a state, with the outcome that lies at its checkpoint, if one does."""
-    writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
-    texts = [value for _, channel, value in writes if channel == _ENDED]
+    texts = _ends(saved)
     if not texts:
         return state
     try:
-        outcome = Outcome.model_validate_json(texts[-1])
+        outcome = Outcome.model_validate_json(texts[max(texts)])
     except ValueError:  # written by another release
         return state
     told = EndedState(*state)
@@ -224,8 +223,19 @@ def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
     return told
 
 
-def _told(outcome: Outcome) -> list[tuple[str, Any]]:
-    return [(_ENDED, outcome.model_dump_json(exclude={"messages", "final"}))]
+def _told(outcome: Outcome, saved: Any) -> list[tuple[str, Any]]:
+    text = outcome.model_dump_json(exclude={"messages", "final"})
+    return [(f"{_ENDED}:{max(_ends(saved), default=0) + 1}", text)]
+
+
+def _ends(saved: Any) -> dict[int, str]:
+    """Return how the runs ended that were at a checkpoint; savers keep no order of writes."""
+    writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
+    return {
+        int(channel.removeprefix(_ENDED).lstrip(":") or 0): value
+        for _, channel, value in writes
+        if channel.startswith(_ENDED)
+    }
 
 
 def _writes(guard: Guard, slot: int) -> list[tuple[str, Any]]:

@@ -486,3 +486,15 @@ def test_a_branch_that_was_answered_waits_no_more():
     done = resume(graph, config, Budget())
     assert [one.content for one in done["messages"]] == ["Go.", "yes", "x", "x"]
     assert script.calls == 4
+
+
+def test_the_state_tells_of_the_last_of_several_legs_at_one_checkpoint():
+    """Savers give the writes of a checkpoint in the order of its tasks, and theirs is by chance."""
+    script, saver = Script([says("x")]), InMemorySaver()
+    for _ in range(8):
+        config, told = thread(), []
+        for given in ("Go.", Command(resume="yes")):
+            flow = bounded(asking_flow(script, saver), Budget(max_model_calls=2))
+            flow.invoke(given, config)
+            told.append(outcome(flow.get_state(config)).status)
+        assert told == ["paused", "terminated"]
