@@ -73,7 +73,7 @@ _READ: Final[tuple[tuple[str, str, frozenset[str]], ...]] = tuple(
         ("langgraph.pregel", "Pregel.stream", "self config loop"),
         ("langgraph.pregel", "Pregel.astream", "self config loop"),
         ("langgraph.pregel._loop", "PregelLoop", "status checkpoint_pending_writes"),
-        ("langgraph.pregel._loop", "PregelLoop", "checkpoint_config"),
+        ("langgraph.pregel._loop", "PregelLoop", "checkpoint_config tasks"),
         ("langgraph.pregel._read", "PregelNode", "bound"),
         ("langgraph.types", "PregelExecutableTask", "proc"),
         ("langgraph._internal._runnable", "RunnableSeq.__init__", "steps"),
@@ -170,7 +170,10 @@ class GraphCall:
         place = getattr(loop, "checkpoint_config", None)
         if status == "done":
             return False, [], place
-        writes = list(getattr(loop, "checkpoint_pending_writes", ()))
+        # The calls of a workflow ask nobody: it does, once it has come to their answer.
+        tasks: dict[str, Any] = getattr(loop, "tasks", {})
+        calls = {n for n, one in tasks.items() if one.path[0] == PUSH and one.path[-1] is True}
+        writes = [one for one in loop.checkpoint_pending_writes if one[0] not in calls]
         return status.startswith("interrupt_"), writes, place
 
 
@@ -237,9 +240,7 @@ def close_pending_hooks() -> None:
 
 # Hooks
 
-_AWAITS: Final[str] = _found(
-    "langchain_core.callbacks.manager", "_ahandle_event_for_handler"
-).__name__
+_AWAITS: Any = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__
 
 
 class WaitingHook:

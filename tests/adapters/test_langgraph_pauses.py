@@ -402,7 +402,7 @@ async def test_a_run_at_a_breakpoint_is_not_said_to_be_completed(name, awaited):
     assert "stop_reason" not in result
 
 
-def asking_flow(script, saver):
+def asking_flow(script, saver, *, waits_first=False):
     """A workflow that asks beside one call of a model, and makes two more with the answer."""
     chat = StrictChat(script=script)
 
@@ -416,10 +416,10 @@ def asking_flow(script, saver):
 
     @entrypoint(checkpointer=saver)
     def flow(text):
-        first = think(text)
-        answer = ask_person("sure?").result()
+        first, asked = think(text), ask_person("sure?")
+        answer = first.result() if waits_first else asked.result()
         said = [first.result(), think(answer).result(), think("end").result()]
-        return {"said": said, "answer": answer}
+        return {"said": said, "answer": asked.result()}
 
     return flow
 
@@ -498,3 +498,24 @@ def test_the_state_tells_of_the_last_of_several_legs_at_one_checkpoint():
             flow.invoke(given, config)
             told.append(outcome(flow.get_state(config)).status)
         assert told == ["paused", "terminated"]
+
+
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+def test_a_workflow_that_is_stopped_before_its_question_is_seen_is_stopped(way):
+    """A task has asked, and the workflow has not come to its answer."""
+    script, saver, outcomes = Script([says("x")]), InMemorySaver(), []
+    config, budget = thread(), Guard(Budget(max_model_calls=1))
+    StrictChat(script=script).invoke("Before.", {"callbacks": [BudgetCallback(budget)]})
+    flow, more = asking_flow(script, saver, waits_first=True), {}
+    if way == "bounded":
+        flow = bounded(flow, budget, on_outcome=outcomes.append)
+    else:
+        more = {"callbacks": [BudgetCallback(budget, on_outcome=outcomes.append)]}
+    flow.invoke("Go.", {**config, **more})
+    assert [one.status for one in outcomes] == ["terminated"]
+    again = asking_flow(script, saver, waits_first=True)
+    result = resume(again, config, Budget())
+    assert [one.value for one in result["__interrupt__"]] == [{"question": "sure?"}]
+    done = again.invoke(Command(resume="yes"), config)
+    assert done == {"said": ["x", "x", "x"], "answer": "yes"}
+    assert script.calls == 4
