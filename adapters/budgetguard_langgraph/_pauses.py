@@ -19,6 +19,7 @@ from langgraph.types import Interrupt, StateSnapshot
 from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import remember
 from budgetguard_langgraph._seams import CHECKPOINTER, INTERRUPT, TASK, configuration
+from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 _CHANNEL: Final = "budgetguard"
 _ENDED: Final = "budgetguard:ended"
@@ -64,10 +65,13 @@ class Thread:
 
     Attributes:
         waiting: The interrupts at its checkpoint, once the counters there were looked for.
+        was_stopped: A budget has stopped a task there, which may have finished since; releases of
+            LangGraph before 1.2 have it wait still.
     """
 
     def __init__(self, graph: Any, configurable: Any) -> None:
         self.waiting: list[Interrupt] = []
+        self.was_stopped = False
         self._taken: str | None = None
         saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
         thread_id = configurable.get("thread_id")
@@ -190,6 +194,8 @@ class Thread:
         here = _HERE.pop((*self.key, slot), None)
         writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
         self.waiting = pending(writes)
+        asked = [one for _, channel, value in writes if channel == INTERRUPT for one in value]
+        self.was_stopped = any(is_budget_interrupt(one) for one in asked)
         over = {value for _, channel, value in writes if channel == _OVER}
         texts = [value for _, channel, value in writes if channel == f"{_CHANNEL}:{slot}"]
         texts += [] if here is None else [here]

@@ -160,7 +160,7 @@ class Session:
             AdapterError: A budget stop is to be answered like a person's approval.
         """
         stops, questions = asked_in(state, self.thread.waiting)
-        if getattr(self.given, "resume", None) is not None and stops:
+        if getattr(self.given, "resume", None) is not None and (stops or self.thread.was_stopped):
             self.given = addressed(self.given, questions)
         fresh, leg, answered = False, None, kept is not None
         if kept is None and self.goes_on and state is not None and state.next:

@@ -516,6 +516,6 @@ def test_a_workflow_that_is_stopped_before_its_question_is_seen_is_stopped(way):
     again = asking_flow(script, saver, waits_first=True)
     result = resume(again, config, Budget())
     assert [one.value for one in result["__interrupt__"]] == [{"question": "sure?"}]
-    done = again.invoke(Command(resume="yes"), config)
+    done = bounded(again, Budget()).invoke(Command(resume="yes"), config)
     assert done == {"said": ["x", "x", "x"], "answer": "yes"}
     assert script.calls == 4
