@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from langchain_core.messages import BaseMessage
 from langgraph.channels import LastValue  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.constants import END
-from langgraph.types import Overwrite, StateSnapshot, StateUpdate
+from langgraph.types import Interrupt, Overwrite, StateSnapshot, StateUpdate
 
+from budgetguard_core import AdapterError
 from budgetguard_langgraph._history import held_in, messages_of
 from budgetguard_langgraph._seams import PUSH, ROOT, START
-from budgetguard_langgraph.interrupts import is_budget_interrupt
+from budgetguard_langgraph.interrupts import ANSWERED, is_budget_interrupt
 
+_ID: Final = re.compile("[0-9a-f]{32}")
 FOLD: Final = [StateUpdate(None, END)]
 """Keeps what finished siblings wrote, and schedules nothing."""
 
@@ -87,8 +91,34 @@ def is_deferred(graph: Any, task: Any) -> bool:
     return bool(getattr(node, "defer", False))
 
 
-def stops_of(state: StateSnapshot | None) -> tuple[int, int]:
-    """Count the interrupts of a thread that a budget made, and those that a person answers."""
-    found = [] if state is None else [one for task in state.tasks for one in task.interrupts]
-    stops = sum(is_budget_interrupt(one) for one in found)
-    return stops, len(found) - stops
+def asked_in(
+    state: StateSnapshot | None, waiting: Sequence[Interrupt]
+) -> tuple[bool, list[Interrupt]]:
+    """Tell whether a budget stopped tasks of a thread, and list what a person is asked in it.
+
+    Args:
+        state: The thread.
+        waiting: All that waits at its checkpoint: the state has not what tasks of a workflow ask.
+    """
+    shown = [] if state is None else [one for task in state.tasks for one in task.interrupts]
+    found = {one.id: one for one in (*waiting, *shown)}
+    questions = [one for one in found.values() if not is_budget_interrupt(one)]
+    return len(questions) < len(found), questions
+
+
+def addressed(given: Any, questions: Sequence[Interrupt]) -> Any:
+    """Return an answer with the id of the only question, unless it has ids.
+
+    LangGraph wants it where several interrupts wait, and nobody was shown those of a budget.
+
+    Raises:
+        AdapterError: There is none: a budget stop is to be answered like a person's approval.
+    """
+    if not questions:
+        raise AdapterError(ANSWERED)
+    answer: Any = given.resume
+    if len(questions) > 1 or (
+        isinstance(answer, dict) and all(_ID.fullmatch(str(key)) for key in cast("Any", answer))
+    ):
+        return given
+    return replace(given, resume={questions[0].id: answer})

@@ -105,6 +105,8 @@ def end(
     if trip is not None:
         messages = closing_of(graph_run, trip, messages)
     outcome = conclude(graph_run, messages, trip)
+    if graph_run.thread is not None:
+        graph_run.thread.forget(outcome)
     if isinstance(error, BudgetExceeded):
         error.outcome = outcome if trip is not None else error.outcome or outcome
         return None

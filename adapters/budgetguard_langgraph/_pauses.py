@@ -10,17 +10,20 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Final
 
-from langgraph.checkpoint.base import BaseCheckpointSaver
-from langgraph.types import StateSnapshot
+from langgraph.checkpoint.base import WRITES_IDX_MAP, BaseCheckpointSaver
+from langgraph.types import Interrupt, StateSnapshot
 
 from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import remember
-from budgetguard_langgraph._seams import CHECKPOINTER, TASK, configuration
+from budgetguard_langgraph._seams import CHECKPOINTER, INTERRUPT, TASK, configuration
+from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 _CHANNEL: Final = "budgetguard"
 _ENDED: Final = "budgetguard:ended"
+_OVER: Final = "budgetguard:over"
 _KEPT: Final = 1024
 # Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
 _HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
@@ -41,15 +44,35 @@ def called_with(bound: Any, given: Any) -> dict[str, Any]:
     return {**configuration(), **explicit}
 
 
+def pending(writes: Iterable[Any]) -> list[Interrupt]:
+    """List the interrupts that wait at a checkpoint: those of finished tasks stay in its writes."""
+    listed = list(writes)
+    finished = {task for task, channel, _ in listed if channel not in WRITES_IDX_MAP}
+    return [
+        one
+        for task, channel, value in listed
+        if channel == INTERRUPT and task not in finished
+        for one in value
+    ]
+
+
 class Thread:
     """The thread of one graph run: where its checkpoints are.
 
     Args:
         graph: The graph.
         configurable: The configurable part of the run's configuration.
+
+    Attributes:
+        waiting: The interrupts at its checkpoint, once the counters there were looked for.
+        was_stopped: A budget has stopped a task there, which may have finished since; releases of
+            LangGraph before 1.2 have it wait still.
     """
 
     def __init__(self, graph: Any, configurable: Any) -> None:
+        self.waiting: list[Interrupt] = []
+        self.was_stopped = False
+        self._taken: str | None = None
         saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
         thread_id = configurable.get("thread_id")
         known = isinstance(saver, BaseCheckpointSaver) and thread_id is not None
@@ -125,6 +148,7 @@ class Thread:
             self.keep(guard, slot)
         if slot == 0:
             self.tell(guard, outcome)
+        self.forget(outcome)
 
     async def aleave(self, guard: Guard, outcome: Outcome, slot: int) -> None:
         """Leave how a run ended, and its counters where it waits."""
@@ -132,13 +156,14 @@ class Thread:
             await self.akeep(guard, slot)
         if slot == 0:
             await self.atell(guard, outcome)
+        await self.aforget(outcome)
 
     def tell(self, guard: Guard, outcome: Outcome) -> None:
         """Leave how a run ended at its last checkpoint, without its messages."""
         try:
             saved = self.saver.get_tuple(self.config)
             if saved is not None:
-                self.saver.put_writes(saved.config, _told(outcome), str(uuid.uuid4()))
+                self.saver.put_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
         except Exception as error:
             guard.report("checkpoint", error)
 
@@ -147,13 +172,31 @@ class Thread:
         try:
             saved = await self.saver.aget_tuple(self.config)
             if saved is not None:
-                await self.saver.aput_writes(saved.config, _told(outcome), str(uuid.uuid4()))
+                await self.saver.aput_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
         except Exception as error:
             guard.report("checkpoint", error)
+
+    def forget(self, outcome: Outcome) -> None:
+        """Make nothing of the counters that a stopped run was taken up with: others begin anew."""
+        if self._taken is not None and outcome.status == "terminated":
+            with suppress(Exception):  # a saver that can only be awaited: they are not there
+                saved = self.saver.get_tuple(self.config)
+                self.saver.put_writes(saved.config, [(_OVER, self._taken)], str(uuid.uuid4()))
+
+    async def aforget(self, outcome: Outcome) -> None:
+        """Make nothing of the counters that a stopped run was taken up with: others begin anew."""
+        if self._taken is not None and outcome.status == "terminated":
+            with suppress(Exception):  # the outcome has told of a saver that fails
+                saved, writes = await self.saver.aget_tuple(self.config), [(_OVER, self._taken)]
+                await self.saver.aput_writes(saved.config, writes, str(uuid.uuid4()))
 
     def _newest(self, saved: Any, slot: int) -> Snapshot | None:
         here = _HERE.pop((*self.key, slot), None)
         writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
+        self.waiting = pending(writes)
+        asked = [one for _, channel, value in writes if channel == INTERRUPT for one in value]
+        self.was_stopped = any(is_budget_interrupt(one) for one in asked)
+        over = {value for _, channel, value in writes if channel == _OVER}
         texts = [value for _, channel, value in writes if channel == f"{_CHANNEL}:{slot}"]
         texts += [] if here is None else [here]
         found: list[Snapshot] = []
@@ -162,7 +205,10 @@ class Thread:
                 found.append(Snapshot.from_json(text))
             except (BudgetGuardError, TypeError, ValueError):
                 continue
-        return max(found, key=lambda one: (one.seq, one.call_id), default=None)
+        going = [one for one in found if one.run_id not in over]
+        newest = max(going, key=lambda one: (one.seq, one.call_id), default=None)
+        self._taken = None if newest is None else newest.run_id
+        return newest
 
 
 class EndedState(StateSnapshot):
@@ -171,12 +217,11 @@ class EndedState(StateSnapshot):
 
 def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
     """Return a state, with the outcome that lies at its checkpoint, if one does."""
-    writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
-    texts = [value for _, channel, value in writes if channel == _ENDED]
+    texts = _ends(saved)
     if not texts:
         return state
     try:
-        outcome = Outcome.model_validate_json(texts[-1])
+        outcome = Outcome.model_validate_json(texts[max(texts)])
     except ValueError:  # written by another release
         return state
     told = EndedState(*state)
@@ -184,8 +229,19 @@ def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
     return told
 
 
-def _told(outcome: Outcome) -> list[tuple[str, Any]]:
-    return [(_ENDED, outcome.model_dump_json(exclude={"messages", "final"}))]
+def _told(outcome: Outcome, saved: Any) -> list[tuple[str, Any]]:
+    text = outcome.model_dump_json(exclude={"messages", "final"})
+    return [(f"{_ENDED}:{max(_ends(saved), default=0) + 1}", text)]
+
+
+def _ends(saved: Any) -> dict[int, str]:
+    """Return how the runs ended that were at a checkpoint; savers keep no order of writes."""
+    writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
+    return {
+        int(channel.removeprefix(_ENDED).lstrip(":") or 0): value
+        for _, channel, value in writes
+        if channel.startswith(_ENDED)
+    }
 
 
 def _writes(guard: Guard, slot: int) -> list[tuple[str, Any]]:

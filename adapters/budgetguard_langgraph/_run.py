@@ -16,9 +16,9 @@ from langgraph.errors import GraphBubbleUp
 from budgetguard_core import Budget, ModelCall, RunFencedError, Stop, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt, Run
 from budgetguard_langgraph._asked import AskedCalls, shorten
-from budgetguard_langgraph._pauses import Thread
+from budgetguard_langgraph._pauses import Thread, pending
 from budgetguard_langgraph._seams import GraphCall
-from budgetguard_langgraph.interrupts import is_budget_interrupt
+from budgetguard_langgraph.interrupts import NotRetried, is_budget_interrupt
 
 _REPLIES: Final = 16
 
@@ -127,7 +127,7 @@ class ToolCallInFlight:
     forget: Callable[[], None] = _nothing
 
 
-class Fenced(RunFencedError, GraphBubbleUp):
+class Fenced(RunFencedError, GraphBubbleUp, NotRetried):
     """A run that was resumed elsewhere ends here, of a type that no layer retries or swallows."""
 
 
@@ -306,7 +306,8 @@ class GraphRun:
         """Note that the graph or chain that this run is has ended, and whether it waits."""
         self.leave(error)
         if self.graph_call is not None:
-            at_breakpoint, found, place = self.graph_call.interrupts()
+            at_breakpoint, writes, place = self.graph_call.left()
+            found = pending(writes)
             if self.thread is not None and place is not None:
                 self.thread.moved(place)
             asked = any(not is_budget_interrupt(one) for one in found)

@@ -73,7 +73,7 @@ _READ: Final[tuple[tuple[str, str, frozenset[str]], ...]] = tuple(
         ("langgraph.pregel", "Pregel.stream", "self config loop"),
         ("langgraph.pregel", "Pregel.astream", "self config loop"),
         ("langgraph.pregel._loop", "PregelLoop", "status checkpoint_pending_writes"),
-        ("langgraph.pregel._loop", "PregelLoop", "checkpoint_config"),
+        ("langgraph.pregel._loop", "PregelLoop", "checkpoint_config tasks"),
         ("langgraph.pregel._read", "PregelNode", "bound"),
         ("langgraph.types", "PregelExecutableTask", "proc"),
         ("langgraph._internal._runnable", "RunnableSeq.__init__", "steps"),
@@ -162,17 +162,19 @@ class GraphCall:
         self.graph: Any = frame.f_locals["self"]
         self.config: Any = frame.f_locals.get("config")
 
-    def interrupts(self) -> tuple[bool, list[Any], Any]:
-        """Let go of the call; return whether it is at a breakpoint, interrupts, and checkpoint."""
+    def left(self) -> tuple[bool, list[Any], Any]:
+        """Let go of the call; return whether it is at a breakpoint, its writes, and checkpoint."""
         frame, self._frame = self._frame, None
         loop: Any = None if frame is None else frame.f_locals.get("loop")
         status = str(getattr(loop, "status", "done"))
         place = getattr(loop, "checkpoint_config", None)
         if status == "done":
             return False, [], place
-        writes: Any = getattr(loop, "checkpoint_pending_writes", ())
-        found = [one for write in writes if write[1] == INTERRUPT for one in write[2]]
-        return status.startswith("interrupt_"), found, place
+        # The calls of a workflow ask nobody: it does, once it has come to their answer.
+        tasks: dict[str, Any] = getattr(loop, "tasks", {})
+        calls = {n for n, one in tasks.items() if one.path[0] == PUSH and one.path[-1] is True}
+        writes = [one for one in loop.checkpoint_pending_writes if one[0] not in calls]
+        return status.startswith("interrupt_"), writes, place
 
 
 def graph_call() -> GraphCall | None:
@@ -238,9 +240,7 @@ def close_pending_hooks() -> None:
 
 # Hooks
 
-_AWAITS: Final[str] = _found(
-    "langchain_core.callbacks.manager", "_ahandle_event_for_handler"
-).__name__
+_AWAITS: Any = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__
 
 
 class WaitingHook:

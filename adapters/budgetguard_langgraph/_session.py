@@ -12,7 +12,6 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import (
-    AdapterError,
     Budget,
     BudgetExceeded,
     Outcome,
@@ -26,10 +25,11 @@ from budgetguard_core.kit import Envelope, load_to_resume
 from budgetguard_langgraph import _endings
 from budgetguard_langgraph._closing import (
     FOLD,
+    addressed,
+    asked_in,
     conversation_in,
     conversation_key,
     holds_another,
-    stops_of,
     write,
 )
 from budgetguard_langgraph._history import closed, placed, results_for, unanswered
@@ -49,7 +49,7 @@ from budgetguard_langgraph._seams import (
     with_callback,
 )
 from budgetguard_langgraph._view import View
-from budgetguard_langgraph.callback import ANSWERED, BudgetCallback
+from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
 
 RUN_ID: Final = "budgetguard_run_id"
@@ -159,14 +159,14 @@ class Session:
         Raises:
             AdapterError: A budget stop is to be answered like a person's approval.
         """
-        stops, questions = stops_of(state)
-        if getattr(self.given, "resume", None) is not None and stops and not questions:
-            raise AdapterError(ANSWERED)
+        stops, questions = asked_in(state, self.thread.waiting)
+        if getattr(self.given, "resume", None) is not None and (stops or self.thread.was_stopped):
+            self.given = addressed(self.given, questions)
         fresh, leg, answered = False, None, kept is not None
         if kept is None and self.goes_on and state is not None and state.next:
             kept, leg = self._killed(state)
             fresh = kept is not None and (
-                bool(stops) or kept.trip is not None or kept.parent_run_id is not None
+                stops or kept.trip is not None or kept.parent_run_id is not None
             )
         run = self.terms.envelope.open(
             user_spoke=not self.goes_on,

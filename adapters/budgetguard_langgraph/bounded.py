@@ -54,7 +54,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         parts: Any = None
         try:
             run(self._closed_before(call, opened))
-            parts = self._stream(inner, given, call.config, call.options)
+            parts = self._stream(inner, call.given, call.config, call.options)
             while True:
                 # Not around the yield: what reads the stream is no part of the run.
                 with entered(call.frame):
@@ -117,7 +117,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         bounds = call.graph_run.run
         error: Exception | None = None
         cut: Trip | None = None
-        parts: Any = self._astream(inner, given, call.config, call.options)
+        parts: Any = self._astream(inner, call.given, call.config, call.options)
         cutting = CutShort(bounds)
         try:
             await arun(self._closed_before(call, opened))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Final, Unpack, cast
+from typing import Any, Unpack, cast
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -46,14 +46,7 @@ from budgetguard_langgraph._seams import (
     graph_call,
     probe,
 )
-from budgetguard_langgraph.interrupts import (
-    was_stopped,
-)
-
-ANSWERED: Final = (
-    "Command(resume=...) must answer a question, got a thread that a budget stopped. "
-    "Go on with resume(graph, config, budget)."
-)
+from budgetguard_langgraph.interrupts import ANSWERED, was_stopped
 
 
 def _keys(run_id: UUID, facts: Mapping[str, Any]) -> tuple[RunId, RunId | None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+from langchain_core import exceptions
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Interrupt
 
@@ -12,9 +13,19 @@ from budgetguard_langgraph._seams import configuration
 
 TYPE = "budget_exceeded"
 """The `type` in the value of an interrupt that a budget made."""
+ANSWERED: Final = (
+    "Command(resume=...) must answer a question, got a thread that a budget stopped. "
+    "Go on with resume(graph, config, budget)."
+)
+
+if TYPE_CHECKING:
+    NotRetried = Exception
+else:
+    # What LangChain's retries leave alone, those of its summaries too; older releases have none.
+    NotRetried = getattr(exceptions, "ModelError", Exception)
 
 
-class BudgetInterrupt(BudgetExceeded, GraphInterrupt):
+class BudgetInterrupt(BudgetExceeded, GraphInterrupt, NotRetried):
     """Ends a graph at its next step. The graph itself returns, with its last state.
 
     Where no graph is around it (a bare model, a chain, an `AgentExecutor`) it is raised.
@@ -37,7 +48,7 @@ class BudgetInterrupt(BudgetExceeded, GraphInterrupt):
         return f"{self.trip.reason}: {self.trip.detail}"
 
 
-class BudgetStop(BudgetExceeded, GraphBubbleUp):
+class BudgetStop(BudgetExceeded, GraphBubbleUp, NotRetried):
     """Ends a graph by passing through all of its layers up to the caller (`on_trip="raise"`)."""
 
 

@@ -27,7 +27,8 @@ from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
-_PAST: Final = 8
+_PAST: Final = 32
+_STOP_REASON: Final = "stop_reason"
 
 
 def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any) -> Any:
@@ -177,6 +178,10 @@ def _plan(
             f"resume needs a thread that a budget stopped, got one that {found}. "
             "Give it a new input instead."
         )
+    by_itself = before is not None and _has_ended(before, key)
+    if by_itself:
+        # The middleware has written the end. A step that only was refused left no checkpoint.
+        before = next((one for one in past if one.next and not _has_ended(one, key)), None)
     if before is None or not before.next:
         raise AdapterError(
             "resume needs the checkpoint at which a thread was stopped, got a thread without it. "
@@ -196,7 +201,9 @@ def _plan(
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None
-    if not _was_edited(state, past[past.index(before) - 1], key):
+    if by_itself:
+        left = list(before.tasks)
+    elif not _was_edited(state, past[past.index(before) - 1], key):
         return None, None, before
     if any(is_sent(task) or is_deferred(graph, task) for task in left):
         raise AdapterError(
@@ -204,7 +211,16 @@ def _plan(
             "node to go on with that was changed since. Give it a new input instead."
         )
     goto = sorted(set(open_tasks or before.next))
-    return None, Command(update=[(key, value)], goto=goto), None
+    update = [(key, value)]
+    if by_itself and _STOP_REASON in graph.channels:
+        update.append((_STOP_REASON, None))
+    return None, Command(update=update, goto=goto), None
+
+
+def _has_ended(state: StateSnapshot, key: str | None) -> bool:
+    """Tell whether a checkpoint has the end of a stopped conversation."""
+    messages = conversation_in(state.values, key)
+    return bool(messages) and is_synthetic(messages[-1])
 
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:

@@ -13,9 +13,9 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
 import langgraph_graphs as graphs
-from budgetguard_core import Budget, Guard
+from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.testing import Call, ProviderError, Reply, Script, calls, says
-from budgetguard_langgraph import BudgetMiddleware, outcome
+from budgetguard_langgraph import BudgetMiddleware, aresume, bounded, outcome, resume
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 from langgraph_graphs import StrictChat, check_request, search, sticky, thread, user
 
@@ -46,6 +46,23 @@ def test_summaries_count(order):
     assert main.calls + summaries.calls == 6
     assert summaries.calls > 0
     assert outcome(result).status == "terminated"
+
+
+def test_a_summary_that_a_stop_refuses_is_not_tried_again(monkeypatch):
+    """Their model has retries, with seconds between them."""
+    naps = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", naps.append)
+    main, summaries = sticky(), Script([says("A summary.")])
+    summarize = SummarizationMiddleware(
+        model=ScriptedChat(script=summaries), trigger=("messages", 2), keep=("messages", 2)
+    )
+    agent = bounded(
+        create_agent(ScriptedChat(script=main), [search], middleware=[summarize]),
+        Budget(max_model_calls=1),
+    )
+    result = agent.invoke(user())
+    assert result["stop_reason"] == "max_model_calls"
+    assert (main.calls, summaries.calls, naps) == (1, 0, [])
 
 
 @pytest.mark.sample(2)
@@ -271,3 +288,51 @@ def test_a_sub_agent_with_a_middleware_of_its_own_is_a_part_of_the_run_around():
 
 def test_the_middleware_is_found_without_importing_the_agent_first():
     assert importlib.import_module("budgetguard_langgraph").BudgetMiddleware is BudgetMiddleware
+
+
+class Afterwards(AgentMiddleware):
+    """Has steps behind the model and behind the agent."""
+
+    def after_model(self, state, runtime):
+        return None
+
+    def after_agent(self, state, runtime):
+        return None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("cap", [1, 2, 3])
+@ORDER
+async def test_a_thread_that_the_middleware_ended_is_resumed(order, cap, mode):
+    """The outcome says so, and it is what a bounded graph's thread does."""
+    script = graphs.asks(3)
+    saver, config = InMemorySaver(), thread()
+
+    def agent(budget):
+        middleware = placed(order, BudgetMiddleware(budget), Afterwards())
+        chat = StrictChat(script=script)
+        return create_agent(chat, [search], middleware=middleware, checkpointer=saver)
+
+    result = agent(Budget(max_model_calls=cap)).invoke(user(), config)
+    assert "resume" in outcome(result).resume
+    assert script.calls == cap
+    stopped = Guard()
+    stopped.abort()
+    # A leg that comes no further takes nothing away.
+    assert outcome(resume(agent(Budget()), config, stopped)).stop_reason == "aborted"
+    again = resume(agent(stopped), config, Budget())
+    assert outcome(again).stop_reason == "aborted"
+    check_request(again["messages"])
+    graph = agent(Budget())
+    if mode == "sync":
+        result = resume(graph, config, Budget())
+    else:
+        result = await aresume(graph, config, Budget())
+    assert outcome(result).status == result["stop_reason"] == "completed"
+    assert graph.get_state(config).values["stop_reason"] is None
+    assert script.calls == 4
+    assert graphs.BODIES == ["0", "1", "2"]
+    assert [one.type for one in result["messages"]] == ["human", *["ai", "tool"] * 3, "ai"]
+    with pytest.raises(AdapterError, match="ended by itself"):
+        resume(graph, config, Budget())

@@ -10,13 +10,15 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.func import entrypoint, task
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
 import langgraph_graphs as graphs
 from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_core.events import Event
 from budgetguard_core.testing import Call, ManualClock, Script, calls, says
-from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome
+from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome, resume
 from langgraph_graphs import StrictChat, check_request, search, sticky, thread, user
 
 ASKED: list[str] = []
@@ -265,6 +267,32 @@ def test_a_question_beside_a_stop_inside_of_a_tool_is_answered(way, anew):
     check_request(made.outcomes[-1].messages)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_the_only_question_that_is_seen_beside_a_stop_needs_no_id(mode):
+    """LangGraph wants an id where several interrupts wait; those of a budget nobody has seen."""
+    script = Script([calls(Call("ask", "transfer?"), Call("delegate", "a"), Call("delegate", "b"))])
+
+    @tool
+    def delegate(value: str = "") -> str:
+        """Have another model do it."""
+        return StrictChat(script=script).invoke(value).content
+
+    made = BoundedWay(script, InMemorySaver(), anew=True, tools=(ask, delegate))
+    config, budget = thread(), Budget(max_model_calls=1)
+    asked = made.call(budget, user(), config)
+    assert [one.value for one in asked["__interrupt__"]] == [{"question": "transfer?"}]
+    answer = Command(resume={"decision": "yes"})
+    if mode == "sync":
+        result = made.call(budget, answer, config)
+    else:
+        result = await made.legs(budget)[0].ainvoke(answer, config)
+    assert ASKED == ["transfer?"]
+    assert [one.status for one in made.outcomes] == ["paused", "terminated"]
+    assert result["messages"][2].content == "the person said {'decision': 'yes'}"
+    check_request(result["messages"])
+
+
 @EACH_WAY
 def test_a_pause_is_the_outcome_of_its_result(way):
     made = WAYS[way](Script(asking), InMemorySaver(), anew=False)
@@ -372,3 +400,122 @@ async def test_a_run_at_a_breakpoint_is_not_said_to_be_completed(name, awaited):
     result = await graph.ainvoke(given, config) if awaited else graph.invoke(given, config)
     assert [one.status for one in told] == ["paused"]
     assert "stop_reason" not in result
+
+
+def asking_flow(script, saver, *, waits_first=False):
+    """A workflow that asks beside one call of a model, and makes two more with the answer."""
+    chat = StrictChat(script=script)
+
+    @task
+    def think(text):
+        return chat.invoke(text).content
+
+    @task
+    def ask_person(text):
+        return interrupt({"question": text})
+
+    @entrypoint(checkpointer=saver)
+    def flow(text):
+        first, asked = think(text), ask_person("sure?")
+        answer = first.result() if waits_first else asked.result()
+        said = [first.result(), think(answer).result(), think("end").result()]
+        return {"said": said, "answer": asked.result()}
+
+    return flow
+
+
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+@pytest.mark.parametrize("cap", [1, 2])
+def test_a_workflow_that_is_stopped_after_an_answer_goes_on(way, cap):
+    """All of it is at one checkpoint: the question and the counters of the pause stay there."""
+    script, saver, outcomes = Script([says("x")]), InMemorySaver(), []
+    config, result = thread(), None
+    for given in ("Go.", Command(resume="yes")):
+        flow, more = asking_flow(script, saver), {}
+        if way == "bounded":
+            flow = bounded(flow, Budget(max_model_calls=cap), on_outcome=outcomes.append)
+        else:
+            again = BudgetCallback(Budget(max_model_calls=cap), on_outcome=outcomes.append)
+            more = {"callbacks": [again]}
+        result = flow.invoke(given, {**config, **more})
+    assert [one.status for one in outcomes] == ["paused", "terminated"]
+    assert script.calls == outcomes[-1].usage.model_calls == cap
+    if way == "bounded":
+        assert result == {"stop_reason": "max_model_calls"}
+    done = resume(asking_flow(script, saver), config, Budget(max_model_calls=3 - cap))
+    assert done == {"said": ["x", "x", "x"], "answer": "yes"}
+    assert script.calls == 3
+
+
+def test_a_workflow_stopped_beside_its_question_is_answered_without_an_id():
+    """What stopped the other task is not in the state of the thread."""
+    script, saver, outcomes = Script([says("x")]), InMemorySaver(), []
+    config, spent = thread(), Guard(Budget(max_model_calls=1))
+    StrictChat(script=script).invoke("Before.", {"callbacks": [BudgetCallback(spent)]})
+    for given in ("Go.", Command(resume="yes")):
+        flow = bounded(asking_flow(script, saver), spent, on_outcome=outcomes.append)
+        flow.invoke(given, config)
+    assert [one.status for one in outcomes] == ["paused", "terminated"]
+    done = resume(asking_flow(script, saver), config, Budget())
+    assert done == {"said": ["x", "x", "x"], "answer": "yes"}
+    assert script.calls == 4
+
+
+def test_a_branch_that_was_answered_waits_no_more():
+    """Its question stays at the checkpoint until all branches are through."""
+    script, saver, outcomes = Script([says("x")]), InMemorySaver(), []
+    chat = StrictChat(script=script)
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", lambda _: {"messages": [("user", interrupt("sure?"))]})
+    graph.add_node("think", lambda _: {"messages": [chat.invoke("a"), chat.invoke("b")]})
+    graph.add_edge(START, "ask")
+    graph.add_edge(START, "think")
+    graph = graph.compile(checkpointer=saver)
+    config = thread()
+
+    def leg(given):
+        callback = BudgetCallback(Budget(max_model_calls=1), on_outcome=outcomes.append)
+        return graph.invoke(given, {**config, "callbacks": [callback]})
+
+    asked = leg(user())
+    (question,) = [one.id for one in asked["__interrupt__"] if one.value == "sure?"]
+    leg(Command(resume={question: "yes"}))
+    leg(None)
+    assert [one.status for one in outcomes] == ["paused", "terminated", "terminated"]
+    assert script.calls == 2
+    done = resume(graph, config, Budget())
+    assert [one.content for one in done["messages"]] == ["Go.", "yes", "x", "x"]
+    assert script.calls == 4
+
+
+def test_the_state_tells_of_the_last_of_several_legs_at_one_checkpoint():
+    """Savers give the writes of a checkpoint in the order of its tasks, and theirs is by chance."""
+    script, saver = Script([says("x")]), InMemorySaver()
+    for _ in range(8):
+        config, told = thread(), []
+        for given in ("Go.", Command(resume="yes")):
+            flow = bounded(asking_flow(script, saver), Budget(max_model_calls=2))
+            flow.invoke(given, config)
+            told.append(outcome(flow.get_state(config)).status)
+        assert told == ["paused", "terminated"]
+
+
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+def test_a_workflow_that_is_stopped_before_its_question_is_seen_is_stopped(way):
+    """A task has asked, and the workflow has not come to its answer."""
+    script, saver, outcomes = Script([says("x")]), InMemorySaver(), []
+    config, budget = thread(), Guard(Budget(max_model_calls=1))
+    StrictChat(script=script).invoke("Before.", {"callbacks": [BudgetCallback(budget)]})
+    flow, more = asking_flow(script, saver, waits_first=True), {}
+    if way == "bounded":
+        flow = bounded(flow, budget, on_outcome=outcomes.append)
+    else:
+        more = {"callbacks": [BudgetCallback(budget, on_outcome=outcomes.append)]}
+    flow.invoke("Go.", {**config, **more})
+    assert [one.status for one in outcomes] == ["terminated"]
+    again = asking_flow(script, saver, waits_first=True)
+    result = resume(again, config, Budget())
+    assert [one.value for one in result["__interrupt__"]] == [{"question": "sure?"}]
+    done = bounded(again, Budget()).invoke(Command(resume="yes"), config)
+    assert done == {"said": ["x", "x", "x"], "answer": "yes"}
+    assert script.calls == 4
