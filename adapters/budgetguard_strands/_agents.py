@@ -246,7 +246,7 @@ class AgentHooks:
                         at.look()
                 elif "stop" in event:
                     at.leave()
-                    if self._is_stopped_at(at, event):
+                    if _ending.is_stopped_at(at, event):
                         break
                     if str(event["stop"][0]).startswith("limit_"):
                         event = await _ending.limited(agent, at, invocation_state, event)
@@ -303,17 +303,6 @@ class AgentHooks:
             yield _seams.StreamEvent({"data": message["content"][-1]["text"]})
             yield _seams.StreamEvent({"message": message})
         yield ended
-
-    def _is_stopped_at(self, at: AgentRun, event: Any) -> bool:
-        """Tell whether a run that a person has cancelled, or is asked in, was stopped before.
-
-        Where it waits for a person's word, nothing may be left that could run.
-        """
-        if at.trip is None or event["stop"][0] not in ("interrupt", "cancelled"):
-            return False
-        return event["stop"][0] == "cancelled" or not any(
-            one.result is None and one.call.refusal is None for one in at.asked
-        )
 
     # The end
 
