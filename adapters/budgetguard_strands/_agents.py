@@ -218,7 +218,9 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
-                if "data" in event:
+                if at.call is None and "stop" not in event:
+                    pass  # what an agent says that the work was delegated to is not this one's
+                elif "data" in event:
                     at.written.append(event["data"])
                     if not len(at.written) % _LOOK_EVERY:
                         at.look()

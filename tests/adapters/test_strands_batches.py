@@ -11,14 +11,17 @@ import pytest
 from pydantic import BaseModel
 from strands import Agent, hooks, tool
 from strands.hooks import BeforeToolCallEvent, MessageAddedEvent
+from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecutor
 
 from budgetguard_core import Budget, Guard
 from budgetguard_core.testing import Call, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
+from conformance.budgetguard_strands_driver import ScriptedModel
 from strands_agents import Counter, check_request, run, strict
 
 WAYS = ("sync", "async", "stream")
 GO_ON = {"role": "user", "content": [{"text": "And now?"}]}
+DELEGATES = hasattr(Agent, "as_tool") and "delegate" in inspect.signature(Agent.as_tool).parameters
 
 
 class Answer(BaseModel):
@@ -127,4 +130,40 @@ def test_what_ends_the_turn_after_its_tools_does_not_hide_the_stop(ended, way, c
     result, _ = run(agent, "Go.", way)
     assert result.stop_reason == provider.outcome(agent).stop_reason == "max_tool_calls"
     assert not counter.started
+    check_request([*agent.messages, GO_ON])
+
+
+class Hangs(ScriptedModel):
+    """Writes two words, and hangs."""
+
+    def __init__(self, guard):
+        super().__init__(Script([says("never")]))
+        self.guard = guard
+
+    async def stream(self, messages, *args, **kwargs):
+        yield {"messageStart": {"role": "assistant"}}
+        yield {"contentBlockStart": {"start": {}}}
+        for word in ("Some ", "words "):
+            yield {"contentBlockDelta": {"delta": {"text": word}}}
+            await asyncio.sleep(0)
+        self.guard.abort("enough")
+        await asyncio.Event().wait()
+
+
+@pytest.mark.skipif(not DELEGATES, reason="younger releases only")
+@pytest.mark.parametrize("executor", [ConcurrentToolExecutor, SequentialToolExecutor])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_delegated_agent_says_is_not_its_parents_answer(way, executor):
+    guard = Guard(Budget(max_iterations=9))
+    child = Agent(model=Hangs(guard), callback_handler=None)
+    delegate = child.as_tool(name="child", delegate=True)
+    agent = strict(
+        Script([calls(Call("child", fields={"input": "Work."}))]),
+        delegate,
+        hooks=[BudgetHookProvider(guard)],
+        tool_executor=executor(),
+    )
+    assert run(agent, "Go.", way)[0].stop_reason == "aborted"
+    assert "Some words" in child.messages[-1]["content"][0]["text"]
+    assert "Some words" not in str(agent.messages[-1])
     check_request([*agent.messages, GO_ON])
