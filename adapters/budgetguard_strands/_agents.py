@@ -38,7 +38,8 @@ from budgetguard_strands._run import CYCLES, AgentRun
 from budgetguard_strands._seams import FIRST, LAST, ORDERED, Events
 
 _LOOK_EVERY = 64
-"""Pieces of an answer after which the clock is looked at, where the loop gets no turn."""
+"""Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
+turn of the loop nobody tells of it."""
 _GO_ON = "Please go on."
 
 # The hooks that bound an agent, of all providers; and those that were ever registered with it.
@@ -219,7 +220,10 @@ class AgentHooks:
             at.awaiting = current_task(loop)
             async for event in events:
                 if at.call is None and "stop" not in event:
-                    pass  # what an agent says that the work was delegated to is not this one's
+                    # A tool's, or what an agent says that the work was delegated to.
+                    at.passed += 1
+                    if not at.passed % _LOOK_EVERY:
+                        at.look()
                 elif "data" in event:
                     at.written.append(event["data"])
                     if not len(at.written) % _LOOK_EVERY:

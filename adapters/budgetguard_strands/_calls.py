@@ -15,7 +15,15 @@ from strands.hooks import (
 )
 from strands.types.exceptions import ContextWindowOverflowException
 
-from budgetguard_core import ModelCall, RunFencedError, Stop, TokenUsage, ToolCall, Trip
+from budgetguard_core import (
+    BudgetExceeded,
+    ModelCall,
+    RunFencedError,
+    Stop,
+    TokenUsage,
+    ToolCall,
+    Trip,
+)
 from budgetguard_core.kit import answered_usage, is_stop, token_usage
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
@@ -282,7 +290,8 @@ class Calls:
 
 def _says(trip: Trip, event: AfterToolCallEvent) -> bool:
     """Tell whether a tool failed because a run inside of it was stopped."""
-    return is_stop(event.exception) or trip.detail in str(event.result["content"])
+    # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
+    return is_stop(event.exception) or str(BudgetExceeded(trip)) in str(event.result["content"])
 
 
 def _kind(tool: Any, name: str, at: AgentRun) -> Literal["function", "handoff", "output"]:
