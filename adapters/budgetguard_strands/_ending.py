@@ -116,8 +116,13 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
         kept = _kept(at.run, agent.messages)
         outcome = await at.run.in_thread(lambda: at.run.pause(resume=_ANSWER, **kept))
         at.pause(agent)
+    elif at.trip is None and _seams.is_interrupted(agent):
+        # It failed after the answer, and can be answered again. What had started counts.
+        for one in at.asked:
+            at.run.finished(one.call, error=str(at.error or "the run was left"))
+        at.pause(agent)
     unfinished = None if at.trip is None else "stopped"
-    if outcome is not None:
+    if at.snapshot is not None:
         unfinished = "paused"
     if not at.inside:
         kept_for_next: dict[str, Any] = {"unfinished": unfinished}

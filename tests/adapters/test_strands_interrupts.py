@@ -12,6 +12,7 @@ from strands.hooks import BeforeToolCallEvent
 from strands.multiagent import GraphBuilder, Swarm
 from strands.session import FileSessionManager
 from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecutor
+from strands.types.exceptions import EventLoopException
 
 from budgetguard_core import Budget, Guard, MemoryStore, RunFencedError, SqliteStore
 from budgetguard_core.testing import Call, ManualClock, Script, calls, says
@@ -76,6 +77,49 @@ def test_twenty_approvals_are_one_run(way, kind, place, counter, tmp_path):
     assert result.stop_reason == "max_iterations"
     assert script.calls == len(counter.started) == 3
     check_request([*at.messages, GO_ON])
+
+
+@pytest.mark.parametrize("kind", ["guard", "budget"])
+@pytest.mark.parametrize("place", ["same object", "new object"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_fails_after_the_answer_and_is_answered_again_has_its_counters(
+    way, place, kind, counter, tmp_path
+):
+    script = Script([calls("search", "plain")])
+    budget = Budget(max_tool_calls=3)
+    given = Guard(budget) if kind == "guard" else budget
+    failures = [ConnectionError("the first time"), ConnectionError("the second time")]
+    plain = Counter()
+    bodies = [counter.tool, tool(name="plain", description="Plain.")(plain.run)]
+
+    def fail(event):
+        if event.tool_use["name"] == "plain" and failures and counter.started:
+            raise failures.pop()
+
+    def agent():
+        session = FileSessionManager("s", storage_dir=str(tmp_path))
+        made = strict(
+            script,
+            *bodies,
+            hooks=[BudgetHookProvider(given), Asks("search")],
+            agent_id="main",
+            session_manager=session,
+            tool_executor=SequentialToolExecutor(),
+        )
+        made.hooks.add_callback(BeforeToolCallEvent, fail)
+        return made
+
+    at = agent()
+    result, _ = run(at, "Go.", way)
+    answer = answers(result, "yes")
+    for _ in range(2):
+        at = at if place == "same object" else agent()
+        with pytest.raises(EventLoopException):
+            run(at, answer, way)
+    at = at if place == "same object" else agent()
+    run(at, answer, way)
+    # Two bodies had started before the failures, and both are made again with each answer.
+    assert len(counter.started) + len(plain.started) == 3
 
 
 @pytest.mark.skipif(not hasattr(Agent, "load_snapshot"), reason="younger releases take snapshots")
