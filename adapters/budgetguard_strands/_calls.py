@@ -13,6 +13,7 @@ from strands.hooks import (
     BeforeModelCallEvent,
     BeforeToolCallEvent,
 )
+from strands.interrupt import InterruptException
 from strands.types.exceptions import ContextWindowOverflowException
 
 from budgetguard_core import (
@@ -209,6 +210,8 @@ class Calls:
                 )
             at.run.answered(call, used, text=text, model=other, speaker=agent.name, final=final)
             at.prompt.measured(used, reply=message)
+        elif isinstance(error, InterruptException) and not (at.usage or written or at.unsaid):
+            at.run.unmade(call)  # a hook asks a person before it
         else:
             if usage is not None:
                 call.measured = used
