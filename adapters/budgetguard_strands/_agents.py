@@ -38,7 +38,8 @@ from budgetguard_strands._run import CYCLES, AgentRun
 from budgetguard_strands._seams import FIRST, LAST, ORDERED, Events
 
 _LOOK_EVERY = 64
-"""Pieces of an answer after which the clock is looked at, where the loop gets no turn."""
+"""Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
+turn of the loop nobody tells of it."""
 _GO_ON = "Please go on."
 
 # The hooks that bound an agent, of all providers; and those that were ever registered with it.
@@ -218,7 +219,12 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
-                if "data" in event:
+                if at.call is None and "stop" not in event:
+                    # A tool's, or what an agent says that the work was delegated to.
+                    at.passed += 1
+                    if not at.passed % _LOOK_EVERY:
+                        at.look()
+                elif "data" in event:
                     at.written.append(event["data"])
                     if not len(at.written) % _LOOK_EVERY:
                         at.look()
@@ -246,7 +252,7 @@ class AgentHooks:
                         at.look()
                 elif "stop" in event:
                     at.leave()
-                    if self._is_stopped_at(at, event):
+                    if _ending.is_stopped_at(at, event):
                         break
                     if str(event["stop"][0]).startswith("limit_"):
                         event = await _ending.limited(agent, at, invocation_state, event)
@@ -303,17 +309,6 @@ class AgentHooks:
             yield _seams.StreamEvent({"data": message["content"][-1]["text"]})
             yield _seams.StreamEvent({"message": message})
         yield ended
-
-    def _is_stopped_at(self, at: AgentRun, event: Any) -> bool:
-        """Tell whether a run that a person has cancelled, or is asked in, was stopped before.
-
-        Where it waits for a person's word, nothing may be left that could run.
-        """
-        if at.trip is None or event["stop"][0] not in ("interrupt", "cancelled"):
-            return False
-        return event["stop"][0] == "cancelled" or not any(
-            one.result is None and one.call.refusal is None for one in at.asked
-        )
 
     # The end
 

@@ -13,9 +13,18 @@ from strands.hooks import (
     BeforeModelCallEvent,
     BeforeToolCallEvent,
 )
+from strands.interrupt import InterruptException
 from strands.types.exceptions import ContextWindowOverflowException
 
-from budgetguard_core import ModelCall, RunFencedError, Stop, TokenUsage, ToolCall, Trip
+from budgetguard_core import (
+    BudgetExceeded,
+    ModelCall,
+    RunFencedError,
+    Stop,
+    TokenUsage,
+    ToolCall,
+    Trip,
+)
 from budgetguard_core.kit import answered_usage, is_stop, token_usage
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
@@ -201,6 +210,8 @@ class Calls:
                 )
             at.run.answered(call, used, text=text, model=other, speaker=agent.name, final=final)
             at.prompt.measured(used, reply=message)
+        elif isinstance(error, InterruptException) and not (at.usage or written or at.unsaid):
+            at.run.unmade(call)  # a hook asks a person before it
         else:
             if usage is not None:
                 call.measured = used
@@ -282,7 +293,8 @@ class Calls:
 
 def _says(trip: Trip, event: AfterToolCallEvent) -> bool:
     """Tell whether a tool failed because a run inside of it was stopped."""
-    return is_stop(event.exception) or trip.detail in str(event.result["content"])
+    # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
+    return is_stop(event.exception) or str(BudgetExceeded(trip)) in str(event.result["content"])
 
 
 def _kind(tool: Any, name: str, at: AgentRun) -> Literal["function", "handoff", "output"]:

@@ -33,6 +33,22 @@ _ANSWER = "Answer the interrupts: call the agent, or a new one with its session,
 _PAUSES = ("interrupt", "checkpoint")
 
 
+def is_stopped_at(at: AgentRun, event: Any) -> bool:
+    """Tell whether a run that comes to an end, or waits for a person, was stopped before.
+
+    Where it waits for a person's word, nothing may be left that could run.
+    """
+    reason = event["stop"][0]
+    if at.trip is None or reason == "checkpoint":
+        return False
+    if reason == "interrupt" and any(
+        one.result is None and one.call.refusal is None for one in at.asked
+    ):
+        return False
+    at.output = event["stop"][5]
+    return True
+
+
 async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> Any:
     """Close the history of a stopped run, and make the event that ends it."""
     trip = at.trip or at.run.check()
@@ -73,8 +89,9 @@ async def _stopped(
     agent: Agent, at: AgentRun, state: dict[str, Any], trip: Trip, reason: str, written: str
 ) -> Any:
     guard = at.run.guard
-    if agent.messages and _history.is_synthetic(agent.messages[-1]):
-        # Another provider's budget ended the run in the same moment: one message is enough.
+    if agent.messages and agent.messages[-1]["role"] == "assistant":
+        # Another provider's budget ended the run in the same moment, or an answer or the word of
+        # a hook is there already: no provider takes two of them in a row.
         message: Any = agent.messages[-1]
     else:
         answer = await _last.answer_of(agent, at, trip)
@@ -85,7 +102,9 @@ async def _stopped(
         )
         await _history.append(agent, message, guard.report)
     request_state = state.setdefault("request_state", {})
-    return _seams.StopEvent(reason, message, agent.event_loop_metrics, request_state)
+    return _seams.StopEvent(
+        reason, message, agent.event_loop_metrics, request_state, structured_output=at.output
+    )
 
 
 async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
@@ -97,8 +116,13 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
         kept = _kept(at.run, agent.messages)
         outcome = await at.run.in_thread(lambda: at.run.pause(resume=_ANSWER, **kept))
         at.pause(agent)
+    elif at.trip is None and _seams.is_interrupted(agent):
+        # It failed after the answer, and can be answered again. What had started counts.
+        for one in at.asked:
+            at.run.finished(one.call, error=str(at.error or "the run was left"))
+        at.pause(agent)
     unfinished = None if at.trip is None else "stopped"
-    if outcome is not None:
+    if at.snapshot is not None:
         unfinished = "paused"
     if not at.inside:
         kept_for_next: dict[str, Any] = {"unfinished": unfinished}

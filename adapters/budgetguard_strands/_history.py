@@ -126,7 +126,8 @@ def with_text(result: Mapping[str, Any], *texts: str) -> Any:
 def of_stopped(result: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
     """Make the result of a sub-agent that was stopped: its last words, and what it had found."""
     texts = dict.fromkeys((text_of(messages[-1]), partial_work(messages)))
-    content = [{"text": text} for text in texts if text]
+    content = [one for one in result.get("content", ()) if "json" in one]
+    content += [{"text": text} for text in texts if text]
     return {**result, "content": content, "status": "error"}
 
 

@@ -39,6 +39,8 @@ class AgentRun:
         unwatch: Ends the watch over the tools that run in the background.
         asked: The tool calls of the batch in flight.
         error: What left the run.
+        output: The structured output that came with the batch in which the run was stopped.
+        passed: How many events were of no model call.
         limit: The stop that Strands' own limit has made; None where none has.
         snapshot: Where the run paused; None while it does not.
         prompt: What the next prompt is projected with.
@@ -83,6 +85,8 @@ class AgentRun:
         self.streaming = False
         self.cut_off = False
         self.limit: Trip | None = None
+        self.output: Any = None
+        self.passed = 0
         self.inner: Frame = self.frame
         self._token: Token[Frame | None] | None = None
         self.is_entered = False

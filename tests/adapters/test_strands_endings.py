@@ -10,14 +10,15 @@ from strands import tool
 from strands.hooks import AfterToolCallEvent, MessageAddedEvent
 from strands.models.bedrock import BedrockModel
 from strands.multiagent import GraphBuilder
+from strands.tools.executors import SequentialToolExecutor
 
-from budgetguard_core import Budget, Guard, MemoryStore, StopReason
+from budgetguard_core import NOT_EXECUTED, Budget, Guard, MemoryStore, StopReason
 from budgetguard_core.kit import outcome_of
 from budgetguard_core.testing import Call, ManualClock, Reply, Script, calls, says
 from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
 from budgetguard_strands._bounds import bounded
 from conformance.budgetguard_strands_driver import ScriptedModel
-from strands_agents import Counter, check_request, made, run, sticky, strict
+from strands_agents import Counter, check_request, made, results, run, sticky, strict
 
 WAYS = ("sync", "async", "stream")
 LIMITS = hasattr(import_module("strands.types.agent"), "Limits")
@@ -190,6 +191,53 @@ def test_the_deadline_in_a_stream_that_never_yields_to_the_loop(way, delta, star
     # What was written until then is paid for, text or not.
     assert provider.outcome(agent).usage.output_tokens > agent.model.sent
     check_request([*agent.messages, GO_ON])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cut", ["deadline", "abort"])
+def test_a_tool_that_streams_and_never_yields_to_the_loop_is_left_in_time(cut, way):
+    clock = ManualClock()
+    guard = Guard(Budget(max_seconds=30), clock=clock)
+    parts = []
+
+    @tool
+    async def count():
+        """Counts."""
+        for number in range(1_000):
+            parts.append(number)
+            if number == 100:
+                clock.advance(60) if cut == "deadline" else guard.abort("enough")
+            yield str(number)
+
+    executor = SequentialToolExecutor()
+    agent = strict(
+        Script([calls("count")]), count, hooks=[BudgetHookProvider(guard)], tool_executor=executor
+    )
+    result, _ = run(agent, "Go.", way)
+    assert result.stop_reason == ("max_seconds" if cut == "deadline" else "aborted")
+    assert len(parts) < 300
+    check_request([*agent.messages, GO_ON])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refused_call_says_so_whatever_the_run_was_stopped_for(way, counter):
+    guard = Guard(Budget(max_iterations=9))
+
+    @tool
+    async def leave() -> str:
+        """Aborts the run."""
+        guard.abort("stop")
+        return "left"
+
+    agent = strict(
+        Script([calls("leave", "search")]),
+        counter.tool,
+        leave,
+        hooks=[BudgetHookProvider(guard)],
+        tool_executor=SequentialToolExecutor(),
+    )
+    assert run(agent, "Go.", way)[0].stop_reason == "aborted"
+    assert results(agent) == ["left", NOT_EXECUTED]
 
 
 def test_reasoning_without_usage_is_estimated():

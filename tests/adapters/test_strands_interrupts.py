@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from strands import Agent, tool
-from strands.hooks import BeforeToolCallEvent
+from strands.hooks import BeforeModelCallEvent, BeforeToolCallEvent
+from strands.interrupt import Interrupt, InterruptException
 from strands.multiagent import GraphBuilder, Swarm
 from strands.session import FileSessionManager
 from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecutor
+from strands.types.exceptions import EventLoopException
 
 from budgetguard_core import Budget, Guard, MemoryStore, RunFencedError, SqliteStore
 from budgetguard_core.testing import Call, ManualClock, Script, calls, says
-from budgetguard_strands import BudgetHookProvider
+from budgetguard_strands import BudgetHookProvider, _seams
 from strands_agents import Counter, check_request, in_new_process, run, strict
 
 WAYS = ("sync", "async", "stream")
@@ -78,6 +80,51 @@ def test_twenty_approvals_are_one_run(way, kind, place, counter, tmp_path):
     check_request([*at.messages, GO_ON])
 
 
+@pytest.mark.parametrize("kind", ["guard", "budget"])
+@pytest.mark.parametrize("place", ["same object", "new object"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_fails_after_the_answer_and_is_answered_again_has_its_counters(
+    way, place, kind, counter, tmp_path
+):
+    script = Script([calls("search", "plain")])
+    budget = Budget(max_tool_calls=3)
+    given = Guard(budget) if kind == "guard" else budget
+    failures = [ConnectionError("the first time"), ConnectionError("the second time")]
+    plain = Counter()
+    bodies = [counter.tool, tool(name="plain", description="Plain.")(plain.run)]
+
+    class Fails:
+        def register_hooks(self, registry, **kwargs):
+            registry.add_callback(BeforeToolCallEvent, self.before)
+
+        def before(self, event):
+            if event.tool_use["name"] == "plain" and failures and counter.started:
+                raise failures.pop()
+
+    def agent():
+        session = FileSessionManager("s", storage_dir=str(tmp_path))
+        return strict(
+            script,
+            *bodies,
+            hooks=[BudgetHookProvider(given), Asks("search"), Fails()],
+            agent_id="main",
+            session_manager=session,
+            tool_executor=SequentialToolExecutor(),
+        )
+
+    at = agent()
+    result, _ = run(at, "Go.", way)
+    answer = answers(result, "yes")
+    for _ in range(2):
+        at = at if place == "same object" else agent()
+        with pytest.raises(EventLoopException):
+            run(at, answer, way)
+    at = at if place == "same object" else agent()
+    run(at, answer, way)
+    # Two bodies had started before the failures, and both are made again with each answer.
+    assert len(counter.started) + len(plain.started) == 3
+
+
 @pytest.mark.skipif(not hasattr(Agent, "load_snapshot"), reason="younger releases take snapshots")
 @pytest.mark.parametrize("back_to", ["the beginning", "an earlier question"])
 @pytest.mark.parametrize("way", WAYS)
@@ -95,6 +142,33 @@ def test_an_agent_that_is_taken_back_has_the_counters_of_then(way, back_to, coun
     expected = 1 if back_to == "the beginning" else 2
     assert provider.outcome(agent).usage.iterations == expected
     assert provider.outcome(agent).status == "paused"
+
+
+@pytest.mark.parametrize("order", [0, 2000])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_question_before_a_model_call_is_no_model_call(way, order, counter):
+    if not _seams.sets_model():
+        pytest.skip("younger releases only")
+    script = Script([calls("search")])
+    provider = BudgetHookProvider(Budget(max_iterations=3))
+    agent = strict(script, counter.tool, hooks=[provider])
+
+    def ask(event):
+        asked = f"call {len(event.agent.messages)}"
+        known = event.agent._interrupt_state.interrupts.get(asked)
+        if known is None or known.response is None:
+            raise InterruptException(Interrupt(id=asked, name=asked))
+
+    agent.hooks.add_callback(BeforeModelCallEvent, ask, order=order)
+    result, _ = run(agent, "Go.", way)
+    for number in range(3):
+        assert (result.stop_reason, script.calls) == ("interrupt", number)
+        usage = provider.outcome(agent).usage
+        assert (usage.iterations, usage.model_calls, usage.estimated_calls) == (number, number, 0)
+        result, _ = run(agent, answers(result, "yes"), way)
+    # Of the fourth nobody has to be asked, where the question comes after the budget.
+    assert result.stop_reason == "max_iterations"
+    assert script.calls == 3
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -257,7 +331,7 @@ from pathlib import Path
 from adapters.test_strands_interrupts import orchestrator
 from budgetguard_core import Budget
 from budgetguard_core.testing import Script, calls
-from budgetguard_strands import BudgetHookProvider
+from budgetguard_strands import BudgetHookProvider, _seams
 from strands_agents import Counter
 folder, kind, asked = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 provider = BudgetHookProvider(Budget(max_iterations=2))
