@@ -158,7 +158,11 @@ class Connection:
         """
         for _ in range(_ATTEMPTS):
             windows = account.windows(self.now())
-            answer = self.send(make(windows))
+            try:
+                answer = self.send(make(windows))
+            except LedgerUnreachable as error:
+                error.windows = windows
+                raise
             if answer.status != "clock":
                 return answer, windows
             self._skew = answer.now - self._clock.wall_ns() / 1e9

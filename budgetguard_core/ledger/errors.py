@@ -5,9 +5,11 @@ Messages never hold a driver's own text: it may quote the URL, and with it the p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from budgetguard_core.errors import BudgetGuardError
+from budgetguard_core.ledger.windows import Window
 
 
 class LedgerError(BudgetGuardError):
@@ -22,6 +24,8 @@ class LedgerUnreachable(LedgerError):
 
     was_sent = True
     """Whether the step may have reached the store."""
+    windows: Sequence[Window] = ()
+    """Where it asked for money: by the time that the error comes, another day may have begun."""
 
 
 class LedgerChanged(LedgerUnreachable):

@@ -102,7 +102,7 @@ class Exact:
     def _without_store(
         self, amount: Amount, run: str, name: str, error: LedgerUnreachable
     ) -> Obtained:
-        windows = self.account.windows(self._connection.now())
+        windows = error.windows or self.account.windows(self._connection.now())
         if not self._allow:
             if error.was_sent:
                 # It may have arrived: closed at nothing, also before it does.

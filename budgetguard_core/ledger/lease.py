@@ -283,7 +283,7 @@ class Lease:
             except LedgerUnreachable as error:
                 if error.was_sent:  # from now on it is made in these
                     with self._lock:
-                        part.assume(self.account.windows(self._connection.now()))
+                        part.assume(error.windows)
                 raise
         taken: Part | None = None
         with self._lock:

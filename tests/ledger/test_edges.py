@@ -92,6 +92,34 @@ def test_a_first_lease_whose_reply_was_lost_is_the_one_that_is_asked_for_again(j
     assert len(ledger.holds()) <= 2
 
 
+@pytest.mark.parametrize("on_ledger_error", ["refuse", "allow"])
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(
+    join, clock, lease, on_ledger_error
+):
+    ledger, run = join(daily_usd=1, lease=lease, on_ledger_error=on_ledger_error)
+    store = ledger.connection.store()
+    real = store.step
+
+    def lost(step):
+        real(step)
+        clock.advance(2)
+        raise LedgerUnreachable("the reply was lost")
+
+    clock.advance(82_799)  # a second before
+    store.step = lost
+    asked = run.obtain(CENT, 1)
+    store.step = real
+    if not isinstance(asked, Refusal):
+        run.settle(asked, (CENT, 1), (CENT, 1))
+    assert spend(run) is None
+    ledger.close()
+    assert {row.reserved_usd for row in ledger.windows()} == {Decimal(0)}
+    assert all(hold.closed for hold in ledger.holds())
+    spent = sum(row.spent_usd for row in ledger.windows() if row.window[0] == "d")
+    assert spent == Decimal("0.01") * (1 + (on_ledger_error == "allow"))
+
+
 def test_what_a_closed_ledger_cannot_report_the_next_process_does(join, opened, sqlite, clock):
     ledger, run = join(daily_usd=1)
     assert spend(run) is None
