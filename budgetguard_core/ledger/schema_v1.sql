@@ -196,7 +196,10 @@ BEGIN
     EXIT WHEN found_rows = places;
     FOR i IN 1..places LOOP
       INSERT INTO bg_windows(key, label) VALUES(ks[i], ls[i]) ON CONFLICT DO NOTHING;
-      IF FOUND THEN PERFORM bg_forget_v1(ks[i], ls[i]); END IF;
+      -- A client's clock may be years ahead: only what has begun makes others old.
+      IF FOUND AND p_from > 0 AND p_from <= extract(epoch FROM clock_timestamp()) THEN
+        PERFORM bg_forget_v1(ks[i], ls[i]);
+      END IF;
     END LOOP;
     found_rows := 0; used := '{}'; lim := '{}'; told := '{}'; before := '{}';
   END LOOP;

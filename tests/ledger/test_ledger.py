@@ -410,6 +410,23 @@ def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
     ]
 
 
+def test_a_client_whose_clock_is_years_ahead_has_nothing_forgotten(place, store):
+    import datetime as dt
+
+    from budgetguard_core.ledger.windows import windows_at
+
+    windows = windows_at("acme", store.now(), dt.UTC)
+    store.step(Step(uuid.uuid4().hex, 1, windows, spent=Amount(1, 1), close=True))
+    ahead = windows_at("acme", store.now() + 1000 * 86400, dt.UTC)
+    for want in (Amount(1, 1), Amount(2, 2)):  # an exact one and a lease
+        asked = Step(uuid.uuid4().hex, 1, ahead, need=Amount(1, 1), want=want)
+        assert store.step(asked).status == "clock"
+    for named in (ahead, [window._replace(start=0.0, end=0.0, oldest="") for window in ahead]):
+        store.step(Step(uuid.uuid4().hex, 1, named, spent=Amount(1, 1), close=True))
+    for window in windows:
+        assert store.window(*window[:2]).spent == Amount(1, 1)
+
+
 def test_the_runs_that_processes_work_on_are_shown(place, opened):
     ledger, other = opened(place), opened(place)
     run = ledger.attach("run-1", ("acme", "u"), on_kill=print, on_warning=print)
