@@ -104,7 +104,8 @@ BEGIN
       INSERT INTO bg_windows(key, label) VALUES(r.k, r.l) ON CONFLICT DO NOTHING;
       PERFORM bg_forget_v1(r.k, r.l);
     END LOOP;
-    IF NOT told AND (r.lu > 0 AND c1 * 5 >= r.lu * 4 OR r.lt > 0 AND c2 * 5 >= r.lt * 4) THEN
+    -- 80 % as the stores that count beyond 63 bits have it: used * 5 >= ceiling * 4.
+    IF NOT told AND (r.lu > 0 AND c1 >= r.lu - r.lu / 5 OR r.lt > 0 AND c2 >= r.lt - r.lt / 5) THEN
       warn := warn | (1 << (r.o - 1)::int);
       UPDATE bg_windows x SET warned = true WHERE x.key = r.k AND x.label = r.l;
     END IF;
@@ -142,7 +143,7 @@ BEGIN
     CONTINUE WHEN s1 <= g1 AND s2 <= g2;
     -- It cost more than was reserved: the row is ours until the commit.
     UPDATE bg_windows x SET warned = true WHERE x.key = ks[i] AND x.label = ls[i] AND NOT x.warned
-      AND (x.lu > 0 AND x.cu * 5 >= x.lu * 4 OR x.lt > 0 AND x.ct * 5 >= x.lt * 4);
+      AND (x.lu > 0 AND x.cu >= x.lu - x.lu / 5 OR x.lt > 0 AND x.ct >= x.lt - x.lt / 5);
     IF FOUND THEN warn := warn | (1 << (i - 1)); END IF;
   END LOOP;
   status := 'ok';
@@ -257,8 +258,8 @@ BEGIN
   added := ARRAY[greatest(charge[1], gu) - old[1], greatest(charge[2], gt) - old[2]];
   IF NOT taking THEN lim := before; END IF; -- a report: as money was last asked for
   FOR i IN 1..places LOOP
-    IF NOT told[i] AND (lim[2*i-1] > 0 AND (used[2*i-1] + added[1]) * 5 >= lim[2*i-1] * 4
-        OR lim[2*i] > 0 AND (used[2*i] + added[2]) * 5 >= lim[2*i] * 4) THEN
+    IF NOT told[i] AND (lim[2*i-1] > 0 AND used[2*i-1] + added[1] >= lim[2*i-1] - lim[2*i-1] / 5
+        OR lim[2*i] > 0 AND used[2*i] + added[2] >= lim[2*i] - lim[2*i] / 5) THEN
       warn := warn | (1 << (i - 1)); told[i] := true;
     END IF;
   END LOOP;

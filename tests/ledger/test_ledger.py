@@ -126,6 +126,11 @@ def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
     with pytest.raises(ConfigurationError, match="must be below"):
         ledger.set_ceilings("acme", daily_tokens=most)
     ledger.set_ceilings("acme", daily_tokens=most - 1)
+    ledger.reserve("acme", tokens=1).settle(0, 3)  # with more than was reserved, and from a lease
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    run.settle(run.obtain(0, 2), (0, 2), (0, 2))
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_tokens == 5
 
 
 HOSTILE = [
