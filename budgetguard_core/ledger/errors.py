@@ -25,7 +25,11 @@ class LedgerUnreachable(LedgerError):
     was_sent = True
     """Whether the step may have reached the store."""
     windows: Sequence[Window] = ()
-    """Where it asked for money: by the time that the error comes, another day may have begun."""
+    """Those of the step: by the time that the error comes, another day may have begun."""
+
+
+class OtherWindows(LedgerError):
+    """A step names other windows than its hold was made in."""
 
 
 class LedgerChanged(LedgerUnreachable):

@@ -171,7 +171,7 @@ class Ledger:
         amount = to_amount(usd, tokens)
         if amount == ZERO:  # one unit of each, or a used-up ceiling would admit it
             amount = Amount(1, 1)
-        name = check_name(reservation_id, "reservation_id") if reservation_id else new_id()
+        name = new_id() if reservation_id is None else check_name(reservation_id, "reservation_id")
         known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
         exact = self._exact_of(known)
         obtained = exact.reserve(amount, check_name(run, "run") if run else "", name)

@@ -11,6 +11,7 @@ import pytest
 from budgetguard_core import Guard, ModelCall
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import (
+    Key,
     LeaseOptions,
     LedgerRefused,
     LedgerUnreachable,
@@ -352,3 +353,27 @@ def test_a_retry_that_asks_for_more_is_not_the_same_reservation(place, opened):
     first.settle(0.07, 3)
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.spent_tokens, day.reserved_usd) == (Decimal("0.07"), 3, 0)
+
+
+@pytest.mark.parametrize("hours", [0.001, 23.5])
+def test_a_retry_after_midnight_is_the_same_reservation(sqlite, opened, clock, hours):
+    ledger = opened(sqlite, daily_usd=1, monthly_usd=2, clock=clock)
+    keys = [Key("berlin", "Europe/Berlin"), Key("utc"), Key("tokyo", "Asia/Tokyo")]
+    clock.advance(81_000)  # half an hour before midnight in Berlin
+    ledger.reserve(keys, usd=0.5, reservation_id="call-1")
+    clock.advance(1800 + 3600 * hours)  # at 23.5, another day in Tokyo and elsewhere, too
+    ledger.reserve(keys, usd=0.5, reservation_id="call-1").settle(0.25)
+    assert {row.spent_usd for row in ledger.windows()} == {Decimal("0.25")}
+    assert {row.reserved_usd for row in ledger.windows()} == {Decimal(0)}
+    assert len(ledger.windows()) == 6
+
+
+def test_a_reservation_of_another_tenant_is_not_the_same(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=0.5, reservation_id="call-1")
+    with pytest.raises(
+        ConfigurationError, match="must name one reservation, got one of another tenant"
+    ):
+        ledger.reserve("beta", usd=0.5, reservation_id="call-1")
+    with pytest.raises(ConfigurationError, match="reservation_id must have 1 to 200"):
+        ledger.reserve("acme", usd=0.5, reservation_id="")
