@@ -6,6 +6,7 @@ from decimal import Decimal
 
 import pytest
 
+from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, Warned, process
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
@@ -51,6 +52,30 @@ def test_what_another_process_may_not_open_is_left_alone(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert Outbox(tmp_path).deliver_orphans(print) == 0
     assert (tmp_path / "folder.jsonl").exists()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_new_file_is_not_taken_for_a_dead_processes(tmp_path, monkeypatch, removed):
+    outbox, sent, looked_at = Outbox(tmp_path), [], []
+    acquire = FileLock.acquire
+
+    def too_late(lock):
+        """Another process looks for what dead ones left before this one has its lock."""
+        if not looked_at:
+            looked_at.append(next(tmp_path.iterdir()))
+            other = FileLock(looked_at[0], 0.0)
+            assert acquire(other)
+            if removed:
+                looked_at[0].unlink()
+                other.close()
+        return acquire(lock)
+
+    monkeypatch.setattr(FileLock, "acquire", too_late)
+    outbox.record(report("a"))
+    outbox.close()
+    looked_at[0].unlink(missing_ok=True)  # it was empty when it was read
+    Outbox(tmp_path).deliver_orphans(sent.append)
+    assert [step.id for step in sent] == ["a"]
 
 
 def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
