@@ -17,7 +17,7 @@ from rich.text import Text
 from budgetguard_cli.measured import Measured
 from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.verdict import verdicts
+from budgetguard_cli.verdict import verdicts, whole_runs
 from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve, PriceBook
 from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.profiles import Profiles, load_profile
@@ -149,7 +149,8 @@ def _measured(
     reading = Reading(errors)
     prices = PriceBook()
     try:
-        for found in reading.files(readable(files), lambda lines: verdicts(lines, None, prices)):
+        legs = reading.files(readable(files), lambda lines: verdicts(lines, None, prices))
+        for found in whole_runs(legs):
             named = found.budget.profile
             name = profile if named is None else named.name
             groups.setdefault(name, Measured()).add(found, labelled=labelled)

@@ -260,7 +260,8 @@ def test_a_run_that_had_paused_counts_with_all_its_legs(budgetguard, tmp_path):
                     clock.advance(1000)
                 else:
                     end_run(guard, trip=None)
-    caps = tomllib.loads(budgetguard("calibrate", tmp_path, "--labelled").stdout.decode())
-    found = caps["profiles"]["default"]
+    done = budgetguard("calibrate", tmp_path, "--labelled")
+    assert b"10 runs, 10 used, 0 ended by a limit, 0 unfinished" in done.stderr
+    found = tomllib.loads(done.stdout.decode())["profiles"]["default"]
     assert (found["max_iterations"], found["max_total_tokens"]) == (9, 900)
     assert found["max_seconds"] == 18
