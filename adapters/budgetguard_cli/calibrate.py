@@ -59,10 +59,10 @@ def calibrate(
 ) -> None:
     """Propose caps from measured runs, by profile and dimension, as TOML to paste.
 
-    Runs that a cap ended, failed, did not succeed or have not ended are left out. With fewer than
-    10 nothing is proposed; with 10 to 29 three times the maximum (provisional), with 30 to 299
-    twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody says
-    which runs are good, 2.5 times the 95th percentile.
+    Runs that a cap or somebody ended, failed, did not succeed or have not ended are left out. With
+    fewer than 10 nothing is proposed; with 10 to 29 three times the maximum (provisional), with 30
+    to 299 twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody
+    says which runs are good, 2.5 times the 95th percentile.
 
     Example: budgetguard calibrate logs >> budgetguard.toml
 
@@ -272,7 +272,7 @@ def _summary(group: Measured) -> str:
         f"{group.runs:,} runs, {group.usable:,} used"
         f"{'' if group.are_labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
         f"limit{f' ({stopped})' if stopped else ''}, {group.unfinished:,} unfinished and "
-        f"{group.failed:,} that failed left out"
+        f"{group.failed:,} that failed or were aborted left out"
     )
 
 

@@ -35,7 +35,8 @@ class Unreadable(Exception):
 def readable(names: Sequence[str]) -> list[str]:
     """Return the files that are named, with the logs (`*.jsonl*`) of a folder in its place.
 
-    None is opened: a pipe can be opened only once.
+    Each once, also where a link names it again: its runs would count twice. None is opened: a pipe
+    can be opened only once.
 
     Raises:
         Unreadable: A file does not exist or may not be read, or a folder has no log.
@@ -55,7 +56,10 @@ def readable(names: Sequence[str]) -> list[str]:
         else:
             msg = f"{printable(name)} holds no log (*.jsonl). Name a folder that does."
             raise Unreadable(msg)
-    return files
+    once: dict[str, str] = {}
+    for file in files:
+        once.setdefault(file if file == STDIN else os.path.realpath(file), file)
+    return list(once.values())
 
 
 def by_leg(log: Path) -> tuple[int, str]:

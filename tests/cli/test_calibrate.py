@@ -90,7 +90,7 @@ def test_runs_whose_log_breaks_off_are_left_out(budgetguard, tmp_path):
     assert iterations["measured"]["maximum"] == iterations["measured"]["p50"] == 30
     told = budgetguard("calibrate", killed)
     assert told.returncode == 2
-    assert b"300 unfinished and 0 that failed left out" in told.stderr
+    assert b"300 unfinished and 0 that failed or were aborted left out" in told.stderr
 
 
 @pytest.mark.slow
@@ -163,6 +163,19 @@ def test_the_audit_says_when_limits_always_fire(budgetguard, tmp_path):
     done = budgetguard("audit", log)
     assert done.returncode == 1
     assert b"of 12 runs every one was stopped by a limit" in done.stdout
+
+
+def test_what_somebody_aborted_was_stopped_by_no_limit(budgetguard, tmp_path):
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        for _ in range(12):
+            guard = Guard(Budget(max_iterations=9), sinks=[sink])
+            guard.abort("somebody was in a hurry")
+            guard.admit_model_call(ModelCall(model="gpt-4o"))
+            end_run(guard, trip=guard.trip)
+    done = budgetguard("audit", tmp_path)
+    assert b"12 runs, 0 used (unlabelled), 0 ended by a limit, 0 unfinished" in done.stdout
+    assert b"12 that failed or were aborted left out" in done.stdout
+    assert b"of 12 runs none was stopped by a limit" in done.stdout
 
 
 @pytest.mark.slow
