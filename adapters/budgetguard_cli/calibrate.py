@@ -199,7 +199,7 @@ def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> 
         lines += [
             f"# {group.usable} runs measured{'' if group.are_labelled else ', unlabelled'}"
             f"{', provisional: measure more' if found[0].provisional else ''}.",
-            f"[profiles.{json.dumps(printable(name))}]",
+            f"[profiles.{_quoted(name)}]",
             f'version = "calibrated-{group.usable}"',
         ]
         for one in found:
@@ -212,6 +212,12 @@ def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> 
             lines.append(f"finalize_reserve = {{ {kept} }}")
         lines.append("")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _quoted(name: str) -> str:
+    # TOML knows no pairs of surrogates, in which JSON escapes what is beyond 16 bits.
+    text = json.dumps(printable(name), ensure_ascii=False)
+    return "".join(char if char.isascii() else f"\\U{ord(char):08X}" for char in text)
 
 
 def _in_toml(cap: Figure) -> str:

@@ -66,6 +66,12 @@ def test_what_it_proposes_can_be_pasted(budgetguard, tmp_path):
     assert b"truncates" not in again.stdout
 
 
+def test_a_profile_of_any_name_can_be_pasted(budgetguard, tmp_path):
+    log = record(tmp_path / "log.jsonl", [3] * 10, profile='né "\\ 😀')
+    done = budgetguard("calibrate", log, PYTHONIOENCODING="ascii")
+    assert [*tomllib.loads(done.stdout.decode())["profiles"]] == ['né "\\ 😀']
+
+
 @pytest.mark.slow
 def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", [*range(1, 31), *[100] * 30], max_iterations=31)
