@@ -66,6 +66,20 @@ _KEEP_WINDOW = (
 _SYNCHRONOUS = ("FULL", "NORMAL", "EXTRA")
 
 
+def check_synchronous(given: str) -> str:
+    """Return how SQLite is to write.
+
+    Raises:
+        ConfigurationError: It is none of SQLite's ways.
+    """
+    if given.upper() not in _SYNCHRONOUS:
+        raise ConfigurationError(
+            f"synchronous must be one of {', '.join(_SYNCHRONOUS)}, got {given[:20]!r}. "
+            "Use FULL, the default."
+        )
+    return given.upper()
+
+
 class SqliteLedgerStore:
     """A `Store` in a file.
 
@@ -91,13 +105,8 @@ class SqliteLedgerStore:
         timeout: float = 1.0,
         clock: Clock | None = None,
     ) -> None:
-        if synchronous.upper() not in _SYNCHRONOUS:
-            raise ConfigurationError(
-                f"synchronous must be one of {', '.join(_SYNCHRONOUS)}, got {synchronous[:20]!r}. "
-                "FULL is the default."
-            )
         self._path = Path(path).absolute()  # wherever its process goes
-        self._synchronous = synchronous.upper()
+        self._synchronous = check_synchronous(synchronous)
         self._timeout = timeout
         self._clock = clock or SystemClock()
         self._mutex = threading.Lock()

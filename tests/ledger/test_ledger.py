@@ -23,6 +23,7 @@ from budgetguard_core.ledger import (
 )
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.url import parse_url
 from budgetguard_core.testing import ManualClock
 
 
@@ -471,13 +472,42 @@ def test_credentials_are_shown_nowhere(caplog):
         "sqlite://host/x",
         "sqlite:///",
         "sqlite:///x?cache=shared",
+        "sqlite:///x?synchronous=sometimes",
         "redis://host:port/0",
+        "redis://host/name",
         7,
     ],
 )
 def test_a_url_that_names_no_store_is_refused(url):
     with pytest.raises(ConfigurationError, match=r"must .*got .*\. Use "):
         Ledger(url)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("redis://host?db=1", "redis://host?db=2"),
+        ("redis://host/1?name=a", "redis://host/1?name=b"),
+        ("postgresql://host/x?options=-csearch_path%3Da", "postgresql://host/x"),
+        ("postgresql:///x?host=a", "postgresql:///x?host=b"),
+        ("postgresql://host?dbname=a", "postgresql://host?dbname=b"),
+        ("postgresql://ann@host", "postgresql://bob@host"),  # each has a data base of that name
+        ("postgresql://?service=a", "postgresql://?service=b"),
+    ],
+)
+def test_what_waits_for_one_ledger_is_not_sent_to_another(one, other):
+    assert parse_url(one).fingerprint != parse_url(other).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("redis://ann:a@host/1?socket_timeout=5", "redis://host/1"),
+        ("postgresql://ann:a@host/x?password=a", "postgresql://bob:b@host/x?sslmode=require"),
+    ],
+)
+def test_what_waits_is_found_with_another_password(one, other):
+    assert parse_url(one).fingerprint == parse_url(other).fingerprint
 
 
 @pytest.mark.parametrize(
