@@ -237,7 +237,7 @@ def _show_proposals(
         return
     table = Table(box=None, padding=(0, 1))
     for heading in ("cap", "runs", "p50", "p95", "p99", "max", "proposed", "95 % interval", "cuts"):
-        table.add_column(heading, justify="left" if heading == "cap" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "cap" else "right", overflow="fold")
     for one in proposals:
         spread = one.measured
         table.add_row(

@@ -72,6 +72,13 @@ def test_a_profile_of_any_name_can_be_pasted(budgetguard, tmp_path):
     assert [*tomllib.loads(done.stdout.decode())["profiles"]] == ['né "\\ 😀']
 
 
+def test_no_figure_is_cut_on_a_terminal(budgetguard, tmp_path):
+    log = record(tmp_path / "log.jsonl", [12] * 10)
+    done = budgetguard("calibrate", log, FORCE_COLOR="1", NO_COLOR="1", COLUMNS="80")
+    assert "1,200" in done.stderr.decode()
+    assert "…" not in done.stderr.decode()
+
+
 @pytest.mark.slow
 def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", [*range(1, 31), *[100] * 30], max_iterations=31)
