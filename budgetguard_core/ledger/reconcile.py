@@ -105,7 +105,7 @@ def read_proofs(files: Iterable[Path]) -> Mapping[str, Proof]:
                 else:
                     before = spent[hold]
                     spent[hold] = Amount(before.usd + used.usd, before.tokens + used.tokens)
-        elif kind == "run_ended":
+        elif kind in ("run_ended", "housekeeping_ended"):
             ended.add(run)
     broken.update(hold for holds in calls.values() for hold in holds)
     return {

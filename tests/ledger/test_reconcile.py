@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_core import Guard, ModelCall, TokenUsage
+from budgetguard_core import Guard, ModelCall, TokenUsage, end_run
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.reconcile import Proof, expired_holds, is_long_gone, read_proofs
@@ -103,6 +103,21 @@ def test_a_log_proves_what_a_dead_process_spent(sqlite, opened, tmp_path):
     done = run(sqlite, "ledger", "reconcile", "--log", str(tmp_path), "--log", str(log))
     assert "settled at $0.3  18 tokens" in done.output, done.output
     assert run(sqlite, "ledger", "reconcile", "--log", str(tmp_path / "none")).exit_code == 2
+
+
+def test_a_log_proves_what_housekeeping_spent(sqlite, opened, tmp_path):
+    ledger = opened(sqlite)
+    call = ModelCall(cost_usd=Decimal("0.2"), input_tokens=5)
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        guard = Guard(ledger=ledger, tenant="acme", sinks=[sink])
+        with guard.housekeeping(seconds=60) as keeper:
+            ticket = keeper.admit_model_call(call)
+            keeper.settle_model_call(ticket, TokenUsage(5, 4), cost_usd=Decimal("0.15"))
+        end_run(guard, trip=None)
+    (hold,) = ledger.holds()
+    assert read_proofs([tmp_path / "log.jsonl"]) == {
+        hold.id: Proof(Amount(15 * 10**7, 9), complete=True)
+    }
 
 
 def _windows(hold):
