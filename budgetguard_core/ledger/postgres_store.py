@@ -96,6 +96,7 @@ class PostgresLedgerStore:
             autocommit=True,
             connect_timeout=max(_LEAST_CONNECT_SECONDS, int(self._timeout)),
             application_name="budgetguard",
+            client_encoding="utf8",  # whatever the URL or the environment says
         )
         try:
             self._set_up(db)
@@ -111,7 +112,7 @@ class PostgresLedgerStore:
             "SET default_transaction_isolation = 'read committed'; "
             f"SET statement_timeout = {milliseconds}; SET lock_timeout = {milliseconds}; "
             f"SET idle_in_transaction_session_timeout = {milliseconds * 5}; "
-            "SET synchronous_commit = on"
+            "SET synchronous_commit = on; SET extra_float_digits = 1"
         )
         self._migrate(db)
 

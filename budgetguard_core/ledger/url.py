@@ -18,6 +18,8 @@ from budgetguard_core.ledger.windows import check_name
 
 _REDIS = frozenset({"redis", "rediss", "unix"})
 _POSTGRES = frozenset({"postgresql", "postgres"})
+_OF_REPLIES = ("decode_responses", "encoding", "encoding_errors")
+"""Options of redis-py that change what it returns."""
 _OF_LIBPQ = ("service", "host", "hostaddr", "port", "dbname")
 
 
@@ -78,6 +80,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
                 f"a data base of Redis must be a number, got {number[:40]!r}. "
                 "Use redis://host:6379/0, and ?name= for several ledgers in it."
             )
+        options = {option: value for option, value in options.items() if option not in _OF_REPLIES}
         bare = urlunsplit(parts._replace(query=urlencode(options)))
 
         def open_redis() -> Store:
