@@ -109,6 +109,10 @@ class Outbox:
                         _send(send, step)
                         sent += 1
                     path.unlink(missing_ok=True)
+            except LedgerUnreachable:
+                raise
+            except Exception as error:
+                _LOG.warning("ledger: %s cannot be sent, and stays: %s", path, type(error).__name__)
             finally:
                 lock.close()
         return sent
