@@ -100,6 +100,17 @@ def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
     assert (record["run_id"], record["tenant"]) == ("working", ["acme"])
 
 
+def test_a_ceiling_in_tokens_has_a_bar_too(budgetguard, tmp_path):
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with Ledger(url, queue=tmp_path / "queue") as ledger:
+        ledger.set_ceilings("acme", daily_tokens=1000, monthly_usd=5, monthly_tokens=9000)
+        ledger.reserve("acme", usd=1, tokens=900).settle(1, 900)
+    text = budgetguard("watch", "--ledger", url, "--once", COLUMNS="100").stdout.decode()
+    assert "no ceiling" not in text
+    assert "900 of 1,000 tokens" in text
+    assert "$1.00 of $5.00, 900 of 9,000 tokens" in text
+
+
 @pytest.mark.slow
 def test_the_folder_is_that_of_the_variable(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")
