@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.ledger_option import opened
-from budgetguard_cli.ledger_table import share_of
+from budgetguard_cli.ledger_table import share_of, window
 from budgetguard_cli.lines import LONGEST_LINE, Line
 from budgetguard_cli.recordings import by_leg
 from budgetguard_cli.terminal import printable, refuse
@@ -318,12 +318,12 @@ def _ledger_view(windows: Iterable[WindowUsage], runs: Iterable[AliveRun]) -> Gr
     table = Table.grid(padding=(0, 1))
     for _ in range(4):
         table.add_column()
-    for (key, kind), row in sorted(latest.items()):
+    for (key, _), row in sorted(latest.items()):
         share = share_of(row)
         style = "red" if (share or 0) >= 1 else "yellow" if (share or 0) >= 0.8 else "green"
         table.add_row(
             Text(printable(key)),
-            Text("today" if kind == "d" else "this month"),
+            Text(window(row.window)),
             ProgressBar(
                 total=1.0, completed=min(float(share), 1.0), width=_BAR_WIDTH, complete_style=style
             )
