@@ -32,6 +32,18 @@ class Unreadable(Exception):
     """A file cannot be opened, or holds nothing that can be used."""
 
 
+def is_there(path: str | Path) -> bool:
+    """Tell whether there is a file or a folder; none has a name that is too long, or out of reach.
+
+    `Path.exists` raises there.
+    """
+    try:
+        Path(path).stat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def readable(names: Sequence[str]) -> list[str]:
     """Return the files that are named, with the logs (`*.jsonl*`) of a folder in its place.
 

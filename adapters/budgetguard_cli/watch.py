@@ -20,7 +20,7 @@ from rich.text import Text
 from budgetguard_cli.ledger_option import opened
 from budgetguard_cli.ledger_table import share_of, window
 from budgetguard_cli.lines import LONGEST_LINE, Line
-from budgetguard_cli.recordings import by_leg
+from budgetguard_cli.recordings import by_leg, is_there
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import Timeline, Timelines, log_folder, short_number, used_of
 from budgetguard_core import PriceBook, SystemClock
@@ -80,7 +80,7 @@ def watch(
     if not named:
         refuse("nothing to watch. Name logs or a folder, or set BUDGETGUARD_LOG.")
     for name in named:
-        if not Path(name).exists() and name != log_folder():
+        if not is_there(name) and name != log_folder():
             refuse(f"{printable(name)}: No such file or folder. Name one that exists.")
     view = _Logs([Path(name) for name in named])
     if once:
