@@ -335,7 +335,7 @@ class SqliteLedgerStore:
                 ),
             )
         self._steps += 1
-        if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
+        if self._steps % _STEPS_BETWEEN_CLEANINGS == 1:  # the first one, for processes of a few
             self._cleaned_to = _forget_closed(db, now, self._cleaned_to)
 
     # Notes, ceilings, reports
