@@ -36,8 +36,11 @@ class LedgerChanged(LedgerUnreachable):
     """The store is not the one that this process knows: it was wiped, or restored from elsewhere.
 
     An empty store would hand the whole ceiling out again, so nothing is admitted until
-    `budgetguard ledger adopt` says that the new one is meant.
+    `budgetguard ledger adopt` says that the new one is meant, whatever `on_ledger_error` says: the
+    store answers.
     """
+
+    was_sent = False
 
 
 class LedgerRefused(LedgerError):

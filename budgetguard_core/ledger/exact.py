@@ -11,7 +11,7 @@ from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
-from budgetguard_core.ledger.errors import LedgerUnreachable, OtherWindows
+from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.part import Obtained, Part
 from budgetguard_core.ledger.refusal import ABORTED, Refusal, refusal_of
@@ -122,6 +122,8 @@ class Exact:
         self, amount: Amount, run: str, name: str, error: LedgerUnreachable
     ) -> Obtained:
         windows = error.windows or self.account.windows(self._connection.now())
+        if isinstance(error, LedgerChanged):
+            return Refusal(ABORTED, str(error))
         if not self._allow:
             if error.was_sent:
                 # It may have arrived: closed at nothing, also before it does.

@@ -53,7 +53,8 @@ class Ledger:
         lease: "auto" takes money ahead of need and spends it in memory; "exact" makes a round
             trip before each call.
         on_ledger_error: What becomes of a call when the store cannot be reached: "refuse" it, or
-            "allow" it and have it charged as soon as the store answers.
+            "allow" it and have it charged as soon as the store answers. A store that was wiped
+            refuses it.
         timeout: Seconds until a step gives up.
         ledger_id: The id that `budgetguard ledger show` tells; another ledger is refused.
         queue: The folder where unsent reports are kept; in the home directory if left out.

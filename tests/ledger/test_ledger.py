@@ -344,6 +344,17 @@ def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
     opened(place, ledger_id=known).usage("acme")
 
 
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_store_that_was_wiped_answers_so_nothing_is_allowed_for_its_absence(place, opened, lease):
+    ledger = opened(place, daily_usd=1, on_ledger_error="allow", lease=lease)
+    ledger.reserve("acme", usd=1).settle(1)
+    place.wipe()
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    assert run.obtain(1, 1).detail.endswith("accept it as it is with `budgetguard ledger adopt`.")
+    with pytest.raises(LedgerRefused, match="it was wiped, or is another"):
+        ledger.reserve("acme", usd=1)
+
+
 def test_the_stores_clock_decides(sqlite, opened):
     from budgetguard_core.ledger.connection import Connection
 
