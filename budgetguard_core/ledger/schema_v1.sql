@@ -149,6 +149,14 @@ BEGIN
   status := 'ok';
 END $$;
 
+-- A refusal leaves no trace: not the rows that were made to be locked either.
+CREATE FUNCTION bg_unmake_v1(ks text[], ls text[], made int[]) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+  FOR i IN 1..cardinality(made) LOOP
+    DELETE FROM bg_windows x WHERE x.key = ks[made[i]] AND x.label = ls[made[i]];
+  END LOOP;
+END $$;
+
 CREATE FUNCTION bg_step_v1(
   p_id text, p_op int, p_close bool, p_ttl float8, p_share int,
   s bigint[], k bigint[], n bigint[], w bigint[], p_flags text, p_keys text, p_labels text,
@@ -164,6 +172,7 @@ DECLARE
   old bigint[] := zero; ns bigint[]; granted bigint[] := zero; charge bigint[];
   spent bigint[] := zero; more bigint[] := zero; added bigint[];
   used bigint[] := '{}'; lim bigint[] := '{}'; told bool[] := '{}'; before bigint[] := '{}'; stale bool := false;
+  made int[] := '{}';
   takes bool := n[1] + n[2] + w[1] + w[2] > 0; taking bool;
   is_lease bool := NOT p_close AND (p_op > 1 OR w[1] > n[1] OR w[2] > n[2]);
 BEGIN
@@ -197,8 +206,10 @@ BEGIN
     EXIT WHEN found_rows = places;
     FOR i IN 1..places LOOP
       INSERT INTO bg_windows(key, label) VALUES(ks[i], ls[i]) ON CONFLICT DO NOTHING;
+      CONTINUE WHEN NOT FOUND;
+      made := made || i;
       -- A client's clock may be years ahead: only what has begun makes others old.
-      IF FOUND AND p_from > 0 AND p_from <= extract(epoch FROM clock_timestamp()) THEN
+      IF p_from > 0 AND p_from <= extract(epoch FROM clock_timestamp()) THEN
         PERFORM bg_forget_v1(ks[i], ls[i]);
       END IF;
     END LOOP;
@@ -210,9 +221,13 @@ BEGIN
   IF known THEN
     was := h.closed; spent := ARRAY[h.su, h.st]; stale := p_op <= h.op;
     IF NOT was AND h.windows <> p_keys || E'\x1e' || p_labels THEN
-      status := 'windows'; RETURN;
+      status := 'windows';
     END IF;
     old := CASE WHEN was THEN spent ELSE ARRAY[greatest(h.gu, h.su), greatest(h.gt, h.st)] END;
+  END IF;
+  IF status = 'windows' THEN
+    PERFORM bg_unmake_v1(ks, ls, made);
+    RETURN;
   END IF;
   ns := ARRAY[greatest(spent[1], s[1]), greatest(spent[2], s[2])];
   IF stale THEN
@@ -253,7 +268,10 @@ BEGIN
     END IF;
     IF status <> 'ok' THEN more := zero; END IF;
   END IF;
-  IF NOT known AND status <> 'ok' THEN RETURN; END IF;
+  IF NOT known AND status <> 'ok' THEN
+    PERFORM bg_unmake_v1(ks, ls, made);
+    RETURN;
+  END IF;
   gu := granted[1] + more[1]; gt := granted[2] + more[2];
   added := ARRAY[greatest(charge[1], gu) - old[1], greatest(charge[2], gt) - old[2]];
   IF NOT taking THEN lim := before; END IF; -- a report: as money was last asked for

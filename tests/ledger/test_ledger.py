@@ -427,6 +427,26 @@ def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
     ]
 
 
+@pytest.mark.parametrize("want", [Amount(9, 9), Amount(9, 99)], ids=["exact", "lease"])
+def test_a_refusal_leaves_no_trace(place, store, want):
+    import datetime as dt
+
+    from budgetguard_core.ledger.windows import windows_at
+
+    now, need = store.now(), Amount(9, 9)
+    ceiling = Amount(8, 8)
+    for at in (now, now + 1000 * 86400):
+        windows = windows_at("acme", at, dt.UTC, ceiling, ceiling)
+        asked = store.step(Step(uuid.uuid4().hex, 1, windows, need=need, want=want))
+        assert asked.status == ("refused" if at == now else "clock")
+    taken = Step("held", 1, windows_at("acme", now, dt.UTC), need=need, want=want)
+    assert store.step(taken).status == "ok"
+    other = windows_at("beta", now, dt.UTC)
+    assert store.step(Step("held", 2, other, keep=need, want=want)).status == "windows"
+    assert {row.key for row in store.windows()} == {"acme"}
+    assert len(store.windows()) == 2
+
+
 def test_a_client_whose_clock_is_years_ahead_has_nothing_forgotten(place, store):
     import datetime as dt
 
