@@ -38,9 +38,9 @@ class RunLog:
         if self._path is None:
             if not isinstance(event, RunStarted):
                 # It goes on from another process: the number keeps the two apart.
-                name = f"{_file_name(event.run_id)}-{event.wall_ns}.jsonl"
+                name = f"{file_name(event.run_id)}-{event.wall_ns}.jsonl"
             else:
-                name = f"{_file_name(event.run_id)}.jsonl"
+                name = f"{file_name(event.run_id)}.jsonl"
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / name
         line = encoded_line(event) + b"\n"
@@ -80,6 +80,7 @@ def followed(
     return [*sinks, RunLog(folder)] if folder else [*sinks]
 
 
-def _file_name(run_id: str) -> str:
+def file_name(run_id: str) -> str:
+    """Return the name of a run's log, without its ending."""
     # A run's name may be anything, also a path.
     return quote(run_id, safe="")[:_NAME_LENGTH].lstrip(".") or "run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from budgetguard_cli.recordings import Reading, Unreadable
-from budgetguard_cli.verdict import verdicts
+from budgetguard_cli.verdict import verdicts, whole_runs
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.breakers import ToolMixBaseline
 
@@ -46,7 +46,8 @@ class Recorder:
 
     def _runs(self, files: Sequence[str]) -> Iterator[dict[str, int]]:
         prices = PriceBook()
-        for run in self._reading.files(files, lambda lines: verdicts(lines, _UNBOUNDED, prices)):
+        legs = self._reading.files(files, lambda lines: verdicts(lines, _UNBOUNDED, prices))
+        for run in whole_runs(legs):
             if self._every or run.succeeded:
                 yield run.tools
             else:

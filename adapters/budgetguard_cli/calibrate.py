@@ -17,7 +17,7 @@ from rich.text import Text
 from budgetguard_cli.measured import Measured
 from budgetguard_cli.recordings import Reading, Unreadable, readable
 from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.verdict import verdicts
+from budgetguard_cli.verdict import verdicts, whole_runs
 from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve, PriceBook
 from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.profiles import Profiles, load_profile
@@ -59,10 +59,10 @@ def calibrate(
 ) -> None:
     """Propose caps from measured runs, by profile and dimension, as TOML to paste.
 
-    Runs that a cap ended, failed, did not succeed or have not ended are left out. With fewer than
-    10 nothing is proposed; with 10 to 29 three times the maximum (provisional), with 30 to 299
-    twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody says
-    which runs are good, 2.5 times the 95th percentile.
+    Runs that a cap or somebody ended, failed, did not succeed or have not ended are left out. With
+    fewer than 10 nothing is proposed; with 10 to 29 three times the maximum (provisional), with 30
+    to 299 twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody
+    says which runs are good, 2.5 times the 95th percentile.
 
     Example: budgetguard calibrate logs >> budgetguard.toml
 
@@ -149,7 +149,8 @@ def _measured(
     reading = Reading(errors)
     prices = PriceBook()
     try:
-        for found in reading.files(readable(files), lambda lines: verdicts(lines, None, prices)):
+        legs = reading.files(readable(files), lambda lines: verdicts(lines, None, prices))
+        for found in whole_runs(legs):
             named = found.budget.profile
             name = profile if named is None else named.name
             groups.setdefault(name, Measured()).add(found, labelled=labelled)
@@ -198,7 +199,7 @@ def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> 
         lines += [
             f"# {group.usable} runs measured{'' if group.are_labelled else ', unlabelled'}"
             f"{', provisional: measure more' if found[0].provisional else ''}.",
-            f"[profiles.{json.dumps(printable(name))}]",
+            f"[profiles.{_quoted(name)}]",
             f'version = "calibrated-{group.usable}"',
         ]
         for one in found:
@@ -211,6 +212,12 @@ def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> 
             lines.append(f"finalize_reserve = {{ {kept} }}")
         lines.append("")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _quoted(name: str) -> str:
+    # TOML knows no pairs of surrogates, in which JSON escapes what is beyond 16 bits.
+    text = json.dumps(printable(name), ensure_ascii=False)
+    return "".join(char if char.isascii() else f"\\U{ord(char):08X}" for char in text)
 
 
 def _in_toml(cap: Figure) -> str:
@@ -230,7 +237,7 @@ def _show_proposals(
         return
     table = Table(box=None, padding=(0, 1))
     for heading in ("cap", "runs", "p50", "p95", "p99", "max", "proposed", "95 % interval", "cuts"):
-        table.add_column(heading, justify="left" if heading == "cap" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "cap" else "right", overflow="fold")
     for one in proposals:
         spread = one.measured
         table.add_row(
@@ -271,7 +278,7 @@ def _summary(group: Measured) -> str:
         f"{group.runs:,} runs, {group.usable:,} used"
         f"{'' if group.are_labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
         f"limit{f' ({stopped})' if stopped else ''}, {group.unfinished:,} unfinished and "
-        f"{group.failed:,} that failed left out"
+        f"{group.failed:,} that failed or were aborted left out"
     )
 
 

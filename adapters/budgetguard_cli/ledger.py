@@ -80,9 +80,13 @@ def show(
             )
         screen = console()
         screen.print(shown_rows)
-        known = {row.key for row in rows}
+        told = {
+            (row.key, row.window[0]): {"usd": row.ceiling_usd, "tokens": row.ceiling_tokens}
+            for row in rows  # the latest of a key comes last
+        }
         for key, stored in sorted(ledger.ceilings().items()):
-            if key not in known and tenant in (None, key):
+            holds = {(key, kind): _figures(stored.get(kind, Amount())) for kind in "dm"}
+            if tenant in (None, key) and not holds.items() <= told.items():
                 screen.print(Text(_said(key, stored)))
         screen.print(Text(f"ledger {ledger.id} at {ledger.url}, {instant(ledger.now())}"))
         for one in ledger.kills():

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from budgetguard_cli.recordings import is_there
 from budgetguard_cli.terminal import refuse
 from budgetguard_core import BudgetGuardError
 from budgetguard_core.ledger import Ledger
@@ -43,15 +43,21 @@ def opened(url: str | None, *, may_be_new: bool = False) -> Generator[Ledger]:
     """
     try:
         with Ledger(url, timeout=5.0) as ledger:
-            file = Path(ledger.url.removeprefix(_SQLITE))
-            if not may_be_new and ledger.url.startswith(_SQLITE) and not file.exists():
+            file = missing_file(ledger)
+            if file is not None and not may_be_new:
                 refuse(
-                    f"a ledger must be there, got no file {shown(str(file))}. Name the one that "
+                    f"a ledger must be there, got no file {shown(file)}. Name the one that "
                     "your processes use with --ledger, or make it with `budgetguard ledger set`."
                 )
             yield ledger
     except BudgetGuardError as error:
         refuse(str(error))
+
+
+def missing_file(ledger: Ledger) -> str | None:
+    """Return the file of a ledger in SQLite that is not there yet."""
+    file = ledger.url.removeprefix(_SQLITE)
+    return None if file == ledger.url or is_there(file) else file
 
 
 def dollars(text: str, option: str) -> Decimal:

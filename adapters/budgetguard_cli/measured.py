@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from budgetguard_cli.verdict import Verdict
 from budgetguard_core import Budget
 from budgetguard_core.profiles.calibration import Figure
+from budgetguard_core.stop import StopReason
 
 
 @dataclass
@@ -18,7 +19,8 @@ class Measured:
     runs: int = 0
     stopped: Counter[str] = field(default_factory=lambda: Counter())
     failed: int = 0
-    """Runs that an exception left, that wait, or that are labelled as not healthy."""
+    """Runs that an exception left, that somebody aborted, that wait, or that are labelled as not
+    healthy."""
     unfinished: int = 0
     """Runs whose log breaks off: they go on, or their process was killed."""
     labelled: dict[str, list[Figure]] = field(default_factory=lambda: dict[str, list[Figure]]())
@@ -33,6 +35,9 @@ class Measured:
         self.runs += 1
         if verdict.budget.caps():
             self.budget = verdict.budget
+        if verdict.stop_reason is StopReason.ABORTED:
+            self.failed += 1
+            return
         if verdict.stop_reason is not None or verdict.runaway:
             # It only repeats the cap that ended it.
             self.stopped[str(verdict.stop_reason or "max_steps")] += 1

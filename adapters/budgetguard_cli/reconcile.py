@@ -19,6 +19,7 @@ from budgetguard_cli.ledger_option import (
     whole,
 )
 from budgetguard_cli.ledger_table import both, console, instant, table
+from budgetguard_cli.recordings import Unreadable, readable
 from budgetguard_cli.terminal import refuse
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
@@ -50,8 +51,12 @@ class Word(NamedTuple):
 def reconcile(
     url: LedgerUrl = None,
     logs: Annotated[
-        list[Path] | None,
-        typer.Option("--log", help="Event logs: settle what they prove.", show_default=False),
+        list[str] | None,
+        typer.Option(
+            "--log",
+            help="Event logs, or a folder of them: settle what they prove. May be given again.",
+            show_default=False,
+        ),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Settle the rest as if all of it had been spent.")
@@ -76,6 +81,10 @@ def reconcile(
     if (usd is not None or tokens is not None) != (hold is not None):
         refuse("--hold needs --usd or --tokens, and they need --hold, got one without the other.")
     word = None if hold is None else Word(hold, usd, tokens)
+    try:
+        files = [Path(name) for name in readable(logs or [])]
+    except Unreadable as error:
+        refuse(str(error))
     with opened(url) as ledger:
         waiting = expired_holds(ledger)
         if word is not None:
@@ -85,7 +94,7 @@ def reconcile(
                     f"--hold must be on the list of what is to be reconciled, got "
                     f"{shown(word.hold)[:200]!r}. See `budgetguard ledger reconcile`."
                 )
-        proofs = read_proofs(logs or [])
+        proofs = read_proofs(files)
         now = ledger.now()
         results = [(one, _settle(ledger, one, now, proofs, word, full)) for one in waiting]
     if as_json:

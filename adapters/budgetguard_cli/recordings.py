@@ -32,10 +32,23 @@ class Unreadable(Exception):
     """A file cannot be opened, or holds nothing that can be used."""
 
 
+def is_there(path: str | Path) -> bool:
+    """Tell whether there is a file or a folder; none has a name that is too long, or out of reach.
+
+    `Path.exists` raises there.
+    """
+    try:
+        Path(path).stat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def readable(names: Sequence[str]) -> list[str]:
     """Return the files that are named, with the logs (`*.jsonl*`) of a folder in its place.
 
-    None is opened: a pipe can be opened only once.
+    Each once, also where a link names it again: its runs would count twice. None is opened: a pipe
+    can be opened only once.
 
     Raises:
         Unreadable: A file does not exist or may not be read, or a folder has no log.
@@ -55,7 +68,10 @@ def readable(names: Sequence[str]) -> list[str]:
         else:
             msg = f"{printable(name)} holds no log (*.jsonl). Name a folder that does."
             raise Unreadable(msg)
-    return files
+    once: dict[str, str] = {}
+    for file in files:
+        once.setdefault(file if file == STDIN else os.path.realpath(file), file)
+    return list(once.values())
 
 
 def by_leg(log: Path) -> tuple[int, str]:

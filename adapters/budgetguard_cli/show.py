@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from budgetguard_cli.recordings import Reading, Unreadable, by_leg, readable
+from budgetguard_cli.recordings import Reading, Unreadable, by_leg, is_there, readable
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import (
     SPENT_ON_ANSWERS,
@@ -26,6 +26,7 @@ from budgetguard_cli.timeline import (
     used_of,
 )
 from budgetguard_core import PriceBook
+from budgetguard_core.run_log import file_name
 
 _MOST_LISTED = 40
 _BAR = 20
@@ -96,11 +97,12 @@ def show(
 def _files(log: str) -> list[str]:
     """Return the log that is named, or those of all legs of the run that is."""
     folder = log_folder()
-    if folder is not None and log != "-" and not Path(log).exists():
+    if folder is not None and log != "-" and not is_there(log):
+        name = file_name(log)
         legs = [
             str(one)
             for one in sorted(Path(folder).glob("*.jsonl"), key=by_leg)
-            if one.stem == log or one.stem.startswith(f"{log}-")
+            if one.stem == name or one.stem.startswith(f"{name}-")
         ]
         if legs:
             return legs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any, Self
@@ -106,8 +106,11 @@ class Verdict:
     saved: Amounts
     unreported_calls: int
     """Model calls that never reported back; what they used is in no figure."""
+    went_on: bool
+    """Whether it is a later leg of its run, which another process had begun."""
     tools: dict[str, int]
-    """Tool bodies that the run started as recorded, by name (the first 1,024 names)."""
+    """Tool bodies that the run started as recorded, earlier legs included, by name (the first
+    1,024 names)."""
     breakers: dict[str, int]
     """What the candidate's breakers would have done, by the names of the events."""
     budget: Budget
@@ -146,6 +149,23 @@ def verdicts(
         return
 
 
+def whole_runs(found: Iterable[Verdict]) -> Iterator[Verdict]:
+    """Give each run once: by its last leg, whose counters hold what the legs before it did.
+
+    Only of a leg that did not come to an end another is looked for.
+    """
+    waiting: dict[str, Verdict] = {}
+    for one in found:
+        before = waiting.pop(one.run_id, None)
+        if before is not None and not one.went_on:
+            yield before  # another run of that name
+        if one.timed and one.status in (None, "paused", "failed"):
+            waiting[one.run_id] = one
+        else:
+            yield one
+    yield from waiting.values()
+
+
 def _put_back(line: Line, lines: Iterator[Line | Problem]) -> Iterator[Line | Problem]:
     yield line
     yield from lines
@@ -181,7 +201,7 @@ class _Run:
             self._candidate = Replay(budget, price_book=prices, sinks=sinks)
         self._recorded = Replay(_UNBOUNDED, price_book=prices)
         self._before = _NOTHING
-        self._tools_before: dict[str, int] = {}
+        self._went_on = False
 
     def _count(self, event: Event) -> None:
         if isinstance(event, _OF_BREAKERS):
@@ -202,13 +222,13 @@ class _Run:
             # The leg before this one has been judged by itself.
             leg = self._recorded.end()
             self._before = Amounts.of(leg.usage)
-            self._tools_before = leg.tool_counts
+            self._went_on = True
             self.budget = Budget.from_json(event.snapshot.get("budget") or {})
         elif isinstance(event, RunStarted) and event.run_id == self.members[0]:
             self.budget = Budget.from_json(event.budget)
         elif isinstance(event, GuardReset):
             self._before = _NOTHING
-            self._tools_before = {}
+            self._went_on = False
 
     def verdict(self, *, succeeded: bool | None, runaway: bool, timed: bool) -> Verdict:
         recorded = self._recorded.end()
@@ -232,11 +252,8 @@ class _Run:
             ),
             saved=saved,
             unreported_calls=sum(isinstance(t.call, ModelCall) for t in recorded.open_calls()),
-            tools={
-                name: count - self._tools_before.get(name, 0)
-                for name, count in recorded.tool_counts.items()
-                if count > self._tools_before.get(name, 0)
-            },
+            went_on=self._went_on,
+            tools=recorded.tool_counts,
             breakers=dict(self._told),
             budget=self.budget,
             status=None if ended is None else ended.status,

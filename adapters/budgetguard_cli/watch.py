@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.ledger_option import opened
+from budgetguard_cli.ledger_table import share_of, window
 from budgetguard_cli.lines import LONGEST_LINE, Line
-from budgetguard_cli.recordings import by_leg
+from budgetguard_cli.recordings import by_leg, is_there
 from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.timeline import Timeline, Timelines, log_folder, short_number, used_of
 from budgetguard_core import PriceBook, SystemClock
@@ -79,7 +80,7 @@ def watch(
     if not named:
         refuse("nothing to watch. Name logs or a folder, or set BUDGETGUARD_LOG.")
     for name in named:
-        if not Path(name).exists() and name != log_folder():
+        if not is_there(name) and name != log_folder():
             refuse(f"{printable(name)}: No such file or folder. Name one that exists.")
     view = _Logs([Path(name) for name in named])
     if once:
@@ -295,6 +296,18 @@ def _watch_ledger(url: str, interval: float, *, once: bool, as_json: bool) -> No
             Console().print(_ledger_view(found.windows(), found.runs()))
 
 
+def _used(row: WindowUsage) -> str:
+    """Return what is used, spent and reserved, of each ceiling; dollars where there is none."""
+    parts: list[str] = []
+    if row.ceiling_usd is not None or row.ceiling_tokens is None:
+        of = "" if row.ceiling_usd is None else f" of {short_number(row.ceiling_usd)}"
+        parts.append(f"{short_number(row.spent_usd + row.reserved_usd)}{of}")
+    if row.ceiling_tokens is not None:
+        used = row.spent_tokens + row.reserved_tokens
+        parts.append(f"{used:,} of {row.ceiling_tokens:,} tokens")
+    return ", ".join(parts)
+
+
 def _ledger_view(windows: Iterable[WindowUsage], runs: Iterable[AliveRun]) -> Group:
     alive = list(runs)
     latest: dict[tuple[str, str], WindowUsage] = {}
@@ -305,19 +318,18 @@ def _ledger_view(windows: Iterable[WindowUsage], runs: Iterable[AliveRun]) -> Gr
     table = Table.grid(padding=(0, 1))
     for _ in range(4):
         table.add_column()
-    for (key, kind), row in sorted(latest.items()):
-        used, ceiling = row.spent_usd + row.reserved_usd, row.ceiling_usd
-        share = 0.0 if not ceiling else float(used / ceiling)
-        style = "red" if share >= 1 else "yellow" if share >= 0.8 else "green"
+    for (key, _), row in sorted(latest.items()):
+        share = share_of(row)
+        style = "red" if (share or 0) >= 1 else "yellow" if (share or 0) >= 0.8 else "green"
         table.add_row(
             Text(printable(key)),
-            Text("today" if kind == "d" else "this month"),
+            Text(window(row.window)),
             ProgressBar(
-                total=1.0, completed=min(share, 1.0), width=_BAR_WIDTH, complete_style=style
+                total=1.0, completed=min(float(share), 1.0), width=_BAR_WIDTH, complete_style=style
             )
-            if ceiling
+            if share is not None
             else Text("no ceiling", "dim"),
-            Text(short_number(used) + (f" of {short_number(ceiling)}" if ceiling else "")),
+            Text(_used(row)),
         )
     lines = [
         Text(

@@ -70,9 +70,6 @@ class Beat:
         self._attached.remove_forgotten()
         runs = self._attached.all()
         self._poll(runs)
-        if not self._orphans_sent:
-            self._outbox.deliver_orphans(self._connection.send)
-            self._orphans_sent = True
         self._outbox.deliver(self._connection.send)
         for lease in self._attached.leases():
             lease.tend()
@@ -80,6 +77,10 @@ class Beat:
         self._warnings.tell()
         self._attached.leave_idle()
         self._alive.announce(runs)
+        if not self._orphans_sent:  # last: what cannot be sent holds nothing up
+            self._outbox.deliver_orphans(self._connection.send)
+            self._orphans_sent = True
+            self._warnings.tell()
 
     def finish(self) -> None:
         """Give everything back and send what waits; what cannot be sent is written down."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.errors import LedgerChanged, LedgerError, LedgerUnreachable
+from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
 from budgetguard_core.ledger.refusal import Warned, warned_of
 from budgetguard_core.ledger.step import SEPARATOR, Answer, Step, Store
 from budgetguard_core.ledger.windows import Window
@@ -120,8 +120,23 @@ class Connection:
 
         Raises:
             LedgerUnreachable: The store does not answer, or is not the ledger that is known.
-            LedgerError: The step names other windows than its hold was made in.
+            OtherWindows: The step names other windows than its hold was made in.
         """
+        try:
+            answer = self._send(step)
+        except LedgerUnreachable as error:
+            error.windows = step.windows
+            raise
+        if answer.status == "windows":
+            raise OtherWindows(
+                "a hold must be reported in the windows that it was made in, got others. "
+                "Settle a reservation with the object that `reserve` returned."
+            )
+        if answer.warn:
+            self.warned.extend(warned_of(answer, step.windows))
+        return answer
+
+    def _send(self, step: Step) -> Answer:
         store = self.store()
         self._fail_fast()
         self.trips += 1
@@ -133,13 +148,6 @@ class Connection:
             self._known = met
             self.trips += 1
             answer = self._guarded(store.step, step.within(met))
-        if answer.status == "windows":
-            raise LedgerError(
-                "a hold must be reported in the windows that it was made in, got others. "
-                "Settle a reservation with the object that `reserve` returned."
-            )
-        if answer.warn:
-            self.warned.extend(warned_of(answer, step.windows))
         return answer
 
     def now(self) -> float:

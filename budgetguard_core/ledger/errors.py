@@ -5,9 +5,11 @@ Messages never hold a driver's own text: it may quote the URL, and with it the p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from budgetguard_core.errors import BudgetGuardError
+from budgetguard_core.ledger.windows import Window
 
 
 class LedgerError(BudgetGuardError):
@@ -22,14 +24,23 @@ class LedgerUnreachable(LedgerError):
 
     was_sent = True
     """Whether the step may have reached the store."""
+    windows: Sequence[Window] = ()
+    """Those of the step: by the time that the error comes, another day may have begun."""
+
+
+class OtherWindows(LedgerError):
+    """A step names other windows than its hold was made in."""
 
 
 class LedgerChanged(LedgerUnreachable):
     """The store is not the one that this process knows: it was wiped, or restored from elsewhere.
 
     An empty store would hand the whole ceiling out again, so nothing is admitted until
-    `budgetguard ledger adopt` says that the new one is meant.
+    `budgetguard ledger adopt` says that the new one is meant, whatever `on_ledger_error` says: the
+    store answers.
     """
+
+    was_sent = False
 
 
 class LedgerRefused(LedgerError):

@@ -11,14 +11,15 @@ from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
-from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.part import Obtained, Part
 from budgetguard_core.ledger.refusal import ABORTED, Refusal, refusal_of
-from budgetguard_core.ledger.step import Step, new_id
+from budgetguard_core.ledger.step import Answer, Step, new_id
 from budgetguard_core.ledger.windows import Window
 
 _FOR_EVER = 2**63
+_REPEATED_WITHIN = 86_400.0
 TTL_OF_EXACT = 600.0
 """Seconds until the store lists a reservation: a call that hangs may be billed long after."""
 
@@ -60,7 +61,7 @@ class Exact:
         """Reserve under a name of the caller's: a repeat is the same reservation.
 
         Raises:
-            ConfigurationError: The name is that of a reservation of less.
+            ConfigurationError: The name is that of a reservation of less, or of other keys.
         """
         if self._passed:
             self._passed = False
@@ -77,7 +78,7 @@ class Exact:
             )
 
         try:
-            answer, windows = self._connection.take(self.account, make)
+            answer, windows = self._take(make)
         except LedgerUnreachable as error:
             return self._without_store(amount, run, name, error)
         if answer.status != "ok":
@@ -92,6 +93,24 @@ class Exact:
             self._tell()
         return self._part(name, amount, windows)
 
+    def _take(self, make: Callable[[Sequence[Window]], Step]) -> tuple[Answer, Sequence[Window]]:
+        try:
+            return self._connection.take(self.account, make)
+        except OtherWindows:
+            now = self._connection.now()
+        # A repeat of what was reserved before midnight: of each key's, one after the other.
+        windows = self.account.windows(now)
+        while (edge := max([window.start for window in windows])) > now - _REPEATED_WITHIN:
+            windows = self.account.windows(edge - 0.001)
+            try:
+                return self._connection.send(make(windows)), windows
+            except OtherWindows:
+                continue
+        raise ConfigurationError(
+            "reservation_id must name one reservation, got one of another tenant's. "
+            "Use another name for another call."
+        )
+
     def _part(self, name: str, amount: Amount, windows: Sequence[Window]) -> Part:
         part = Part(name)
         part.message()
@@ -102,7 +121,9 @@ class Exact:
     def _without_store(
         self, amount: Amount, run: str, name: str, error: LedgerUnreachable
     ) -> Obtained:
-        windows = self.account.windows(self._connection.now())
+        windows = error.windows or self.account.windows(self._connection.now())
+        if isinstance(error, LedgerChanged):
+            return Refusal(ABORTED, str(error))
         if not self._allow:
             if error.was_sent:
                 # It may have arrived: closed at nothing, also before it does.

@@ -21,7 +21,7 @@ from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.connection import Connection
-from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable
 from budgetguard_core.ledger.lease_options import LeaseOptions
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.part import Obtained, Part
@@ -202,6 +202,8 @@ class Lease:
         return _Recalled(refusal)
 
     def _without_store(self, need: Amount, error: LedgerUnreachable) -> Obtained:
+        if isinstance(error, LedgerChanged):
+            return Refusal(ABORTED, str(error))
         if not self._allow:
             return Refusal(ABORTED, f"{error} (on_ledger_error is refuse)")
         with self._lock:
@@ -283,7 +285,7 @@ class Lease:
             except LedgerUnreachable as error:
                 if error.was_sent:  # from now on it is made in these
                     with self._lock:
-                        part.assume(self.account.windows(self._connection.now()))
+                        part.assume(error.windows)
                 raise
         taken: Part | None = None
         with self._lock:

@@ -53,7 +53,8 @@ class Ledger:
         lease: "auto" takes money ahead of need and spends it in memory; "exact" makes a round
             trip before each call.
         on_ledger_error: What becomes of a call when the store cannot be reached: "refuse" it, or
-            "allow" it and have it charged as soon as the store answers.
+            "allow" it and have it charged as soon as the store answers. A store that was wiped
+            refuses it.
         timeout: Seconds until a step gives up.
         ledger_id: The id that `budgetguard ledger show` tells; another ledger is refused.
         queue: The folder where unsent reports are kept; in the home directory if left out.
@@ -171,7 +172,7 @@ class Ledger:
         amount = to_amount(usd, tokens)
         if amount == ZERO:  # one unit of each, or a used-up ceiling would admit it
             amount = Amount(1, 1)
-        name = check_name(reservation_id, "reservation_id") if reservation_id else new_id()
+        name = new_id() if reservation_id is None else check_name(reservation_id, "reservation_id")
         known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
         exact = self._exact_of(known)
         obtained = exact.reserve(amount, check_name(run, "run") if run else "", name)

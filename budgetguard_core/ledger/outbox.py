@@ -109,6 +109,10 @@ class Outbox:
                         _send(send, step)
                         sent += 1
                     path.unlink(missing_ok=True)
+            except LedgerUnreachable:
+                raise
+            except Exception as error:
+                _LOG.warning("ledger: %s cannot be sent, and stays: %s", path, type(error).__name__)
             finally:
                 lock.close()
         return sent
@@ -119,13 +123,16 @@ class Outbox:
 
     def _append(self, line: str) -> None:
         try:
-            if self._path is None:
+            while self._path is None:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path = self._folder / f"{uuid.uuid4().hex}.jsonl"
-                self._held = FileLock(path, 0.0)
-                self._held.acquire()
-                self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-                self._path = path
+                held = FileLock(path, 0.0)
+                # Before it was locked, another process may have taken it for a dead one's.
+                if held.acquire() and path.exists():
+                    self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+                    self._held, self._path = held, path
+                else:
+                    held.close()
             # A line break first: a line that was cut short takes no other with it.
             _write_whole(self._fd, b"\n" + line.encode() + b"\n")
             os.fsync(self._fd)

@@ -96,6 +96,7 @@ class PostgresLedgerStore:
             autocommit=True,
             connect_timeout=max(_LEAST_CONNECT_SECONDS, int(self._timeout)),
             application_name="budgetguard",
+            client_encoding="utf8",  # whatever the URL or the environment says
         )
         try:
             self._set_up(db)
@@ -111,7 +112,7 @@ class PostgresLedgerStore:
             "SET default_transaction_isolation = 'read committed'; "
             f"SET statement_timeout = {milliseconds}; SET lock_timeout = {milliseconds}; "
             f"SET idle_in_transaction_session_timeout = {milliseconds * 5}; "
-            "SET synchronous_commit = on"
+            "SET synchronous_commit = on; SET extra_float_digits = 1"
         )
         self._migrate(db)
 
@@ -190,7 +191,7 @@ class PostgresLedgerStore:
 
     def _step(self, db: Any, step: Step, keys: str, labels: str) -> Answer:
         self._steps += 1
-        if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
+        if self._steps % _STEPS_BETWEEN_CLEANINGS == 1:  # the first one, for processes of a few
             db.execute(_FORGET)
         if step.op == 1 and not step.close and step.spent == ZERO:
             if step.need == step.want != ZERO:

@@ -7,7 +7,9 @@ have ended, or on a person's word.
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,6 +23,8 @@ from budgetguard_core.ledger.lease_options import TTL_OF_LEASES
 from budgetguard_core.ledger.ledger import Ledger
 from budgetguard_core.ledger.step import HoldRecord, Step
 from budgetguard_core.ledger.windows import Window
+
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def settle_hold(ledger: Ledger, hold: HoldRecord, spent: Amount | None = None) -
 
 
 def read_proofs(files: Iterable[Path]) -> Mapping[str, Proof]:
-    """Read trajectory logs: what was spent under which hold.
+    """Read trajectory logs, also gzipped: what was spent under which hold.
 
     Each admitted model call names the hold that it was set aside in (`holds`), and its settlement
     what it used. A hold is proved when all its calls are settled with a cost and all their runs
@@ -101,7 +105,7 @@ def read_proofs(files: Iterable[Path]) -> Mapping[str, Proof]:
                 else:
                     before = spent[hold]
                     spent[hold] = Amount(before.usd + used.usd, before.tokens + used.tokens)
-        elif kind == "run_ended":
+        elif kind in ("run_ended", "housekeeping_ended"):
             ended.add(run)
     broken.update(hold for holds in calls.values() for hold in holds)
     return {
@@ -132,14 +136,17 @@ def _whole(tokens: object) -> int:
 def _events(files: Iterable[Path]) -> Iterable[Mapping[str, Any]]:
     for path in dict.fromkeys(path.absolute() for path in files):  # a file named twice counts once
         try:
-            with path.open("rb") as lines:
-                for line in lines:
+            with path.open("rb") as file:
+                packed = file.peek(len(_GZIP)).startswith(_GZIP)
+                for line in gzip.GzipFile(fileobj=file) if packed else file:
                     try:
                         event: object = json.loads(line)
                     except ValueError:  # the last line of a process that was killed
                         continue
                     if isinstance(event, dict):
                         yield cast("dict[str, Any]", event)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            continue  # cut short: what it proves is what was read
         except OSError as error:
             raise ConfigurationError(
                 f"a log must be a file that can be read, got {error.strerror}. Name another."

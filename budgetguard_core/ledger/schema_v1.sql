@@ -104,7 +104,8 @@ BEGIN
       INSERT INTO bg_windows(key, label) VALUES(r.k, r.l) ON CONFLICT DO NOTHING;
       PERFORM bg_forget_v1(r.k, r.l);
     END LOOP;
-    IF NOT told AND (r.lu > 0 AND c1 * 5 >= r.lu * 4 OR r.lt > 0 AND c2 * 5 >= r.lt * 4) THEN
+    -- 80 % as the stores that count beyond 63 bits have it: used * 5 >= ceiling * 4.
+    IF NOT told AND (r.lu > 0 AND c1 >= r.lu - r.lu / 5 OR r.lt > 0 AND c2 >= r.lt - r.lt / 5) THEN
       warn := warn | (1 << (r.o - 1)::int);
       UPDATE bg_windows x SET warned = true WHERE x.key = r.k AND x.label = r.l;
     END IF;
@@ -142,10 +143,18 @@ BEGIN
     CONTINUE WHEN s1 <= g1 AND s2 <= g2;
     -- It cost more than was reserved: the row is ours until the commit.
     UPDATE bg_windows x SET warned = true WHERE x.key = ks[i] AND x.label = ls[i] AND NOT x.warned
-      AND (x.lu > 0 AND x.cu * 5 >= x.lu * 4 OR x.lt > 0 AND x.ct * 5 >= x.lt * 4);
+      AND (x.lu > 0 AND x.cu >= x.lu - x.lu / 5 OR x.lt > 0 AND x.ct >= x.lt - x.lt / 5);
     IF FOUND THEN warn := warn | (1 << (i - 1)); END IF;
   END LOOP;
   status := 'ok';
+END $$;
+
+-- A refusal leaves no trace: not the rows that were made to be locked either.
+CREATE FUNCTION bg_unmake_v1(ks text[], ls text[], made int[]) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+  FOR i IN 1..cardinality(made) LOOP
+    DELETE FROM bg_windows x WHERE x.key = ks[made[i]] AND x.label = ls[made[i]];
+  END LOOP;
 END $$;
 
 CREATE FUNCTION bg_step_v1(
@@ -163,6 +172,7 @@ DECLARE
   old bigint[] := zero; ns bigint[]; granted bigint[] := zero; charge bigint[];
   spent bigint[] := zero; more bigint[] := zero; added bigint[];
   used bigint[] := '{}'; lim bigint[] := '{}'; told bool[] := '{}'; before bigint[] := '{}'; stale bool := false;
+  made int[] := '{}';
   takes bool := n[1] + n[2] + w[1] + w[2] > 0; taking bool;
   is_lease bool := NOT p_close AND (p_op > 1 OR w[1] > n[1] OR w[2] > n[2]);
 BEGIN
@@ -196,7 +206,12 @@ BEGIN
     EXIT WHEN found_rows = places;
     FOR i IN 1..places LOOP
       INSERT INTO bg_windows(key, label) VALUES(ks[i], ls[i]) ON CONFLICT DO NOTHING;
-      IF FOUND THEN PERFORM bg_forget_v1(ks[i], ls[i]); END IF;
+      CONTINUE WHEN NOT FOUND;
+      made := made || i;
+      -- A client's clock may be years ahead: only what has begun makes others old.
+      IF p_from > 0 AND p_from <= extract(epoch FROM clock_timestamp()) THEN
+        PERFORM bg_forget_v1(ks[i], ls[i]);
+      END IF;
     END LOOP;
     found_rows := 0; used := '{}'; lim := '{}'; told := '{}'; before := '{}';
   END LOOP;
@@ -206,9 +221,13 @@ BEGIN
   IF known THEN
     was := h.closed; spent := ARRAY[h.su, h.st]; stale := p_op <= h.op;
     IF NOT was AND h.windows <> p_keys || E'\x1e' || p_labels THEN
-      status := 'windows'; RETURN;
+      status := 'windows';
     END IF;
     old := CASE WHEN was THEN spent ELSE ARRAY[greatest(h.gu, h.su), greatest(h.gt, h.st)] END;
+  END IF;
+  IF status = 'windows' THEN
+    PERFORM bg_unmake_v1(ks, ls, made);
+    RETURN;
   END IF;
   ns := ARRAY[greatest(spent[1], s[1]), greatest(spent[2], s[2])];
   IF stale THEN
@@ -249,13 +268,16 @@ BEGIN
     END IF;
     IF status <> 'ok' THEN more := zero; END IF;
   END IF;
-  IF NOT known AND status <> 'ok' THEN RETURN; END IF;
+  IF NOT known AND status <> 'ok' THEN
+    PERFORM bg_unmake_v1(ks, ls, made);
+    RETURN;
+  END IF;
   gu := granted[1] + more[1]; gt := granted[2] + more[2];
   added := ARRAY[greatest(charge[1], gu) - old[1], greatest(charge[2], gt) - old[2]];
   IF NOT taking THEN lim := before; END IF; -- a report: as money was last asked for
   FOR i IN 1..places LOOP
-    IF NOT told[i] AND (lim[2*i-1] > 0 AND (used[2*i-1] + added[1]) * 5 >= lim[2*i-1] * 4
-        OR lim[2*i] > 0 AND (used[2*i] + added[2]) * 5 >= lim[2*i] * 4) THEN
+    IF NOT told[i] AND (lim[2*i-1] > 0 AND used[2*i-1] + added[1] >= lim[2*i-1] - lim[2*i-1] / 5
+        OR lim[2*i] > 0 AND used[2*i] + added[2] >= lim[2*i] - lim[2*i] / 5) THEN
       warn := warn | (1 << (i - 1)); told[i] := true;
     END IF;
   END LOOP;

@@ -66,6 +66,20 @@ _KEEP_WINDOW = (
 _SYNCHRONOUS = ("FULL", "NORMAL", "EXTRA")
 
 
+def check_synchronous(given: str) -> str:
+    """Return how SQLite is to write.
+
+    Raises:
+        ConfigurationError: It is none of SQLite's ways.
+    """
+    if given.upper() not in _SYNCHRONOUS:
+        raise ConfigurationError(
+            f"synchronous must be one of {', '.join(_SYNCHRONOUS)}, got {given[:20]!r}. "
+            "Use FULL, the default."
+        )
+    return given.upper()
+
+
 class SqliteLedgerStore:
     """A `Store` in a file.
 
@@ -91,13 +105,8 @@ class SqliteLedgerStore:
         timeout: float = 1.0,
         clock: Clock | None = None,
     ) -> None:
-        if synchronous.upper() not in _SYNCHRONOUS:
-            raise ConfigurationError(
-                f"synchronous must be one of {', '.join(_SYNCHRONOUS)}, got {synchronous[:20]!r}. "
-                "FULL is the default."
-            )
         self._path = Path(path).absolute()  # wherever its process goes
-        self._synchronous = synchronous.upper()
+        self._synchronous = check_synchronous(synchronous)
         self._timeout = timeout
         self._clock = clock or SystemClock()
         self._mutex = threading.Lock()
@@ -242,7 +251,8 @@ class SqliteLedgerStore:
                 cu, ct, su, st, warned, lu, lt = found[8 + 7 * place : 15 + 7 * place]
                 if cu is None:
                     cu = ct = su = st = warned = lu = lt = 0
-                    _begin_window(db, window)
+                    if window.start <= now:  # else its holder's clock is ahead
+                        _begin_window(db, window)
                 rows.append(Row(Amount(cu, ct), Amount(su, st), bool(warned)))
                 # A report is measured by the ceiling that money was last asked for under.
                 ceilings.append(self._ceiling(db, window) if taking else Amount(lu, lt))
@@ -325,7 +335,7 @@ class SqliteLedgerStore:
                 ),
             )
         self._steps += 1
-        if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
+        if self._steps % _STEPS_BETWEEN_CLEANINGS == 1:  # the first one, for processes of a few
             self._cleaned_to = _forget_closed(db, now, self._cleaned_to)
 
     # Notes, ceilings, reports

@@ -137,7 +137,8 @@ for k = 0, nk - 1 do
     end
     out[j + 1] = format('%.0f %.0f %.0f %.0f %s %s %s', u1, u2, row[3] + ns1 - sp1,
       row[4] + ns2 - sp2, row[5], row[6], row[7])
-    if row.fresh then
+    -- A client's clock may be years ahead: only what has begun makes others old.
+    if row.fresh and num(A[15]) <= now then
       local kind, oldest = string.sub(A[a + 2 + 4 * j], 1, 2), A[a + 5 + 4 * j]
       for _, label in ipairs(call('HKEYS', KEYS[4 + k])) do
         if string.sub(label, 1, 2) == kind and label < oldest then call('HDEL', KEYS[4 + k], label) end

@@ -12,11 +12,15 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
+from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore, check_synchronous
 from budgetguard_core.ledger.step import Store
 from budgetguard_core.ledger.windows import check_name
 
 _REDIS = frozenset({"redis", "rediss", "unix"})
 _POSTGRES = frozenset({"postgresql", "postgres"})
+_OF_REPLIES = ("decode_responses", "encoding", "encoding_errors")
+"""Options of redis-py that change what it returns."""
+_OF_LIBPQ = ("service", "host", "hostaddr", "port", "dbname")
 
 
 class Address(NamedTuple):
@@ -69,6 +73,14 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         return _sqlite(parts.netloc, unquote(parts.path), options, shown, timeout, clock)
     if parts.scheme in _REDIS:
         _need("redis", "redis", "Redis")
+        number = parts.path.strip("/")
+        if parts.scheme != "unix" and number and not (number.isascii() and number.isdigit()):
+            # redis-py would take the first one.
+            raise ConfigurationError(
+                f"a data base of Redis must be a number, got {number[:40]!r}. "
+                "Use redis://host:6379/0, and ?name= for several ledgers in it."
+            )
+        options = {option: value for option, value in options.items() if option not in _OF_REPLIES}
         bare = urlunsplit(parts._replace(query=urlencode(options)))
 
         def open_redis() -> Store:
@@ -76,7 +88,9 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
 
             return RedisLedgerStore(bare, name=name, timeout=timeout)
 
-        return _address(shown, open_redis)._replace(largest_ceiling=LARGEST_CEILING_IN_LUA)
+        return _address(shown, open_redis, _which(options, ("db",)))._replace(
+            largest_ceiling=LARGEST_CEILING_IN_LUA
+        )
     if parts.scheme in _POSTGRES:
         _need("psycopg", "postgres", "PostgreSQL")
 
@@ -85,8 +99,11 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
 
             return PostgresLedgerStore(url, timeout=timeout)
 
-        # Another schema is another ledger.
-        return _address(shown, open_postgres, options.get("options", ""))
+        # Another schema is another ledger; so is another user's data base, where none is named.
+        which = options.pop("options", "") + _which(options, _OF_LIBPQ)
+        if not (parts.path.strip("/") or "dbname" in options or "service" in options):
+            which += parts.username or options.get("user", "")
+        return _address(shown, open_postgres, which)
     raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
 
 
@@ -98,7 +115,7 @@ def _sqlite(
     timeout: float,
     clock: Clock | None,
 ) -> Address:
-    synchronous = options.pop("synchronous", "FULL")
+    synchronous = check_synchronous(options.pop("synchronous", "FULL"))
     if netloc or options or len(path) < 2:
         raise ConfigurationError(
             "a ledger in SQLite must be named sqlite:///file, with synchronous as its only option, "
@@ -108,11 +125,14 @@ def _sqlite(
     file = Path(path[1:]).absolute()
 
     def open_sqlite() -> Store:
-        from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
-
         return SqliteLedgerStore(file, synchronous=synchronous, timeout=timeout, clock=clock)
 
     return _address(f"sqlite:///{file}", open_sqlite)
+
+
+def _which(options: dict[str, str], names: tuple[str, ...]) -> str:
+    """Return the options that say which ledger it is."""
+    return "".join(f"&{name}={options[name]}" for name in names if name in options)
 
 
 def _address(shown: str, open_: Callable[[], Store], more: str = "") -> Address:

@@ -36,7 +36,8 @@ class Window(NamedTuple):
     ceiling: Amount = ZERO
     """The client's default, 0 for none; what the store holds for the key wins."""
     oldest: str = ""
-    """Windows of this key and kind with a smaller label are forgotten when this one is made."""
+    """Windows of this key and kind with a smaller label are forgotten when this one is made, if it
+    has begun by then."""
 
 
 @dataclass(frozen=True, slots=True)

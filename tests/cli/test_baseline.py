@@ -55,17 +55,23 @@ def test_runs_that_succeeded_are_recorded_and_the_model_reads_what_is_written(wr
     }
 
 
-def test_an_event_log_is_read_as_well_and_a_resumed_leg_counts_once(tmp_path):
-    path = tmp_path / "log.jsonl"
-    with JsonLinesSink(path) as sink:
-        guard = Guard(Budget(), sinks=[sink])
+@pytest.mark.parametrize("way", [[], ["--all"]])
+def test_an_event_log_is_read_as_well_and_a_run_of_two_legs_is_one(tmp_path, way):
+    with JsonLinesSink(tmp_path / "run.jsonl") as sink:
+        guard = Guard(Budget(), run_id="run", sinks=[sink])
         for name in ("search", "read"):
             guard.settle_tool_call(guard.admit_tool_call(ToolCall(name=name)))
+    with JsonLinesSink(tmp_path / "run-2.jsonl") as sink:
         again = Guard.restore(guard.snapshot(), sinks=[sink])
         again.settle_tool_call(again.admit_tool_call(ToolCall(name="read")))
         end_run(again, trip=None)
-    assert json.loads(baseline(path, "--all").stdout)["tools"] == {"search": 1, "read": 2}
-    assert json.loads(baseline(path).stdout)["tools"] == {"read": 1}
+    done = baseline(tmp_path, *way)
+    assert json.loads(done.stdout) == {
+        "format_version": 1,
+        "runs": 1,
+        "tools": {"search": 1, "read": 2},
+    }
+    assert done.stderr == "1 runs recorded, 0 left out, 0 lines not read.\n"
 
 
 def test_a_line_that_cannot_be_read_is_named_and_the_rest_is_recorded(write):

@@ -66,6 +66,19 @@ def test_what_it_proposes_can_be_pasted(budgetguard, tmp_path):
     assert b"truncates" not in again.stdout
 
 
+def test_a_profile_of_any_name_can_be_pasted(budgetguard, tmp_path):
+    log = record(tmp_path / "log.jsonl", [3] * 10, profile='né "\\ 😀')
+    done = budgetguard("calibrate", log, PYTHONIOENCODING="ascii")
+    assert [*tomllib.loads(done.stdout.decode())["profiles"]] == ['né "\\ 😀']
+
+
+def test_no_figure_is_cut_on_a_terminal(budgetguard, tmp_path):
+    log = record(tmp_path / "log.jsonl", [12] * 10)
+    done = budgetguard("calibrate", log, FORCE_COLOR="1", NO_COLOR="1", COLUMNS="80")
+    assert "1,200" in done.stderr.decode()
+    assert "…" not in done.stderr.decode()
+
+
 @pytest.mark.slow
 def test_runs_that_a_cap_ended_are_left_out(budgetguard, tmp_path):
     log = record(tmp_path / "log.jsonl", [*range(1, 31), *[100] * 30], max_iterations=31)
@@ -90,7 +103,7 @@ def test_runs_whose_log_breaks_off_are_left_out(budgetguard, tmp_path):
     assert iterations["measured"]["maximum"] == iterations["measured"]["p50"] == 30
     told = budgetguard("calibrate", killed)
     assert told.returncode == 2
-    assert b"300 unfinished and 0 that failed left out" in told.stderr
+    assert b"300 unfinished and 0 that failed or were aborted left out" in told.stderr
 
 
 @pytest.mark.slow
@@ -163,6 +176,19 @@ def test_the_audit_says_when_limits_always_fire(budgetguard, tmp_path):
     done = budgetguard("audit", log)
     assert done.returncode == 1
     assert b"of 12 runs every one was stopped by a limit" in done.stdout
+
+
+def test_what_somebody_aborted_was_stopped_by_no_limit(budgetguard, tmp_path):
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        for _ in range(12):
+            guard = Guard(Budget(max_iterations=9), sinks=[sink])
+            guard.abort("somebody was in a hurry")
+            guard.admit_model_call(ModelCall(model="gpt-4o"))
+            end_run(guard, trip=guard.trip)
+    done = budgetguard("audit", tmp_path)
+    assert b"12 runs, 0 used (unlabelled), 0 ended by a limit, 0 unfinished" in done.stdout
+    assert b"12 that failed or were aborted left out" in done.stdout
+    assert b"of 12 runs none was stopped by a limit" in done.stdout
 
 
 @pytest.mark.slow
@@ -260,7 +286,8 @@ def test_a_run_that_had_paused_counts_with_all_its_legs(budgetguard, tmp_path):
                     clock.advance(1000)
                 else:
                     end_run(guard, trip=None)
-    caps = tomllib.loads(budgetguard("calibrate", tmp_path, "--labelled").stdout.decode())
-    found = caps["profiles"]["default"]
+    done = budgetguard("calibrate", tmp_path, "--labelled")
+    assert b"10 runs, 10 used, 0 ended by a limit, 0 unfinished" in done.stderr
+    found = tomllib.loads(done.stdout.decode())["profiles"]["default"]
     assert (found["max_iterations"], found["max_total_tokens"]) == (9, 900)
     assert found["max_seconds"] == 18

@@ -169,7 +169,7 @@ def test_nothing_of_a_finding_is_cut(tmp_path, monkeypatch):
 def test_ledger(doctor, tmp_path):
     code, found = doctor("", "--ledger", f"sqlite:///{tmp_path}/none.sqlite3")
     assert (code, names(found, "problem")) == (1, [("ledger", "sqlite")])
-    url = f"sqlite:///{tmp_path}/ledger.sqlite3"
+    url = f"sqlite:///{tmp_path}/my%20ledger.sqlite3?synchronous=normal"
     set_ = CliRunner().invoke(app, ["ledger", "set", "acme", "--daily-usd", "5", "--ledger", url])
     assert set_.exit_code == 0, set_.stderr
     code, found = doctor("", "--ledger", url)

@@ -111,6 +111,25 @@ def test_closed_output_is_no_error(tmp_path, command, closed):
     assert (done.returncode, b"Traceback" in done.stdout + done.stderr) == (0, False), done.stderr
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "NAME"],
+        ["watch", "NAME", "--once"],
+        ["doctor", "NAME"],
+        ["run", "--max-iterations", "3", "NAME"],
+        ["runs", "--ledger", "sqlite:///NAME"],
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_no_file_can_have_is_one_that_is_not_there(budgetguard, tmp_path, command):
+    arguments = [one.replace("NAME", "x" * 300) for one in command]
+    done = budgetguard(*arguments, BUDGETGUARD_LOG=str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    assert b"output" not in done.stderr
+
+
 def test_a_text_from_outside_is_bounded_as_it_is_shown():
     assert printable("a" * 300) == "a" * 300
     for text in ("a" * 301, "\x1b" * 300, "\x1b" * 10_000):

@@ -682,6 +682,13 @@ def test_a_folder_stands_for_its_logs(tmp_path):
     assert in_all(tmp_path)["runs"] == 2
 
 
+def test_a_file_that_is_named_twice_is_read_once(write, tmp_path):
+    log = write(trajectory(turns(8)))
+    (tmp_path / "same.jsonl").symlink_to(log)
+    whole = in_all(log, tmp_path, log.parent / "." / ".." / log.parent.name / log.name)
+    assert (whole["files"], whole["runs"]) == (1, 1)
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "forbidden"])
 def test_a_file_that_cannot_be_read_ends_with_2_before_anything_is_read(write, tmp_path, kind):
     good = write(trajectory([]))

@@ -7,8 +7,9 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import Budget, Guard, JsonLinesSink, ToolCall
+from budgetguard_core import Budget, Guard, JsonLinesSink, ToolCall, end_run
 from budgetguard_core.breakers import RateLimit
+from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
 from run_logs import COST_OF_A_CALL, finalized, in_legs, write
 from sticky_runs import NEEDS, RUNS
@@ -129,6 +130,14 @@ def test_a_run_is_found_by_its_id(budgetguard, tmp_path):
     done = budgetguard("show", "near", "--json", BUDGETGUARD_LOG=str(folder))
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["run_id"] for run in runs] == ["near"]
+
+
+@pytest.mark.parametrize("name", ["team/run 1", ".hidden", "x" * 150])
+def test_a_run_of_any_name_is_found(budgetguard, tmp_path, name):
+    log = RunLog(tmp_path)
+    end_run(Guard(Budget(), run_id=name, sinks=[log]), trip=None)
+    done = budgetguard("show", name, "--json", BUDGETGUARD_LOG=str(tmp_path))
+    assert json.loads(done.stdout)["run_id"] == name
 
 
 @pytest.mark.sample(4)

@@ -13,6 +13,7 @@ import pytest
 
 from budgetguard_core import Budget, Guard, JsonLinesSink, ModelCall
 from budgetguard_core.ledger import Ledger
+from budgetguard_core.testing import ManualClock
 from run_logs import CALL, USED, in_legs, write
 
 
@@ -98,6 +99,26 @@ def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
     assert "acme" in text
     assert "of $1" in text
     assert (record["run_id"], record["tenant"]) == ("working", ["acme"])
+
+
+def test_a_ceiling_in_tokens_has_a_bar_too(budgetguard, tmp_path):
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with Ledger(url, queue=tmp_path / "queue") as ledger:
+        ledger.set_ceilings("acme", daily_tokens=1000, monthly_usd=5, monthly_tokens=9000)
+        ledger.reserve("acme", usd=1, tokens=900).settle(1, 900)
+    text = budgetguard("watch", "--ledger", url, "--once", COLUMNS="100").stdout.decode()
+    assert "no ceiling" not in text
+    assert "900 of 1,000 tokens" in text
+    assert "$1.00 of $5.00, 900 of 9,000 tokens" in text
+
+
+def test_what_a_tenant_spent_long_ago_was_not_today(budgetguard, tmp_path):
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    with Ledger(url, queue=tmp_path / "queue", clock=ManualClock()) as ledger:
+        ledger.reserve("acme", usd=1).settle(1)
+    text = budgetguard("watch", "--ledger", url, "--once", COLUMNS="100").stdout.decode()
+    assert "acme day 1970-01-01" in text
+    assert "acme month 1970-01" in text
 
 
 @pytest.mark.slow

@@ -534,6 +534,28 @@ def test_redis_that_forgets_its_scripts_or_cuts_the_connection(tmp_path, opened,
     place.remove()
 
 
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("redis", "&decode_responses=True"),
+        ("postgres", "&client_encoding=latin1"),
+        ("postgres", "%20-cextra_float_digits%3D-15"),
+    ],
+)
+def test_no_option_of_a_url_changes_what_is_said(tmp_path, opened, kind, option):
+    need(kind)
+    place = Place(kind, tmp_path)
+    ledger = opened(place.url + option, daily_usd=1)
+    ledger.reserve("Zoë 😀", usd=0.5).settle(0.25)
+    run = ledger.attach("run", "Zoë 😀", on_kill=id, on_warning=id)
+    run.settle(run.obtain(CENT, 1), (CENT, 1), (CENT, 1))
+    ledger.close()
+    day = ledger.usage("Zoë 😀").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.26"), 0)
+    ledger.close()
+    place.remove()
+
+
 # Since Redis 6.0 or earlier, as the manual of each says.
 OF_REDIS_6 = {
     *("evalsha", "eval", "hget", "hset", "hsetnx", "hmget", "hdel", "hscan", "hgetall"),

@@ -72,7 +72,10 @@ def test_show_set_and_export(place, opened):
     run(place, "ledger", "set", "acme", "--daily-usd", "none")
     assert ledger.ceilings()["acme"]["d"] == (0, 0)
     shown = run(place, "ledger", "show").output
-    assert "ceilings of acme" not in shown  # they are in its windows
+    assert "$20" in shown  # as it was when money was last asked for
+    assert "ceilings of acme: a day none, a month 5,000 tokens" in shown
+    ledger.reserve("acme", usd=1)
+    assert "ceilings of acme" not in run(place, "ledger", "show").output
     assert "ceilings of the default: a day" in shown
     cleared = run(place, "ledger", "set", "acme", "--clear")
     assert cleared.output == "ceilings of acme: none of its own\n"

@@ -11,6 +11,7 @@ import pytest
 from budgetguard_core import Guard, ModelCall
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import (
+    Key,
     LeaseOptions,
     LedgerRefused,
     LedgerUnreachable,
@@ -90,6 +91,34 @@ def test_a_first_lease_whose_reply_was_lost_is_the_one_that_is_asked_for_again(j
     ledger.close()
     assert charged(ledger) == (Decimal("0.01"), 0)
     assert len(ledger.holds()) <= 2
+
+
+@pytest.mark.parametrize("on_ledger_error", ["refuse", "allow"])
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(
+    join, clock, lease, on_ledger_error
+):
+    ledger, run = join(daily_usd=1, lease=lease, on_ledger_error=on_ledger_error)
+    store = ledger.connection.store()
+    real = store.step
+
+    def lost(step):
+        real(step)
+        clock.advance(2)
+        raise LedgerUnreachable("the reply was lost")
+
+    clock.advance(82_799)  # a second before
+    store.step = lost
+    asked = run.obtain(CENT, 1)
+    store.step = real
+    if not isinstance(asked, Refusal):
+        run.settle(asked, (CENT, 1), (CENT, 1))
+    assert spend(run) is None
+    ledger.close()
+    assert {row.reserved_usd for row in ledger.windows()} == {Decimal(0)}
+    assert all(hold.closed for hold in ledger.holds())
+    spent = sum(row.spent_usd for row in ledger.windows() if row.window[0] == "d")
+    assert spent == Decimal("0.01") * (1 + (on_ledger_error == "allow"))
 
 
 def test_what_a_closed_ledger_cannot_report_the_next_process_does(join, opened, sqlite, clock):
@@ -324,3 +353,27 @@ def test_a_retry_that_asks_for_more_is_not_the_same_reservation(place, opened):
     first.settle(0.07, 3)
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.spent_tokens, day.reserved_usd) == (Decimal("0.07"), 3, 0)
+
+
+@pytest.mark.parametrize("hours", [0.001, 23.5])
+def test_a_retry_after_midnight_is_the_same_reservation(sqlite, opened, clock, hours):
+    ledger = opened(sqlite, daily_usd=1, monthly_usd=2, clock=clock)
+    keys = [Key("berlin", "Europe/Berlin"), Key("utc"), Key("tokyo", "Asia/Tokyo")]
+    clock.advance(81_000)  # half an hour before midnight in Berlin
+    ledger.reserve(keys, usd=0.5, reservation_id="call-1")
+    clock.advance(1800 + 3600 * hours)  # at 23.5, another day in Tokyo and elsewhere, too
+    ledger.reserve(keys, usd=0.5, reservation_id="call-1").settle(0.25)
+    assert {row.spent_usd for row in ledger.windows()} == {Decimal("0.25")}
+    assert {row.reserved_usd for row in ledger.windows()} == {Decimal(0)}
+    assert len(ledger.windows()) == 6
+
+
+def test_a_reservation_of_another_tenant_is_not_the_same(place, opened):
+    ledger = opened(place, daily_usd=1)
+    ledger.reserve("acme", usd=0.5, reservation_id="call-1")
+    with pytest.raises(
+        ConfigurationError, match="must name one reservation, got one of another tenant"
+    ):
+        ledger.reserve("beta", usd=0.5, reservation_id="call-1")
+    with pytest.raises(ConfigurationError, match="reservation_id must have 1 to 200"):
+        ledger.reserve("acme", usd=0.5, reservation_id="")

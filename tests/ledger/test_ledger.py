@@ -23,6 +23,7 @@ from budgetguard_core.ledger import (
 )
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.url import parse_url
 from budgetguard_core.testing import ManualClock
 
 
@@ -126,6 +127,11 @@ def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
     with pytest.raises(ConfigurationError, match="must be below"):
         ledger.set_ceilings("acme", daily_tokens=most)
     ledger.set_ceilings("acme", daily_tokens=most - 1)
+    ledger.reserve("acme", tokens=1).settle(0, 3)  # with more than was reserved, and from a lease
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    run.settle(run.obtain(0, 2), (0, 2), (0, 2))
+    ledger.close()
+    assert ledger.usage("acme").daily.spent_tokens == 5
 
 
 HOSTILE = [
@@ -338,6 +344,17 @@ def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
     opened(place, ledger_id=known).usage("acme")
 
 
+@pytest.mark.parametrize("lease", ["exact", "auto"])
+def test_a_store_that_was_wiped_answers_so_nothing_is_allowed_for_its_absence(place, opened, lease):
+    ledger = opened(place, daily_usd=1, on_ledger_error="allow", lease=lease)
+    ledger.reserve("acme", usd=1).settle(1)
+    place.wipe()
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+    assert run.obtain(1, 1).detail.endswith("accept it as it is with `budgetguard ledger adopt`.")
+    with pytest.raises(LedgerRefused, match="it was wiped, or is another"):
+        ledger.reserve("acme", usd=1)
+
+
 def test_the_stores_clock_decides(sqlite, opened):
     from budgetguard_core.ledger.connection import Connection
 
@@ -410,6 +427,43 @@ def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
     ]
 
 
+@pytest.mark.parametrize("want", [Amount(9, 9), Amount(9, 99)], ids=["exact", "lease"])
+def test_a_refusal_leaves_no_trace(place, store, want):
+    import datetime as dt
+
+    from budgetguard_core.ledger.windows import windows_at
+
+    now, need = store.now(), Amount(9, 9)
+    ceiling = Amount(8, 8)
+    for at in (now, now + 1000 * 86400):
+        windows = windows_at("acme", at, dt.UTC, ceiling, ceiling)
+        asked = store.step(Step(uuid.uuid4().hex, 1, windows, need=need, want=want))
+        assert asked.status == ("refused" if at == now else "clock")
+    taken = Step("held", 1, windows_at("acme", now, dt.UTC), need=need, want=want)
+    assert store.step(taken).status == "ok"
+    other = windows_at("beta", now, dt.UTC)
+    assert store.step(Step("held", 2, other, keep=need, want=want)).status == "windows"
+    assert {row.key for row in store.windows()} == {"acme"}
+    assert len(store.windows()) == 2
+
+
+def test_a_client_whose_clock_is_years_ahead_has_nothing_forgotten(place, store):
+    import datetime as dt
+
+    from budgetguard_core.ledger.windows import windows_at
+
+    windows = windows_at("acme", store.now(), dt.UTC)
+    store.step(Step(uuid.uuid4().hex, 1, windows, spent=Amount(1, 1), close=True))
+    ahead = windows_at("acme", store.now() + 1000 * 86400, dt.UTC)
+    for want in (Amount(1, 1), Amount(2, 2)):  # an exact one and a lease
+        asked = Step(uuid.uuid4().hex, 1, ahead, need=Amount(1, 1), want=want)
+        assert store.step(asked).status == "clock"
+    for named in (ahead, [window._replace(start=0.0, end=0.0, oldest="") for window in ahead]):
+        store.step(Step(uuid.uuid4().hex, 1, named, spent=Amount(1, 1), close=True))
+    for window in windows:
+        assert store.window(*window[:2]).spent == Amount(1, 1)
+
+
 def test_the_runs_that_processes_work_on_are_shown(place, opened):
     ledger, other = opened(place), opened(place)
     run = ledger.attach("run-1", ("acme", "u"), on_kill=print, on_warning=print)
@@ -449,13 +503,42 @@ def test_credentials_are_shown_nowhere(caplog):
         "sqlite://host/x",
         "sqlite:///",
         "sqlite:///x?cache=shared",
+        "sqlite:///x?synchronous=sometimes",
         "redis://host:port/0",
+        "redis://host/name",
         7,
     ],
 )
 def test_a_url_that_names_no_store_is_refused(url):
     with pytest.raises(ConfigurationError, match=r"must .*got .*\. Use "):
         Ledger(url)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("redis://host?db=1", "redis://host?db=2"),
+        ("redis://host/1?name=a", "redis://host/1?name=b"),
+        ("postgresql://host/x?options=-csearch_path%3Da", "postgresql://host/x"),
+        ("postgresql:///x?host=a", "postgresql:///x?host=b"),
+        ("postgresql://host?dbname=a", "postgresql://host?dbname=b"),
+        ("postgresql://ann@host", "postgresql://bob@host"),  # each has a data base of that name
+        ("postgresql://?service=a", "postgresql://?service=b"),
+    ],
+)
+def test_what_waits_for_one_ledger_is_not_sent_to_another(one, other):
+    assert parse_url(one).fingerprint != parse_url(other).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("redis://ann:a@host/1?socket_timeout=5", "redis://host/1"),
+        ("postgresql://ann:a@host/x?password=a", "postgresql://bob:b@host/x?sslmode=require"),
+    ],
+)
+def test_what_waits_is_found_with_another_password(one, other):
+    assert parse_url(one).fingerprint == parse_url(other).fingerprint
 
 
 @pytest.mark.parametrize(

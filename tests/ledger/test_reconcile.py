@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from decimal import Decimal
 
@@ -9,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_core import Guard, ModelCall, TokenUsage
+from budgetguard_core import Guard, ModelCall, TokenUsage, end_run
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount
-from budgetguard_core.ledger.reconcile import expired_holds, is_long_gone, read_proofs
+from budgetguard_core.ledger.reconcile import Proof, expired_holds, is_long_gone, read_proofs
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.sinks import JsonLinesSink
@@ -99,9 +100,24 @@ def test_a_log_proves_what_a_dead_process_spent(sqlite, opened, tmp_path):
     store = sqlite.store()
     store.step(Step(hold.id, hold.op + 1, _windows(hold), keep=hold.granted, ttl=-61))
     store.close()
-    done = run(sqlite, "ledger", "reconcile", "--log", str(log))
+    done = run(sqlite, "ledger", "reconcile", "--log", str(tmp_path), "--log", str(log))
     assert "settled at $0.3  18 tokens" in done.output, done.output
     assert run(sqlite, "ledger", "reconcile", "--log", str(tmp_path / "none")).exit_code == 2
+
+
+def test_a_log_proves_what_housekeeping_spent(sqlite, opened, tmp_path):
+    ledger = opened(sqlite)
+    call = ModelCall(cost_usd=Decimal("0.2"), input_tokens=5)
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        guard = Guard(ledger=ledger, tenant="acme", sinks=[sink])
+        with guard.housekeeping(seconds=60) as keeper:
+            ticket = keeper.admit_model_call(call)
+            keeper.settle_model_call(ticket, TokenUsage(5, 4), cost_usd=Decimal("0.15"))
+        end_run(guard, trip=None)
+    (hold,) = ledger.holds()
+    assert read_proofs([tmp_path / "log.jsonl"]) == {
+        hold.id: Proof(Amount(15 * 10**7, 9), complete=True)
+    }
 
 
 def _windows(hold):
@@ -126,3 +142,18 @@ def test_a_call_without_a_cost_proves_nothing(sqlite, opened, tmp_path):
     }
     with pytest.raises(ConfigurationError, match="must be a file that can be read"):
         read_proofs([tmp_path])
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "overwritten"])
+def test_a_packed_log_is_read_as_far_as_it_goes(tmp_path, damage):
+    events = [
+        {"run_id": "r", "event": "model_call_admitted", "call_id": 1, "holds": ["a"]},
+        {"run_id": "r", "event": "run_ended"},
+    ]
+    packed = bytearray(gzip.compress("".join(f"{json.dumps(one)}\n" for one in events).encode()))
+    if damage == "cut":
+        del packed[-8:]  # what its checksum was
+    elif damage == "overwritten":
+        packed[-8:] = b"12345678"
+    (log := tmp_path / "log.jsonl.gz").write_bytes(packed)
+    assert read_proofs([log]) == {"a": Proof(Amount(), complete=False)}

@@ -314,6 +314,24 @@ def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
         place.remove()
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_processes_of_a_few_steps_forget_what_was_settled_long_ago(tmp_path, opened, kind):
+    need(kind)
+    place, clock = Place(kind, tmp_path), ManualClock()
+    for _ in range(3):
+        ledger = opened(place, clock=clock)
+        ledger.reserve("acme", usd=1).settle(1)
+        assert len(ledger.holds()) == 1
+        ledger.close()
+        clock.advance(90_000)
+        if kind == "postgres":
+            import psycopg
+
+            with psycopg.connect(place.url) as other:
+                other.execute("UPDATE bg_holds SET expires = expires - interval '2 days'")
+    place.remove()
+
+
 def test_a_sqlite_file_is_closed_under_its_lock(sqlite):
     """The last one to close it writes its log back, which must not meet a commit."""
     store = sqlite.store()

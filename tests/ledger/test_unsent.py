@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 
 import pytest
 
+from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, Warned, process
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
@@ -16,6 +18,10 @@ from ledger_servers import ZONE
 
 WINDOWS = (Window("acme", "d:2026-11-22", 0.0, 0.0),)
 CENT = 10**7
+
+
+def silent(*_):
+    raise LedgerUnreachable("nothing")
 
 
 def report(name, op=1, usd=CENT):
@@ -47,10 +53,67 @@ def test_a_report_that_the_store_refuses_to_hear_is_dropped_and_the_rest_is_sent
     assert (sent, len(outbox)) == (["right"], 0)
 
 
+def test_a_queue_that_no_store_takes_stays_and_holds_up_nothing_else(
+    sqlite, opened, tmp_path, caplog
+):
+    ledger = opened(sqlite)
+    folder = ledger._outbox._folder
+    windows = [["acme", "d:2026-11-22"], ["acme", "m:2026-11"]]
+    damaged = {"id": "a", "op": 1, "windows": windows, "spent": [10**30, 1], "owner": ""}
+    folder.mkdir(parents=True)
+    for name in "ac":
+        (folder / f"{name}.jsonl").write_text(json.dumps(damaged))
+    dead = Outbox(folder)
+    dead.record(Step("b", 1, report("b").windows, spent=Amount(CENT, 1), close=True))
+    dead.close()
+    ledger.beat()
+    assert [hold.id for hold in ledger.holds()] == ["b"]
+    assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "c.jsonl"]
+    assert caplog.text.count("cannot be sent, and stays: OverflowError") == 2
+    ledger.beat()
+    assert caplog.text.count("cannot be sent") == 2
+
+
+def test_what_dead_processes_left_does_not_go_before_what_waits_here(sqlite, opened, monkeypatch):
+    ledger = opened(sqlite, daily_usd=1, lease="exact")
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbox, "deliver_orphans", silent)
+        run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
+        run.settle(run.obtain(CENT, 1), (CENT, 1), (CENT, 1))
+        with pytest.raises(LedgerUnreachable):
+            ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal("0.01"), 0)
+
+
 def test_what_another_process_may_not_open_is_left_alone(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert Outbox(tmp_path).deliver_orphans(print) == 0
     assert (tmp_path / "folder.jsonl").exists()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_new_file_is_not_taken_for_a_dead_processes(tmp_path, monkeypatch, removed):
+    outbox, sent, looked_at = Outbox(tmp_path), [], []
+    acquire = FileLock.acquire
+
+    def too_late(lock):
+        """Another process looks for what dead ones left before this one has its lock."""
+        if not looked_at:
+            looked_at.append(next(tmp_path.iterdir()))
+            other = FileLock(looked_at[0], 0.0)
+            assert acquire(other)
+            if removed:
+                looked_at[0].unlink()
+                other.close()
+        return acquire(lock)
+
+    monkeypatch.setattr(FileLock, "acquire", too_late)
+    outbox.record(report("a"))
+    outbox.close()
+    looked_at[0].unlink(missing_ok=True)  # it was empty when it was read
+    Outbox(tmp_path).deliver_orphans(sent.append)
+    assert [step.id for step in sent] == ["a"]
 
 
 def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from budgetguard_cli.doctor.declared import Covered, Declared, Uncovered
 from budgetguard_cli.doctor.source import Source
+from budgetguard_cli.ledger_option import missing_file
 from budgetguard_core import BudgetGuardError, PriceBook
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import Profiles, find_file, load_profile
@@ -17,7 +17,6 @@ from budgetguard_http import is_provider
 Status: TypeAlias = Literal["ok", "note", "problem"]
 
 _PROVIDER: Final = "<provider>"
-_SQLITE: Final = "sqlite:///"
 _AMBIENT: Final = "budgetguard_http"
 
 
@@ -122,17 +121,17 @@ def models(names: list[str]) -> Iterator[Finding]:
 
 def ledger(url: str) -> Finding:
     """Try to reach a ledger."""
-    file = Path(url.removeprefix(_SQLITE))
     shown = url.partition("://")[0]
-    if url.startswith(_SQLITE) and not file.exists():
-        return Finding(
-            kind="ledger",
-            name=shown,
-            status="problem",
-            detail=f"there is no file {file}. Make it with `budgetguard ledger set`.",
-        )
     try:
         with Ledger(url, timeout=5.0) as opened:
+            file = missing_file(opened)
+            if file is not None:
+                return Finding(
+                    kind="ledger",
+                    name=shown,
+                    status="problem",
+                    detail=f"there is no file {file}. Make it with `budgetguard ledger set`.",
+                )
             opened.runs()
     except BudgetGuardError as error:
         return Finding(kind="ledger", name=shown, status="problem", detail=str(error))

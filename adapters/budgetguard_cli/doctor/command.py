@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from budgetguard_cli.ledger_option import AsJson, LedgerUrl, print_json, shown
+from budgetguard_cli.recordings import is_there
 from budgetguard_cli.terminal import printable, refuse, table
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def doctor(
 
     source = None
     if script is not None:
-        if not Path(script).is_file():
+        if not is_there(script) or not Path(script).is_file():
             refuse(f"the script must be a file, got {shown(script)}. Check the path.")
         source = read_source(Path(script))
     everything = declared()

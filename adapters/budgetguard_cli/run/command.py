@@ -7,12 +7,12 @@ import os
 import socket
 import sys
 from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from budgetguard_cli.ledger_option import dollars, shown
+from budgetguard_cli.recordings import is_there
 from budgetguard_cli.terminal import refuse
 from budgetguard_core import Budget, BudgetGuardError, Guard
 from budgetguard_core.profiles import load_profile
@@ -196,5 +196,5 @@ def _check_script(name: str, *, is_module: bool) -> None:
         top = name.partition(".")[0]
         if PathFinder.find_spec(top, ["", *sys.path]) is None:
             refuse(f"-m must name a module, got {shown(name)}, which is not installed here.")
-    elif not Path(name).exists():
+    elif not is_there(name):
         refuse(f"the script must be a file, got {shown(name)}, which does not exist. Check it.")
