@@ -224,6 +224,24 @@ def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():
     assert outcome.usage.tool_calls == 1
 
 
+@pytest.mark.parametrize("finished", [{0, 1, 2, 3}, {0}, {1, 3}], ids=["each", "first", "some"])
+@pytest.mark.parametrize("most", [1, 2, 9])
+def test_calls_that_come_after_the_end_of_an_answer_are_bounded_too(finished, most):
+    """As some servers send them that translate other formats."""
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gemini-3-pro"}
+    chunks = []
+    for n in range(4):
+        function = {"name": "read_file", "arguments": "{}"}
+        call = {"index": n, "id": f"call_{n}", "type": "function", "function": function}
+        finish = "tool_calls" if n in finished else None
+        choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": finish}
+        chunks.append({**base, "choices": [choice]})
+    lines = written([*map(json.dumps, chunks), "[DONE]"])
+    content, outcome = exchange([lines], budget=Budget(max_tool_calls=most, loop_detection=None))
+    assert said_in(content) == ("", min(most, 4))
+    assert outcome.usage.tool_calls == min(most, 4)
+
+
 def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
     head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}

@@ -185,7 +185,8 @@ class ChatEditor(Editor):
         self._finished: set[int] = set()
         self._hides_usage = hides_usage
         self._parts: dict[tuple[int, int], Body] = {}
-        self._asked: set[int] = set()
+        self._kept: dict[tuple[int, int], bool] = {}
+        """Whether a call stays, of those that were asked for."""
         self._held: list[Body] = []
 
     def needs(self, event: bytes) -> bool:
@@ -202,7 +203,7 @@ class ChatEditor(Editor):
         """Let go what may stay of an answer that never said that it is finished."""
         if not self._held:
             # A server may send fewer choices than it was asked for.
-            self._collect(self.ask is None and not self._asked)
+            self._collect()
             return []
         *self._held, last = self._held
         return [("", one) for one in self._released(last)]
@@ -217,26 +218,27 @@ class ChatEditor(Editor):
             delta, place = record(choice.get("delta")), choice.get("index")
             place = place if isinstance(place, int) else 0
             _write(answer, delta)
-            if choice.get("finish_reason"):
-                self._finished.add(place)
             answer.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(items(delta.get("tool_calls"))):
                 self._take_part(place, number, record(piece))
+            if choice.get("finish_reason"):
+                self._finished.add(place)
         if self._hides_usage and not choices and data.get("usage"):
             return []
         if self._hides_usage and data.get("usage"):
             # Some servers put it into the last chunk of the answer; the caller did not ask.
             data = {key: value for key, value in data.items() if key != "usage"}
-        if not self._parts or self._asked:
-            return None
-        over = len(self._finished) >= self._choices
-        if self.ask is None:
-            self._collect(over)
-            return None
-        if not over:
-            self._held.append(data)
-            return []
-        return [(name, one) for one in self._released(data)]
+        if len(self._parts) > len(self._kept):
+            over = len(self._finished) >= self._choices
+            if self.ask is None:
+                if over:
+                    self._collect()
+                return None
+            if not over:
+                self._held.append(data)
+                return []
+            return [(name, one) for one in self._released(data)]
+        return None if all(self._kept.values()) else [(name, self._edited(data))]
 
     def closing(self, text: str) -> list[Event]:
         """Finish the choice, with a text where there was none."""
@@ -247,7 +249,11 @@ class ChatEditor(Editor):
     def _take_part(self, place: int, number: int, piece: Body) -> None:
         index = piece.get("index")
         key = place, number if index is None else int(index)
-        part = self._parts.setdefault(key, {"id": None, "name": "", "written": [], "whole": ""})
+        if key not in self._parts:
+            # Some servers say with each call that the answer is finished.
+            self._finished.discard(place)
+            self._parts[key] = {"id": None, "name": "", "written": [], "whole": ""}
+        part = self._parts[key]
         named, arguments = _called(piece)
         part["id"] = part["id"] or piece.get("id")
         part["name"] += named
@@ -257,28 +263,25 @@ class ChatEditor(Editor):
             part["whole"] = arguments
         _write_arguments(self.answer, arguments)
 
-    def _collect(self, over: bool) -> None:
-        if over:
-            self._asked.add(0)
-            self.answer.calls += [_joined(part) for part in self._parts.values()]
-
-    def _released(self, last: Body) -> list[Body]:
-        keys = sorted(self._parts)
+    def _collect(self) -> None:
+        """Take the calls that are new, and ask for them where no layer above does."""
+        keys = sorted(self._parts.keys() - self._kept.keys())
         calls = [_joined(self._parts[key]) for key in keys]
         self.answer.calls += calls
-        self._asked.add(0)
-        kept = dict(zip(keys, self.ask(calls) if self.ask else [True] * len(keys), strict=True))
-        if all(kept.values()):
-            held, self._held = [*self._held, last], []
-            return held
-        released: list[Body] = []
-        for data in [*self._held, last]:
-            choices = [self._edited(record(choice), kept) for choice in items(data.get("choices"))]
-            released.append({**data, "choices": choices})
-        self._held = []
-        return released
+        stays = self.ask(calls) if self.ask and calls else [True] * len(calls)
+        self._kept.update(zip(keys, stays, strict=True))
 
-    def _edited(self, choice: Body, kept: Mapping[tuple[int, int], bool]) -> Body:
+    def _released(self, last: Body) -> list[Body]:
+        self._collect()
+        held, self._held = [*self._held, last], []
+        return held if all(self._kept.values()) else [self._edited(data) for data in held]
+
+    def _edited(self, data: Body) -> Body:
+        choices = [self._without(record(choice)) for choice in items(data.get("choices"))]
+        return {**data, "choices": choices}
+
+    def _without(self, choice: Body) -> Body:
+        kept = self._kept
         place, delta = choice.get("index") or 0, dict(record(choice.get("delta")))
         mine = [key for key in sorted(kept) if key[0] == place and kept[key]]
         if "tool_calls" in delta:
