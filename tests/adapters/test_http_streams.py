@@ -226,13 +226,15 @@ def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():
 
 @pytest.mark.parametrize("finished", [{0, 1, 2, 3}, {0}, {1, 3}], ids=["each", "first", "some"])
 @pytest.mark.parametrize("most", [1, 2, 9])
-def test_calls_that_come_after_the_end_of_an_answer_are_bounded_too(finished, most):
+@pytest.mark.parametrize("own", [True, False], ids=["own index", "index 0"])
+def test_calls_that_come_after_the_end_of_an_answer_are_bounded_too(finished, most, own):
     """As some servers send them that translate other formats."""
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gemini-3-pro"}
     chunks = []
     for n in range(4):
         function = {"name": "read_file", "arguments": "{}"}
-        call = {"index": n, "id": f"call_{n}", "type": "function", "function": function}
+        call = {"index": n if own else 0, "id": f"call_{n}", "type": "function"}
+        call["function"] = function
         finish = "tool_calls" if n in finished else None
         choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": finish}
         chunks.append({**base, "choices": [choice]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 from budgetguard_core import ToolCall
 from budgetguard_core.kit import merge_usage
@@ -176,6 +176,10 @@ class OpenAIChat(Wire):
         ]
 
 
+_Key: TypeAlias = tuple[int, int, int]
+_Latest: TypeAlias = dict[tuple[int, int], tuple[int, str | None]]
+
+
 class ChatEditor(Editor):
     """The chunks of a chat completion."""
 
@@ -184,9 +188,12 @@ class ChatEditor(Editor):
         self._choices = choices
         self._finished: set[int] = set()
         self._hides_usage = hides_usage
-        self._parts: dict[tuple[int, int], Body] = {}
-        self._kept: dict[tuple[int, int], bool] = {}
+        self._parts: dict[_Key, Body] = {}
+        self._kept: dict[_Key, bool] = {}
         """Whether a call stays, of those that were asked for."""
+        self._read: _Latest = {}
+        self._written: _Latest = {}
+        """The same as of what was passed on: what is held back is edited later."""
         self._held: list[Body] = []
 
     def needs(self, event: bytes) -> bool:
@@ -214,6 +221,8 @@ class ChatEditor(Editor):
         answer.usage = merge_usage(answer.usage, usage_in(data))
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
+        if not self._held:
+            self._written = self._read.copy()
         for choice in choices:
             delta, place = record(choice.get("delta")), choice.get("index")
             place = place if isinstance(place, int) else 0
@@ -247,8 +256,7 @@ class ChatEditor(Editor):
         return [("", {**_chunk(model, delta, "stop"), "id": self.answer.id or _ID}), DONE]
 
     def _take_part(self, place: int, number: int, piece: Body) -> None:
-        index = piece.get("index")
-        key = place, number if index is None else int(index)
+        key = _key_of(place, number, piece, self._read)
         if key not in self._parts:
             # Some servers say with each call that the answer is finished.
             self._finished.discard(place)
@@ -287,8 +295,7 @@ class ChatEditor(Editor):
         if "tool_calls" in delta:
             pieces: list[Body] = []
             for number, piece in enumerate(items(delta.pop("tool_calls"))):
-                index = record(piece).get("index")
-                key = place, number if index is None else int(index)
+                key = _key_of(place, number, record(piece), self._written)
                 if kept.get(key):
                     pieces.append({**piece, "index": mine.index(key)})
             if pieces:
@@ -310,6 +317,20 @@ def _write(answer: Answer, message: Body) -> None:
         for name in ("reasoning_content", "reasoning"):
             if thought := message.get(name):
                 answer.writes(thought)
+
+
+def _key_of(place: int, number: int, piece: Body, latest: _Latest) -> _Key:
+    """Tell which call of which choice a piece belongs to.
+
+    By the index; some servers give several calls the same one, each with an id of its own.
+    """
+    given, own = piece.get("index"), text_or_none(piece.get("id"))
+    index = number if given is None else int(given)
+    turn, known = latest.get((place, index), (0, None))
+    if own is not None and known not in (None, own):
+        turn += 1
+    latest[place, index] = turn, own or known
+    return place, index, turn
 
 
 def _called(call: Body) -> tuple[str, Any]:
