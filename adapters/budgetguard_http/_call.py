@@ -24,7 +24,7 @@ from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
-from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor, parsed
+from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor, listed, parsed
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
@@ -131,12 +131,23 @@ class Call:
         """Take a whole answer; return another where tool calls had to be left out of it."""
         body = parsed(content)
         if body is None:
-            self.settle()
-            return None
+            return self._array(content)
         if b"cost" in content:  # all names of it
             self._cost = reported_cost(body)
         other = self.parsed(body)
         return None if other is None else _json(other)
+
+    def _array(self, content: bytes) -> bytes | None:
+        """Take what is no object: the chunks of a stream in an array, as Gemini writes them."""
+        chunks, editor = listed(content), self.editor()
+        made: list[Body] = []
+        if chunks and editor is not None:
+            for chunk in chunks:
+                edited = editor.take("", chunk)
+                made += [chunk] if edited is None else [data for _, data in edited]
+            made += [data for _, data in editor.rest()]
+        self.settle()
+        return json.dumps(made).encode() if self.answer.calls else None
 
     def parsed(self, body: Body) -> Body | None:
         """Take a whole answer that was parsed before; as `whole`, which it may change in place."""

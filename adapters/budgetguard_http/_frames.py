@@ -206,13 +206,19 @@ def event_stream_at(path: str) -> EventStream | None:
     return EventStream(wrapped=True) if path.endswith("response-stream") else None
 
 
-def frames_of(content_type: str, path: str) -> Frames | None:
-    """Return how a stream of this type is written; None for what is no stream."""
-    if content_type.startswith("text/event-stream"):
-        return ServerSentEvents()
+def frames_of(content_type: str, path: str, *, is_asked_for: bool) -> Frames | None:
+    """Return how a stream is written; None for what is no stream.
+
+    Args:
+        content_type: What its server says that it is.
+        path: Where it was asked for.
+        is_asked_for: The request wants a stream. Clients read one, whatever its server says.
+    """
     if content_type.startswith(EVENT_STREAM):
         return event_stream_at(path) or EventStream(wrapped=True)
-    return None
+    if content_type.startswith("text/event-stream"):
+        return ServerSentEvents()
+    return (event_stream_at(path) or ServerSentEvents()) if is_asked_for else None
 
 
 def _text_header(name: str, value: str) -> bytes:

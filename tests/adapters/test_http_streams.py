@@ -244,6 +244,47 @@ def test_calls_that_come_after_the_end_of_an_answer_are_bounded_too(finished, mo
     assert outcome.usage.tool_calls == min(most, 4)
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "application/json", ""])
+def test_a_stream_is_bounded_whatever_its_server_calls_it(kind):
+    data = written(events(calls=3))
+
+    def answer(request):
+        headers = {"content-type": kind} if kind else {}
+        return httpx2.Response(200, headers=headers, stream=Pieces([data[:99], data[99:]]))
+
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    transport = BudgetTransport(budget, httpx2.MockTransport(answer), ask_for_usage=False)
+    with httpx2.Client(transport=transport) as client:
+        assert said_in(client.post(URL, json=ASK).content) == (TEXT, 2)
+    assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (2, 110)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+@pytest.mark.parametrize("ends", [{3}, {0, 1, 2, 3}], ids=["at the end", "in each chunk"])
+def test_calls_of_gemini_are_bounded_in_events_and_in_an_array(kind, ends):
+    chunks = []
+    for n in range(4):
+        part = {"functionCall": {"name": "read_file", "id": f"call_{n}", "args": {}}}
+        candidate = {"index": 0, "content": {"role": "model", "parts": [part]}}
+        chunks.append({"candidates": [candidate | ({"finishReason": "STOP"} if n in ends else {})]})
+    chunks[-1]["usageMetadata"] = {"promptTokenCount": 100, "candidatesTokenCount": 10}
+    is_array = kind == "application/json"
+    data = json.dumps(chunks).encode() if is_array else written(map(json.dumps, chunks))
+
+    def answer(request):
+        return httpx2.Response(200, headers={"content-type": kind}, stream=Pieces([data]))
+
+    budget = Budget(max_tool_calls=2, loop_detection=None)
+    transport = BudgetTransport(budget, httpx2.MockTransport(answer))
+    url = "http://provider/v1beta/models/gemini-3-pro:streamGenerateContent"
+    ask = {"contents": [{"role": "user", "parts": [{"text": "go"}]}]}
+    with httpx2.Client(transport=transport) as client:
+        made = client.post(url, json=ask)
+    assert [n for n in range(4) if f"call_{n}" in made.text] == [0, 1]
+    assert not is_array or len(made.json()) == 4
+    assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (2, 110)
+
+
 def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
     head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}

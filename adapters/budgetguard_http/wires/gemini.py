@@ -185,6 +185,8 @@ class GeminiEditor(Editor):
         super().__init__(answer, ask)
         self._wire = wire
         self._held: list[Event] = []
+        self._asked = 0
+        """How many calls of the answer were asked for."""
 
     def take(self, name: str, data: Body) -> list[Event] | None:
         """Take a chunk."""
@@ -203,7 +205,9 @@ class GeminiEditor(Editor):
         if not self._held:
             return []
         held, self._held = self._held, []
-        kept = self.ask(self.answer.calls) if self.ask is not None else []
+        calls = self.answer.calls[self._asked :]
+        self._asked += len(calls)
+        kept = self.ask(calls) if self.ask is not None else []
         if all(kept):
             return held
         events: list[Event] = []

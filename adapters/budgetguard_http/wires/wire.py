@@ -307,6 +307,15 @@ def parsed(content: bytes) -> Body | None:
     return made if _is_a(made, dict) else None
 
 
+def listed(content: bytes) -> list[Body]:
+    """Return the objects of a JSON array; none for what is none."""
+    try:
+        made: Any = from_json(content)
+    except ValueError:
+        return []
+    return [one for one in items(made) if _is_a(one, dict)]
+
+
 def usage_in(body: Body) -> TokenUsage | None:
     """Return what an answer, or an event of one, reports; in `usage` as a rule."""
     held = body.get("usage")
