@@ -101,8 +101,8 @@ def _files(log: str) -> list[str]:
         name = file_name(log)
         legs = [
             str(one)
-            for one in sorted(Path(folder).glob("*.jsonl"), key=by_leg)
-            if one.stem == name or one.stem.startswith(f"{name}-")
+            for one in sorted(Path(folder).glob("*.jsonl*"), key=by_leg)
+            if one.name.startswith((f"{name}.jsonl", f"{name}-"))
         ]
         if legs:
             return legs

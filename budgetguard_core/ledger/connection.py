@@ -39,6 +39,7 @@ class Connection:
         self._known = known
         self._pause_ns = int(pause * 1e9)
         self._failed_ns: int | None = None
+        self._failed_why = ""
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._skew = 0.0
@@ -89,18 +90,15 @@ class Connection:
     def _fail_fast(self) -> None:
         failed = self._failed_ns
         if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
-            error = LedgerUnreachable(
-                "the ledger must answer in time, got nothing a moment ago. "
-                "Check that its store runs and can be reached."
-            )
+            error = LedgerUnreachable(self._failed_why)
             error.was_sent = False
             raise error
 
     def _guarded(self, call: Callable[..., _R], *arguments: object) -> _R:
         try:
             result = call(*arguments)
-        except LedgerUnreachable:
-            self._failed_ns = self._clock.monotonic_ns()
+        except LedgerUnreachable as error:
+            self._failed_ns, self._failed_why = self._clock.monotonic_ns(), str(error)
             raise
         self._failed_ns = None
         return result

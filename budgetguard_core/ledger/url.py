@@ -7,7 +7,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
@@ -61,7 +61,11 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         )
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
+        host, port = parts.hostname or "", None
+        if parts.scheme in _POSTGRES and "," in parts.netloc:  # several, each with a port
+            host = parts.netloc.rpartition("@")[2]
+        else:
+            port = parts.port
     except ValueError:
         raise _wrong("another") from None
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -81,7 +85,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
                 "Use redis://host:6379/0, and ?name= for several ledgers in it."
             )
         options = {option: value for option, value in options.items() if option not in _OF_REPLIES}
-        bare = urlunsplit(parts._replace(query=urlencode(options)))
+        bare = f"{url.partition('?')[0]}?{urlencode(options)}"  # urlunsplit knows no unix://
 
         def open_redis() -> Store:
             from budgetguard_core.ledger.redis_store import RedisLedgerStore

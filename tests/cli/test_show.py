@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from decimal import Decimal
 
@@ -132,10 +133,14 @@ def test_a_run_is_found_by_its_id(budgetguard, tmp_path):
     assert [run["run_id"] for run in runs] == ["near"]
 
 
-@pytest.mark.parametrize("name", ["team/run 1", ".hidden", "x" * 150])
+@pytest.mark.parametrize("name", ["team/run 1", ".hidden", "x" * 150, "packed.jsonl"])
 def test_a_run_of_any_name_is_found(budgetguard, tmp_path, name):
     log = RunLog(tmp_path)
     end_run(Guard(Budget(), run_id=name, sinks=[log]), trip=None)
+    if name == "packed.jsonl":
+        (file,) = tmp_path.iterdir()
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
     done = budgetguard("show", name, "--json", BUDGETGUARD_LOG=str(tmp_path))
     assert json.loads(done.stdout)["run_id"] == name
 

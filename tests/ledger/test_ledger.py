@@ -541,6 +541,16 @@ def test_what_waits_is_found_with_another_password(one, other):
     assert parse_url(one).fingerprint == parse_url(other).fingerprint
 
 
+def test_a_socket_of_redis_is_a_place_too(tmp_path):
+    with pytest.raises(LedgerUnreachable):
+        Ledger(f"unix://{tmp_path}/none.sock?name=a", queue=tmp_path).now()
+
+
+def test_several_servers_of_postgresql_are_one_ledger():
+    found = parse_url("postgresql://ann:secret@one:5432,two:5433/x?target_session_attrs=primary")
+    assert found.shown == "postgresql://one:5432,two:5433/x"
+
+
 @pytest.mark.parametrize(
     "options",
     [

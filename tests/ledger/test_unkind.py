@@ -95,6 +95,19 @@ def test_a_ledger_that_is_used_again_charges_nothing_twice(sqlite, opened, monke
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.25"), 0)
 
 
+def test_who_is_refused_at_once_is_told_why_too(sqlite, opened):
+    ledger = opened(sqlite)
+
+    def denied(_):
+        raise LedgerUnreachable("the ledger's Redis must answer in time, got AuthenticationError.")
+
+    for _ in range(2):
+        with pytest.raises(LedgerUnreachable, match="got AuthenticationError"):
+            ledger.connection.ask(denied)
+    with pytest.raises(LedgerRefused, match="got AuthenticationError"):
+        ledger.reserve("acme", usd=1)
+
+
 def test_calls_that_never_left_need_no_taking_back(opened):
     ledger = opened("redis://127.0.0.1:1/0", timeout=0.2)
     for _ in range(50):
