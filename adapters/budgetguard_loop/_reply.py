@@ -146,13 +146,13 @@ class _StreamedCall:
     """One tool call of a streamed reply, as far as it has come in."""
 
     def __init__(self) -> None:
-        self._id = ""
+        self.id = ""
         self._name: list[str] = []
         self._arguments: list[str] = []
 
     def add(self, piece: Any) -> None:
         """Take in what a chunk says of the call."""
-        self._id = part(piece, "id") or self._id
+        self.id = part(piece, "id") or self.id
         function = part(piece, "function")
         self._name.append(part(function, "name") or "")
         self._arguments.append(part(function, "arguments") or "")
@@ -160,7 +160,7 @@ class _StreamedCall:
     def whole(self) -> Message:
         """Return the call as a message has it."""
         function = {"name": "".join(self._name), "arguments": "".join(self._arguments)}
-        return {"id": self._id, "type": "function", "function": function}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class StreamedReply:
@@ -172,7 +172,8 @@ class StreamedReply:
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
-        self._tool_calls: dict[int, _StreamedCall] = {}
+        self._tool_calls: list[_StreamedCall] = []
+        self._at: dict[int, _StreamedCall] = {}
         self._usage: TokenUsage | None = None
         self._model: str | None = None
         self._is_cut = False
@@ -200,10 +201,13 @@ class StreamedReply:
             delta = part(choice, "delta")
             self._pieces.append(content_text(part(delta, "content")))
             for place, piece in enumerate(part(delta, "tool_calls") or ()):
-                index = part(piece, "index")
-                call = self._tool_calls.setdefault(
-                    place if index is None else index, _StreamedCall()
-                )
+                index, own = part(piece, "index"), part(piece, "id")
+                index = place if index is None else index
+                call = self._at.get(index)
+                # Some servers give several calls the same index, each with an id of its own.
+                if call is None or (own and call.id not in ("", own)):
+                    call = self._at[index] = _StreamedCall()
+                    self._tool_calls.append(call)
                 call.add(piece)
 
     def reply(self) -> ModelReply:
@@ -213,8 +217,7 @@ class StreamedReply:
         text = "".join(self._pieces)
         message: Message = {"content": text}
         if self._tool_calls:
-            calls = [call for _, call in sorted(self._tool_calls.items())]
-            message["tool_calls"] = [call.whole() for call in calls]
+            message["tool_calls"] = [call.whole() for call in self._tool_calls]
             message["content"] = text or None
         return ModelReply(
             message=_assistant(message),

@@ -786,6 +786,29 @@ async def test_a_streamed_reply_is_put_together():
     assert stream.outcome.usage.estimated_calls == 1
 
 
+async def test_streamed_calls_with_one_index_are_told_apart_by_their_ids():
+    """As servers send them that translate other formats."""
+    calls = [
+        chunk(
+            tool_calls=[{"index": 0, "id": f"c{n}", "function": {"name": "f", "arguments": part}}]
+        )
+        for n in range(3)
+        for part in ('{"a": ', f"{n}}}")
+    ]
+    for call in calls[1::2]:
+        call["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] = None
+    bodies = []
+    stream = run_bounded_stream(
+        streaming(calls, ["Done."]),
+        Budget(max_tool_calls=2),
+        messages="Hi",
+        tools={"f": lambda a: bodies.append(a)},
+    )
+    await read(stream)
+    assert bodies == [0, 1]
+    assert stream.outcome.stop_reason is StopReason.MAX_TOOL_CALLS
+
+
 class Piece(str):
     """A piece of text that knows how much text it was added to, if it was."""
 
