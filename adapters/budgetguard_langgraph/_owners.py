@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from budgetguard_core.kit import Frame, OpenToolCall, current
+from budgetguard_core.kit import FRAME, Frame, OpenToolCall, current
 from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step
 from budgetguard_langgraph._seams import surrounding_run_id
 
@@ -24,6 +24,8 @@ def owner_of(
     if known is None and OWNERS:
         known = OWNERS.get(surrounding_run_id())
     around = _run_of(frame)
+    if known is None and around is None and parent_run_id is not None:
+        known = _outlived()
     if known is None or (around is not None and around.is_below(known)):
         return around
     return known
@@ -39,6 +41,14 @@ def _run_of(frame: Frame | None) -> GraphRun | None:
         if isinstance(frame, Step):
             return frame.graph_run
         frame = frame.above
+    return None
+
+
+def _outlived() -> GraphRun | None:
+    """Return the run of a chain that is over and unknown by now: what it began may outlive it."""
+    frame = FRAME.get()
+    if type(frame) is Step and (not frame.run.ended or frame.is_live):
+        return frame.graph_run
     return None
 
 

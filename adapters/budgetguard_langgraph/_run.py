@@ -59,7 +59,8 @@ class Step(Frame):
         self.closed = True
         self.above = before = self.before
         if FRAME.get() is self:
-            FRAME.set(_open(before) if type(before) is Step and before.closed else before)
+            # Also a chain that is over meanwhile: what it has begun is still a part of its run.
+            FRAME.set(before)
 
     @property
     def is_live(self) -> bool:
@@ -73,10 +74,15 @@ class Step(Frame):
 
 
 def _open(frame: Frame | None) -> Frame | None:
-    """Return the innermost of these frames that is not closed."""
+    """Return the innermost of these frames that is not closed.
+
+    Where all are, it is the outermost of a run that goes on: that is how what outlives its chain
+    is known, and how a long run keeps no more than one of them.
+    """
+    last: Step | None = None
     while type(frame) is Step and frame.closed and not (frame.run.ended and frame.is_live):
-        frame = frame.before
-    return frame
+        last, frame = frame, frame.before
+    return frame if frame is not None or last is None or last.run.ended else last
 
 
 def _nothing() -> None:

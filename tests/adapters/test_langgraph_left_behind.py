@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from langgraph.func import entrypoint, task
 from langgraph.graph import START, MessagesState, StateGraph
 
 from budgetguard_core import Budget, Guard
@@ -124,3 +125,42 @@ async def test_what_comes_after_a_stopped_run_is_no_part_of_it(way):
     await model.ainvoke("Hello.")
     assert script.calls == 2
     await body.go_on()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+def test_tasks_that_begin_when_their_workflow_is_through_are_a_part_of_its_run(way, mode):
+    """Nobody waits for them but LangGraph, and few run at the same time."""
+    script, outcomes = Script(lambda number: says(f"{number}.")), []
+    model = ScriptedChat(script=script)
+
+    @task
+    def ask(number):
+        model.invoke(str(number))
+
+    @task
+    async def ask_awaited(number):
+        await model.ainvoke(str(number))
+
+    @entrypoint()
+    def flow(count):
+        for number in range(count):
+            ask(number)
+
+    @entrypoint()
+    async def awaited_flow(count):
+        for number in range(count):
+            ask_awaited(number)
+
+    graph, config = flow if mode == "sync" else awaited_flow, {"max_concurrency": 2}
+    budget = Budget(max_model_calls=2)
+    if way == "bounded":
+        graph = bounded(graph, budget, on_outcome=outcomes.append)
+    else:
+        config["callbacks"] = [BudgetCallback(budget, on_outcome=outcomes.append)]
+    if mode == "sync":
+        graph.invoke(5, config)
+    else:
+        asyncio.run(graph.ainvoke(5, config))
+    assert script.calls == 2
+    assert [(one.status, one.usage.model_calls) for one in outcomes] == [("terminated", 2)]
