@@ -182,7 +182,7 @@ def _plan(
     if by_itself:
         # The middleware has written the end. A step that only was refused left no checkpoint.
         before = next((one for one in past if one.next and not _has_ended(one, key)), None)
-    if before is None or not before.next:
+    if before is None or not before.next or (by_itself and len(before.tasks) > 1):
         raise AdapterError(
             "resume needs the checkpoint at which a thread was stopped, got a thread without it. "
             "Give it a new input instead."

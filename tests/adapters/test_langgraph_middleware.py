@@ -10,6 +10,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, SummarizationMiddleware
 from langchain_core.messages import AIMessage
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Command
 
 import langgraph_graphs as graphs
@@ -336,3 +337,19 @@ async def test_a_thread_that_the_middleware_ended_is_resumed(order, cap, mode):
     assert [one.type for one in result["messages"]] == ["human", *["ai", "tool"] * 3, "ai"]
     with pytest.raises(AdapterError, match="ended by itself"):
         resume(graph, config, Budget())
+
+
+def test_agents_side_by_side_of_which_one_was_ended_are_not_run_again():
+    """The other one is through; which of the messages are whose, nothing tells."""
+    short, whole = sticky(), graphs.asks(0)
+    graph = StateGraph(MessagesState)
+    middleware = [BudgetMiddleware(Budget(max_model_calls=1))]
+    graph.add_node("a", create_agent(StrictChat(script=whole), [search]))
+    graph.add_node("b", create_agent(StrictChat(script=short), [search], middleware=middleware))
+    graph.add_edge(START, "a")
+    graph.add_edge(START, "b")
+    graph, config = graph.compile(checkpointer=InMemorySaver()), thread()
+    graph.invoke(user(), config)
+    with pytest.raises(AdapterError, match="the checkpoint at which a thread was stopped"):
+        resume(graph, config, Budget())
+    assert (whole.calls, short.calls) == (1, 1)
