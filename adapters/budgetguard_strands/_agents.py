@@ -169,7 +169,7 @@ class AgentHooks:
                 call = OpenToolCall(ticket.call, (ticket,))
                 call.frame = at.run.frame(call)
                 at.waiting.append(call)
-        if not event.messages and agent.messages and _history.is_synthetic(agent.messages[-1]):
+        if not event.messages and agent.messages and _history.is_of_stop(agent.messages[-1], kept):
             # No provider takes two assistant messages in a row, and what a session manager has
             # kept stays as it is: so somebody has to speak in between.
             event.messages = [{"role": "user", "content": [{"text": _GO_ON}]}]

@@ -98,6 +98,17 @@ def is_synthetic(message: Mapping[str, Any]) -> bool:
     return metadata.get("synthetic") is True
 
 
+def is_of_stop(message: Mapping[str, Any], kept: Any) -> bool:
+    """Tell whether a message is the last of a run that was stopped, in whatever words.
+
+    Args:
+        message: The last message of the history.
+        kept: What the agent's state holds of its last run.
+    """
+    stopped = part(kept, "unfinished") == "stopped" and not has_tool_use(message["content"])
+    return is_synthetic(message) or (stopped and message["role"] == "assistant")
+
+
 def has_tool_use(content: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether a message's content asks for a tool."""
     return any("toolUse" in block for block in content)

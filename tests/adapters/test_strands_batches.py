@@ -125,12 +125,14 @@ def by_a_hook(agent: Any) -> None:
 @pytest.mark.parametrize("ended", [by_flag, by_cancelling, by_a_hook])
 def test_what_ends_the_turn_after_its_tools_does_not_hide_the_stop(ended, way, counter):
     provider = BudgetHookProvider(Budget(max_tool_calls=1))
-    agent = strict(Script([calls("leave", "search")]), counter.tool, leave, hooks=[provider])
+    script = Script([calls("leave", "search"), says("Done.")])
+    agent = strict(script, counter.tool, leave, hooks=[provider])
     ended(agent)
     result, _ = run(agent, "Go.", way)
     assert result.stop_reason == provider.outcome(agent).stop_reason == "max_tool_calls"
     assert not counter.started
     check_request([*agent.messages, GO_ON])
+    assert run(agent, None, way)[0].stop_reason == "end_turn"
 
 
 class Hangs(ScriptedModel):
