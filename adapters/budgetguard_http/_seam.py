@@ -12,7 +12,7 @@ from budgetguard_core.kit import FRAME, Run, cut_short
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import ServerSentEvents, frames_of
+from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
 from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
@@ -301,11 +301,10 @@ def _whole(
     """Take a whole answer; return it, or one without the tool calls that may not start."""
     if call.posted.is_streamed and content.lstrip()[:1] not in (b"{", b"["):
         # A stream whose server says that it is JSON.
-        passing = Passing(call, ServerSentEvents(), "")
-        other: bytes | None = passing.feed(content) + passing.last()
-    else:
-        other = call.whole(content)
-        call.over()
+        frames = frames_of("", call.posted.path, is_asked_for=True)
+        return _read_stream(mod, response, Passing(call, frames, ""), of_client=of_client)
+    other = call.whole(content)
+    call.over()
     if other is None and not fresh:
         return response
     return _remade(mod, response, content if other is None else other, of_client=of_client)

@@ -240,7 +240,7 @@ def close_pending_hooks() -> None:
 
 # Hooks
 
-_AWAITS: Any = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__
+_AWAITS: Final = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__
 
 
 class WaitingHook:

@@ -204,8 +204,10 @@ class StreamedReply:
                 index, own = part(piece, "index"), part(piece, "id")
                 index = place if index is None else index
                 call = self._at.get(index)
-                # Some servers give several calls the same index, each with an id of its own.
-                if call is None or (own and call.id not in ("", own)):
+                # Some servers give several calls the same index, each with a name and an id of its
+                # own; others make up an id for each piece, and only the first has a name.
+                named = part(part(piece, "function"), "name")
+                if call is None or (named and own and call.id not in ("", own)):
                     call = self._at[index] = _StreamedCall()
                     self._tool_calls.append(call)
                 call.add(piece)

@@ -285,6 +285,27 @@ def test_calls_of_gemini_are_bounded_in_events_and_in_an_array(kind, ends):
     assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (2, 110)
 
 
+def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own():
+    """As some servers make them up for each chunk."""
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "qwen"}
+    pieces = [
+        {"name": "read_file", "arguments": ""},
+        {"arguments": '{"path":'},
+        {"arguments": "1}"},
+    ]
+    deltas = [
+        {"tool_calls": [{"index": n, "id": f"call_{n}_{place}", "function": piece}]}
+        for n in range(2)
+        for place, piece in enumerate(pieces)
+    ]
+    chunks = [{**base, "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    lines = written([*map(json.dumps, chunks), "[DONE]"])
+    content, outcome = exchange([lines], budget=Budget(max_tool_calls=2))
+    assert said_in(content) == ("", 6)
+    assert [call.name for call in outcome.tool_calls] == ["read_file"] * 2
+
+
 def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
     head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}

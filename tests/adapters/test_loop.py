@@ -786,6 +786,24 @@ async def test_a_streamed_reply_is_put_together():
     assert stream.outcome.usage.estimated_calls == 1
 
 
+async def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own():
+    """As some servers make them up for each chunk."""
+    pieces = [{"name": "f", "arguments": '{"a"'}, {"arguments": ": "}, {"arguments": "7}"}]
+    called = [
+        chunk(tool_calls=[{"index": 0, "id": f"c{place}", "function": piece}])
+        for place, piece in enumerate(pieces)
+    ]
+    bodies = []
+    stream = run_bounded_stream(
+        streaming(called, ["Done."]),
+        Budget(max_tool_calls=2),
+        messages="Hi",
+        tools={"f": lambda a: bodies.append(a)},
+    )
+    await read(stream)
+    assert (bodies, stream.outcome.status) == ([7], "completed")
+
+
 async def test_streamed_calls_with_one_index_are_told_apart_by_their_ids():
     """As servers send them that translate other formats."""
     calls = [

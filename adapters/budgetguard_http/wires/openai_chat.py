@@ -322,12 +322,13 @@ def _write(answer: Answer, message: Body) -> None:
 def _key_of(place: int, number: int, piece: Body, latest: _Latest) -> _Key:
     """Tell which call of which choice a piece belongs to.
 
-    By the index; some servers give several calls the same one, each with an id of its own.
+    By the index. Some servers give several calls the same one, each with a name and an id of its
+    own; others make up an id for each piece, and only the first has a name.
     """
     given, own = piece.get("index"), text_or_none(piece.get("id"))
     index = number if given is None else int(given)
     turn, known = latest.get((place, index), (0, None))
-    if own is not None and known not in (None, own):
+    if own is not None and known not in (None, own) and _called(piece)[0]:
         turn += 1
     latest[place, index] = turn, own or known
     return place, index, turn
