@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 from budgetguard_http.wires.wire import Event, parsed
 
 _END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+# Of data, event, id, retry, a comment, and the mark of an order of bytes.
+_BEGINNINGS: Final = frozenset({b"d", b"e", b"i", b"r", b":", b"\xef"})
 _LONGEST_END: Final = 4
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
@@ -204,6 +206,11 @@ def event_stream_at(path: str) -> EventStream | None:
     if path.endswith("/converse-stream"):
         return EventStream(wrapped=False)
     return EventStream(wrapped=True) if path.endswith("response-stream") else None
+
+
+def may_be_events(data: bytes) -> bool:
+    """Tell by its first character whether a text may be of events: a field's name, or a comment."""
+    return data.lstrip()[:1] in _BEGINNINGS
 
 
 def frames_of(content_type: str, path: str, *, is_asked_for: bool) -> Frames | None:

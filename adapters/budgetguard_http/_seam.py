@@ -12,7 +12,7 @@ from budgetguard_core.kit import FRAME, Run, cut_short
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import frames_of
+from budgetguard_http._frames import frames_of, may_be_events
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
 from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
@@ -292,14 +292,15 @@ def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
         frames, encoding = None, ""
     if "content-length" in headers:
         del headers["content-length"]
-    return Passing(call, frames, encoding)
+    is_assumed = not content_type.startswith("text/event-stream")
+    return Passing(call, frames, encoding, is_assumed=is_assumed)
 
 
 def _whole(
     mod: Any, response: Any, call: Call, content: bytes, *, fresh: bool, of_client: bool
 ) -> Any:
     """Take a whole answer; return it, or one without the tool calls that may not start."""
-    if call.posted.is_streamed and content.lstrip()[:1] not in (b"{", b"["):
+    if call.posted.is_streamed and may_be_events(content):
         # A stream whose server says that it is JSON.
         frames = frames_of("", call.posted.path, is_asked_for=True)
         return _read_stream(mod, response, Passing(call, frames, ""), of_client=of_client)

@@ -11,7 +11,7 @@ from budgetguard_core import synthetic_text
 from budgetguard_core.kit import Watch
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import Frames, ServerSentEvents
+from budgetguard_http._frames import Frames, ServerSentEvents, may_be_events
 from budgetguard_http.wires.wire import Editor
 
 _IDENTITY: Final = "identity"
@@ -38,14 +38,18 @@ class Passing:
         frames: How its events are written; None where nobody can read it: it is passed on as it
             is, and estimated.
         encoding: How it is compressed, where its client would decompress it.
+        is_assumed: Its server says that it is something else: it may be no events.
     """
 
-    def __init__(self, call: Call, frames: Frames | None, encoding: str) -> None:
+    def __init__(
+        self, call: Call, frames: Frames | None, encoding: str, *, is_assumed: bool = False
+    ) -> None:
         self.call = call
         self._frames: Frames = frames or ServerSentEvents()
         self._editor: Editor | None = None if frames is None else call.editor()
         self._encoding = encoding
         self._began = False
+        self._is_assumed = is_assumed and isinstance(frames, ServerSentEvents)
 
     def plain(self, mod: Any, inner: Any) -> Any:
         """Return a stream of the answer's bytes, decompressed as its client would have done it."""
@@ -59,6 +63,10 @@ class Passing:
     def feed(self, data: bytes) -> bytes:
         """Take bytes; return those that the reader gets."""
         editor, frames = self._editor, self._frames
+        if self._is_assumed and data.strip():
+            self._is_assumed = False
+            if not may_be_events(data):
+                editor = self._editor = None
         if editor is None:
             return data
         if frames.are_lines(data):

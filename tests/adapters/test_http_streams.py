@@ -259,6 +259,26 @@ def test_a_stream_is_bounded_whatever_its_server_calls_it(kind):
     assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (2, 110)
 
 
+@pytest.mark.parametrize("line", [b'{"delta": "word"}\n', b"A word.\n"], ids=["JSON", "text"])
+def test_a_stream_that_is_none_of_events_is_not_held_back(line):
+    sent = []
+
+    def pieces():
+        for _ in range(3):
+            sent.append(line)
+            yield line
+
+    def answer(request):
+        headers = {"content-type": "application/x-ndjson"}
+        return httpx2.Response(200, headers=headers, stream=Pieces(pieces()))
+
+    transport = BudgetTransport(Budget(), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client, client.stream("POST", URL, json=ASK) as got:
+        for number, piece in enumerate(got.iter_raw(), 1):
+            assert (piece, len(sent)) == (line, number)
+    assert transport.outcome.usage.estimated_calls == 1
+
+
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
 @pytest.mark.parametrize("ends", [{3}, {0, 1, 2, 3}], ids=["at the end", "in each chunk"])
 def test_calls_of_gemini_are_bounded_in_events_and_in_an_array(kind, ends):
