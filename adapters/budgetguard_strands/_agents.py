@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from asyncio import current_task
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -34,8 +33,8 @@ from budgetguard_strands._background import Bodies
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import KEY, Opener
-from budgetguard_strands._run import CYCLES, AgentRun
-from budgetguard_strands._seams import FIRST, LAST, ORDERED, Events
+from budgetguard_strands._run import CYCLES, AgentRun, current_task
+from budgetguard_strands._seams import FIRST, LAST, ORDERED, ChunkEvent, Events, TextEvent
 
 _LOOK_EVERY = 64
 """Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
@@ -210,6 +209,8 @@ class AgentHooks:
         at.events = events
         watch = Watch(run, at.cut)
         loop = asyncio.get_running_loop()
+        pieces = _LOOK_EVERY
+        write = at.written.append
         span = trace.get_current_span()
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
@@ -219,45 +220,49 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
-                if at.call is None and "stop" not in event:
-                    # A tool's, or what an agent says that the work was delegated to.
-                    at.passed += 1
-                    if not at.passed % _LOOK_EVERY:
-                        at.look()
-                elif "data" in event:
-                    at.written.append(event["data"])
-                    if not len(at.written) % _LOOK_EVERY:
-                        at.look()
-                    if at.streaming:
+                if at.streaming:
+                    # Nearly all are these two: what an answer says comes in a chunk, and then,
+                    # without any wait, as an event of its own.
+                    kind: Any = type(event)
+                    if kind is TextEvent:
+                        write(event["data"])
+                        pieces -= 1
+                        if not pieces:
+                            pieces = _LOOK_EVERY
+                            at.look()
                         yield event
                         if at.due:
                             break
                         at.awaiting = current_task(loop)
                         continue
-                elif "event" in event:
-                    chunk = event["event"]
-                    if "contentBlockDelta" in chunk:
-                        if at.streaming:
-                            # What it says mostly comes as an event of its own, without any wait.
-                            yield event
-                            if at.due:
-                                break
-                            continue
-                        at.streaming = ORDERED and not at.due
-                    elif "metadata" in chunk:
-                        at.usage = chunk["metadata"].get("usage") or at.usage
-                elif "delta" in event:
-                    at.unsaid.append(_history.unsaid(event["delta"]))
-                    if not len(at.unsaid) % _LOOK_EVERY:
-                        at.look()
-                elif "stop" in event:
+                    if kind is ChunkEvent and "contentBlockDelta" in event["event"]:
+                        yield event
+                        if at.due:
+                            break
+                        continue
+                if "stop" in event:
                     at.leave()
-                    if _ending.is_stopped_at(at, event):
+                    event = await _ending.came_to(agent, at, invocation_state, event)
+                    if event is None:
                         break
-                    if str(event["stop"][0]).startswith("limit_"):
-                        event = await _ending.limited(agent, at, invocation_state, event)
-                    elif event["stop"][0] == "cancelled":
-                        await _ending.cancelled(agent, at)
+                else:
+                    pieces -= 1
+                    if not pieces:
+                        pieces = _LOOK_EVERY
+                        at.look()
+                    if at.call is None:
+                        pass  # a tool's, or of an agent that the work was delegated to
+                    elif "data" in event:
+                        at.written.append(event["data"])
+                    elif "delta" in event:
+                        at.unsaid.append(_history.unsaid(event["delta"]))
+                    elif "event" in event:
+                        chunk = event["event"]
+                        if "contentBlockDelta" in chunk:
+                            at.streaming = ORDERED and not at.due
+                            write = at.written.append
+                        elif "metadata" in chunk:
+                            at.usage = chunk["metadata"].get("usage") or at.usage
                 if at.is_entered:
                     at.leave()
                 # First, because older releases take the last event for the one that ends the run.

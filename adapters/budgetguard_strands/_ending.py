@@ -33,7 +33,21 @@ _ANSWER = "Answer the interrupts: call the agent, or a new one with its session,
 _PAUSES = ("interrupt", "checkpoint")
 
 
-def is_stopped_at(at: AgentRun, event: Any) -> bool:
+async def came_to(
+    agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any
+) -> Any | None:
+    """Return the event that a run comes to its end with; None where it was stopped before."""
+    if _is_stopped_at(at, event):
+        return None
+    reason = str(event["stop"][0])
+    if reason.startswith("limit_"):
+        return await _limited(agent, at, invocation_state, event)
+    if reason == "cancelled":
+        await _cancelled(agent, at)
+    return event
+
+
+def _is_stopped_at(at: AgentRun, event: Any) -> bool:
     """Tell whether a run that comes to an end, or waits for a person, was stopped before.
 
     Where it waits for a person's word, nothing may be left that could run.
@@ -64,7 +78,7 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
     return await _stopped(agent, at, invocation_state, trip, str(trip.reason), written)
 
 
-async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
+async def _limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any) -> Any:
     """Close the history of a run that Strands' own limit ended, and return the event for it."""
     reason = str(event["stop"][0])
     at.limit = at.run.framework_limit(f"{LIMIT}: {reason}")
@@ -76,7 +90,7 @@ async def limited(agent: Agent, at: AgentRun, invocation_state: dict[str, Any], 
     return await _stopped(agent, at, invocation_state, at.run.trip, reason, "")
 
 
-async def cancelled(agent: Agent, at: AgentRun) -> None:
+async def _cancelled(agent: Agent, at: AgentRun) -> None:
     """Close the history of a run that a person has cancelled, where Strands leaves it open."""
     if agent.messages and agent.messages[-1]["role"] == "user":
         guard = at.run.guard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import Token
 from typing import Any
@@ -18,6 +19,12 @@ from budgetguard_strands._usage import model_name
 CYCLES = "event_loop_cycle_count"
 """The key in an invocation's state under which the cycles of a leg are counted, from 1 on."""
 
+# Asked for each piece of an answer. Python 3.11 has no C function for it, which costs three times
+# as much as the table that it asks.
+_tasks: Any = asyncio.tasks
+current_task: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any] | None] = (
+    asyncio.current_task if sys.version_info >= (3, 12) else _tasks._current_tasks.get  # noqa: SLF001
+)
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -40,7 +47,6 @@ class AgentRun:
         asked: The tool calls of the batch in flight.
         error: What left the run.
         output: The structured output that came with the batch in which the run was stopped.
-        passed: How many events were of no model call.
         limit: The stop that Strands' own limit has made; None where none has.
         snapshot: Where the run paused; None while it does not.
         prompt: What the next prompt is projected with.
@@ -86,7 +92,6 @@ class AgentRun:
         self.cut_off = False
         self.limit: Trip | None = None
         self.output: Any = None
-        self.passed = 0
         self.inner: Frame = self.frame
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
@@ -194,7 +199,7 @@ class AgentRun:
 
     def look(self) -> None:
         """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
-        if self.run.aborted or self.run.time_left() == 0:
+        if self.run.has_to_end:
             self.due = self.run.check() is not None
             self.streaming = self.streaming and not self.due
 

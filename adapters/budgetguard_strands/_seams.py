@@ -41,6 +41,8 @@ INVOKE_MODEL = _find(
 )
 StopEvent = _find("EventLoopStopEvent", "strands.types._events", "strands.types.events")
 StreamEvent = _find("TypedEvent", "strands.types.events", "strands.types._events")
+TextEvent = _find("TextStreamEvent", "strands.types._events", "strands.types.events")
+ChunkEvent = _find("ModelStreamChunkEvent", "strands.types._events", "strands.types.events")
 # Whether hooks can be put first and last, or come in the order of their registration.
 ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
 
