@@ -84,5 +84,5 @@ def test_a_streamed_chunk():
         ways = arms(runner, lambda: Chatty(Script([says("")])))
         times, beyond = compared("a chunk", ways, units=CHUNKS, rounds=20)
     assert abs(beyond["null"]) < 1
-    assert beyond["guard"] <= 8
+    assert beyond["guard"] <= 5
     judge(times, "guard", 1.1)
