@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from asyncio import current_task
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
+from weakref import ref
 
 from opentelemetry import trace
 from strands import Agent, tool  # pyright: ignore[reportUnknownVariableType]
@@ -41,6 +41,10 @@ _LOOK_EVERY = 64
 """Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
 turn of the loop nobody tells of it."""
 _GO_ON = "Please go on."
+# A generator of events is asked by a task, always.
+_current_task = cast(
+    "Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any]]", asyncio.current_task
+)
 
 # The hooks that bound an agent, of all providers; and those that were ever registered with it.
 _attached: ByIdentity[tuple[AgentHooks, ...]] = ByIdentity()
@@ -217,7 +221,7 @@ class AgentHooks:
             # order of hooks nobody knows whose comes first at the answer's end.
             if not at.is_entered:
                 at.enter()
-            at.awaiting = current_task(loop)
+            at.awaiting = ref(_current_task(loop))
             async for event in events:
                 if at.call is None and "stop" not in event:
                     # A tool's, or what an agent says that the work was delegated to.
@@ -232,7 +236,7 @@ class AgentHooks:
                         yield event
                         if at.due:
                             break
-                        at.awaiting = current_task(loop)
+                        at.awaiting = ref(_current_task(loop))
                         continue
                 elif "event" in event:
                     chunk = event["event"]
@@ -270,7 +274,7 @@ class AgentHooks:
                         break
                     at.enter()
                 # The consumer may ask for each event in another task.
-                at.awaiting = current_task(loop)
+                at.awaiting = ref(_current_task(loop))
             else:
                 at.took_effect()
                 return

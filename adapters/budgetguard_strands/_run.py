@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextvars import Token
 from typing import Any
+from weakref import ref
 
 from opentelemetry.context import Context
 
@@ -47,7 +48,8 @@ class AgentRun:
         notices: The warnings that the stream has not carried yet.
         is_entered: The running code is inside of the run.
         events: Those of the event loop that the run watches over.
-        awaiting: The task that asked for the last of them.
+        awaiting: The task that asked for the last of them. Held weakly: it holds its consumer, and
+            no garbage collector sees what a cancelled task ended with.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -90,7 +92,7 @@ class AgentRun:
         self.inner: Frame = self.frame
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
-        self.awaiting: asyncio.Task[Any] | None = None
+        self.awaiting: ref[asyncio.Task[Any]] | None = None
         self.events: Any = None
         self._cancelled = False
         self._earlier = 0
@@ -187,10 +189,14 @@ class AgentRun:
         self.streaming = False
         if self.events is None or not self.events.ag_running or self._cancelled:
             return
-        if self.awaiting is not None:
+        task = self._awaiting_task()
+        if task is not None:
             self._cancelled = True
-            self._earlier = self.awaiting.cancelling()
-            self.awaiting.cancel()
+            self._earlier = task.cancelling()
+            task.cancel()
+
+    def _awaiting_task(self) -> asyncio.Task[Any] | None:
+        return None if self.awaiting is None else self.awaiting()
 
     def look(self) -> None:
         """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
@@ -203,7 +209,7 @@ class AgentRun:
         if not self._cancelled:
             return False
         self._cancelled = False
-        task = self.awaiting or asyncio.current_task()
+        task = self._awaiting_task() or asyncio.current_task()
         # Somebody else may have cancelled the task as well: then it has to stay cancelled.
         return task is not None and task.uncancel() <= self._earlier
 
