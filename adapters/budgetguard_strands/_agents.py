@@ -166,7 +166,7 @@ class AgentHooks:
             given=event.messages,
             layer_above=self._layer_above(agent),
         )
-        at = AgentRun(opened)
+        at = AgentRun(opened, agent)
         self._calls.runs.set(agent, at)
         if _seams.is_interrupted(agent):
             for ticket in at.run.guard.open_tool_calls():

@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from budgetguard_core import Guard, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt
 from budgetguard_strands._history import Asked
+from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import Opened
 from budgetguard_strands._usage import model_name
 
@@ -20,6 +21,9 @@ CYCLES = "event_loop_cycle_count"
 """The key in an invocation's state under which the cycles of a leg are counted, from 1 on."""
 
 _NOTHING: frozenset[str] = frozenset()
+# The agents that shorten the conversations of others, and when they did last: in which run, and
+# how many turns it had made.
+_summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
 
 
 class AgentRun:
@@ -52,7 +56,7 @@ class AgentRun:
             no garbage collector sees what a cancelled task ended with.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, agent: Any) -> None:
         self.run, self.inside, self.shared, self.of_node = opened
         self.metrics: object = None
         self.invocation = 0
@@ -73,6 +77,24 @@ class AgentRun:
         self.notices: list[dict[str, Any]] = []
         self.begin_leg()
         self.note_warnings(silently=True)
+        summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
+        if summarizer is not None:
+            _summarizers.set(summarizer, ())
+        if self._is_summary(agent):
+            self.cycle = 1  # its first model call is no turn
+
+    def _is_summary(self, agent: Any) -> bool:
+        """Tell whether it begins with a summary of the conversation of the run around it.
+
+        A second one, without a turn between the two, is an agent's that goes round: it counts.
+        """
+        before, above = _summarizers.get(agent), self.run.above
+        own = self.run.guard.budget.max_iterations
+        if before is None or above is None or not self.inside or own is not None:
+            return False
+        now = (above.guard.run_id, above.guard.usage.iterations)
+        _summarizers.set(agent, now)
+        return before != now
 
     # A leg, and the model call in flight
 

@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from strands import Agent, ModelRetryStrategy, tool
-from strands.agent.conversation_manager import SlidingWindowConversationManager
+from strands.agent.conversation_manager import (
+    SlidingWindowConversationManager,
+    SummarizingConversationManager,
+)
 from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
@@ -257,6 +260,40 @@ def test_overflowing_again_and_again_is_bounded(counter):
     agent = overflowing(script, set(range(4, 400, 4)), Budget(max_iterations=5), counter.tool)
     assert agent("Go.").stop_reason == "max_iterations"
     assert agent.model.attempts < 16
+
+
+def summarized(at, guard, tool, *asks):
+    summarizer = made(Script([*asks, says("A summary.")]), tool, name="summarizer")
+    agent = overflowing(sticky(), at, guard, tool)
+    agent.conversation_manager = SummarizingConversationManager(
+        summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=summarizer
+    )
+    return agent, summarizer.model.script
+
+
+def test_a_summary_is_no_iteration(counter):
+    guard = Guard(Budget(max_iterations=4, loop_detection=None))
+    agent, summaries = summarized({3, 5}, guard, counter.tool)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert (agent.model.attempts, summaries.calls) == (6, 2)
+    assert guard.usage.model_calls == 8
+
+
+def test_summaries_that_change_nothing_are_bounded(counter):
+    guard = Guard(Budget(max_iterations=4, loop_detection=None))
+    agent, summaries = summarized(set(range(3, 400)), guard, counter.tool)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert summaries.calls < 8
+
+
+def test_a_summarizer_with_a_cap_of_its_own_is_held_to_it(counter):
+    guard = Guard(Budget(max_iterations=9))
+    agent, summaries = summarized({3}, guard, counter.tool, calls("search"))
+    own = BudgetHookProvider(Budget(max_iterations=1))
+    summarizer = own.attach(agent.conversation_manager.summarization_agent)
+    agent("Go.")
+    assert own.outcome(summarizer).stop_reason == "max_iterations"
+    assert summaries.calls == 1
 
 
 def test_reset_per_resume_leg(counter):
