@@ -34,7 +34,7 @@ from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import KEY, Opener
 from budgetguard_strands._run import CYCLES, AgentRun, current_task
-from budgetguard_strands._seams import FIRST, LAST, ORDERED, ChunkEvent, Events, TextEvent
+from budgetguard_strands._seams import FIRST, LAST, ChunkEvent, Events, TextEvent
 
 _LOOK_EVERY = 64
 """Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
@@ -161,7 +161,7 @@ class AgentHooks:
             given=event.messages,
             layer_above=self._layer_above(agent),
         )
-        at = AgentRun(opened)
+        at = AgentRun(opened, agent)
         self._calls.runs.set(agent, at)
         if _seams.is_interrupted(agent):
             for ticket in at.run.guard.open_tool_calls():
@@ -206,11 +206,11 @@ class AgentHooks:
         self, at: AgentRun, agent: Agent, events: Events
     ) -> AsyncGenerator[Any, None]:
         run, invocation_state = at.run, at.invocation_state
-        at.events = events
         watch = Watch(run, at.cut)
         loop = asyncio.get_running_loop()
         pieces = _LOOK_EVERY
         write = at.written.append
+        may_wait = _seams.has_model_middleware(agent)
         span = trace.get_current_span()
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
@@ -220,10 +220,11 @@ class AgentHooks:
                 at.enter()
             at.awaiting = current_task(loop)
             async for event in events:
+                at.awaiting = None  # a stream that is left must not hold its consumer
                 if at.streaming:
                     # Nearly all are these two: what an answer says comes in a chunk, and then,
-                    # without any wait, as an event of its own.
-                    kind: Any = type(event)
+                    # without any wait of Strands' own, as an event.
+                    kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
                     if kind is TextEvent:
                         write(event["data"])
                         pieces -= 1
@@ -239,6 +240,8 @@ class AgentHooks:
                         yield event
                         if at.due:
                             break
+                        if may_wait:
+                            at.awaiting = current_task(loop)
                         continue
                 if "stop" in event:
                     at.leave()
@@ -250,19 +253,9 @@ class AgentHooks:
                     if not pieces:
                         pieces = _LOOK_EVERY
                         at.look()
-                    if at.call is None:
-                        pass  # a tool's, or of an agent that the work was delegated to
-                    elif "data" in event:
-                        at.written.append(event["data"])
-                    elif "delta" in event:
-                        at.unsaid.append(_history.unsaid(event["delta"]))
-                    elif "event" in event:
-                        chunk = event["event"]
-                        if "contentBlockDelta" in chunk:
-                            at.streaming = ORDERED and not at.due
-                            write = at.written.append
-                        elif "metadata" in chunk:
-                            at.usage = chunk["metadata"].get("usage") or at.usage
+                    if at.call is not None:  # else a tool's, or of an agent delegated to
+                        at.note(event)
+                        write = at.written.append
                 if at.is_entered:
                     at.leave()
                 # First, because older releases take the last event for the one that ends the run.
@@ -304,7 +297,7 @@ class AgentHooks:
         finally:
             watch.close()
             at.leave()
-            at.events, at.invocation_state = None, {}  # hold the agent
+            at.awaiting, at.invocation_state = None, {}  # hold the consumer and the agent
             await events.aclose()
         self._calls.settle(at, agent, "the run was stopped", keep=True)
         ended = await _ending.stop(agent, at, invocation_state)

@@ -12,20 +12,25 @@ from opentelemetry.context import Context
 
 from budgetguard_core import Guard, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt
-from budgetguard_strands._history import Asked
+from budgetguard_strands._history import Asked, unsaid
+from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import Opened
+from budgetguard_strands._seams import ORDERED
 from budgetguard_strands._usage import model_name
 
 CYCLES = "event_loop_cycle_count"
 """The key in an invocation's state under which the cycles of a leg are counted, from 1 on."""
 
-# Asked for each piece of an answer. Python 3.11 has no C function for it, which costs three times
-# as much as the table that it asks.
+# Asked for each piece of an answer, always by a task. Python 3.11 has no C function for it, which
+# costs three times as much as the table that it asks.
 _tasks: Any = asyncio.tasks
-current_task: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any] | None] = (
-    asyncio.current_task if sys.version_info >= (3, 12) else _tasks._current_tasks.get  # noqa: SLF001
+current_task: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any]] = (
+    _tasks.current_task if sys.version_info >= (3, 12) else _tasks._current_tasks.get  # noqa: SLF001
 )
 _NOTHING: frozenset[str] = frozenset()
+# The agents that shorten the conversations of others, and when they did last: in which run, and
+# how many turns it had made.
+_summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
 
 
 class AgentRun:
@@ -52,11 +57,10 @@ class AgentRun:
         prompt: What the next prompt is projected with.
         notices: The warnings that the stream has not carried yet.
         is_entered: The running code is inside of the run.
-        events: Those of the event loop that the run watches over.
-        awaiting: The task that asked for the last of them.
+        awaiting: The task that waits for the next event of the loop; None while none does.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, agent: Any) -> None:
         self.run, self.inside, self.shared, self.of_node = opened
         self.metrics: object = None
         self.invocation = 0
@@ -77,6 +81,24 @@ class AgentRun:
         self.notices: list[dict[str, Any]] = []
         self.begin_leg()
         self.note_warnings(silently=True)
+        summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
+        if summarizer is not None:
+            _summarizers.set(summarizer, ())
+        if self._is_summary(agent):
+            self.cycle = 1  # its first model call is no turn
+
+    def _is_summary(self, agent: Any) -> bool:
+        """Tell whether it begins with a summary of the conversation of the run around it.
+
+        A second one, without a turn between the two, is an agent's that goes round: it counts.
+        """
+        before, above = _summarizers.get(agent), self.run.above
+        own = self.run.guard.budget.max_iterations
+        if before is None or above is None or not self.inside or own is not None:
+            return False
+        now = (above.guard.run_id, above.guard.usage.iterations)
+        _summarizers.set(agent, now)
+        return before != now
 
     # A leg, and the model call in flight
 
@@ -96,7 +118,6 @@ class AgentRun:
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
-        self.events: Any = None
         self._cancelled = False
         self._earlier = 0
         self.due = False
@@ -138,6 +159,19 @@ class AgentRun:
         self.usage: Any = None
         self.written: list[str] = []
         self.unsaid: list[str] = []  # what it wrote that is no text: arguments and reasoning
+
+    def note(self, event: Any) -> None:
+        """Note what an event of the model call in flight tells of it."""
+        if "data" in event:
+            self.written.append(event["data"])
+        elif "delta" in event:
+            self.unsaid.append(unsaid(event["delta"]))
+        elif "event" in event:
+            chunk = event["event"]
+            if "contentBlockDelta" in chunk:
+                self.streaming = ORDERED and not self.due
+            elif "metadata" in chunk:
+                self.usage = chunk["metadata"].get("usage") or self.usage
 
     def prune(self, agent: Any) -> None:
         """Leave in the agent's history, for one model call, what is to be sent of it."""
@@ -190,9 +224,7 @@ class AgentRun:
         """End what the run awaits; between two events of a stream it awaits nothing."""
         self.due = True
         self.streaming = False
-        if self.events is None or not self.events.ag_running or self._cancelled:
-            return
-        if self.awaiting is not None:
+        if self.awaiting is not None and not self._cancelled:
             self._cancelled = True
             self._earlier = self.awaiting.cancelling()
             self.awaiting.cancel()

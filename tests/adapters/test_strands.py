@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import logging
 import threading
@@ -17,7 +18,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from strands import Agent, ModelRetryStrategy, tool
-from strands.agent.conversation_manager import SlidingWindowConversationManager
+from strands.agent.conversation_manager import (
+    SlidingWindowConversationManager,
+    SummarizingConversationManager,
+)
 from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
@@ -52,6 +56,11 @@ from budgetguard_strands import BudgetHookProvider, _seams
 from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
 from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of
 from strands_agents import Counter, is_valid, made, results, run, sticky
+
+AS_TOOL = hasattr(Agent, "as_tool")
+only_with_agents_as_tools = pytest.mark.skipif(
+    not AS_TOOL, reason="this release has no agents as tools"
+)
 
 WAYS = ("sync", "async", "streamed")
 DEADLINE = 0.05
@@ -251,6 +260,40 @@ def test_overflowing_again_and_again_is_bounded(counter):
     agent = overflowing(script, set(range(4, 400, 4)), Budget(max_iterations=5), counter.tool)
     assert agent("Go.").stop_reason == "max_iterations"
     assert agent.model.attempts < 16
+
+
+def summarized(at, guard, tool, *asks):
+    summarizer = made(Script([*asks, says("A summary.")]), tool, name="summarizer")
+    agent = overflowing(sticky(), at, guard, tool)
+    agent.conversation_manager = SummarizingConversationManager(
+        summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=summarizer
+    )
+    return agent, summarizer.model.script
+
+
+def test_a_summary_is_no_iteration(counter):
+    guard = Guard(Budget(max_iterations=4, loop_detection=None))
+    agent, summaries = summarized({3, 5}, guard, counter.tool)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert (agent.model.attempts, summaries.calls) == (6, 2)
+    assert guard.usage.model_calls == 8
+
+
+def test_summaries_that_change_nothing_are_bounded(counter):
+    guard = Guard(Budget(max_iterations=4, loop_detection=None))
+    agent, summaries = summarized(set(range(3, 400)), guard, counter.tool)
+    assert agent("Go.").stop_reason == "max_iterations"
+    assert summaries.calls < 8
+
+
+def test_a_summarizer_with_a_cap_of_its_own_is_held_to_it(counter):
+    guard = Guard(Budget(max_iterations=9))
+    agent, summaries = summarized({3}, guard, counter.tool, calls("search"))
+    own = BudgetHookProvider(Budget(max_iterations=1))
+    summarizer = own.attach(agent.conversation_manager.summarization_agent)
+    agent("Go.")
+    assert own.outcome(summarizer).stop_reason == "max_iterations"
+    assert summaries.calls == 1
 
 
 def test_reset_per_resume_leg(counter):
@@ -725,6 +768,18 @@ async def test_the_consumer_of_a_stream_is_never_cancelled():
     assert is_valid(agent)
 
 
+@pytest.fixture
+def nothing_kept_of_the_log(caplog):
+    # OpenTelemetry logs a traceback for each generator that is left, and pytest keeps them.
+    caplog.set_level(logging.CRITICAL, logger="opentelemetry.context")
+
+
+async def left_to_the_loop():
+    gc.collect()
+    for _ in range(40):
+        await asyncio.sleep(0)  # Strands leaves the inner generators to it, one after the other
+
+
 async def test_an_early_break_leaves_no_timer_and_no_listener():
     guard = Guard(Budget(max_seconds=60))
     agent = made(sticky(), Counter().tool, hooks=[BudgetHookProvider(guard)])
@@ -733,11 +788,51 @@ async def test_an_early_break_leaves_no_timer_and_no_listener():
         if "event" in chunk:
             break
     await stream.aclose()
-    for _ in range(20):
-        await asyncio.sleep(0)  # older releases leave the inner generators to the loop
+    await left_to_the_loop()
     assert guard.open_calls() == ()
     assert not guard.cancellation._callbacks
     assert guard.usage.total_tokens > 0
+
+
+@only_with_agents_as_tools
+@pytest.mark.usefixtures("nothing_kept_of_the_log")
+async def test_a_stream_that_is_left_while_a_sub_agent_answers_leaves_nothing_reserved():
+    guard = Guard(Budget(max_total_tokens=10**6, max_output_tokens_per_call=50))
+    child = made(Script([says("Found.")]), name="child")
+    ask = Call("child", "", fields={"input": "Find it."})
+    agent = made(Script([calls(ask), says("Done.")]), child, hooks=[BudgetHookProvider(guard)])
+    stream = agent.stream_async("Go.")
+    async for _ in stream:
+        if guard.usage.model_calls == 2 and guard.usage.reserved_tokens:
+            break
+    await stream.aclose()
+    await left_to_the_loop()
+    assert guard.usage.model_calls == 2
+    assert guard.usage.reserved_tokens == 0
+    assert str(child("Again.")).strip() == "Found."
+
+
+@pytest.mark.usefixtures("nothing_kept_of_the_log")
+async def test_a_task_that_is_cancelled_between_two_events_gives_its_agent_back():
+    guard = Guard(Budget(max_total_tokens=10**6, max_output_tokens_per_call=50))
+    agent = made(Script([says("Done.")]), hooks=[BudgetHookProvider(guard)])
+    reading = asyncio.Event()
+
+    async def consumer():
+        stream = agent.stream_async("Go.")
+        async for chunk in stream:
+            if "data" in chunk:
+                reading.set()
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(consumer())
+    await reading.wait()
+    task.cancel()
+    await asyncio.wait([task])  # nobody asks what it ended with
+    del task
+    await left_to_the_loop()
+    assert guard.usage.reserved_tokens == 0
+    assert (await agent.invoke_async("Again.")).stop_reason == "end_turn"
 
 
 # Usage
@@ -921,12 +1016,6 @@ def test_a_call_that_a_user_s_hook_refuses_costs_nothing():
 
 
 # Agents below agents
-
-
-AS_TOOL = hasattr(Agent, "as_tool")
-only_with_agents_as_tools = pytest.mark.skipif(
-    not AS_TOOL, reason="this release has no agents as tools"
-)
 
 
 def worker(counter: Counter, *hooks: Any, script: Script | None = None, name: str = "worker"):
