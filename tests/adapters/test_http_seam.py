@@ -445,6 +445,44 @@ def test_a_transport_inside_a_block_is_charged_beside_it():
     assert block.outcome.usage.model_calls == 2
 
 
+@pytest.mark.parametrize("around", [bounded_clients, bounded, Guard.activate])
+@pytest.mark.parametrize("is_closed_first", [True, False], ids=["client", "block"])
+def test_its_run_there_ends_with_the_client_or_with_the_run_around(around, is_closed_first):
+    told, outcomes = [], []
+    guard = Guard(FREE, sinks=[lambda event: told.append(event.event)])
+    transport = BudgetTransport(
+        Budget(max_iterations=2),
+        sinks=[lambda event: told.append(f"own {event.event}")],
+        on_outcome=outcomes.append,
+    )
+    with ProviderServer(calls=0) as server:
+        client = client_of(server, http_client=openai.DefaultHttpxClient(transport=transport))
+        with around(guard):
+            for number in range(3):
+                create(client, str(number))
+            if is_closed_first:
+                client.close()
+        if around is not Guard.activate:
+            assert told.count("run_started") == told.count("run_ended")
+        client.close()
+    assert [event for event in told if event.startswith("own run_")] == [
+        "own run_started",
+        "own run_ended",
+    ]
+    assert [(one.status, one.usage.model_calls) for one in outcomes] == [("terminated", 2)]
+
+
+async def test_and_on_a_loop():
+    told = []
+    transport = AsyncBudgetTransport(FREE, sinks=[lambda event: told.append(event.event)])
+    http = openai.DefaultAsyncHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server:
+        async with async_of(server, http_client=http) as client:
+            with Guard(FREE).activate():
+                await client.chat.completions.create(**ASK)
+    assert (told[0], told[-1], transport.run) == ("run_started", "run_ended", None)
+
+
 def test_two_blocks_cannot_both_be_everywhere():
     with bounded_clients(FREE, everywhere=True):
         with pytest.raises(Exception, match="only one block at a time"):
