@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import subprocess
 import sys
@@ -481,6 +482,38 @@ async def test_and_on_a_loop():
             with Guard(FREE).activate():
                 await client.chat.completions.create(**ASK)
     assert (told[0], told[-1], transport.run) == ("run_started", "run_ended", None)
+
+
+CHOICES = {
+    "chat": ("/v1/chat/completions", {"messages": ASK["messages"], "n": 4, "max_tokens": 100}),
+    "gemini": (
+        "/models/gemini-2.5-flash:generateContent",
+        {
+            "contents": [{"role": "user", "parts": [{"text": "go"}]}],
+            "generationConfig": {"candidateCount": 4, "maxOutputTokens": 100},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "ask"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize(("most", "shares"), [(1000, [100, 100]), (600, [100, 46]), (300, [73])])
+def test_each_of_several_choices_has_its_share_of_what_is_left(path, ask, most, shares):
+    bounds = []
+
+    def answer(request):
+        body = json.loads(request.content)
+        bounds.append(body.get("max_tokens") or body["generationConfig"]["maxOutputTokens"])
+        usage = {"prompt_tokens": 8, "completion_tokens": 4 * bounds[-1]}
+        found = {"promptTokenCount": 8, "candidatesTokenCount": 4 * bounds[-1]}
+        return httpx2.Response(200, json={"usage": usage, "usageMetadata": found})
+
+    transport = BudgetTransport(Budget(max_total_tokens=most), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport, base_url="http://server") as client:
+        for _ in range(2):
+            client.post(path, json={"model": "gpt-4o", **ask})
+    assert bounds == shares
+    assert transport.outcome.usage.total_tokens <= most
 
 
 def test_two_blocks_cannot_both_be_everywhere():

@@ -60,6 +60,10 @@ class Gemini(Wire):
         thinking = count_or_none(record(_config(body).get("thinkingConfig")).get("thinkingBudget"))
         return self.min_output_tokens if thinking is None else thinking + 1
 
+    def choices(self, body: Body) -> int:
+        """Return `candidateCount`."""
+        return count_or_none(_config(body).get("candidateCount")) or 1
+
     def prompt(self, body: Body) -> Prompted:
         """Return contents, system instruction, tools and the form of the answer."""
         config = _config(body)

@@ -59,6 +59,10 @@ class OpenAIChat(Wire):
         """Write the field that the request has already: servers know one of them or both."""
         body["max_tokens" if "max_tokens" in body else self.bound_field] = tokens
 
+    def choices(self, body: Body) -> int:
+        """Return `n`."""
+        return count_or_none(body.get("n")) or 1
+
     def prompt(self, body: Body) -> Prompted:
         """Return messages, tools and the form of the answer."""
         return Prompted(
@@ -150,8 +154,7 @@ class OpenAIChat(Wire):
 
     def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
         """Return the reader of the chunks."""
-        choices = count_or_none(body.get("n")) or 1
-        return ChatEditor(answer, ask, choices=choices, hides_usage=hides_usage)
+        return ChatEditor(answer, ask, choices=self.choices(body), hides_usage=hides_usage)
 
     def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return a completion without usage."""

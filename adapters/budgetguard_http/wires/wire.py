@@ -167,6 +167,11 @@ class Wire(ABC):
         del body
         return self.min_output_tokens
 
+    def choices(self, body: Body) -> int:
+        """Return how many answers are asked for, each as long as the bound lets it be."""
+        del body
+        return 1
+
     @abstractmethod
     def prompt(self, body: Body) -> Prompted:
         """Return what the prompt is made of."""
