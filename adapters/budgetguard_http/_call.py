@@ -117,6 +117,8 @@ class Call:
         untold, posted = conversation.untold, self.posted
         if nudge is not None:
             untold.append((None, nudge))
+        if untold and not posted.wire.takes_words(posted.body):
+            return []
         # Until there is an answer: an attempt that failed has told nobody.
         self._told = len(untold)
         refused = [(call, text) for call, text in untold if call is not None]

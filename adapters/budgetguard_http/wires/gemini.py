@@ -75,9 +75,8 @@ class Gemini(Wire):
         )
 
     def results(self, body: Body) -> list[Result]:
-        """Return the function responses in the last content."""
-        turns = items(body.get("contents"))
-        parts = items(record(turns[-1]).get("parts")) if turns else []
+        """Return the function responses since the last reply, which may be in a content each."""
+        parts = [part for turn in self.since_reply(body) for part in items(turn.get("parts"))]
         found: list[Result] = []
         for part in map(record, parts):
             answer = record(part.get("functionResponse") or part.get("function_response"))

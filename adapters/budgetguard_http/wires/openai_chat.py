@@ -76,15 +76,12 @@ class OpenAIChat(Wire):
         return items(body.get("messages"))
 
     def results(self, body: Body) -> list[Result]:
-        """Return the tool messages at the end."""
-        found: list[Result] = []
-        for turn in reversed(items(body.get("messages"))):
-            message = record(turn)
-            if message.get("role") == "tool":
-                found.append(Result(message.get("tool_call_id"), message.get("content")))
-            elif message.get("role") == "assistant":
-                break
-        return found[::-1]
+        """Return the tool messages since the last reply."""
+        return [
+            Result(message.get("tool_call_id"), message.get("content"))
+            for message in self.since_reply(body)
+            if message.get("role") == "tool"
+        ]
 
     def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
         """Return the ids of an assistant message's calls, or its text."""

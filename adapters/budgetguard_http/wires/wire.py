@@ -204,6 +204,11 @@ class Wire(ABC):
     def user_text(self, turn: Any) -> str | None:
         """Return the words of a turn of the user's; None for another's."""
 
+    def takes_words(self, body: Body) -> bool:
+        """Tell whether the model may be told something with this request."""
+        del body
+        return True
+
     @abstractmethod
     def add_nudge(self, body: Body, text: str) -> None:
         """Put a corrective message at the end of the prompt."""
@@ -240,6 +245,14 @@ class Wire(ABC):
         """Ask for the usage of a stream; False where it comes by itself or was asked for."""
         del body
         return False
+
+    def since_reply(self, body: Body) -> list[Body]:
+        """Return the turns after the model's last one."""
+        turns = self.turns(body)
+        start = len(turns)
+        while start and self.reply_mark(turns[start - 1]) is None:
+            start -= 1
+        return [record(turn) for turn in turns[start:]]
 
     # The answer
 
