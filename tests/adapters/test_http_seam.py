@@ -516,6 +516,20 @@ def test_each_of_several_choices_has_its_share_of_what_is_left(path, ask, most, 
     assert transport.outcome.usage.total_tokens <= most
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_has_as_many_choices_as_were_asked_for(stream):
+    guard = Guard()
+    guard.abort("enough")
+    with httpx2.Client(transport=BudgetTransport(guard)) as http:
+        client = openai.OpenAI(api_key="key", base_url="http://server", http_client=http)
+        made = create(client, n=3, stream=stream)
+        choices = [one for chunk in made for one in chunk.choices] if stream else made.choices
+        ask = {"contents": [], "generationConfig": {"candidateCount": 3}}
+        gemini = http.post("http://server/models/gemini-2.5-flash:generateContent", json=ask).json()
+    assert [one.index for one in choices if one.finish_reason] == [0, 1, 2]
+    assert [one["index"] for one in gemini["candidates"]] == [0, 1, 2]
+
+
 def test_two_blocks_cannot_both_be_everywhere():
     with bounded_clients(FREE, everywhere=True):
         with pytest.raises(Exception, match="only one block at a time"):

@@ -22,6 +22,7 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    repeated,
     text_or_none,
     written,
 )
@@ -179,6 +180,10 @@ class Gemini(Wire):
     def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
         """Return it as the only chunk."""
         return [("", self.synthetic(model, text, mark))]
+
+    def placed(self, made: Body, body: Body) -> Body:
+        """Give it as many candidates as were asked for."""
+        return repeated(made, "candidates", self.choices(body))
 
 
 class GeminiEditor(Editor):

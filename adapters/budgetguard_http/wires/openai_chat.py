@@ -23,6 +23,7 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    repeated,
     text_of,
     text_or_none,
     usage_in,
@@ -174,6 +175,10 @@ class OpenAIChat(Wire):
             ("", _chunk(model, {}, "stop")),
             DONE,
         ]
+
+    def placed(self, made: Body, body: Body) -> Body:
+        """Give it as many choices as were asked for."""
+        return repeated(made, "choices", self.choices(body))
 
 
 _Key: TypeAlias = tuple[int, int, int]

@@ -26,6 +26,10 @@ NOTHING_LEFT: Final = "This run was stopped before it finished."
 """The text of an answer whose tool calls were all taken out, where it has no other."""
 
 
+_MOST: Final = 128
+"""Choices that a provider gives at most."""
+
+
 class Answer:
     """What is known of one answer, whole or streamed so far.
 
@@ -304,6 +308,16 @@ _is_a: Callable[[Any, Any], bool] = isinstance
 def text_or_none(value: object) -> str | None:
     """Return a text that is not empty; None for anything else."""
     return value if isinstance(value, str) and value else None
+
+
+def repeated(made: Body, name: str, count: int) -> Body:
+    """Return an answer whose only choice comes as often as it was asked for."""
+    if name not in made:
+        return made
+    return {
+        **made,
+        name: [{**one, "index": n} for n in range(min(count, _MOST)) for one in made[name]],
+    }
 
 
 def count_or_none(value: object) -> int | None:
