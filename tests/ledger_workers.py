@@ -11,7 +11,9 @@ import resource
 import signal
 import sqlite3
 import threading
+from decimal import Decimal
 
+from budgetguard_core import Guard, ModelCall
 from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_dollars
@@ -27,6 +29,14 @@ def start(target, *arguments):
     process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
+
+
+def one(url, queue):
+    """Spend a dollar out of a lease, which its worker's end has to give back."""
+    ledger = Ledger(url, daily_usd=10, timeout=60.0, time_zone=ZONE, queue=queue)
+    guard = Guard(ledger=ledger, tenant="acme")
+    ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal(1)))
+    guard.settle_model_call(ticket, cost_usd=Decimal(1))
 
 
 def pairs(url, keys, ceiling, count, mode, seed, queue, out):

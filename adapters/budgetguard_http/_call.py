@@ -94,7 +94,7 @@ class Call:
             return None
         known, told = dict(body), self._to_tell()
         if bound is not None and is_to_bind:
-            wire.set_bound(body, bound)
+            wire.set_bound(body, max(bound // wire.choices(body), 1))
         for text in told:
             wire.add_nudge(body, text)
         if may_ask and wire.ask_for_usage(body):
@@ -117,6 +117,8 @@ class Call:
         untold, posted = conversation.untold, self.posted
         if nudge is not None:
             untold.append((None, nudge))
+        if untold and not posted.wire.takes_words(posted.body):
+            return []
         # Until there is an answer: an attempt that failed has told nobody.
         self._told = len(untold)
         refused = [(call, text) for call, text in untold if call is not None]
@@ -318,13 +320,14 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     if traffic.failed:
         # Only then is there anything to try again.
         retry = _was_failed(traffic, posted.raw) or posted.says_that_it_is_a_retry() or retry
+    bound, choices = wire.bound(body), wire.choices(body)
     call = ModelCall(
         model=posted.model,
         provider=wire.provider,
         retry=retry,
-        max_output_tokens=wire.bound(body),
+        max_output_tokens=None if bound is None else bound * choices,
         output_is_fixed=posted.is_signed,
-        min_output_tokens=wire.least_bound(body),
+        min_output_tokens=wire.least_bound(body) * choices,
     )
     if _is_capped(asked):
         call.input_tokens = _projected(posted, conversation)

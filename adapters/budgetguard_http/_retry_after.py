@@ -13,6 +13,9 @@ _OBEYED: Final = 120
 """Seconds that most clients wait if they are told to. Of more they make a short wait, or raise."""
 _ALWAYS_OBEYED: Final = ("anthropic", "mistral")
 """Anthropic's client waits for as long as it is told (2.12), and so does Mistral's (3.7)."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.5 * 0.75, 8 * 0.75
+"""Seconds that OpenAI's family of clients waits at least if it is told nothing, twice as many
+after each attempt."""
 
 
 def shorten(request: Any, response: Any, left: float | None) -> None:
@@ -21,7 +24,7 @@ def shorten(request: Any, response: Any, left: float | None) -> None:
     Args:
         request: Of httpx or httpx2.
         response: The answer that turns it away.
-        left: Seconds that the run has left; None where it has no end.
+        left: Seconds that the run has left, none where it was aborted; None where it has no end.
     """
     if left is None:
         return
@@ -33,8 +36,17 @@ def shorten(request: Any, response: Any, left: float | None) -> None:
             continue
         seconds = _number(told) / parts
         if seconds > left and (obeys or seconds <= _OBEYED):
-            # Zero would be taken for nothing told.
-            response.headers[name] = str(max(math.ceil(left * parts), 1))
+            response.headers[name] = _written(left * parts)
+    tried = request.headers.get("x-stainless-retry-count", "")
+    if not tried.isdecimal() or any(name in response.headers for name, _ in _HEADERS):
+        return
+    if left < min(_FIRST_WAIT * 2.0 ** min(int(tried), 9), _LONGEST_WAIT):
+        response.headers["retry-after-ms"] = _written(left * 1000)
+
+
+def _written(value: float) -> str:
+    # Zero would be taken for nothing told.
+    return str(max(math.ceil(value), 1))
 
 
 def _number(told: str) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Final
+from typing import Any, Final
 
-from budgetguard_core import Guard, Mode
+from budgetguard_core import Guard, Mode, Outcome
 from budgetguard_core.kit import FRAME, NOWHERE, Envelope, Run, current, in_force, joined
 from budgetguard_http._conversations import Conversations
 
@@ -29,7 +29,6 @@ class Traffic:
 
 # Kept with the run itself: a table would keep the run, which they refer to, for ever.
 _TRAFFIC: Final = "_budgetguard_http_traffic"
-_PARTS: Final = "_budgetguard_http_parts"
 _BLOCKS: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
@@ -77,6 +76,7 @@ class EnvelopeRuns:
         self._envelope = envelope
         self._lock = threading.Lock()
         self._outside: Run | None = None
+        self._arounds: weakref.WeakSet[Run] = weakref.WeakSet()
 
     @property
     def outside(self) -> Run | None:
@@ -95,21 +95,49 @@ class EnvelopeRuns:
         if isinstance(given, Guard) and any(given in one.lineage for one in around.guards):
             return around
         with self._lock:
-            parts: weakref.WeakKeyDictionary[EnvelopeRuns, Run] = vars(around).setdefault(
-                _PARTS, weakref.WeakKeyDictionary()
-            )
-            found = parts.get(self)
-            if found is None:
-                found = parts[self] = self._beside()
-            return found
+            self._arounds.add(around)
+        return around.part(self, self)
 
-    def _beside(self) -> Run:
-        # Beside and not within: of a call that a layer above counts already, this envelope has
-        # seen nothing.
+    def open(self, *, loose: bool = False) -> Run:
+        """Open the run of the calls within another: beside that, and not within.
+
+        Of a call that a layer above counts already, this envelope has seen nothing.
+        """
         frame = current()
         token = FRAME.set(NOWHERE)
         try:
-            alone = self._envelope.open(loose=True)
+            alone = self._envelope.open(loose=loose)
         finally:
             FRAME.reset(token)
-        return Run(self._envelope, alone.guard, frame, in_force(frame), loose=True)
+        return _Part(self._envelope, alone.guard, frame, in_force(frame), loose=loose)
+
+    def to_end(self) -> list[Run]:
+        """Return the runs that go on, to be ended: no call comes any more."""
+        with self._lock:
+            found = [around.without_part(self) for around in self._arounds]
+            self._arounds.clear()
+        return [run for run in (*found, self._outside) if run is not None and run.outcome is None]
+
+
+class _Part(Run):
+    """A run within another one, which ends it."""
+
+    def end(self, *_: Any, **__: Any) -> Outcome:
+        """End it; its history is what its traffic tells."""
+        return super().end(**ending(self))
+
+
+def end(run: Run) -> Outcome:
+    """End a run that was one of clients alone."""
+    return run.end(**ending(run))
+
+
+def ending(run: Run) -> dict[str, Any]:
+    """Return what such a run is ended with, its conversations closed."""
+    conversations = traffic_of(run).conversations
+    conversations.close()
+    return {
+        "messages": conversations.history(),
+        "final": conversations.final(),
+        "trip": run.stopped_by or conversations.trip,
+    }

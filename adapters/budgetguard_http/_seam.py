@@ -272,7 +272,7 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
         call.unmade()
         return False
     call.failed(AnsweredWith(status))
-    shorten(request, response, call.run.time_left())
+    shorten(request, response, 0 if call.run.aborted else call.run.time_left())
     return False
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
@@ -22,7 +22,7 @@ from budgetguard_http import audit
 from budgetguard_http._patches import Patches
 from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._refusal import RunStopped
-from budgetguard_http._runs import own, traffic_of
+from budgetguard_http._runs import ending, own, traffic_of
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
 
@@ -240,18 +240,12 @@ class bounded_clients:
                 self.run.guard.report(f"a connection to {host} went past the bounded clients")
         return swallowed
 
-    @property
-    def _trip(self) -> Trip | None:
-        return self.run.stopped_by or traffic_of(self.run).conversations.trip
-
     def _end(self, error: BaseException | None) -> Outcome:
-        run, trip = self.run, self._trip
-        conversations = traffic_of(run).conversations
-        conversations.close()
-        messages: Any = conversations.history()
-        if error is None or (trip is not None and _is_a_stop(error)):
-            return run.end(messages, conversations.final(), trip=trip)
-        return run.fail(error, messages)
+        run = self.run
+        ends = ending(run)
+        if error is None or (ends["trip"] is not None and _is_a_stop(error)):
+            return run.end(**ends)
+        return run.fail(error, ends["messages"])
 
     def _told(self, error: BaseException | None) -> bool:
         """Raise what is to be raised; tell whether an exception was nothing but the stop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from budgetguard_core import Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, envelope_of
 from budgetguard_http._policy import OnUnknown, Policy
-from budgetguard_http._runs import EnvelopeRuns, traffic_of
+from budgetguard_http._runs import EnvelopeRuns, end, traffic_of
 from budgetguard_http._seam import Seam
 
 if TYPE_CHECKING:
@@ -56,15 +57,8 @@ class Bounded:
         return [] if run is None else traffic_of(run).conversations.unsent_input()
 
     def _end(self) -> None:
-        run = self._runs.outside
-        if run is not None and run.outcome is None:
-            conversations = traffic_of(run).conversations
-            conversations.close()
-            run.end(
-                conversations.history(),
-                conversations.final(),
-                trip=run.stopped_by or conversations.trip,
-            )
+        for run in self._runs.to_end():
+            end(run)
 
 
 class BudgetTransport(Bounded, _Sync):
@@ -166,9 +160,8 @@ class AsyncBudgetTransport(Bounded, _Async):
         """Be called by the client: the run of its calls ends."""
         if self._inner is not None:
             await self._inner.aclose()
-        run = self.run
-        if run is not None and run.outcome is None:
-            await run.in_thread(self._ended)
+        for run in self._runs.to_end():
+            await run.in_thread(functools.partial(end, run))
 
     async def __aenter__(self) -> Self:
         if self._inner is not None:
@@ -182,10 +175,3 @@ class AsyncBudgetTransport(Bounded, _Async):
         traceback: TracebackType | None = None,
     ) -> None:
         await self.aclose()
-
-    def _ended(self) -> Outcome:
-        self._end()
-        run = self.run
-        if run is None or run.outcome is None:
-            raise RuntimeError("the run of a transport was ended and has no outcome")
-        return run.outcome

@@ -399,6 +399,8 @@ class Lifetime:
     ) -> Outcome:
         if self.outcome is not None:
             return self.outcome
+        for part in list(self._parts.values()):
+            part.end()
         self.ended = True
         self._was_cut = status in ("terminated", "failed")
         if not (self.trip is None or self.is_loose or self.is_of_the_run_around(self.trip)):

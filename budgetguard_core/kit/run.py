@@ -44,6 +44,8 @@ class Run(Lifetime):
     def part(self, owner: object, envelope: OpensRuns) -> Run:
         """Return the run in which an owner's single calls within this run are counted together.
 
+        This run's end ends it, unless its owner does.
+
         Args:
             owner: What makes the calls: a guarded function, a client.
             envelope: Its own budget, opened on first use.
@@ -54,6 +56,11 @@ class Run(Lifetime):
                 with self.entered():
                     found = self._parts[owner] = envelope.open(loose=True)
         return found
+
+    def without_part(self, owner: object) -> Run | None:
+        """Return what `part` has opened for an owner, who ends it; None where there is nothing."""
+        part: Run | None = self._parts.pop(owner, None)
+        return part
 
     # Model calls
 

@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import weakref
+from multiprocessing import parent_process, util
 from typing import Protocol
 
 from budgetguard_core.ledger.connection import Connection
@@ -38,6 +39,12 @@ def end_with_process(ledger: OpenLedger) -> None:
     _LEDGERS.add(ledger)
 
 
+def _end_with_worker(_: object = None) -> None:
+    """Close at the end of a worker of `multiprocessing`, most of which leave without `atexit`."""
+    if parent_process() is not None:
+        util.Finalize(None, _close_all, exitpriority=0)
+
+
 def _close_all() -> None:
     for ledger in list(_LEDGERS):
         ledger.close()
@@ -61,5 +68,8 @@ def _forked() -> None:
 
 
 atexit.register(_close_all)
+_end_with_worker()
+# Before a forked worker begins, it forgets what its parent was to do at its end.
+util.register_after_fork(_LEDGERS, _end_with_worker)
 if hasattr(os, "register_at_fork"):  # pragma: no branch
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import subprocess
 import sys
@@ -443,6 +444,90 @@ def test_a_transport_inside_a_block_is_charged_beside_it():
             create(client, str(number))
     assert server.hits == 2
     assert block.outcome.usage.model_calls == 2
+
+
+@pytest.mark.parametrize("around", [bounded_clients, bounded, Guard.activate])
+@pytest.mark.parametrize("is_closed_first", [True, False], ids=["client", "block"])
+def test_its_run_there_ends_with_the_client_or_with_the_run_around(around, is_closed_first):
+    told, outcomes = [], []
+    guard = Guard(FREE, sinks=[lambda event: told.append(event.event)])
+    transport = BudgetTransport(
+        Budget(max_iterations=2),
+        sinks=[lambda event: told.append(f"own {event.event}")],
+        on_outcome=outcomes.append,
+    )
+    with ProviderServer(calls=0) as server:
+        client = client_of(server, http_client=openai.DefaultHttpxClient(transport=transport))
+        with around(guard):
+            for number in range(3):
+                create(client, str(number))
+            if is_closed_first:
+                client.close()
+        if around is not Guard.activate:
+            assert told.count("run_started") == told.count("run_ended")
+        client.close()
+    assert [event for event in told if event.startswith("own run_")] == [
+        "own run_started",
+        "own run_ended",
+    ]
+    assert [(one.status, one.usage.model_calls) for one in outcomes] == [("terminated", 2)]
+
+
+async def test_and_on_a_loop():
+    told = []
+    transport = AsyncBudgetTransport(FREE, sinks=[lambda event: told.append(event.event)])
+    http = openai.DefaultAsyncHttpxClient(transport=transport)
+    with ProviderServer(calls=0) as server:
+        async with async_of(server, http_client=http) as client:
+            with Guard(FREE).activate():
+                await client.chat.completions.create(**ASK)
+    assert (told[0], told[-1], transport.run) == ("run_started", "run_ended", None)
+
+
+CHOICES = {
+    "chat": ("/v1/chat/completions", {"messages": ASK["messages"], "n": 4, "max_tokens": 100}),
+    "gemini": (
+        "/models/gemini-2.5-flash:generateContent",
+        {
+            "contents": [{"role": "user", "parts": [{"text": "go"}]}],
+            "generationConfig": {"candidateCount": 4, "maxOutputTokens": 100},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "ask"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize(("most", "shares"), [(1000, [100, 100]), (600, [100, 46]), (300, [73])])
+def test_each_of_several_choices_has_its_share_of_what_is_left(path, ask, most, shares):
+    bounds = []
+
+    def answer(request):
+        body = json.loads(request.content)
+        bounds.append(body.get("max_tokens") or body["generationConfig"]["maxOutputTokens"])
+        usage = {"prompt_tokens": 8, "completion_tokens": 4 * bounds[-1]}
+        found = {"promptTokenCount": 8, "candidatesTokenCount": 4 * bounds[-1]}
+        return httpx2.Response(200, json={"usage": usage, "usageMetadata": found})
+
+    transport = BudgetTransport(Budget(max_total_tokens=most), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport, base_url="http://server") as client:
+        for _ in range(2):
+            client.post(path, json={"model": "gpt-4o", **ask})
+    assert bounds == shares
+    assert transport.outcome.usage.total_tokens <= most
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_has_as_many_choices_as_were_asked_for(stream):
+    guard = Guard()
+    guard.abort("enough")
+    with httpx2.Client(transport=BudgetTransport(guard)) as http:
+        client = openai.OpenAI(api_key="key", base_url="http://server", http_client=http)
+        made = create(client, n=3, stream=stream)
+        choices = [one for chunk in made for one in chunk.choices] if stream else made.choices
+        ask = {"contents": [], "generationConfig": {"candidateCount": 3}}
+        gemini = http.post("http://server/models/gemini-2.5-flash:generateContent", json=ask).json()
+    assert [one.index for one in choices if one.finish_reason] == [0, 1, 2]
+    assert [one["index"] for one in gemini["candidates"]] == [0, 1, 2]
 
 
 def test_two_blocks_cannot_both_be_everywhere():

@@ -8,7 +8,9 @@ import gc
 import logging
 import time
 
+import anthropic
 import anyio
+import httpx2
 import litellm
 import openai
 import pytest
@@ -19,7 +21,7 @@ from mistralai.client.utils import BackoffStrategy, RetryConfig
 
 import http_flows as flows
 import http_loops as loops
-from budgetguard_core import Budget
+from budgetguard_core import Budget, Guard
 from budgetguard_core.testing import ManualClock
 from budgetguard_http import BudgetTransport, bounded_clients
 from provider_server import ProviderServer
@@ -198,6 +200,38 @@ def test_the_same_below_a_transport(clock):
             client.chat.completions.create(**CHAT)
     assert transport.outcome.stop_reason == "max_seconds"
     assert sum(clock.waits) <= 101
+
+
+@pytest.mark.parametrize("status", [429, 500, 529])
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+def test_a_client_that_is_told_nothing_waits_no_longer_than_the_run_lasts(status, sdk, clock):
+    inner = httpx2.MockTransport(lambda _: httpx2.Response(status, json={}))
+    transport = BudgetTransport(Budget(max_seconds=10), inner, clock=clock)
+    options = {"api_key": "key", "max_retries": MANY, "base_url": "http://server"}
+    http = {"http_client": httpx2.Client(transport=transport)}
+    if sdk == "openai":
+        with openai.OpenAI(**options, **http) as client:
+            client.chat.completions.create(**CHAT)
+    else:
+        with anthropic.Anthropic(**options, **http) as client:
+            client.messages.create(**MESSAGES)
+    assert transport.outcome.stop_reason == "max_seconds"
+    assert len(clock.waits) > 4
+    assert sum(clock.waits) == pytest.approx(10, abs=0.01)
+
+
+def test_what_is_turned_away_after_an_abort_is_tried_again_at_once(clock):
+    guard = Guard()
+
+    def answer(_):
+        guard.abort("enough")
+        return httpx2.Response(429, headers={"retry-after": "30"}, json={})
+
+    transport = BudgetTransport(guard, httpx2.MockTransport(answer))
+    http = httpx2.Client(transport=transport)
+    with openai.OpenAI(api_key="key", base_url="http://server", http_client=http) as client:
+        client.chat.completions.create(**CHAT)
+    assert (transport.outcome.stop_reason, clock.waits) == ("aborted", [1])
 
 
 @pytest.mark.parametrize(

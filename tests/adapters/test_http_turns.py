@@ -274,3 +274,88 @@ def test_a_background_response_that_is_streamed_is_read_and_bounded():
     assert sum(item.type == "function_call" for item in events[-1].response.output) == 2
     usage = block.outcome.usage
     assert (usage.tool_calls, usage.total_tokens, usage.estimated_calls) == (2, 110, 0)
+
+
+def of_anthropic(results):
+    return [
+        {"type": "tool_result", "tool_use_id": f"toolu_{one}", "content": "same"} for one in results
+    ]
+
+
+def of_gemini(results):
+    return [{"functionResponse": {"name": "poll", "response": {"x": "same"}}} for _ in results]
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "before words"])
+@pytest.mark.parametrize(
+    ("path", "field", "results"),
+    [
+        ("/v1/messages", "content", of_anthropic),
+        ("/models/gemini-2.5-flash:generateContent", "parts", of_gemini),
+    ],
+)
+def test_results_are_read_wherever_they_stand_after_the_reply(path, field, results, apart):
+    made = 0
+
+    def answered(_):
+        nonlocal made
+        made += 2
+        calls = [
+            {"type": "tool_use", "id": f"toolu_{made - n}", "name": "poll", "input": {}}
+            for n in (1, 0)
+        ]
+        parts = [{"functionCall": {"name": "poll", "args": {}}}] * 2
+        content = {"role": "model", "parts": parts}
+        usage = {"usage": {"input_tokens": 9, "output_tokens": 5}}
+        found = {"usageMetadata": {"promptTokenCount": 9, "candidatesTokenCount": 5}}
+        answer = {"role": "assistant", "content": calls, "candidates": [{"content": content}]}
+        return httpx2.Response(200, json={**answer, **usage, **found})
+
+    transport = BudgetTransport(Budget(max_iterations=9), httpx2.MockTransport(answered))
+    text = [{"text": "Go on."}] if field == "parts" else "Go on."
+    turns = [{"role": "user", field: text}]
+    with httpx2.Client(transport=transport, base_url="http://provider") as client:
+        for _ in range(9):
+            ask = {"messages": turns, "contents": turns, "max_tokens": 9}
+            answer = client.post(path, json=ask).json()
+            reply = {"role": "assistant", "content": answer.get("content")}
+            reply = answer["candidates"][0]["content"] if field == "parts" else reply
+            if "Go on." in str(reply) or "This run" in str(reply):
+                break
+            found = results([made - 1, made])
+            given = [{"role": "user", field: [one]} for one in found]
+            if not apart:
+                given = [{"role": "user", field: found}, turns[0]]
+            turns = [*turns, reply, *given]
+    outcome = transport.outcome
+    assert str(outcome.stop_reason) in ("no_progress", "oscillation")
+    assert {call.status for call in outcome.tool_calls} == {"completed"}
+
+
+def test_results_that_go_to_the_models_own_code_have_no_words_beside_them():
+    """Anthropic refuses them there."""
+    asked = []
+
+    def answered(request):
+        asked.append(json.loads(request.content)["messages"])
+        caller = {"type": "code_execution_20250825", "tool_id": "srvtoolu_1"}
+        call = {"type": "tool_use", "id": f"toolu_{len(asked)}", "name": "poll", "input": {}}
+        usage = {"input_tokens": 9, "output_tokens": 5}
+        return httpx2.Response(200, json={"content": [{**call, "caller": caller}], "usage": usage})
+
+    transport = BudgetTransport(Budget(max_iterations=9), httpx2.MockTransport(answered))
+    turns = [{"role": "user", "content": "go"}]
+    with httpx2.Client(transport=transport) as client:
+        while len(asked) < 9:
+            ask = {"model": "claude-sonnet-4-5", "max_tokens": 9, "messages": turns}
+            content = client.post("http://provider/v1/messages", json=ask).json()["content"]
+            if content[0]["type"] == "text":
+                break
+            done = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "same"}
+            turns = [
+                *turns,
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": [done]},
+            ]
+    assert str(transport.outcome.stop_reason) == "no_progress"
+    assert asked == [turns[: len(one)] for one in asked]

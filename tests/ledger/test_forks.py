@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from decimal import Decimal
 
 import pytest
 
+import ledger_workers
 from budgetguard_core import Guard, ModelCall
 from budgetguard_core.ledger import Ledger, LedgerRefused
-from ledger_servers import PATIENT
+from ledger_servers import PATIENT, ZONE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
@@ -49,6 +51,26 @@ def test_what_a_child_spends_after_its_parent_has_closed_is_not_lost(place, open
     with Ledger(place.url, timeout=PATIENT) as other:
         day = other.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (Decimal(3), 0)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("has_parents", [True, False])
+def test_a_worker_of_multiprocessing_leaves_no_reservation(
+    sqlite, opened, tmp_path, method, has_parents
+):
+    ledger = opened(sqlite, daily_usd=10)
+    if has_parents:
+        ledger.reserve("acme", usd=1).settle(1)
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context = ledger_workers.CONTEXT
+    worker = context.Process(target=ledger_workers.one, args=(sqlite.url, tmp_path / "queue"))
+    worker.start()
+    worker.join()
+    ledger.close()
+    with Ledger(sqlite.url, timeout=PATIENT, time_zone=ZONE) as other:
+        day = other.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (Decimal(1 + has_parents), 0)
 
 
 def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, opened):

@@ -31,6 +31,7 @@ from budgetguard_http.wires.wire import (
 
 _MODEL_IN_PATH: Final = re.compile(r"/models?/([^/:]+)")
 _LEAST_OUTSIDE_THOUGHT: Final = 1
+_THE_MODEL: Final = (None, "direct")
 _HOSTED: Final = frozenset({"server_tool_use", "mcp_tool_use"})
 # Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
 _TEXT: Final = re.compile(
@@ -82,12 +83,11 @@ class AnthropicMessages(Wire):
         return text_or_none(thread) or text_or_none(record(thread).get("id"))
 
     def results(self, body: Body) -> list[Result]:
-        """Return the results in the last message."""
-        turns = items(body.get("messages"))
-        blocks = items(record(turns[-1]).get("content")) if turns else []
+        """Return the results since the last reply, which may be in a message each."""
         return [
             Result(one.get("tool_use_id"), one.get("content"), bool(one.get("is_error")))
-            for one in map(record, blocks)
+            for turn in self.since_reply(body)
+            for one in map(record, items(turn.get("content")))
             if one.get("type") == "tool_result"
         ]
 
@@ -110,6 +110,13 @@ class AnthropicMessages(Wire):
             record(block).get("type") == "tool_result" for block in items(message.get("content"))
         )
         return None if is_result and not text else text
+
+    def takes_words(self, body: Body) -> bool:
+        """Tell that results which go to the model's code take none beside them."""
+        turns = reversed(self.turns(body))
+        reply = next((turn for turn in turns if self.reply_mark(turn) is not None), None)
+        callers = (record(block).get("caller") for block in items(record(reply).get("content")))
+        return all(record(caller).get("type") in _THE_MODEL for caller in callers)
 
     def add_nudge(self, body: Body, text: str) -> None:
         """Put it at the end of the last message, which is the user's."""

@@ -22,6 +22,7 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    repeated,
     text_or_none,
     written,
 )
@@ -60,6 +61,10 @@ class Gemini(Wire):
         thinking = count_or_none(record(_config(body).get("thinkingConfig")).get("thinkingBudget"))
         return self.min_output_tokens if thinking is None else thinking + 1
 
+    def choices(self, body: Body) -> int:
+        """Return `candidateCount`."""
+        return count_or_none(_config(body).get("candidateCount")) or 1
+
     def prompt(self, body: Body) -> Prompted:
         """Return contents, system instruction, tools and the form of the answer."""
         config = _config(body)
@@ -71,9 +76,8 @@ class Gemini(Wire):
         )
 
     def results(self, body: Body) -> list[Result]:
-        """Return the function responses in the last content."""
-        turns = items(body.get("contents"))
-        parts = items(record(turns[-1]).get("parts")) if turns else []
+        """Return the function responses since the last reply, which may be in a content each."""
+        parts = [part for turn in self.since_reply(body) for part in items(turn.get("parts"))]
         found: list[Result] = []
         for part in map(record, parts):
             answer = record(part.get("functionResponse") or part.get("function_response"))
@@ -176,6 +180,10 @@ class Gemini(Wire):
     def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
         """Return it as the only chunk."""
         return [("", self.synthetic(model, text, mark))]
+
+    def placed(self, made: Body, body: Body) -> Body:
+        """Give it as many candidates as were asked for."""
+        return repeated(made, "candidates", self.choices(body))
 
 
 class GeminiEditor(Editor):

@@ -23,6 +23,7 @@ from budgetguard_http.wires.wire import (
     count_or_none,
     items,
     record,
+    repeated,
     text_of,
     text_or_none,
     usage_in,
@@ -59,6 +60,10 @@ class OpenAIChat(Wire):
         """Write the field that the request has already: servers know one of them or both."""
         body["max_tokens" if "max_tokens" in body else self.bound_field] = tokens
 
+    def choices(self, body: Body) -> int:
+        """Return `n`."""
+        return count_or_none(body.get("n")) or 1
+
     def prompt(self, body: Body) -> Prompted:
         """Return messages, tools and the form of the answer."""
         return Prompted(
@@ -72,15 +77,12 @@ class OpenAIChat(Wire):
         return items(body.get("messages"))
 
     def results(self, body: Body) -> list[Result]:
-        """Return the tool messages at the end."""
-        found: list[Result] = []
-        for turn in reversed(items(body.get("messages"))):
-            message = record(turn)
-            if message.get("role") == "tool":
-                found.append(Result(message.get("tool_call_id"), message.get("content")))
-            elif message.get("role") == "assistant":
-                break
-        return found[::-1]
+        """Return the tool messages since the last reply."""
+        return [
+            Result(message.get("tool_call_id"), message.get("content"))
+            for message in self.since_reply(body)
+            if message.get("role") == "tool"
+        ]
 
     def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
         """Return the ids of an assistant message's calls, or its text."""
@@ -150,8 +152,7 @@ class OpenAIChat(Wire):
 
     def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
         """Return the reader of the chunks."""
-        choices = count_or_none(body.get("n")) or 1
-        return ChatEditor(answer, ask, choices=choices, hides_usage=hides_usage)
+        return ChatEditor(answer, ask, choices=self.choices(body), hides_usage=hides_usage)
 
     def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return a completion without usage."""
@@ -174,6 +175,10 @@ class OpenAIChat(Wire):
             ("", _chunk(model, {}, "stop")),
             DONE,
         ]
+
+    def placed(self, made: Body, body: Body) -> Body:
+        """Give it as many choices as were asked for."""
+        return repeated(made, "choices", self.choices(body))
 
 
 _Key: TypeAlias = tuple[int, int, int]

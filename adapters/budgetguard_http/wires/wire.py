@@ -26,6 +26,10 @@ NOTHING_LEFT: Final = "This run was stopped before it finished."
 """The text of an answer whose tool calls were all taken out, where it has no other."""
 
 
+_MOST: Final = 128
+"""Choices that a provider gives at most."""
+
+
 class Answer:
     """What is known of one answer, whole or streamed so far.
 
@@ -167,6 +171,11 @@ class Wire(ABC):
         del body
         return self.min_output_tokens
 
+    def choices(self, body: Body) -> int:
+        """Return how many answers are asked for, each as long as the bound lets it be."""
+        del body
+        return 1
+
     @abstractmethod
     def prompt(self, body: Body) -> Prompted:
         """Return what the prompt is made of."""
@@ -198,6 +207,11 @@ class Wire(ABC):
     @abstractmethod
     def user_text(self, turn: Any) -> str | None:
         """Return the words of a turn of the user's; None for another's."""
+
+    def takes_words(self, body: Body) -> bool:
+        """Tell whether the model may be told something with this request."""
+        del body
+        return True
 
     @abstractmethod
     def add_nudge(self, body: Body, text: str) -> None:
@@ -235,6 +249,14 @@ class Wire(ABC):
         """Ask for the usage of a stream; False where it comes by itself or was asked for."""
         del body
         return False
+
+    def since_reply(self, body: Body) -> list[Body]:
+        """Return the turns after the model's last one."""
+        turns = self.turns(body)
+        start = len(turns)
+        while start and self.reply_mark(turns[start - 1]) is None:
+            start -= 1
+        return [record(turn) for turn in turns[start:]]
 
     # The answer
 
@@ -286,6 +308,16 @@ _is_a: Callable[[Any, Any], bool] = isinstance
 def text_or_none(value: object) -> str | None:
     """Return a text that is not empty; None for anything else."""
     return value if isinstance(value, str) and value else None
+
+
+def repeated(made: Body, name: str, count: int) -> Body:
+    """Return an answer whose only choice comes as often as it was asked for."""
+    if name not in made:
+        return made
+    return {
+        **made,
+        name: [{**one, "index": n} for n in range(min(count, _MOST)) for one in made[name]],
+    }
 
 
 def count_or_none(value: object) -> int | None:

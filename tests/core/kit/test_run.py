@@ -884,6 +884,16 @@ class TestSingleCalls:
         assert run.guard.usage.model_calls == 2
         assert not run.has_children
 
+    def test_they_end_with_the_run_unless_their_owner_ends_them(self):
+        run, first, second = opened(Budget()), object(), object()
+        envelope = Envelope(budget=Budget(max_model_calls=2))
+        ended, left = run.part(first, envelope), run.part(second, envelope)
+        assert until_stopped(left) == 2
+        assert run.without_part(first) is ended
+        assert run.without_part(first) is None
+        assert run.end().status == "completed"
+        assert (ended.outcome, left.outcome.status) == (None, "terminated")
+
 
 class TestAnswersCutShort:
     def test_at_the_bound_of_each_call(self):
