@@ -182,6 +182,9 @@ class Session:
         self.callback.take(self.graph_run)
         self.frame = Step(self.graph_run)
         self._attach()
+        if self.given is None and state is not None and not state.next:
+            # Nothing is left to run: the thread still tells how it ended.
+            self.checkpointed = False
         if state is None or self.goes_on or not state.next or questions:
             return None
         messages = conversation_in(state.values, self.key)
@@ -313,11 +316,7 @@ class Session:
         if not messages and key is None:
             seen = self.graph_run.conversation
             self._end.messages = _endings.closing_of(self.graph_run, trip, seen, answer)
-        if state is not None:
-            values = view.of_state(values)
-        elif isinstance(values, dict):
-            values = view.of_state(cast("dict[str, Any]", values))
-        self._end.values = self._shown(values, whole, trip)
+        self._end.values = self._shown(view.of_state(values), whole, trip)
         if state is None or key is None or not hasattr(self.graph, "builder"):
             return None
         return write(self.graph, key, whole)
@@ -354,7 +353,7 @@ class Session:
             messages = conversation_in(self.view.state() or self.view.latest, self.key)
             self._end.messages = messages or self.graph_run.conversation
             self._end.values = self.view.latest
-        if trip is not None:
+        else:
             self.graph_run.tell(trip)
         if trip is None and self.graph_run.waits:
             outcome = _endings.pause(self.graph_run, self._end.messages)

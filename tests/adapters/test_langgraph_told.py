@@ -17,12 +17,14 @@ from budgetguard_core import AdapterError, Budget
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_langgraph import (
     BudgetMiddleware,
+    aresume,
     aresume_stream,
     bounded,
     outcome,
     resume_stream,
 )
 from conformance.budgetguard_langgraph_driver import ScriptedChat, user
+from langgraph_graphs import plan_and_execute
 
 MODES = ["values", "updates", "messages", "custom", "debug", "tasks", "checkpoints"]
 ENDINGS = [(Script([says("Done.")]), "completed"), (Script([calls("search")]), "max_iterations")]
@@ -173,6 +175,22 @@ def test_so_does_the_state_of_a_run_that_waits():
     graph.invoke(Command(resume="yes"), config)
     ended = outcome(graph.get_state(config))
     assert (ended.status, ended.usage.model_calls) == ("completed", 2)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_thread_with_nothing_left_to_run_keeps_how_it_ended(mode):
+    saver, config = InMemorySaver(), thread()
+    plain = plan_and_execute(Script(lambda n: says(f"text {n}")), checkpointer=saver)
+    graph = bounded(plain, Budget(max_model_calls=2))
+    graph.invoke({"goal": "Go."}, config)
+    before = saver.get_tuple(config)
+    again = graph.invoke(None, config) if mode == "sync" else await graph.ainvoke(None, config)
+    assert again["done"] == ["text 0", "text 1"]
+    assert saver.get_tuple(config).pending_writes == before.pending_writes
+    assert outcome(graph.get_state(config)).stop_reason == "max_model_calls"
+    ended = await aresume(graph, config, Budget())
+    assert ended["done"] == [f"text {n}" for n in range(6)]
 
 
 # Going on
