@@ -177,6 +177,8 @@ class Session:
         )
         if leg is not None and kept is not None:
             run.go_on_as(leg, kept.run_id)
+        # Its first node may be one that asks no model, and hang.
+        run.guard.start()
         self.graph_run = GraphRun(run, self.callback, None, self.outer, answered=answered)
         self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
         self.callback.take(self.graph_run)

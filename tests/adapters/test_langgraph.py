@@ -16,6 +16,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelCallLimitMiddleware
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
@@ -33,7 +34,7 @@ from budgetguard_core import (
     Mode,
     StopReason,
 )
-from budgetguard_core.testing import Call, Script, calls, check_history, says
+from budgetguard_core.testing import Call, ManualClock, Script, calls, check_history, says
 from budgetguard_langgraph import (
     BudgetCallback,
     BudgetInterrupt,
@@ -765,6 +766,41 @@ async def test_the_caller_s_own_cancellation_is_not_a_stop():
     assert guard.trip is None
     assert guard.open_calls() == ()
     assert guard.usage.failed_calls == 1
+
+
+def fetches_first(script, fetch):
+    graph = StateGraph(MessagesState)
+    graph.add_node("fetch", fetch)
+    graph.add_node("agent", lambda s: {"messages": [ScriptedChat(script=script).invoke("Go.")]})
+    graph.add_edge(START, "fetch")
+    graph.add_edge("fetch", "agent")
+    return graph.compile()
+
+
+@pytest.mark.anyio
+async def test_the_deadline_ends_a_node_that_hangs_before_any_call():
+    async def fetch(state):
+        await asyncio.sleep(60)
+
+    graph = bounded(fetches_first(Script([says("Done.")]), fetch), Budget(max_seconds=0.2))
+    result = await graph.ainvoke(user("Go."))
+    assert result["stop_reason"] == "max_seconds"
+
+
+@pytest.mark.parametrize("way", ["callback", "bounded", "chain"])
+def test_the_time_of_a_run_begins_with_the_run(way):
+    outcomes, script, clock = [], Script([says("Done.")]), ManualClock()
+    budget, options = Budget(max_seconds=10), {"clock": clock, "on_outcome": outcomes.append}
+    graph = fetches_first(script, lambda state: clock.advance(11))
+    if way == "bounded":
+        bounded(graph, budget, **options).invoke(user("Go."))
+    else:
+        given: Any = graph if way == "callback" else RunnableLambda(lambda _: graph.invoke(_))
+        with suppress(BudgetExceeded):
+            given.invoke(user("Go."), {"callbacks": [BudgetCallback(budget, **options)]})
+    assert script.calls == 0
+    assert outcomes[0].stop_reason == "max_seconds"
+    assert outcomes[0].usage.seconds == 11
 
 
 @pytest.mark.anyio
