@@ -26,6 +26,7 @@ from budgetguard_langgraph import _endings
 from budgetguard_langgraph._closing import (
     FOLD,
     addressed,
+    answered,
     asked_in,
     conversation_in,
     conversation_key,
@@ -194,13 +195,9 @@ class Session:
             return None
         return [FOLD]
 
-    def opened(self, state: StateSnapshot) -> list[list[StateUpdate]] | None:
+    def opened(self, state: StateSnapshot, left: StateSnapshot) -> list[list[StateUpdate]] | None:
         """Return what answers the calls that a stopped run left open, for a new turn."""
-        messages = conversation_in(state.values, self.key)
-        results = results_for(messages)
-        if self.key is None or not results:
-            return None
-        return write(self.graph, self.key, placed(messages, results))
+        return None if self.key is None else answered(self.graph, self.key, state, left)
 
     def moved(self, config: Any) -> None:
         """Begin at what was written to the thread, where the call names the checkpoint before."""

@@ -26,6 +26,8 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Command, Send, interrupt
 
 from budgetguard_core import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -766,6 +768,38 @@ async def test_the_caller_s_own_cancellation_is_not_a_stop():
     assert guard.trip is None
     assert guard.open_calls() == ()
     assert guard.usage.failed_calls == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("left", ["cancelled", "refused", "waiting"])
+async def test_a_new_turn_says_of_open_calls_what_is_known_of_them(left):
+    started = asyncio.Event()
+
+    @tool
+    async def pay(value: str = "") -> str:
+        """Pay."""
+        started.set()
+        await asyncio.sleep(60)
+
+    script = Script([calls(Call("search"), Call("pay")), says("Done.")])
+    options = {"interrupt_before": ["tools"]} if left == "waiting" else {}
+    plain = create_agent(
+        ScriptedChat(script=script), [search, pay], checkpointer=InMemorySaver(), **options
+    )
+    graph, config = bounded(plain, Budget()), thread()
+    if left == "cancelled":
+        going = asyncio.create_task(graph.ainvoke(user("Go."), config))
+        await started.wait()
+        going.cancel()
+        await asyncio.wait([going])
+    elif left == "waiting":
+        await graph.ainvoke(user("Go."), config)
+    else:
+        callback = BudgetCallback(Budget(max_tool_calls=1))
+        await plain.ainvoke(user("Go."), {**config, "callbacks": [callback]})
+    result = await graph.ainvoke(user("And now?"), config)
+    told = [m.content for m in result["messages"] if isinstance(m, ToolMessage)]
+    assert told[-1] == (OUTCOME_UNKNOWN if left == "cancelled" else NOT_EXECUTED)
 
 
 def fetches_first(script, fetch):
