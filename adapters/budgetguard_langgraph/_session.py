@@ -59,11 +59,12 @@ RUN_ID: Final = "budgetguard_run_id"
 
 @dataclass(slots=True)
 class Terms:
-    """How a graph is bounded; shared by its copies."""
+    """How a graph is bounded; shared by its copies; `earlier` is the end of what is resumed."""
 
     envelope: Envelope
     messages_key: str = "messages"
     grace: float = 2.0
+    earlier: Outcome | None = None
 
 
 class Attached(BudgetCallback):
@@ -169,6 +170,8 @@ class Session:
             fresh = kept is not None and (
                 stops or kept.trip is not None or kept.parent_run_id is not None
             )
+        if kept is None and self.terms.earlier is not None:
+            kept, fresh = Snapshot.of_outcome(self.terms.earlier), True
         run = self.terms.envelope.open(
             user_spoke=not self.goes_on,
             resume=kept,

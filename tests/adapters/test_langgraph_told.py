@@ -13,7 +13,8 @@ from langgraph.func import entrypoint
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
-from budgetguard_core import AdapterError, Budget
+from budgetguard_core import AdapterError, Budget, MemoryStore
+from budgetguard_core.kit import Envelope
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_langgraph import (
     BudgetMiddleware,
@@ -21,6 +22,7 @@ from budgetguard_langgraph import (
     aresume_stream,
     bounded,
     outcome,
+    resume,
     resume_stream,
 )
 from conformance.budgetguard_langgraph_driver import ScriptedChat, user
@@ -194,6 +196,22 @@ async def test_a_thread_with_nothing_left_to_run_keeps_how_it_ended(mode):
 
 
 # Going on
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("store", [None, MemoryStore])
+async def test_a_resumed_run_knows_what_it_used_before(store):
+    graph, config = agent(Script([calls("search")]), checkpointer=InMemorySaver()), thread()
+    options = {"loop_detection": None}
+    given = Envelope(budget=Budget(max_iterations=2, **options), store=store and store())
+    graph = bounded(graph, given)
+    first = outcome(graph.invoke(user("Go."), config))
+    second = outcome(resume(graph, config, Budget(max_iterations=1, **options)))
+    third = outcome(await aresume(graph, config, Budget(max_iterations=3, **options)))
+    earlier = [one.earlier_usage.iterations for one in (first, second, third)]
+    assert [one.usage.iterations for one in (first, second, third)] == [2, 1, 3]
+    assert earlier == [0, 2, 3]
+    assert {one.run_id for one in (first, second, third)} == {first.run_id}
 
 
 @pytest.mark.anyio
