@@ -13,7 +13,8 @@ from langgraph.constants import END
 from langgraph.types import Interrupt, Overwrite, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError
-from budgetguard_langgraph._history import held_in, messages_of
+from budgetguard_core.kit import outcome_of
+from budgetguard_langgraph._history import held_in, messages_of, placed, results_for, unanswered
 from budgetguard_langgraph._seams import PUSH, ROOT, START
 from budgetguard_langgraph.interrupts import ANSWERED, is_budget_interrupt
 
@@ -58,6 +59,26 @@ def write(graph: Any, key: str, whole: Sequence[BaseMessage]) -> list[list[State
     value = replaced(graph, key, whole)
     update: Any = value if key == ROOT else {key: value}
     return [[StateUpdate(update, writer_of(graph, key))], FOLD]
+
+
+def answered(
+    graph: Any, key: str, state: StateSnapshot, left: StateSnapshot
+) -> list[list[StateUpdate]] | None:
+    """Return the updates that answer the calls that a run left open; None where none is.
+
+    Args:
+        graph: The graph.
+        key: The channel of the conversation.
+        state: The thread, with what finished siblings wrote in it.
+        left: The thread before. Of a run that failed or was killed it does not tell which calls
+            had started.
+    """
+    messages = conversation_in(state.values, key)
+    ended = outcome_of(left)
+    waited = ended is not None and ended.status == "paused"
+    known = waited or asked_in(left, ())[0]
+    results = results_for(messages, () if known else [id_ for id_, _ in unanswered(messages)])
+    return write(graph, key, placed(messages, results)) if results else None
 
 
 def replaced(graph: Any, key: str, whole: Sequence[BaseMessage]) -> Any:

@@ -26,6 +26,7 @@ from budgetguard_langgraph import _endings
 from budgetguard_langgraph._closing import (
     FOLD,
     addressed,
+    answered,
     asked_in,
     conversation_in,
     conversation_key,
@@ -58,11 +59,12 @@ RUN_ID: Final = "budgetguard_run_id"
 
 @dataclass(slots=True)
 class Terms:
-    """How a graph is bounded; shared by its copies."""
+    """How a graph is bounded; shared by its copies; `earlier` is the end of what is resumed."""
 
     envelope: Envelope
     messages_key: str = "messages"
     grace: float = 2.0
+    earlier: Outcome | None = None
 
 
 class Attached(BudgetCallback):
@@ -168,6 +170,8 @@ class Session:
             fresh = kept is not None and (
                 stops or kept.trip is not None or kept.parent_run_id is not None
             )
+        if kept is None and self.terms.earlier is not None:
+            kept, fresh = Snapshot.of_outcome(self.terms.earlier), True
         run = self.terms.envelope.open(
             user_spoke=not self.goes_on,
             resume=kept,
@@ -177,11 +181,16 @@ class Session:
         )
         if leg is not None and kept is not None:
             run.go_on_as(leg, kept.run_id)
+        # Its first node may be one that asks no model, and hang.
+        run.guard.start()
         self.graph_run = GraphRun(run, self.callback, None, self.outer, answered=answered)
         self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
         self.callback.take(self.graph_run)
         self.frame = Step(self.graph_run)
         self._attach()
+        if self.given is None and state is not None and not state.next:
+            # Nothing is left to run: the thread still tells how it ended.
+            self.checkpointed = False
         if state is None or self.goes_on or not state.next or questions:
             return None
         messages = conversation_in(state.values, self.key)
@@ -189,13 +198,9 @@ class Session:
             return None
         return [FOLD]
 
-    def opened(self, state: StateSnapshot) -> list[list[StateUpdate]] | None:
+    def opened(self, state: StateSnapshot, left: StateSnapshot) -> list[list[StateUpdate]] | None:
         """Return what answers the calls that a stopped run left open, for a new turn."""
-        messages = conversation_in(state.values, self.key)
-        results = results_for(messages)
-        if self.key is None or not results:
-            return None
-        return write(self.graph, self.key, placed(messages, results))
+        return None if self.key is None else answered(self.graph, self.key, state, left)
 
     def moved(self, config: Any) -> None:
         """Begin at what was written to the thread, where the call names the checkpoint before."""
@@ -313,11 +318,7 @@ class Session:
         if not messages and key is None:
             seen = self.graph_run.conversation
             self._end.messages = _endings.closing_of(self.graph_run, trip, seen, answer)
-        if state is not None:
-            values = view.of_state(values)
-        elif isinstance(values, dict):
-            values = view.of_state(cast("dict[str, Any]", values))
-        self._end.values = self._shown(values, whole, trip)
+        self._end.values = self._shown(view.of_state(values), whole, trip)
         if state is None or key is None or not hasattr(self.graph, "builder"):
             return None
         return write(self.graph, key, whole)
@@ -354,7 +355,7 @@ class Session:
             messages = conversation_in(self.view.state() or self.view.latest, self.key)
             self._end.messages = messages or self.graph_run.conversation
             self._end.values = self.view.latest
-        if trip is not None:
+        else:
             self.graph_run.tell(trip)
         if trip is None and self.graph_run.waits:
             outcome = _endings.pause(self.graph_run, self._end.messages)

@@ -170,9 +170,10 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         write = self.bulk_update_state, self.abulk_update_state
         if opened is None:
             return
+        left = yield self.get_state, self.aget_state, (call.address,)
         call.moved((yield *write, (call.address, opened)))
         state = yield self._plain.get_state, self._plain.aget_state, (call.address,)
-        rest = call.opened(state)
+        rest = call.opened(state, left)
         if rest is not None:
             call.moved((yield *write, (call.address, rest)))
 

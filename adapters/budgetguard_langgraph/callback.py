@@ -321,6 +321,7 @@ class BudgetCallback(BaseCallbackHandler):
                 config={"metadata": metadata or {}} if call is None else call.config,
                 given=given,
             )
+        run.guard.start()
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call
         self._last = mine

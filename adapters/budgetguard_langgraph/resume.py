@@ -10,7 +10,7 @@ from typing import Any, Final
 from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
-from budgetguard_core import AdapterError, Budget, Guard
+from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, outcome_of
 from budgetguard_langgraph._closing import (
     conversation_in,
@@ -79,7 +79,6 @@ async def aresume_stream(
 
 def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
     """Make a thread ready; return the graph to go on with, and its input."""
-    again = _again(graph, budget)
     place = {**configuration(graph.config or {}), **configuration(config or {})}
     saver = Thread(graph, place).saver
     if saver is None:
@@ -94,12 +93,13 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     past: Sequence[StateSnapshot] = ()
     if not state.next:
         past = yield partial(_history, graph), partial(_ahistory, graph), (found,)
-    update, given, before = _plan(graph, with_outcome(state, saved), past)
+    state = with_outcome(state, saved)
+    update, given, before = _plan(graph, state, past)
     if update is not None:
         yield graph.bulk_update_state, graph.abulk_update_state, (found, update)
     if before is not None:
         yield from go_back(graph, saver, before.config)
-    return again, given
+    return _again(graph, budget, outcome_of(state)), given
 
 
 def _history(graph: Any, config: Any) -> list[StateSnapshot]:
@@ -110,16 +110,10 @@ async def _ahistory(graph: Any, config: Any) -> list[StateSnapshot]:
     return [one async for one in graph.aget_state_history(config, limit=_PAST)]
 
 
-def _again(graph: Any, budget: Budget | Guard | Envelope) -> Any:
-    if not terms_of(graph):
-        return bounded(graph, budget)
-    *inner, terms = terms_of(graph)
-    return bounded(
-        bind(plain(graph), tuple(inner)),
-        _instead(terms.envelope, budget),
-        messages_key=terms.messages_key,
-        grace=terms.grace,
-    )
+def _again(graph: Any, budget: Budget | Guard | Envelope, earlier: Outcome | None) -> Any:
+    *inner, terms = terms_of(graph) or terms_of(bounded(graph, budget))
+    envelope = _instead(terms.envelope, budget)
+    return bind(plain(graph), (*inner, replace(terms, envelope=envelope, earlier=earlier)))
 
 
 def _instead(before: Envelope, budget: Budget | Guard | Envelope) -> Envelope:

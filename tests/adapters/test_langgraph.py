@@ -16,6 +16,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelCallLimitMiddleware
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
@@ -25,6 +26,8 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Command, Send, interrupt
 
 from budgetguard_core import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -33,7 +36,7 @@ from budgetguard_core import (
     Mode,
     StopReason,
 )
-from budgetguard_core.testing import Call, Script, calls, check_history, says
+from budgetguard_core.testing import Call, ManualClock, Script, calls, check_history, says
 from budgetguard_langgraph import (
     BudgetCallback,
     BudgetInterrupt,
@@ -765,6 +768,73 @@ async def test_the_caller_s_own_cancellation_is_not_a_stop():
     assert guard.trip is None
     assert guard.open_calls() == ()
     assert guard.usage.failed_calls == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("left", ["cancelled", "refused", "waiting"])
+async def test_a_new_turn_says_of_open_calls_what_is_known_of_them(left):
+    started = asyncio.Event()
+
+    @tool
+    async def pay(value: str = "") -> str:
+        """Pay."""
+        started.set()
+        await asyncio.sleep(60)
+
+    script = Script([calls(Call("search"), Call("pay")), says("Done.")])
+    options = {"interrupt_before": ["tools"]} if left == "waiting" else {}
+    plain = create_agent(
+        ScriptedChat(script=script), [search, pay], checkpointer=InMemorySaver(), **options
+    )
+    graph, config = bounded(plain, Budget()), thread()
+    if left == "cancelled":
+        going = asyncio.create_task(graph.ainvoke(user("Go."), config))
+        await started.wait()
+        going.cancel()
+        await asyncio.wait([going])
+    elif left == "waiting":
+        await graph.ainvoke(user("Go."), config)
+    else:
+        callback = BudgetCallback(Budget(max_tool_calls=1))
+        await plain.ainvoke(user("Go."), {**config, "callbacks": [callback]})
+    result = await graph.ainvoke(user("And now?"), config)
+    told = [m.content for m in result["messages"] if isinstance(m, ToolMessage)]
+    assert told[-1] == (OUTCOME_UNKNOWN if left == "cancelled" else NOT_EXECUTED)
+
+
+def fetches_first(script, fetch):
+    graph = StateGraph(MessagesState)
+    graph.add_node("fetch", fetch)
+    graph.add_node("agent", lambda s: {"messages": [ScriptedChat(script=script).invoke("Go.")]})
+    graph.add_edge(START, "fetch")
+    graph.add_edge("fetch", "agent")
+    return graph.compile()
+
+
+@pytest.mark.anyio
+async def test_the_deadline_ends_a_node_that_hangs_before_any_call():
+    async def fetch(state):
+        await asyncio.sleep(60)
+
+    graph = bounded(fetches_first(Script([says("Done.")]), fetch), Budget(max_seconds=0.2))
+    result = await graph.ainvoke(user("Go."))
+    assert result["stop_reason"] == "max_seconds"
+
+
+@pytest.mark.parametrize("way", ["callback", "bounded", "chain"])
+def test_the_time_of_a_run_begins_with_the_run(way):
+    outcomes, script, clock = [], Script([says("Done.")]), ManualClock()
+    budget, options = Budget(max_seconds=10), {"clock": clock, "on_outcome": outcomes.append}
+    graph = fetches_first(script, lambda state: clock.advance(11))
+    if way == "bounded":
+        bounded(graph, budget, **options).invoke(user("Go."))
+    else:
+        given: Any = graph if way == "callback" else RunnableLambda(lambda _: graph.invoke(_))
+        with suppress(BudgetExceeded):
+            given.invoke(user("Go."), {"callbacks": [BudgetCallback(budget, **options)]})
+    assert script.calls == 0
+    assert outcomes[0].stop_reason == "max_seconds"
+    assert outcomes[0].usage.seconds == 11
 
 
 @pytest.mark.anyio

@@ -13,16 +13,20 @@ from langgraph.func import entrypoint
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
-from budgetguard_core import AdapterError, Budget
+from budgetguard_core import AdapterError, Budget, MemoryStore
+from budgetguard_core.kit import Envelope
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_langgraph import (
     BudgetMiddleware,
+    aresume,
     aresume_stream,
     bounded,
     outcome,
+    resume,
     resume_stream,
 )
 from conformance.budgetguard_langgraph_driver import ScriptedChat, user
+from langgraph_graphs import plan_and_execute
 
 MODES = ["values", "updates", "messages", "custom", "debug", "tasks", "checkpoints"]
 ENDINGS = [(Script([says("Done.")]), "completed"), (Script([calls("search")]), "max_iterations")]
@@ -175,7 +179,39 @@ def test_so_does_the_state_of_a_run_that_waits():
     assert (ended.status, ended.usage.model_calls) == ("completed", 2)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_thread_with_nothing_left_to_run_keeps_how_it_ended(mode):
+    saver, config = InMemorySaver(), thread()
+    plain = plan_and_execute(Script(lambda n: says(f"text {n}")), checkpointer=saver)
+    graph = bounded(plain, Budget(max_model_calls=2))
+    graph.invoke({"goal": "Go."}, config)
+    before = saver.get_tuple(config)
+    again = graph.invoke(None, config) if mode == "sync" else await graph.ainvoke(None, config)
+    assert again["done"] == ["text 0", "text 1"]
+    assert saver.get_tuple(config).pending_writes == before.pending_writes
+    assert outcome(graph.get_state(config)).stop_reason == "max_model_calls"
+    ended = await aresume(graph, config, Budget())
+    assert ended["done"] == [f"text {n}" for n in range(6)]
+
+
 # Going on
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("store", [None, MemoryStore])
+async def test_a_resumed_run_knows_what_it_used_before(store):
+    graph, config = agent(Script([calls("search")]), checkpointer=InMemorySaver()), thread()
+    options = {"loop_detection": None}
+    given = Envelope(budget=Budget(max_iterations=2, **options), store=store and store())
+    graph = bounded(graph, given)
+    first = outcome(graph.invoke(user("Go."), config))
+    second = outcome(resume(graph, config, Budget(max_iterations=1, **options)))
+    third = outcome(await aresume(graph, config, Budget(max_iterations=3, **options)))
+    earlier = [one.earlier_usage.iterations for one in (first, second, third)]
+    assert [one.usage.iterations for one in (first, second, third)] == [2, 1, 3]
+    assert earlier == [0, 2, 3]
+    assert {one.run_id for one in (first, second, third)} == {first.run_id}
 
 
 @pytest.mark.anyio
