@@ -14,6 +14,7 @@ from budgetguard_core.kit import part
 _PATIENCE = 5.0
 """Seconds that a session gets at the end of a run: one that hangs must not hold the result, and one
 that is slow must not lose it."""
+_ALL = 2**31 - 1
 _Key: TypeAlias = tuple[Any, ...]
 
 
@@ -30,8 +31,10 @@ class Compared(NamedTuple):
 
 async def read(session: Any) -> list[TResponseInputItem]:
     """Return everything that a session holds."""
+    # A limit of the session's own is for what a model is sent.
+    limit = part(part(session, "session_settings"), "limit")
     async with asyncio.timeout(_PATIENCE):
-        return list(await session.get_items())
+        return list(await session.get_items(None if limit is None else _ALL))
 
 
 async def add(session: Any, items: list[TResponseInputItem]) -> None:

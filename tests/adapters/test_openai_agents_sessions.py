@@ -18,6 +18,7 @@ from agents import (
 )
 from agents.extensions import handoff_filters
 from agents.extensions.memory import AdvancedSQLiteSession
+from agents.memory import SessionSettings
 from agents.run import ModelInputData
 from openai import AsyncOpenAI
 
@@ -290,6 +291,21 @@ def test_what_a_session_lacks(stored, history, before, missing):
     found = compare(stored, history)
     assert len(found.before) == before
     assert found.missing == [history[n] for n in missing]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 6])
+@modes
+async def test_a_session_that_shows_its_last_items_alone_is_read_to_its_beginning(mode, limit):
+    session = MemorySession("s")
+    session.session_settings = SessionSettings(limit=limit)
+    for turn in range(2):
+        agent = agent_of(calls("search", "search"), tools=[tool("search", [])])
+        budget = Budget(max_iterations=3)
+        result = await go(mode, agent, f"Turn {turn}.", session=session, hooks=BudgetHooks(budget))
+        items = await session.get_items(limit=100)
+        assert len(items) == 14 * (turn + 1)
+        assert not unpaired(items)
+        assert plain(items) == plain(result.to_input_list())
 
 
 @pytest.mark.parametrize("fresh", [True, False])
