@@ -10,7 +10,7 @@ from typing import Any, Final
 from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
-from budgetguard_core import AdapterError, Budget, Guard, Outcome
+from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import Envelope, outcome_of
 from budgetguard_langgraph._closing import (
     conversation_in,
@@ -25,6 +25,7 @@ from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
 from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
+from budgetguard_langgraph._session import Terms
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
 _PAST: Final = 32
@@ -79,6 +80,8 @@ async def aresume_stream(
 
 def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
     """Make a thread ready; return the graph to go on with, and its input."""
+    # First, as what is wrong with the budget must change nothing on the thread.
+    inner, terms = _again(graph, budget)
     place = {**configuration(graph.config or {}), **configuration(config or {})}
     saver = Thread(graph, place).saver
     if saver is None:
@@ -99,7 +102,7 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
         yield graph.bulk_update_state, graph.abulk_update_state, (found, update)
     if before is not None:
         yield from go_back(graph, saver, before.config)
-    return _again(graph, budget, outcome_of(state)), given
+    return bind(plain(graph), (*inner, replace(terms, earlier=outcome_of(state)))), given
 
 
 def _history(graph: Any, config: Any) -> list[StateSnapshot]:
@@ -110,10 +113,10 @@ async def _ahistory(graph: Any, config: Any) -> list[StateSnapshot]:
     return [one async for one in graph.aget_state_history(config, limit=_PAST)]
 
 
-def _again(graph: Any, budget: Budget | Guard | Envelope, earlier: Outcome | None) -> Any:
+def _again(graph: Any, budget: Budget | Guard | Envelope) -> tuple[list[Terms], Terms]:
+    """Return the inner layers of the graph, and the outermost under the budget."""
     *inner, terms = terms_of(graph) or terms_of(bounded(graph, budget))
-    envelope = _instead(terms.envelope, budget)
-    return bind(plain(graph), (*inner, replace(terms, envelope=envelope, earlier=earlier)))
+    return inner, replace(terms, envelope=_instead(terms.envelope, budget))
 
 
 def _instead(before: Envelope, budget: Budget | Guard | Envelope) -> Envelope:

@@ -13,7 +13,7 @@ from langgraph.func import entrypoint
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
-from budgetguard_core import AdapterError, Budget, MemoryStore
+from budgetguard_core import AdapterError, Budget, ConfigurationError, MemoryStore
 from budgetguard_core.kit import Envelope
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_langgraph import (
@@ -229,3 +229,15 @@ async def test_resume_streams():
     assert values[-1]["messages"][-1].content == "Done."
     assert outcome(again).status == "completed"
     assert len([one for one in values[-1]["messages"] if one.type == "tool"]) == 3
+
+
+def test_a_resume_that_is_refused_changes_nothing():
+    graph, config = (
+        bounded(agent(ENDINGS[1][0], checkpointer=InMemorySaver()), Budget(max_iterations=1)),
+        thread(),
+    )
+    graph.invoke(user("Go."), config)
+    before = [one.config for one in graph.get_state_history(config)]
+    with pytest.raises(ConfigurationError, match="budget must be"):
+        resume(graph, config, "10 dollars")
+    assert [one.config for one in graph.get_state_history(config)] == before
