@@ -62,7 +62,7 @@ class OpenAIChat(Wire):
 
     def choices(self, body: Body) -> int:
         """Return `n`."""
-        return count_or_none(body.get("n")) or 1
+        return (count_or_none(body["n"]) or 1) if "n" in body else 1
 
     def prompt(self, body: Body) -> Prompted:
         """Return messages, tools and the form of the answer."""
@@ -78,11 +78,14 @@ class OpenAIChat(Wire):
 
     def results(self, body: Body) -> list[Result]:
         """Return the tool messages since the last reply."""
-        return [
-            Result(message.get("tool_call_id"), message.get("content"))
-            for message in self.since_reply(body)
-            if message.get("role") == "tool"
-        ]
+        found: list[Result] = []
+        for turn in reversed(items(body.get("messages"))):
+            message = record(turn)
+            if message.get("role") == "tool":
+                found.append(Result(message.get("tool_call_id"), message.get("content")))
+            elif message.get("role") == "assistant":
+                break
+        return found[::-1]
 
     def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
         """Return the ids of an assistant message's calls, or its text."""
