@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -104,17 +104,24 @@ class Thread:
         """Return the counters of the run that waits here."""
         if self.saver is None:
             return None
-        try:
-            saved = self.saver.get_tuple(self.config)
-        except Exception:  # a saver that can only be awaited
-            saved = None
-        return self._newest(saved, slot)
+        chain: list[Any] = []
+        with suppress(Exception):  # a saver that can only be awaited
+            place: Any = self.config
+            while place is not None:
+                chain.append(self.saver.get_tuple(place))
+                place = _before(chain[-1], slot)
+        return self._newest(chain, slot)
 
     async def akept(self, slot: int) -> Snapshot | None:
         """Return the counters of the run that waits here."""
         if self.saver is None:
             return None
-        return self._newest(await self.saver.aget_tuple(self.config), slot)
+        chain: list[Any] = []
+        place: Any = self.config
+        while place is not None:
+            chain.append(await self.saver.aget_tuple(place))
+            place = _before(chain[-1], slot)
+        return self._newest(chain, slot)
 
     def keep(self, guard: Guard, slot: int) -> None:
         """Leave the counters of a run at the checkpoint where it waits."""
@@ -190,14 +197,16 @@ class Thread:
                 saved, writes = await self.saver.aget_tuple(self.config), [(_OVER, self._taken)]
                 await self.saver.aput_writes(saved.config, writes, str(uuid.uuid4()))
 
-    def _newest(self, saved: Any, slot: int) -> Snapshot | None:
+    def _newest(self, chain: Sequence[Any], slot: int) -> Snapshot | None:
         here = _HERE.pop((*self.key, slot), None)
-        writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
+        listed = [list[Any](one.pending_writes or ()) for one in chain if one is not None]
+        writes = listed[0] if listed else []
         self.waiting = pending(writes)
         asked = [one for _, channel, value in writes if channel == INTERRUPT for one in value]
         self.was_stopped = any(is_budget_interrupt(one) for one in asked)
-        over = {value for _, channel, value in writes if channel == _OVER}
-        texts = [value for _, channel, value in writes if channel == f"{_CHANNEL}:{slot}"]
+        left = [one for writes in listed for one in writes]
+        over = {value for _, channel, value in left if channel == _OVER}
+        texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{slot}"]
         texts += [] if here is None else [here]
         found: list[Snapshot] = []
         for text in texts:
@@ -209,6 +218,15 @@ class Thread:
         newest = max(going, key=lambda one: (one.seq, one.call_id), default=None)
         self._taken = None if newest is None else newest.run_id
         return newest
+
+
+def _before(saved: Any, slot: int) -> Any:
+    """Return where else counters may lie: what changes a thread leaves them where it waited."""
+    if saved is None or (saved.metadata or {}).get("source") != "update":
+        return None
+    writes: Iterable[Any] = saved.pending_writes or ()
+    has_some = any(channel == f"{_CHANNEL}:{slot}" for _, channel, _ in writes)
+    return None if has_some else saved.parent_config
 
 
 class EndedState(StateSnapshot):

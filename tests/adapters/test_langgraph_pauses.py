@@ -194,6 +194,42 @@ def test_interrupt_before_pauses(way, anew):
     assert made.log.kinds().count("RunEnded") == 1
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_person_who_changes_the_thread_answers_the_same_run(way, mode, times):
+    script = Script(lambda n: calls(Call("search", str(n))))
+    plain = create_agent(
+        StrictChat(script=script),
+        [search],
+        checkpointer=InMemorySaver(),
+        interrupt_before=["tools"],
+    )
+    budget, outcomes = Budget(max_model_calls=3), []
+    config, given, graph, more = thread(), user(), plain, {}
+    if way == "bounded":
+        graph = bounded(plain, budget, on_outcome=outcomes.append)
+    for leg in range(6):
+        if way == "callback":
+            more = {"callbacks": [BudgetCallback(budget, on_outcome=outcomes.append)]}
+        if mode == "sync":
+            graph.invoke(given, {**config, **more})
+        else:
+            await graph.ainvoke(given, {**config, **more})
+        if outcomes[-1].status != "paused":
+            break
+        given, asked = None, graph.get_state(config).values["messages"][-1]
+        edited = [{**asked.tool_calls[0], "args": {"value": f"edited {leg}"}}]
+        for _ in range(times):
+            changed = asked.model_copy(update={"tool_calls": edited})
+            graph.update_state(config, {"messages": [changed]})
+    assert script.calls == 3
+    assert graphs.BODIES == ["edited 0", "edited 1", "edited 2"]
+    assert [one.usage.model_calls for one in outcomes] == [1, 2, 3, 3]
+    assert outcomes[-1].stop_reason == "max_model_calls"
+
+
 @EACH_WAY
 def test_a_new_input_to_a_thread_that_waits_begins_a_new_run(way):
     script = Script(lambda n: asking(n) if n == 0 else says("Done."))
