@@ -222,7 +222,8 @@ class Thread:
 
 def _before(saved: Any, slot: int) -> Any:
     """Return where else counters may lie: what changes a thread leaves them where it waited."""
-    if saved is None or (saved.metadata or {}).get("source") != "update":
+    metadata: Any = None if saved is None else saved.metadata
+    if not metadata or metadata.get("source") != "update":
         return None
     writes: Iterable[Any] = saved.pending_writes or ()
     has_some = any(channel == f"{_CHANNEL}:{slot}" for _, channel, _ in writes)
