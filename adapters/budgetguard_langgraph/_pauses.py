@@ -222,8 +222,10 @@ class Thread:
 
 def _before(saved: Any, slot: int) -> Any:
     """Return where else counters may lie: what changes a thread leaves them where it waited."""
-    metadata: Any = None if saved is None else saved.metadata
-    if not metadata or metadata.get("source") != "update":
+    if saved is None:
+        return None
+    metadata: Any = saved.metadata or {}
+    if metadata.get("source") != "update":
         return None
     writes: Iterable[Any] = saved.pending_writes or ()
     has_some = any(channel == f"{_CHANNEL}:{slot}" for _, channel, _ in writes)
