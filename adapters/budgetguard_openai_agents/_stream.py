@@ -78,7 +78,7 @@ class StreamEnding:
                 await fail(recorder, MaxTurnsExceeded(detail), self._given, result)
                 return
             trip = run.framework_limit(detail)
-        if _seams.is_cancelled(result) and run.stopped_by is None:
+        if _seams.is_cancelled(result) and not (result.interruptions or run.stopped_by):
             left = asyncio.CancelledError("the stream was cancelled")
             await fail(recorder, left, self._given, result)
             return

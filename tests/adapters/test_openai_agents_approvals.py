@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agent, OpenAIChatCompletionsModel, RunState
+from agents import Agent, OpenAIChatCompletionsModel, Runner, RunState
 from openai import AsyncOpenAI
 
 from budgetguard_core import Budget, Guard, MemoryStore, Outcome, StopReason
@@ -61,6 +61,22 @@ async def test_twenty_legs_stop_at_the_cap(mode, through_json):
     assert outcome(result).usage.iterations == 3
     assert bodies == ["send"] * 3
     assert not unpaired(result.to_input_list())
+
+
+@places
+async def test_a_stream_that_is_left_after_its_turn_may_wait_for_a_person(through_json):
+    bodies: list[str] = []
+    agent = asking(bodies, lambda number: calls(Call("send", str(number))))
+    hooks = BudgetHooks(Budget(max_iterations=2))
+    result = Runner.run_streamed(agent, "Go.", hooks=hooks)
+    async for _ in result.stream_events():
+        result.cancel(mode="after_turn")
+    while result.interruptions:
+        assert outcome(result).status == "paused"
+        state = await answered(agent, result, through_json=through_json)
+        result = await go("run_streamed", agent, state, hooks=hooks)
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert script_of(agent).calls == len(bodies) == 2
 
 
 @pytest.mark.sample(4)
