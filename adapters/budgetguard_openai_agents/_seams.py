@@ -29,6 +29,7 @@ from agents.models.fake_id import FAKE_RESPONSES_ID
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
+from budgetguard_core.kit import part
 
 NO_ID = FAKE_RESPONSES_ID
 """The id of a message that no provider has given one: the SDK sends it to none."""
@@ -252,13 +253,10 @@ def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
 
 
 def approval_of(state: Any, item: Any) -> bool | None:
-    """Tell what a person has said of a call; None when nothing was said yet."""
-    if item.tool_name is None:
-        return None
-    raw: Any = item.raw_item
-    call_id: Any = getattr(raw, "call_id", None)
-    if isinstance(raw, dict):
-        call_id = cast("dict[str, Any]", raw).get("call_id")
+    """Tell what a person has said of a call; None when nothing was said, or nothing is called."""
+    call_id = part(item.raw_item, "call_id")
+    if item.tool_name is None or call_id is None:
+        return None  # a request of a hosted server's is no call of a tool on this side
     return cast(
         "bool | None",
         state._context.get_approval_status(item.tool_name, call_id, existing_pending=item),

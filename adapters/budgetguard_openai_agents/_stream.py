@@ -9,7 +9,7 @@ from typing import Any, cast
 from agents import MaxTurnsExceeded, RunItem, RunResultStreaming
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
-from budgetguard_core import Trip
+from budgetguard_core import BudgetExceeded, Trip
 from budgetguard_core.kit import outcome_of, remember
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._ending import (
@@ -112,7 +112,11 @@ class StreamEnding:
             self._work.cancel()
             shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
             await asyncio.wait({shell})
-            if shell.cancelled() or shell.exception() or self._recorder.left_by(error) is None:
+            failure = None if shell.cancelled() else shell.exception()
+            if failure is not None and isinstance(error, BudgetExceeded):
+                # A judge was stopped beside it.
+                raise failure from None
+            if failure is not None or shell.cancelled() or self._recorder.left_by(error) is None:
                 known = outcome_of(self._result, messages=self._result.to_input_list())
                 if known is not None and outcome_of(error) is None:
                     # A judge's verdict that came with the stop.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agent, OpenAIChatCompletionsModel, Runner, RunState
+from agents import Agent, HostedMCPTool, OpenAIChatCompletionsModel, Runner, RunState
 from openai import AsyncOpenAI
+from openai.types.responses.response_output_item import McpApprovalRequest
 
 from budgetguard_core import Budget, Guard, MemoryStore, Outcome, StopReason
 from budgetguard_core.testing import Call, ManualClock
@@ -298,3 +299,32 @@ async def test_approved_calls_of_every_kind_are_asked_for_one_by_one(mode, kind,
     assert result.final_output == "Done."
     assert outcome(result).usage.tool_calls == 1
     assert not unpaired(result.to_input_list())
+
+
+@pytest.mark.parametrize("answer", ["approve", "reject", "nothing"])
+@places
+@modes
+async def test_a_hosted_server_asks_and_a_person_answers(mode, answer, through_json):
+    """Its request is no call of a tool on this side and has no call id."""
+    bodies: list[str] = []
+    request = McpApprovalRequest(
+        id="mcpr_1", arguments="{}", name="fetch", server_label="s", type="mcp_approval_request"
+    )
+    model = RawModel([request, call_of("function", 1)], [text_item("Done.")])
+    config: Any = {"server_label": "s", "server_url": "http://x", "require_approval": "always"}
+    server = HostedMCPTool(tool_config={"type": "mcp", **config})
+    agent = Agent(name="main", model=model, tools=[server, toolbox(bodies)["function"]])
+    hooks = BudgetHooks(Budget(max_iterations=5))
+    result = await go(mode, agent, hooks=hooks)
+    assert outcome(result).status == "paused"
+    state = result.to_state()
+    if through_json:
+        state = await RunState.from_string(agent, state.to_string())
+    for item in state.get_interruptions():
+        if answer != "nothing":
+            getattr(state, answer)(item)
+    result = await go(mode, agent, state, hooks=hooks)
+    found = outcome(result)
+    assert found.status == ("paused" if answer == "nothing" else "completed")
+    assert found.usage.model_calls == model.calls
+    assert (found.usage.tool_calls, bodies) == (1, ["1"])

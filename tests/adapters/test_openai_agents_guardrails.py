@@ -10,6 +10,7 @@ from agents import (
     Agent,
     GuardrailFunctionOutput,
     InputGuardrail,
+    ModelBehaviorError,
     OutputGuardrail,
     OutputGuardrailTripwireTriggered,
     RunHooks,
@@ -285,3 +286,23 @@ async def test_a_judges_verdict_on_an_answer_that_was_cut_holds(mode):
         # The SDK takes the end of such a stream for an error, and asks no judge.
         assert outcome(ran[0]).status == "terminated"
         assert "secret" not in str(ran[0].to_input_list())
+
+
+@modes
+async def test_a_failure_beside_a_judge_that_was_stopped_is_the_runs_own(mode):
+    guard = Guard(Budget(max_tool_calls=1, loop_detection=None))
+
+    async def check(*_: Any) -> GuardrailFunctionOutput:
+        while guard.trip is None:  # noqa: ASYNC110 - the batch has no event
+            await asyncio.sleep(0)
+        await verdict(judge_of(structured=False), structured=False)
+        raise AssertionError("the judge ran")
+
+    agent = agent_of(
+        calls("act", "act", "unknown"),
+        tools=[tool("act", [])],
+        input_guardrails=[InputGuardrail(check)],
+    )
+    with pytest.raises(ModelBehaviorError) as raised:
+        await go(mode, agent, hooks=BudgetHooks(guard))
+    assert outcome(raised.value).stop_reason is StopReason.MAX_TOOL_CALLS
