@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from agents import TResponseInputItem
@@ -65,11 +65,12 @@ def compare(
         stored: What the session holds.
         history: What the run was given and has brought. May begin before the run does.
     """
-    keys = [_key(item) for item in history]
+    both = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
+    keys = [_key(item, both) for item in history]
     left = Counter(keys)
     place = len(stored)
     # The SDK may have saved the results of a batch in an order of its own.
-    while place and left[key := _key(stored[place - 1])]:
+    while place and left[key := _key(stored[place - 1], both)]:
         left[key] -= 1
         place -= 1
         if key == keys[0] and not left[key]:
@@ -89,12 +90,14 @@ def compare(
     return Compared(list(stored[:place]), missing, left_out)
 
 
-def _key(item: object) -> _Key:
+def _key(item: object, ids: Set[Any] = frozenset()) -> _Key:
     kind, call_id = part(item, "type") or "message", part(item, "call_id")
     if call_id is not None:
         return kind, call_id
     if kind != "message":
-        return kind, part(item, "id"), repr(part(item, "summary"))
+        # A session may give it an id of its own, as a conversation at OpenAI does.
+        own = part(item, "id")
+        return kind, own if own in ids else None, _text(part(item, "summary"))
     return kind, part(item, "role"), _text(part(item, "content"))
 
 

@@ -21,6 +21,8 @@ from agents.extensions.memory import AdvancedSQLiteSession
 from agents.memory import SessionSettings
 from agents.run import ModelInputData
 from openai import AsyncOpenAI
+from openai.types.responses import ResponseReasoningItem
+from openai.types.responses.response_reasoning_item import Summary
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.kit import entered, part
@@ -28,6 +30,7 @@ from budgetguard_core.testing import Reply
 from budgetguard_openai_agents import BudgetHooks, _session, outcome
 from budgetguard_openai_agents._session import compare
 from conformance.budgetguard_openai_agents_driver import MemorySession
+from openai_agents_raw import RawModel, call_of, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
 from strict_openai_server import NAME, StrictServer, check_responses_input
 
@@ -306,6 +309,38 @@ async def test_a_session_that_shows_its_last_items_alone_is_read_to_its_beginnin
         assert len(items) == 14 * (turn + 1)
         assert not unpaired(items)
         assert plain(items) == plain(result.to_input_list())
+
+
+class RenamingSession(MemorySession):
+    """Gives items ids of its own, as a conversation at OpenAI does."""
+
+    async def get_items(self, limit: int | None = None) -> list[Any]:
+        items: list[Any] = await super().get_items(limit)
+        return [{**one, "id": f"own_{n}"} for n, one in enumerate(items)]
+
+
+@pytest.mark.parametrize("cap", ["max_iterations", "max_tool_calls"])
+@pytest.mark.parametrize("session_of", [MemorySession, RenamingSession])
+@modes
+async def test_a_session_with_ids_of_its_own_holds_the_same_items(mode, session_of, cap):
+    session = session_of("s")
+    for turn in range(2):
+        thoughts = [
+            ResponseReasoningItem(
+                id=f"rs_{turn}_{n}",
+                summary=[Summary(text="Well.", type="summary_text")],
+                type="reasoning",
+            )
+            for n in range(3)
+        ]
+        asked = [[one, call_of("function", one.id)] for one in thoughts]
+        agent = Agent(name="main", model=RawModel(*asked), tools=[toolbox([])["function"]])
+        hooks = BudgetHooks(Budget(**{cap: 2}, loop_detection=None))
+        result = await go(mode, agent, f"Turn {turn}.", session=session, hooks=hooks)
+        assert outcome(result).stop_reason == cap
+        items = await session.get_items()
+        assert plain(items) == plain(result.to_input_list())
+        assert not unpaired(items)
 
 
 @pytest.mark.parametrize("fresh", [True, False])
