@@ -15,6 +15,7 @@ from agents import (
     FunctionTool,
     LocalShellTool,
     ModelSettings,
+    RunConfig,
     RunContextWrapper,
     RunItem,
     RunResult,
@@ -54,6 +55,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_model_input_items",
         "_original_input",
         "_previous_response_id",
+        "_reasoning_item_id_policy",
     ),
     RunResultStreaming: (
         "_cancel_mode",
@@ -75,6 +77,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_model_responses",
         "_original_input",
         "_previous_response_id",
+        "_reasoning_item_id_policy",
         "_session_items",
         "_tool_input_guardrail_results",
     ),
@@ -227,8 +230,10 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
 # Results and states
 
 
-def complete_result(result: Any, kept: dict[str, Any]) -> None:
+def complete_result(result: Any, kept: dict[str, Any], given: Any, config: RunConfig) -> None:
     """Set what `to_state` goes on from, as the SDK does on the results that it builds."""
+    policy = config.reasoning_item_id_policy
+    result._reasoning_item_id_policy = policy or getattr(given, "_reasoning_item_id_policy", None)
     result._model_input_items = list(result.new_items)
     result._current_turn = len(result.raw_responses)
     result._original_input = copy.copy(result.input)
