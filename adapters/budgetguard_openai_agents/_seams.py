@@ -220,9 +220,12 @@ def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
 def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:
     """Set the items of a streamed result as the SDK does after a turn, so that `to_state` works."""
     dropped = {id(item) for item in streamed.new_items} - {id(item) for item in kept}
-    before = (item for item in streamed._model_input_items if id(item) not in dropped)
+    before = [item for item in streamed._model_input_items if id(item) not in dropped]
     streamed.new_items = [*kept, *new]
-    streamed._model_input_items = [*before, *new]
+    # A handoff may have filtered the calls that the closing results are for.
+    ids = [part(item.raw_item, "call_id") for item in (*before, *new)]
+    sent = zip((*before, *new), ids, strict=True)
+    streamed._model_input_items = [one for one, call in sent if call is None or ids.count(call) > 1]
     if streamed._state is not None:
         streamed._state._current_step = _again()
 
