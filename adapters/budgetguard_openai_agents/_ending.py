@@ -75,7 +75,8 @@ def partial_result(
         _last_agent=data.last_agent,
         max_turns=options.get("max_turns"),
     )
-    _seams.complete_result(result, _seams.kept_by_server(given, options))
+    kept_by = _seams.kept_by_server(given, options)
+    _seams.complete_result(result, kept_by, given, recorder.run_config)
     return result
 
 

@@ -15,6 +15,7 @@ from agents import (
     FunctionTool,
     LocalShellTool,
     ModelSettings,
+    RunConfig,
     RunContextWrapper,
     RunItem,
     RunResult,
@@ -54,6 +55,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_model_input_items",
         "_original_input",
         "_previous_response_id",
+        "_reasoning_item_id_policy",
     ),
     RunResultStreaming: (
         "_cancel_mode",
@@ -75,6 +77,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_model_responses",
         "_original_input",
         "_previous_response_id",
+        "_reasoning_item_id_policy",
         "_session_items",
         "_tool_input_guardrail_results",
     ),
@@ -217,9 +220,12 @@ def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
 def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:
     """Set the items of a streamed result as the SDK does after a turn, so that `to_state` works."""
     dropped = {id(item) for item in streamed.new_items} - {id(item) for item in kept}
-    before = (item for item in streamed._model_input_items if id(item) not in dropped)
+    before = [item for item in streamed._model_input_items if id(item) not in dropped]
     streamed.new_items = [*kept, *new]
-    streamed._model_input_items = [*before, *new]
+    # A handoff may have filtered the calls that the closing results are for.
+    ids = [part(item.raw_item, "call_id") for item in (*before, *new)]
+    sent = zip((*before, *new), ids, strict=True)
+    streamed._model_input_items = [one for one, call in sent if call is None or ids.count(call) > 1]
     if streamed._state is not None:
         streamed._state._current_step = _again()
 
@@ -227,8 +233,10 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
 # Results and states
 
 
-def complete_result(result: Any, kept: dict[str, Any]) -> None:
+def complete_result(result: Any, kept: dict[str, Any], given: Any, config: RunConfig) -> None:
     """Set what `to_state` goes on from, as the SDK does on the results that it builds."""
+    policy = config.reasoning_item_id_policy
+    result._reasoning_item_id_policy = policy or getattr(given, "_reasoning_item_id_policy", None)
     result._model_input_items = list(result.new_items)
     result._current_turn = len(result.raw_responses)
     result._original_input = copy.copy(result.input)

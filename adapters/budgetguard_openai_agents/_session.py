@@ -65,12 +65,12 @@ def compare(
         stored: What the session holds.
         history: What the run was given and has brought. May begin before the run does.
     """
-    ids = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
-    keys = [_key(item, ids) for item in history]
+    both = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
+    keys = [_key(item, both) for item in history]
     left = Counter(keys)
     place = len(stored)
     # The SDK may have saved the results of a batch in an order of its own.
-    while place and left[key := _key(stored[place - 1], ids)]:
+    while place and left[key := _key(stored[place - 1], both)]:
         left[key] -= 1
         place -= 1
         if key == keys[0] and not left[key]:

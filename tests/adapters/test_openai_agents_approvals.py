@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agent, HostedMCPTool, OpenAIChatCompletionsModel, Runner, RunState
+from agents import (
+    Agent,
+    HostedMCPTool,
+    OpenAIChatCompletionsModel,
+    Runner,
+    RunState,
+    handoff,
+)
+from agents.extensions import handoff_filters
 from openai import AsyncOpenAI
+from openai.types.responses import ResponseFunctionToolCall
 from openai.types.responses.response_output_item import McpApprovalRequest
 
 from budgetguard_core import Budget, Guard, MemoryStore, Outcome, StopReason
@@ -328,3 +337,26 @@ async def test_a_hosted_server_asks_and_a_person_answers(mode, answer, through_j
     assert found.status == ("paused" if answer == "nothing" else "completed")
     assert found.usage.model_calls == model.calls
     assert (found.usage.tool_calls, bodies) == (1, ["1"])
+
+
+@places
+@modes
+async def test_a_state_holds_no_result_whose_call_a_handoff_has_filtered(mode, through_json):
+    send = call_of("function", 1)
+    hand = ResponseFunctionToolCall(
+        call_id="c2", name="transfer_to_other", arguments="{}", type="function_call"
+    )
+    model = RawModel([send, hand], [text_item("Done.")])
+    box = toolbox([])["function"]
+    box.needs_approval = True
+    other = Agent(name="other", model=model)
+    filtered = handoff(other, input_filter=handoff_filters.remove_all_tools)
+    agent = Agent(name="main", model=model, tools=[box], handoffs=[filtered])
+    hooks = BudgetHooks(Budget(max_iterations=1))
+    result = await go(mode, agent, hooks=hooks)
+    state = await answered(agent, result, through_json=through_json)
+    result = await go(mode, agent, state, hooks=hooks)
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    result = await go(mode, agent, result.to_state(), hooks=BudgetHooks(Budget()))
+    assert result.final_output == "Done."
+    assert not unpaired(model.sent[-1])

@@ -343,6 +343,19 @@ async def test_a_session_with_ids_of_its_own_holds_the_same_items(mode, session_
         assert not unpaired(items)
 
 
+@modes
+async def test_the_ids_of_reasoning_are_left_out_where_the_user_wants_it(mode):
+    """A provider that stores nothing does not know them in the next request."""
+    thought = ResponseReasoningItem(id="rs_1", summary=[], type="reasoning")
+    model = RawModel([thought, call_of("function", 1)])
+    agent = Agent(name="main", model=model, tools=[toolbox([])["function"]])
+    config = RunConfig(reasoning_item_id_policy="omit")
+    hooks = BudgetHooks(Budget(max_iterations=1))
+    result = await go(mode, agent, run_config=config, hooks=hooks)
+    assert "rs_1" not in str(result.to_input_list())
+    assert result.to_state()._reasoning_item_id_policy == "omit"
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 @modes
 async def test_turns_that_end_with_the_same_words_are_all_kept(mode, fresh):
