@@ -217,8 +217,7 @@ async def test_a_guard_that_is_shared_goes_on_in_the_same_process():
 
 RESUMES = """
 import asyncio, json, sys
-from agents import Agent, OpenAIChatCompletionsModel, Runner, RunState
-from agents import function_tool, set_tracing_disabled
+from agents import Agent, OpenAIChatCompletionsModel, RunState, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 from budgetguard_core import Budget
 from budgetguard_openai_agents import bounded_run, outcome
