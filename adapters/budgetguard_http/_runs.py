@@ -122,9 +122,9 @@ class EnvelopeRuns:
 class _Part(Run):
     """A run within another one, which ends it."""
 
-    def end(self, *_: Any, **__: Any) -> Outcome:
-        """End it; its history is what its traffic tells."""
-        return super().end(**ending(self))
+    def end(self, *given: Any, **ends: Any) -> Outcome:
+        """End it; its history is what its traffic tells, of which the run around knows nothing."""
+        return super().end(*given, **(ends or ending(self)))
 
 
 def end(run: Run) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -223,9 +224,9 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
     before = [item for item in streamed._model_input_items if id(item) not in dropped]
     streamed.new_items = [*kept, *new]
     # A handoff may have filtered the calls that the closing results are for.
-    ids = [part(item.raw_item, "call_id") for item in (*before, *new)]
-    sent = zip((*before, *new), ids, strict=True)
-    streamed._model_input_items = [one for one, call in sent if call is None or ids.count(call) > 1]
+    items = [(item, part(item.raw_item, "call_id")) for item in (*before, *new)]
+    known = Counter(call for _, call in items)
+    streamed._model_input_items = [item for item, call in items if call is None or known[call] > 1]
     if streamed._state is not None:
         streamed._state._current_step = _again()
 

@@ -15,6 +15,7 @@ _PATIENCE = 5.0
 """Seconds that a session gets at the end of a run: one that hangs must not hold the result, and one
 that is slow must not lose it."""
 _ALL = 2**31 - 1
+"""Items: more than a session holds, and no more than a column for numbers takes."""
 _Key: TypeAlias = tuple[Any, ...]
 
 

@@ -245,7 +245,7 @@ class AgentHooks:
                         continue
                 if "stop" in event:
                     at.leave()
-                    event = await _ending.came_to(agent, at, invocation_state, event)
+                    event = await _ending.last_event(agent, at, invocation_state, event)
                     if event is None:
                         break
                 else:

@@ -33,10 +33,10 @@ _ANSWER = "Answer the interrupts: call the agent, or a new one with its session,
 _PAUSES = ("interrupt", "checkpoint")
 
 
-async def came_to(
+async def last_event(
     agent: Agent, at: AgentRun, invocation_state: dict[str, Any], event: Any
 ) -> Any | None:
-    """Return the event that a run comes to its end with; None where it was stopped before."""
+    """Return the event that ends a run, given Strands' own; None where it was stopped before."""
     if _is_stopped_at(at, event):
         return None
     reason = str(event["stop"][0])

@@ -786,6 +786,18 @@ async def test_a_streamed_reply_is_put_together():
     assert stream.outcome.usage.estimated_calls == 1
 
 
+async def bodies_of(calls):
+    bodies = []
+    stream = run_bounded_stream(
+        streaming(calls, ["Done."]),
+        Budget(max_tool_calls=2),
+        messages="Hi",
+        tools={"f": lambda a: bodies.append(a)},
+    )
+    await read(stream)
+    return bodies, stream.outcome
+
+
 async def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own():
     """As some servers make them up for each chunk."""
     pieces = [{"name": "f", "arguments": '{"a"'}, {"arguments": ": "}, {"arguments": "7}"}]
@@ -793,15 +805,8 @@ async def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own(
         chunk(tool_calls=[{"index": 0, "id": f"c{place}", "function": piece}])
         for place, piece in enumerate(pieces)
     ]
-    bodies = []
-    stream = run_bounded_stream(
-        streaming(called, ["Done."]),
-        Budget(max_tool_calls=2),
-        messages="Hi",
-        tools={"f": lambda a: bodies.append(a)},
-    )
-    await read(stream)
-    assert (bodies, stream.outcome.status) == ([7], "completed")
+    bodies, outcome = await bodies_of(called)
+    assert (bodies, outcome.status) == ([7], "completed")
 
 
 async def test_streamed_calls_with_one_index_are_told_apart_by_their_ids():
@@ -815,16 +820,9 @@ async def test_streamed_calls_with_one_index_are_told_apart_by_their_ids():
     ]
     for call in calls[1::2]:
         call["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] = None
-    bodies = []
-    stream = run_bounded_stream(
-        streaming(calls, ["Done."]),
-        Budget(max_tool_calls=2),
-        messages="Hi",
-        tools={"f": lambda a: bodies.append(a)},
-    )
-    await read(stream)
+    bodies, outcome = await bodies_of(calls)
     assert bodies == [0, 1]
-    assert stream.outcome.stop_reason is StopReason.MAX_TOOL_CALLS
+    assert outcome.stop_reason is StopReason.MAX_TOOL_CALLS
 
 
 class Piece(str):

@@ -606,6 +606,7 @@ class Hanging(ScriptedModel):
         super().__init__(script)
         self.times = times
         self.clock = clock
+        self.pieces = 1
         self.hangs = threading.Event()
         self.cancelled = 0
 
@@ -617,7 +618,8 @@ class Hanging(ScriptedModel):
             return
         try:
             yield {"messageStart": {"role": "assistant"}}
-            yield {"contentBlockDelta": {"delta": {"text": "So far I have"}}}
+            for _ in range(self.pieces):
+                yield {"contentBlockDelta": {"delta": {"text": "So far I have"}}}
             self.hangs.set()
             if self.clock is not None:
                 self.clock.advance(60)
@@ -645,6 +647,26 @@ def test_a_model_that_hangs_mid_stream_is_left_in_time(way):
     result, _ = run(agent, "And now?", way)
     assert result.stop_reason == "end_turn"
     assert is_valid(agent)
+
+
+@pytest.mark.skipif(_seams.INVOKE_MODEL is None, reason="this release has no middleware")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_hangs_is_left_in_time_where_a_middleware_keeps_its_text(way):
+    clock = ManualClock()
+    provider = BudgetHookProvider(Budget(max_seconds=DEADLINE), clock=clock)
+    agent = made(Script([]), hooks=[provider])
+    agent.model = Hanging(Script([]), clock=clock)
+    agent.model.pieces = 3
+
+    async def keep(context, proceed):
+        async for event in proceed(context):
+            if "data" not in event:
+                yield event
+
+    _seams._add_middleware(agent, _seams.INVOKE_MODEL, keep)
+    result, _ = run(agent, "Go.", way)
+    assert result.stop_reason == "max_seconds"
+    assert agent.model.cancelled == 1
 
 
 @pytest.mark.sample(4)
