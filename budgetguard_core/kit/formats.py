@@ -48,6 +48,10 @@ def content_text(content: Any) -> str:
     return "".join(str(part(item, "text") or "") for item in parts)
 
 
+def _listed(content: Any) -> list[Any]:
+    return [*content] if isinstance(content, list | tuple) else [content]
+
+
 def read_call(call: Any) -> Call:
     """Read one tool call of OpenAI's, Anthropic's, Bedrock's, Gemini's or LangChain's."""
     told = parts_of(call)
@@ -88,7 +92,7 @@ class Chat:
             return Turn("tool", results=((str(message.get("tool_call_id")), text),))
         asked = message.get("tool_calls") if role == "assistant" else None
         content = message.get("content")
-        parts = content if isinstance(content, list) else [] if content is None else [content]
+        parts = [] if content is None else _listed(content)
         texts = (part(one, "text") if part(one, "type") == "text" else one for one in parts)
         calls = tuple(read_call(one) for one in asked or ())
         synthetic = isinstance(message, SyntheticMessage)
@@ -148,8 +152,12 @@ class Blocks:
         results: list[tuple[str, str]] = []
         for block in self._blocks(message):
             read = self.read_block(block)
-            kinds: Any = calls if isinstance(read, Call) else parts
-            (results if isinstance(read, tuple) else kinds).append(read)
+            kind: list[Any] = parts
+            if isinstance(read, Call):
+                kind = calls
+            elif isinstance(read, tuple):
+                kind = results
+            kind.append(read)
         role = message.get("role")
         name: Any = "assistant" if role == self.assistant else role
         synthetic = isinstance(message, SyntheticMessage)
@@ -219,8 +227,8 @@ def _gemini(block: Message) -> Any:
         )
     result = block.get("function_response")
     if result is not None:
-        told = result.get("response") or {}
-        text = next(iter(told.values()), "") if len(told) == 1 else told
+        told: dict[str, Any] = result.get("response") or {}
+        text: Any = next(iter(told.values())) if len(told) == 1 else told
         return str(result.get("id") or result.get("name")), str(text)
     return block["text"] if "text" in block and not block.get("thought") else block
 
@@ -245,9 +253,8 @@ class Responses:
             elif kind in _RESULTS:
                 results.append((str(item.get("call_id")), content_text(item.get("output"))))
             elif kind == "message":
-                content = item.get("content")
-                blocks = [content] if isinstance(content, str) else list(content or ())
-                parts += [b.get("text", b) if isinstance(b, Mapping) else b for b in blocks]
+                blocks = _listed(item.get("content") or ())
+                parts += [one if isinstance(one, str) else one.get("text", one) for one in blocks]
         synthetic = any(isinstance(item, SyntheticMessage) for item in message)
         role = _speaker(message[0]) if message else "user"
         return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic)
@@ -259,8 +266,8 @@ class Responses:
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Items | None) -> Items:
         """Write the synthetic last message, after the items that it goes on from."""
-        blocks = [{"type": "output_text", "text": text, "annotations": []}]
-        item = {"type": "message", "role": "assistant", "content": blocks}
+        blocks: Any = [{"type": "output_text", "text": text, "annotations": []}]
+        item: Message = {"type": "message", "role": "assistant", "content": blocks}
         return [*(onto or ()), SyntheticMessage(text, metadata, **item)]
 
     def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Items:
