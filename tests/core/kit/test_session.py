@@ -202,3 +202,12 @@ def test_an_answer_to_a_question_is_no_new_user_turn(said, ends):
         session.calls.finished(record, "the same")
         run_blocking(session.finish([USER]))
     assert (guard.trip is not None) is ends
+
+
+@pytest.mark.parametrize("entry", [{"status": "paused"}, {"status": "paused", "snapshot": "no"}])
+def test_what_cannot_be_read_in_a_location_is_reported_and_the_run_begins_anew(entry):
+    kept = Kept()
+    kept.entry = entry
+    session = opened(Budget(), kept)
+    assert not session.resumed
+    assert "resume" in str(run_blocking(session.finish([USER])).errors)
