@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar,
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from budgetguard_core.breakers import (
+from budgetguard_core.errors import ConfigurationError, shown
+from budgetguard_core.loop_detection import LoopDetection
+from budgetguard_core.reserve import FinalizeReserve
+from budgetguard_core.settings import (
     BulkheadConfig,
     CircuitBreakerConfig,
     ProgressReports,
@@ -18,9 +21,6 @@ from budgetguard_core.breakers import (
     ToolMix,
     VelocityLimits,
 )
-from budgetguard_core.errors import ConfigurationError, shown
-from budgetguard_core.loop_detection import LoopDetection
-from budgetguard_core.reserve import FinalizeReserve
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass

@@ -364,9 +364,7 @@ def violations(chain: Chain, now: int, request: Request | tuple[bool, int, int])
         if counters.binds:
             counters.tick(now)
             needed = (
-                request
-                if isinstance(request, Request)
-                else Request.model_call(counters, *request)
+                request if isinstance(request, Request) else Request.model_call(counters, *request)
             )
             over = passed(counters.used, needed, link.limits)
             if over:
