@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar,
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from budgetguard_core.breakers import (
+from budgetguard_core.errors import ConfigurationError, shown
+from budgetguard_core.loop_detection import LoopDetection
+from budgetguard_core.reserve import FinalizeReserve
+from budgetguard_core.settings import (
     BulkheadConfig,
     CircuitBreakerConfig,
     ProgressReports,
@@ -18,9 +21,6 @@ from budgetguard_core.breakers import (
     ToolMix,
     VelocityLimits,
 )
-from budgetguard_core.errors import ConfigurationError, shown
-from budgetguard_core.loop_detection import LoopDetection
-from budgetguard_core.reserve import FinalizeReserve
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -309,6 +309,10 @@ class Budget(BaseModel, metaclass=_OwnNames):
         """Return the caps that are set, by field name."""
         caps = {name: getattr(self, name) for name in DIMENSIONS}
         return {name: cap for name, cap in caps.items() if cap is not None}
+
+    def breakers(self) -> bool:
+        """Return whether any breaker is set."""
+        return any(getattr(self, name) for name in BREAKERS)
 
     def uncapped(self) -> tuple[str, ...]:
         """Name the dimensions without a cap: whatever grows there is not bounded.

@@ -124,7 +124,7 @@ def _opened(envelope: Envelope, kept: Any, facts: dict[str, Any], *, user_spoke:
         problem = error
     run = envelope.open(user_spoke=user_spoke, **facts)
     if problem is not None:
-        run.guard.report(f"agent.state[{KEY!r}]: {type(problem).__name__}: {problem}")
+        run.guard.tree.report(f"agent.state[{KEY!r}]: {type(problem).__name__}: {problem}")
     return run
 
 
