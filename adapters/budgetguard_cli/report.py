@@ -47,7 +47,7 @@ def report(
         bool, typer.Option("--json", help="The page's figures as one JSON object, and no page.")
     ] = False,
 ) -> None:
-    """Write one page about many runs: stops, burn-down against each cap, spend, near misses.
+    """Write one page about many runs: stops, spend, near misses.
 
     The page holds all that it needs and loads nothing. It can be read on a phone, and follows the
     reader's dark mode.
