@@ -219,7 +219,7 @@ def _group_commands() -> None:
     order = {name: panel for panel, names in _PANELS.items() for name in names}
 
     def name_of(info: CommandInfo) -> str:
-        return info.name or getattr(info.callback, "__name__", "")
+        return str(info.name or getattr(info.callback, "__name__", ""))
 
     for command in app.registered_commands:
         command.rich_help_panel = order[name_of(command)]
