@@ -18,6 +18,7 @@ from budgetguard_cli.breakers import read_breakers
 from budgetguard_cli.calibrate import register as register_calibrate
 from budgetguard_cli.doctor.command import register as register_doctor
 from budgetguard_cli.ledger import register as register_ledger
+from budgetguard_cli.quickstart import register as register_quickstart
 from budgetguard_cli.recordings import Unreadable, readable
 from budgetguard_cli.replay import JsonReport, TextReport, replay_files
 from budgetguard_cli.report import register as register_report
@@ -38,6 +39,7 @@ app = typer.Typer(
 register_calibrate(app)
 register_doctor(app)
 register_ledger(app)
+register_quickstart(app)
 register_report(app)
 register_run(app)
 register_show(app)
