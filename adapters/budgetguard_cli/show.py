@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -186,6 +187,13 @@ def _markdown(run: Timeline) -> None:
 
 def _cell(text: str) -> str:
     return _SPECIAL.sub(r"\\\g<0>", printable(text)).replace("@", "@\u200b")
+
+
+def as_text(run: Timeline) -> str:
+    """Return the tree of a run as whole lines."""
+    written = io.StringIO()
+    _show(Console(file=written, width=_WHOLE_LINES), run)
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def _show(console: Console, run: Timeline) -> None:
