@@ -142,6 +142,9 @@ def _list(found: Sequence[Timeline], as_json: bool) -> None:
             typer.echo(json.dumps(_plain(one)))
         return
     rows = table("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
+    rows.box, rows.pad_edge = None, False
+    # The end of a run keeps the room; a folded id is still whole.
+    rows.columns[0].no_wrap, rows.columns[1].max_width = True, 10
     for one in newest[:_MOST_LISTED]:
         root = one.root
         cells = (
