@@ -112,6 +112,7 @@ _NAMES: Final = {
     "cacheWriteInputTokenCount": _Figure.WRITE,
     "cache_write_1h_tokens": _Figure.WRITE_1H,
     "reasoning_tokens": _Figure.REASONING,
+    "output_reasoning_tokens": _Figure.REASONING,
 }
 _NAMES_IN_DETAILS: Final = {
     "cached_tokens": _Figure.READ,
@@ -136,6 +137,7 @@ _DETAILS: Final = frozenset(
         "cache_creation",
         "cache_creation_token_details",
         "completion_tokens_details",
+        "details",
         "input_token_details",
         "input_tokens_details",
         "output_token_details",
