@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic_ai import (
     DeferredToolRequests,
@@ -23,6 +24,7 @@ from budgetguard_pydantic_ai._model import ModelCalls, metered
 
 _RESUME = "agent.run(message_history=result.all_messages()), under a fresh budget"
 _DEFERRALS = (exceptions.CallDeferred, exceptions.ApprovalRequired)
+_runs: WeakValueDictionary[str, BoundedRun] = WeakValueDictionary()
 OUTERMOST = CapabilityOrdering(position="outermost")
 
 
@@ -65,6 +67,11 @@ class BoundedRun(AbstractCapability[Any]):
     async def wrap_run(self, ctx: Any, *, handler: Any) -> Any:
         """Open the run, and end it."""
         self.messages = ctx.messages
+        if (outer := _runs.get(ctx.run_id)) is not None:
+            # Of two layers on one guard the outer one counts, else the inner one: it is a part.
+            is_same = self.envelope.budget is outer.envelope.budget
+            (self if is_same else outer).is_passive = True
+        _runs[ctx.run_id] = self
         here = InHistory(lambda: self.messages)
         opening = kit.Session.open(
             self.envelope, DIALECT, here, said=ctx.prompt, history=ctx.messages, config=ctx
@@ -91,10 +98,13 @@ class BoundedRun(AbstractCapability[Any]):
         finish = session.finish(self.messages, final=result.output, waits=waits, resume=_RESUME)
         await kit.run_awaited(finish)
         for message in self.messages:
-            if message.run_id == ctx.run_id:  # not the last alone, which a stream makes anew
+            if (
+                message.run_id == ctx.run_id and not self.is_passive
+            ):  # not the last alone, which a stream makes anew
                 session.attach(message)
-        if session.exceeded is not None:
-            raise session.exceeded
+        if (exceeded := session.exceeded) is not None:
+            session.attach(exceeded)
+            raise exceeded
         return result
 
     def _is_stop(self, error: BaseException) -> bool:
