@@ -161,3 +161,44 @@ def test_a_call_that_no_branch_began_was_not_executed():
     session.conversation("a").calls.offer([search("1")])
     _, new = session.conversation("a").close([USER, asks("1")])
     assert [one["content"] for one in new] == [NOT_EXECUTED]
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_call_that_is_answered_without_its_body_is_no_tool_call_and_a_repeated_error(offered):
+    guard = Guard(Budget(max_tool_calls=1))
+    session = opened(guard)
+    for number in range(30):
+        turn = run_blocking(session.model(Request(messages=[USER])))
+        if isinstance(turn, Stop):
+            break
+        turn.answered(Turn("assistant"))
+        call = session.calls.offer([search(str(number))])[0] if offered else search(str(number))
+        record = session.calls.answered_without_body(call, "The user said no.", kind="rejected")
+        assert record.answer == "The user said no."
+        _, new = session.main.close([USER, asks(str(number))])
+        assert [one["content"] for one in new] == ["The user said no."]
+    assert guard.trip.reason == "no_progress"
+    assert guard.usage.tool_calls == 0
+
+
+def test_a_call_that_a_limit_refused_keeps_its_refusal():
+    session = opened(Budget(max_tool_calls=1))
+    _, second = session.calls.offer([search("1"), search("2")])
+    assert session.calls.answered_without_body(second, "No.") is second
+    assert second.state == "refused"
+    assert second.answer == second.refusal
+
+
+@pytest.mark.parametrize(("said", "ends"), [(None, True), ("Once more.", False)])
+def test_an_answer_to_a_question_is_no_new_user_turn(said, ends):
+    guard = Guard(Budget())
+    for _ in range(12):
+        session = opened(guard, said=said)
+        turn = run_blocking(session.model(Request(messages=[USER])))
+        if isinstance(turn, Stop):
+            break
+        turn.answered(Turn("assistant"))
+        record = run_blocking(session.calls.begin(search("1")))
+        session.calls.finished(record, "the same")
+        run_blocking(session.finish([USER]))
+    assert (guard.trip is not None) is ends
