@@ -18,7 +18,7 @@ from pydantic_graph import End
 
 from budgetguard_core import OUTCOME_UNKNOWN, ToolCall, kit
 from budgetguard_pydantic_ai import _seams
-from budgetguard_pydantic_ai._history import DIALECT, InHistory
+from budgetguard_pydantic_ai._history import DIALECT, InHistory, tool_call_of
 from budgetguard_pydantic_ai._last import LastAnswer
 from budgetguard_pydantic_ai._model import ModelCalls, metered
 
@@ -98,9 +98,8 @@ class BoundedRun(AbstractCapability[Any]):
         finish = session.finish(self.messages, final=result.output, waits=waits, resume=_RESUME)
         await kit.run_awaited(finish)
         for message in self.messages:
-            if (
-                message.run_id == ctx.run_id and not self.is_passive
-            ):  # not the last alone, which a stream makes anew
+            # Not to the last alone, which a stream makes anew.
+            if message.run_id == ctx.run_id and not self.is_passive:
                 session.attach(message)
         if (exceeded := session.exceeded) is not None:
             session.attach(exceeded)
@@ -196,7 +195,7 @@ class BoundedRun(AbstractCapability[Any]):
     async def after_tool_validate(self, ctx: Any, *, call: Any, tool_def: Any, args: Any) -> Any:
         """Note a call that may start; all of a reply are validated before the first starts."""
         if tool_def.kind == "function" or ctx.tool_call_approved:
-            self._asked.append(_tool_call(call))
+            self._asked.append(tool_call_of(call))
         return args
 
     async def wrap_tool_execute(
@@ -207,7 +206,7 @@ class BoundedRun(AbstractCapability[Any]):
             return await handler(args)
         calls, asked, self._asked = self.session.calls, self._asked, []
         calls.offer(asked)
-        record = await kit.run_awaited(calls.begin(_tool_call(call)))
+        record = await kit.run_awaited(calls.begin(tool_call_of(call)))
         if record.refusal is not None:
             raise exceptions.ToolFailed(record.refusal)
         with calls.body(record, waits=_DEFERRALS) as body:
@@ -215,7 +214,3 @@ class BoundedRun(AbstractCapability[Any]):
         if body.interrupted:
             raise exceptions.ToolFailed(OUTCOME_UNKNOWN)
         return body.result
-
-
-def _tool_call(call: Any) -> ToolCall:
-    return ToolCall(name=call.tool_name, arguments=call.args, id=call.tool_call_id)

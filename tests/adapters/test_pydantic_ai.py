@@ -444,3 +444,47 @@ def test_counters_of_a_paused_run_are_plain_data():
         one.metadata["budgetguard"] for one in messages if "budgetguard" in (one.metadata or {})
     ]
     assert json.loads(json.dumps(kept)) == kept
+
+
+WITHOUT_BODY = {
+    "an unknown tool": ([{"nope": {"a": 1}}], {}),
+    "invalid arguments": ([{"search": {"query": [1]}}], {}),
+    "invalid output": ([{"final_result": {"x": 1}}], {"output_type": Report}),
+    "varied arguments": ([{"nope": {"a": number}} for number in range(30)], {}),
+}
+
+
+# `run_stream` itself raises at the first invalid output: it has no retries.
+PRODUCTS = [
+    (kind, door)
+    for kind in WITHOUT_BODY
+    for door in DOORS
+    if (kind, door) != ("invalid output", "run_stream")
+]
+
+
+@pytest.mark.parametrize(("kind", "door"), PRODUCTS)
+def test_calls_that_are_answered_without_their_body_are_seen_by_loop_detection(kind, door):
+    answers, options = WITHOUT_BODY[kind]
+    agent = endless(
+        BudgetCapability(Budget(max_iterations=30)), answers=answers, retries=50, **options
+    )
+    result = ran(agent, door)
+    found = outcome(result)
+    assert (found.stop_reason, found.usage.tool_calls) == ("no_progress", 0)
+    assert found.usage.iterations < 10
+    checked(result.all_messages())
+
+
+def test_refusals_of_a_person_are_seen_by_loop_detection_over_pauses():
+    agent, _ = approving({"delete": {"path": "a"}}, budget=Budget(max_iterations=30))
+    result, rounds = ran(agent), 1
+    while outcome(result).status == "paused":
+        waiting = [one.tool_call_id for one in result.output.approvals]
+        refused = DeferredToolResults(approvals=dict.fromkeys(waiting, False))
+        result = ran(
+            agent, said=None, message_history=result.all_messages(), deferred_tool_results=refused
+        )
+        rounds += 1
+    assert outcome(result).stop_reason == "no_progress"
+    assert rounds < 10
