@@ -71,6 +71,8 @@ WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
 
 _REFUSED = result_key(NOT_AVAILABLE)
+# The kind of error of a call that was answered without its body.
+_REFUSED_KIND = fingerprint_error(NOT_AVAILABLE)
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -205,6 +207,8 @@ class Guard(RunRelations):
                     detector = standing.detector
                     braked = self._breakers if watched else None
                     message = None
+                    if detector is not None:
+                        detector.reply += 1
                     if (detector is not None and detector.due) or (
                         braked is not None and braked.due
                     ):
@@ -552,7 +556,7 @@ class Guard(RunRelations):
                 withdraw_tool_call(guard._watched, ticket.breakers, now)
             if not waits:
                 guard._keep_record(call, "refused")
-                guard._standing.show(call.name, call.key or "", _REFUSED)
+                guard._standing.show(call.name, call.key or "", _REFUSED, error=_REFUSED_KIND)
             guard._keep_time(now)
             if tree.sinks:
                 guard._record(ToolCallWithdrawn, now, call_id=ticket.call_id, waits=waits)
@@ -619,8 +623,8 @@ class Guard(RunRelations):
                     return self._refused(call, Stop(trip))
                 refusal = self._quota_refusal(call.name)
                 if refusal is not None:
-                    # Asking again and again for what is refused brings nothing new either.
-                    standing.show(call.name, call.key or "", _REFUSED)
+                    # To ask on for what is refused is an error of a kind.
+                    standing.show(call.name, call.key or "", _REFUSED, error=_REFUSED_KIND)
                     return self._refused(call, refusal)
                 count_tool_call(self._chain, call.name)
             if self._gated:
@@ -628,9 +632,11 @@ class Guard(RunRelations):
                 if not isinstance(answer, CallBreakers):
                     uncount_tool_call(self._chain, call.name)
                     if isinstance(answer, Refuse):
-                        # Asking again and again for what is refused brings nothing new either.
+                        # To ask on for what is refused is an error of a kind.
                         message = answer.message
-                        standing.show(call.name, call.key or "", result_key(message))
+                        standing.show(
+                            call.name, call.key or "", result_key(message), error=_REFUSED_KIND
+                        )
                     return self._refused(call, answer)
                 held = answer
         elif kind == "hosted":
