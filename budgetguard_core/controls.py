@@ -10,7 +10,7 @@ from budgetguard_core.braked_run import BrakedRun
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.cancellation import CancellationToken
-from budgetguard_core.canonical import fingerprint_result
+from budgetguard_core.canonical import fingerprint_reply
 from budgetguard_core.decision import Admit
 from budgetguard_core.errors import AdapterError, text_of
 from budgetguard_core.events import (
@@ -82,7 +82,7 @@ class RunControls(BrakedRun):
         """
         if self._standing.detector is None or not (fingerprint or text.strip()):
             return
-        fingerprint = fingerprint or fingerprint_result(text)
+        fingerprint = fingerprint or fingerprint_reply(text)
         with self._tree.lock:
             detector = self._standing.detector
             detector.observe_reply(speaker, "", fingerprint=fingerprint)

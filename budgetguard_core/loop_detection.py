@@ -82,9 +82,9 @@ class LoopDetection(BaseModel):
     """Replies in a row whose calls of one tool end with the same error, until the run is
     stopped."""
     nudge_after_replies: _Count = 2
-    """Replies in a row without a tool call, each made before by its speaker word for word, after
-    which the model is corrected. A new reply or a new call ends the row, and so does the user's
-    next turn."""
+    """Replies in a row without a tool call, each made before by its speaker, after which
+    the model is corrected; from 40 characters on numbers and case do not tell replies apart. A
+    new reply or a new call ends the row, and so does the user's next turn."""
     stop_after_replies: _Count = 4
     """Repeated replies in a row after which the run is stopped."""
     window: Annotated[int, BeforeValidator(_window)] = 64

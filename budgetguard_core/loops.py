@@ -14,7 +14,7 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
-from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_result
+from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_reply, fingerprint_result
 from budgetguard_core.errors import shown
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.stop import StopReason, Violation
@@ -240,7 +240,7 @@ class LoopDetector:
             speaker: The name of the agent or node that made it; None where there is one only.
             text: The reply. White space around it does not count; one without text (an image, a
                 parsed object) is not looked at.
-            fingerprint: The `fingerprint_result` of the text, where it is known already; then
+            fingerprint: The `fingerprint_reply` of the text, where it is known already; then
                 the text is not read.
         """
         name = speaker or _UNNAMED
@@ -249,7 +249,7 @@ class LoopDetector:
         if fingerprint is None:
             if not text or text.isspace():
                 return
-            fingerprint = fingerprint_result(text)
+            fingerprint = fingerprint_reply(text)
         reply = (name if len(name) <= _LONGEST_NAME else _short(name), fingerprint)
         said = self._said
         row = self._rows.replies

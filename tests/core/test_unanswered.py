@@ -1,4 +1,4 @@
-"""Calls answered without their body are errors of a kind to loop detection."""
+"""Rules of loop detection for refused calls, errors, and replies."""
 
 from __future__ import annotations
 
@@ -58,3 +58,25 @@ def test_a_row_of_errors_grows_once_a_reply_however_many_calls_it_makes():
         detector.begin_reply()
         detector.observe("download", f"more {reply}", "none left", error="none left")
     assert detector.tripped
+
+
+def test_long_replies_that_differ_in_a_number_or_in_case_alone_repeat():
+    guard = Guard(Budget())
+    said = 0
+    for turn in range(20):
+        decision = guard.admit_model_call()
+        if isinstance(decision, Stop):
+            break
+        guard.settle_model_call(decision, TokenUsage(1, 1))
+        text = f"Round {turn}: I will ask the other agent for the figures."
+        guard.report_reply(text.upper() if turn % 2 else text, speaker="writer")
+        said += 1
+    assert said == 5
+    assert guard.trip.reason is StopReason.NO_PROGRESS
+
+
+def test_short_replies_that_differ_in_a_number_are_new():
+    guard = Guard(Budget())
+    for turn in range(20):
+        guard.report_reply(f"Total: {turn}", speaker="counter")
+    assert isinstance(guard.admit_model_call(), Admit)
