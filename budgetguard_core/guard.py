@@ -20,7 +20,7 @@ from budgetguard_core.canonical import (
     arguments_key,
     digest_of,
     fingerprint_error,
-    fingerprint_result,
+    fingerprint_reply,
     result_key,
 )
 from budgetguard_core.clock import Clock, SystemClock
@@ -105,6 +105,8 @@ _RECORDS_CUT = 2 * RECORDS_KEPT
 _NAME_LENGTH = 200
 _NOTHING: frozenset[str] = frozenset()
 _REFUSED = result_key(NOT_AVAILABLE)
+# The kind of error of a call that was answered without its body.
+_REFUSED_KIND = fingerprint_error(NOT_AVAILABLE)
 _WITHDRAWN = Ended(withdrawn=True)
 _NO_GUESS = (0, 0)
 _HOUSEKEEPING = frozenset({ITERATIONS, TIME})
@@ -533,6 +535,8 @@ class Guard:
                         facts = {"call": call.copied(), "reason": trip.reason}
                         self._record(events.ModelCallRefused, now, **facts)
                 else:
+                    if self._detector is not None:
+                        self._detector.begin_reply()
                     message = self._take_message()
                     # A message would change the run, and OBSERVE only looks on.
                     if message is not None and self.mode is Mode.ENFORCE:
@@ -835,7 +839,7 @@ class Guard:
                     guard._occurrences.give_back(call, ticket.occurrence)
                 if not waits:
                     guard._keep_record(call, "refused")
-                    guard._show(call, _REFUSED)
+                    guard._show(call, _REFUSED, _REFUSED_KIND)
                 guard._record(events.ToolCallWithdrawn, now, call_id=ticket.call_id, waits=waits)
             else:
                 kept = ticket.reserved_tokens, ticket.reserved_cost
@@ -890,7 +894,7 @@ class Guard:
         detector = self._detector
         if detector is None or not (fingerprint or text.strip()):
             return
-        fingerprint = fingerprint or fingerprint_result(text)
+        fingerprint = fingerprint or fingerprint_reply(text)
         with self._step() as now:
             detector.observe_reply(speaker, "", fingerprint=fingerprint)
             name = None if speaker is None else speaker[:_NAME_LENGTH]
@@ -1498,8 +1502,8 @@ class Guard:
                 refusal = self._ask_about_tool(ask, now)
             if refusal is not None:
                 if isinstance(refusal, Refuse):
-                    # Asking again and again for what is refused brings nothing new either.
-                    self._show(call, result_key(refusal.message))
+                    # To ask on for what is refused is an error of a kind.
+                    self._show(call, result_key(refusal.message), _REFUSED_KIND)
                 return self._refused(call, refusal)
             self._count_tool(call.name, 1)
         elif call.kind == "hosted":
