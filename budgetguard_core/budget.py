@@ -21,6 +21,7 @@ from budgetguard_core.settings import (
     ToolMix,
     VelocityLimits,
 )
+from budgetguard_core.stop import Condition, as_condition
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -272,6 +273,13 @@ class Budget(BaseModel, metaclass=_OwnNames):
         Raises:
             ConfigurationError: A field makes no sense, or is none: rule, value, way out.
         """
+
+    @field_validator("stop_when")
+    @classmethod
+    def _can_be_asked(cls, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+        for condition in conditions:
+            as_condition(condition)
+        return conditions
 
     @field_validator("tool_quotas", mode="before")
     @classmethod

@@ -1681,7 +1681,8 @@ class Guard:
 
 def _paying(guards: Iterable[Guard]) -> set[str]:
     """Return the names of whoever pays for these guards."""
-    plugs = [plug for guard in guards for _, plug in guard._plugs if plug.name == "ledger"]
+    every = [plug for guard in guards for _, plug in guard._plugs]  # pyright: ignore[reportPrivateUsage]
+    plugs = [plug for plug in every if plug.name == "ledger"]
     return {name for plug in plugs for name in plug.state(0)}
 
 

@@ -79,7 +79,7 @@ def test_a_step_without_a_ledger_runs_no_code_of_it(sqlite, opened):
     paid = Guard(ledger=ledger, tenant="acme")
     assert isinstance(spend(paid), Admit)  # its lease is there
     # What nearly every step with a ledger costs.
-    leased = {"charge_ahead", "take", "measured", "settle_charges", "settle"}
+    leased = {"__init__", "reserve", "take", "measured", "settle"}
     assert ledger_code_of_a_step(paid) == leased
     assert ledger_code_of_a_step(paid.child(Budget(max_iterations=5))) == leased
     # A ledger elsewhere in the process changes nothing for a run without one.
