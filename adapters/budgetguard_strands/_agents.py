@@ -18,6 +18,9 @@ from strands.hooks import (
     BeforeToolCallEvent,
     MessageAddedEvent,
 )
+from strands.middleware import InvokeModelStage
+from strands.types._events import ModelStreamChunkEvent, TextStreamEvent
+from strands.types.events import TypedEvent
 
 from budgetguard_core import BudgetExceeded, Guard
 from budgetguard_core.kit import (
@@ -34,7 +37,7 @@ from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import KEY, Opener
 from budgetguard_strands._run import CYCLES, AgentRun, current_task
-from budgetguard_strands._seams import FIRST, LAST, ChunkEvent, Events, TextEvent
+from budgetguard_strands._seams import FIRST, LAST, Events
 
 _LOOK_EVERY = 64
 """Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
@@ -91,7 +94,7 @@ class AgentHooks:
             (AfterInvocationEvent, self._after_leg, FIRST),
             (AfterInvocationEvent, self._after_invocation, LAST),
         ):
-            _seams.add_hook(agent, event, callback, order)
+            agent.hooks.add_callback(event, callback, order=order)
         asks = self._opener.envelope.may_ask_for_progress
         if asks and PROGRESS_TOOL.name not in agent.tool_registry.registry:
             made: Any = tool(name=PROGRESS_TOOL.name, description=PROGRESS_TOOL.description)
@@ -133,15 +136,12 @@ class AgentHooks:
         at.metrics, at.invocation = metrics, number
         if at.is_bounded and not self._cutting.get(agent):
             # Only where it is needed: each hook costs every model call a little.
-            _seams.add_hook(agent, AfterModelCallEvent, self._calls.after_answer, LAST)
+            agent.hooks.add_callback(AfterModelCallEvent, self._calls.after_answer, order=LAST)
             self._cutting.set(agent, True)
         # Not before the first run, so that this comes inside of the user's own middleware.
         wanted = at.is_bounded or _seams.has_model_middleware(agent)
-        if (
-            wanted
-            and not self._calls.watching.get(agent)
-            and _seams.watch_models(agent, self._calls.model_called)
-        ):
+        if wanted and not self._calls.watching.get(agent):
+            agent.add_middleware(InvokeModelStage, self._calls.watched)
             self._calls.watching.set(agent, True)
         node = self._opener.nodes.get(agent)
         correction = self._opener.corrections.pop(node, "") if node is not None else ""
@@ -214,8 +214,7 @@ class AgentHooks:
         span = trace.get_current_span()
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
-            # while a model answers: nothing else starts then, and its chunks are many. Without an
-            # order of hooks nobody knows whose comes first at the answer's end.
+            # while a model answers: nothing else starts then, and its chunks are many.
             if not at.is_entered:
                 at.enter()
             at.awaiting = current_task(loop)
@@ -225,7 +224,7 @@ class AgentHooks:
                     # Nearly all are these two: what an answer says comes in a chunk, and then,
                     # without any wait of Strands' own, as an event.
                     kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
-                    if kind is TextEvent:
+                    if kind is TextStreamEvent:
                         write(event["data"])
                         pieces -= 1
                         if not pieces:
@@ -236,7 +235,7 @@ class AgentHooks:
                             break
                         at.awaiting = current_task(loop)
                         continue
-                    if kind is ChunkEvent and "contentBlockDelta" in event["event"]:
+                    if kind is ModelStreamChunkEvent and "contentBlockDelta" in event["event"]:
                         yield event
                         if at.due:
                             break
@@ -258,10 +257,9 @@ class AgentHooks:
                         write = at.written.append
                 if at.is_entered:
                     at.leave()
-                # First, because older releases take the last event for the one that ends the run.
                 if at.notices:
                     for notice in at.take_notices():
-                        yield _seams.StreamEvent({"budgetguard_warning": notice})
+                        yield TypedEvent({"budgetguard_warning": notice})
                 yield event
                 if not at.streaming:
                     if at.due:
@@ -304,8 +302,8 @@ class AgentHooks:
         if at.run.finalized:
             # Whoever reads the stream sees the last answer as any other.
             message: Any = ended["stop"][1]
-            yield _seams.StreamEvent({"data": message["content"][-1]["text"]})
-            yield _seams.StreamEvent({"message": message})
+            yield TypedEvent({"data": message["content"][-1]["text"]})
+            yield TypedEvent({"message": message})
         yield ended
 
     # The end

@@ -1,4 +1,4 @@
-"""Tools that run in the background (Strands 1.62): they end with the run that they are of."""
+"""Tools that run in the background: they end with the run that they are of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from strands import Agent
+from strands.middleware import ExecuteToolStage
 
 from budgetguard_core.kit import Run, Watch
 from budgetguard_strands import _seams
@@ -18,7 +19,7 @@ class Bodies:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
-        _seams.wrap_background_tools(agent, self._around)
+        agent.add_middleware(ExecuteToolStage, self._around)
 
     async def _around(
         self, context: Any, proceed: Callable[[Any], AsyncGenerator[Any, None]]

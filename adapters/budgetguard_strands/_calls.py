@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 from opentelemetry.context import get_current
@@ -76,16 +77,18 @@ class Calls:
             return model
         at.model = model
         bound = None if at.call is None else at.call.max_output_tokens
-        if bound is None or not _seams.sets_model():
-            at.copied = model
-        else:
-            at.copied = bounded(model, bound)
+        at.copied = model if bound is None else bounded(model, bound)
         return at.copied
+
+    def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
+        """Choose the model of each call, inside of the user's own middleware."""
+        context.model = self.model_called(context.agent, context.model)
+        return proceed(context)
 
     async def before_model_call(self, event: BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
-        if getattr(event, "cancel", False):
-            return  # somebody refused the call already; younger releases only
+        if event.cancel:
+            return  # somebody refused the call already
         agent = event.agent
         at = self.going_on(agent)
         if at is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from strands import Agent
 from strands.hooks import AfterInvocationEvent
+from strands.types._events import EventLoopStopEvent
 from strands.types.session import encode_bytes_values
 
 from budgetguard_core import (
@@ -116,7 +117,7 @@ async def _stopped(
         )
         await _history.append(agent, message, guard.report)
     request_state = state.setdefault("request_state", {})
-    return _seams.StopEvent(
+    return EventLoopStopEvent(
         reason, message, agent.event_loop_metrics, request_state, structured_output=at.output
     )
 

@@ -48,7 +48,6 @@ def not_finished(source: Any, node_id: str) -> None:
         # As one in flight: it is done again after a reload, and what waits for it still waits.
         node.execution_status = Status.EXECUTING
         if state.status == Status.EXECUTING:
-            # Releases before 1.62 make the result before the hooks of the end.
             state.status = Status.FAILED
     elif state.handoff_node is None and node in state.node_history[-1:]:
         state.node_history.pop()

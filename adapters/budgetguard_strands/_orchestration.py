@@ -82,7 +82,7 @@ class Orchestrators:
                 (AfterMultiAgentInvocationEvent, self._before_kept, FIRST),
                 (AfterMultiAgentInvocationEvent, self._after, LAST),
             ):
-                _seams.add_hook(orchestrator, event, callback, order)
+                orchestrator.hooks.add_callback(event, callback, order=order)
             if isinstance(orchestrator, Swarm):
                 _nodes.keep_unfinished(orchestrator, self._is_unfinished)
             else:

@@ -15,7 +15,6 @@ from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prom
 from budgetguard_strands._history import Asked, unsaid
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import Opened
-from budgetguard_strands._seams import ORDERED
 from budgetguard_strands._usage import model_name
 
 CYCLES = "event_loop_cycle_count"
@@ -169,7 +168,7 @@ class AgentRun:
         elif "event" in event:
             chunk = event["event"]
             if "contentBlockDelta" in chunk:
-                self.streaming = ORDERED and not self.due
+                self.streaming = not self.due
             elif "metadata" in chunk:
                 self.usage = chunk["metadata"].get("usage") or self.usage
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 from pydantic import BaseModel
 from strands import tool
@@ -21,7 +19,6 @@ from conformance.budgetguard_strands_driver import ScriptedModel
 from strands_agents import Counter, check_request, made, results, run, sticky, strict
 
 WAYS = ("sync", "async", "stream")
-LIMITS = hasattr(import_module("strands.types.agent"), "Limits")
 GO_ON = {"role": "user", "content": [{"text": "And now?"}]}
 
 
@@ -135,7 +132,6 @@ def test_a_store_that_fails_at_the_stop_is_reported(counter):
     assert any("the disk is full" in error for error in provider.outcome(agent).errors)
 
 
-@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("limits", [{"turns": 1}, {"total_tokens": 1}, {"output_tokens": 1}])
 def test_strands_own_limits_leave_a_closed_history(way, limits, counter):
