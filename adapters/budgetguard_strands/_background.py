@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from strands import Agent
@@ -26,13 +27,15 @@ class Bodies:
     ) -> AsyncGenerator[Any, None]:
         task = asyncio.current_task()
         if task is None or not _seams.is_in_background(context):
-            async for event in proceed(context):
-                yield event
+            async with aclosing(proceed(context)) as events:
+                async for event in events:
+                    yield event
             return
         self._tasks[task] = asyncio.get_running_loop()
         try:
-            async for event in proceed(context):
-                yield event
+            async with aclosing(proceed(context)) as events:
+                async for event in events:
+                    yield event
         finally:
             del self._tasks[task]
 

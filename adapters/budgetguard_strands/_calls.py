@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any, Literal
 
 from opentelemetry.context import get_current
@@ -80,10 +81,20 @@ class Calls:
         at.copied = model if bound is None else bounded(model, bound)
         return at.copied
 
-    def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
-        """Choose the model of each call, inside of the user's own middleware."""
+    async def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
+        """Choose the model of each call, inside of the user's own middleware.
+
+        The middleware may keep its pieces: so the clock is looked at here, too.
+        """
         context.model = self.model_called(context.agent, context.model)
-        return proceed(context)
+        at = self.going_on(context.agent)
+        async with aclosing(proceed(context)) as events:
+            async for event in events:
+                if at is not None:
+                    at.look()
+                    if at.due:
+                        raise Halt(at)
+                yield event
 
     async def before_model_call(self, event: BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
@@ -227,31 +238,44 @@ class Calls:
 
     # Tool calls
 
-    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
-        """Admit a tool call, or give a result in its place."""
+    def offer_tool_call(self, event: BeforeToolCallEvent) -> None:
+        """Admit a tool call before a user's hook asks a person about it."""
         at = self.going_on(event.agent)
-        if at is None:
+        if at is None or event.cancel_tool:
             return  # outside of a run it is the user's own code that calls the tool
         use = event.tool_use
-        waited = at.take_waiting(use) if at.waiting else None
-        if event.cancel_tool:
-            if waited is not None:
-                at.run.withdrawn(waited)
-            return
-        if waited is None and _seams.is_asking(event.agent, use):
-            return  # it is asked for when the person has answered
-        at.leave_call()
-        call = waited or at.run.tool_call(
-            ToolCall(
-                name=use["name"],
-                arguments=use["input"],
-                id=use["toolUseId"],
-                kind=_kind(event.selected_tool, use["name"], at),
-            )
-        )
-        call = await at.run.wait_async(call)
-        at.note_warnings()
+        call = at.take_waiting(use) if at.waiting else None
+        if call is None:
+            at.leave_call()
+            kind = _kind(event.selected_tool, use["name"], at)
+            call = at.run.tool_call(_tool_call(use, kind))
         at.asked.append(_history.Asked(use, call, get_current()))
+        if call.refusal is not None:
+            event.cancel_tool = call.refusal
+            _seams.ask_nobody(event)
+
+    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
+        """Start a tool call, or give a result in its place, after the other hooks."""
+        at = self.going_on(event.agent)
+        if at is None:
+            return
+        use = event.tool_use
+        asked = _history.find_call(at.asked, use)
+        if asked is not None and asked.call.refusal is not None:
+            event.cancel_tool = asked.call.refusal
+            return
+        if event.cancel_tool:
+            if asked is not None:
+                # The detector sees it; it counts as no tool call.
+                at.asked.remove(asked)
+                at.run.withdrawn(asked.call)
+            return
+        if asked is None:
+            return
+        if _seams.is_asking(event.agent, use):
+            return  # it waits for the answer
+        call = await at.run.wait_async(asked.call)
+        at.note_warnings()
         refusal = at.run.start(call)
         if refusal is None:
             at.within(call)
@@ -298,6 +322,10 @@ def _says(trip: Trip, event: AfterToolCallEvent) -> bool:
     """Tell whether a tool failed because a run inside of it was stopped."""
     # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
     return is_stop(event.exception) or str(BudgetExceeded(trip)) in str(event.result["content"])
+
+
+def _tool_call(use: Any, kind: Literal["function", "handoff", "output"]) -> ToolCall:
+    return ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)
 
 
 def _kind(tool: Any, name: str, at: AgentRun) -> Literal["function", "handoff", "output"]:

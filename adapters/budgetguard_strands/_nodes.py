@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from strands.multiagent import Swarm
@@ -106,12 +107,13 @@ def end_normally(graph: Graph, is_stopped: Callable[[Graph, BaseException], bool
 
     Only what runs an agent by itself, in a node of the user's own, is left by one.
     """
-    own = graph.stream_async
+    own: Any = graph.stream_async
 
     async def stream_async(*args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            async for event in own(*args, **kwargs):
-                yield event
+            async with aclosing(own(*args, **kwargs)) as events:
+                async for event in events:
+                    yield event
         except Exception as error:
             if not is_stopped(graph, error):
                 raise

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from budgetguard_core import Budget, CheckpointError, Guard, Outcome, Snapshot
+from budgetguard_core import Budget, CheckpointError, Guard, Outcome, Snapshot, Trip
 from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, load_to_resume
 from budgetguard_strands._identity import ByIdentity
 
@@ -33,6 +33,7 @@ class Opener:
 
     Attributes:
         outcomes: The outcome of the last run of each agent, swarm and graph.
+        trips: The stop of the last run of each.
         nodes: The run that a node's executor is a part of, while the node is at work.
         corrections: What the next node of a run of a swarm or graph is to be told.
     """
@@ -45,6 +46,7 @@ class Opener:
         self._own: WeakSet[Run] = WeakSet()
         self.outcomes: ByIdentity[Outcome] = ByIdentity()
         self.nodes: ByIdentity[Run] = ByIdentity()
+        self.trips: ByIdentity[Trip] = ByIdentity()
         self.corrections: WeakKeyDictionary[Run, str] = WeakKeyDictionary()
 
     def open(
@@ -54,6 +56,7 @@ class Opener:
         kept: Any,
         *,
         user_spoke: bool,
+        waits: bool = False,
         given: Any = None,
         layer_above: Run | None = None,
     ) -> Opened:
@@ -64,11 +67,13 @@ class Opener:
             invocation_state: What the caller gave.
             kept: What an agent's state holds of an earlier run of its session.
             user_spoke: It begins with new words of the user's.
+            waits: It goes on in the object that waited for a person.
             given: What the run is given as its input, where that is known.
             layer_above: The run of another provider on the same target, inside of the same run:
                 what both count is one call.
         """
         self.outcomes.pop(target)
+        self.trips.pop(target)
         node = self.nodes.get(target)
         around = layer_above or node
         with nullcontext() if around is None else entered(around.frame()):
@@ -76,7 +81,7 @@ class Opener:
             inside = frame is not None and frame.run is not None
             envelope = self.envelope
             if inside and self._is_in(frame):
-                envelope, kept = self._part, None
+                envelope, kept = self._part, kept if waits else None
             elif not inside:
                 envelope = self._given(invocation_state)
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:

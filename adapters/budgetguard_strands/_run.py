@@ -26,6 +26,7 @@ _tasks: Any = asyncio.tasks
 current_task: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any]] = (
     _tasks.current_task if sys.version_info >= (3, 12) else _tasks._current_tasks.get  # noqa: SLF001
 )
+_LOOK_EVERY = 64
 _NOTHING: frozenset[str] = frozenset()
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
@@ -119,6 +120,7 @@ class AgentRun:
         self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._earlier = 0
+        self._pieces = 0
         self.due = False
         self.begin_call(None)
 
@@ -229,8 +231,12 @@ class AgentRun:
             self.awaiting.cancel()
 
     def look(self) -> None:
-        """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
-        if self.run.has_to_end:
+        """Look at the clock and for an abort, where the loop gets no turn to tell of them.
+
+        Once for many pieces: an answer that is all there when it is late is paid, and kept.
+        """
+        self._pieces += 1
+        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
             self.streaming = self.streaming and not self.due
 

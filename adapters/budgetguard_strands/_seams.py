@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from strands import Agent
-from strands.hooks import AfterInvocationEvent
+from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.middleware import InvokeModelStage
 from strands.multiagent.graph import Graph
 
@@ -109,6 +109,31 @@ def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
         return False
     mark = f":before_tool_call:{use['toolUseId']}:"
     return any(mark in name and one.response is None for name, one in interrupts.items())
+
+
+class _NoAnswer(str):
+    """The answer to a question that nobody is asked: empty, whatever a hook reads of it."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> str:
+        return self
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the default, as a dictionary without the key."""
+        del key
+        return default
+
+
+def ask_nobody(event: BeforeToolCallEvent) -> None:
+    """Answer what the hooks after this one ask a person about a call that is refused anyway."""
+
+    def interrupt(name: str, reason: Any = None, response: Any = None) -> Any:
+        del name, reason
+        return _NoAnswer() if response is None else response
+
+    # The event takes no attributes of others.
+    object.__setattr__(event, "interrupt", interrupt)
 
 
 def results_before_interrupt(agent: Agent) -> list[Any]:

@@ -69,6 +69,37 @@ def test_the_bound_of_openai_responses_is_never_below_its_minimum():
     assert bounded(model, 5).get_config()["params"]["max_output_tokens"] == 16
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("LlamaAPIModel", ("config", "max_completion_tokens")),
+        ("WriterModel", ("config", "max_tokens")),
+        ("LlamaCppModel", ("config", "params", "max_tokens")),
+        ("SageMakerAIModel", ("payload_config", "max_tokens")),
+    ],
+)
+@pytest.mark.parametrize("own", [None, 50, 500])
+def test_each_model_of_strands_own_has_a_completion_bound(name, place, own):
+    # By their names alone, because their packages are not all installed.
+    class Named:
+        def get_config(self):
+            return self.config
+
+    Named.__name__ = name
+    model = Named()
+    model.config, model.payload_config = {"model_id": "m"}, {"stream": True}
+    *path, last = place
+    settings = vars(model)
+    for key in path:
+        settings = settings.setdefault(key, {})
+    if own is not None:
+        settings[last] = own
+    settings = vars(bounded(model, 100))
+    for key in path:
+        settings = settings[key]
+    assert settings[last] == (50 if own == 50 else 100)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_that_our_bound_cut_off_is_the_budgets_stop(way):
     script = Script([Reply(text="So far I have", cut=True)])

@@ -206,10 +206,12 @@ def test_a_trip_and_an_interrupt_in_one_batch_lose_neither(executor, word, order
         assert provider.outcome(agent).status == "paused"
         result = agent(answers(result, word))
     assert result.stop_reason == "max_tool_calls"
-    assert len(counter.started) + len(asked) == 2
+    # A call that waits holds its place until the answer: the others of the batch were refused.
+    bodies = 1 if word == "no" and executor is ConcurrentToolExecutor else 2
+    assert len(counter.started) + len(asked) == bodies
     assert [one.status for one in outcomes if one.status != "paused"] == ["terminated"]
     assert len([one for one in caplog.records if one.name.startswith("budgetguard")]) == 1
-    assert provider.outcome(agent).usage.tool_calls == 2
+    assert provider.outcome(agent).usage.tool_calls == bodies
     check_request([*agent.messages, GO_ON])
 
 
