@@ -91,8 +91,9 @@ def around() -> Frame | None:
 def current() -> Frame | None:
     """Return the innermost frame around this code whose run goes on; None outside of any.
 
-    It is found in this thread or task, in tasks that are started here, and in threads that get a
-    copy of the context. The frame of a process that is bounded as a whole is found everywhere.
+    It is found in this thread or task, in tasks that are started here, in threads that are started
+    while a block is open (`threads`), and in those that get a copy of the context. The frame of a
+    process that is bounded as a whole is found everywhere.
     """
     frame = FRAME.get()
     while frame is not None and not frame.is_live:

@@ -21,6 +21,7 @@ from budgetguard_core.sinks import Sink
 from budgetguard_core.standing import Mode
 from budgetguard_core.state import RunState, WarningEvent
 from budgetguard_core.tenancy import tenant_place
+from budgetguard_core.threads import THREADS
 from budgetguard_core.tree import Tree, as_sink
 
 if TYPE_CHECKING:
@@ -124,15 +125,18 @@ class RunRelations(RunControls):
     def activate(self) -> Generator[Self]:
         """Bound every run of every adapter in the block, beside what bounds them already.
 
-        It holds in this thread or task, in tasks that are started here, and in threads that get a
-        copy of the context. A block that ends by itself without a call admitted in it is warned of
-        in the log: what ran there was not bounded, unless nothing ran.
+        It holds in this thread or task, and in the tasks, threads and pools of threads that are
+        used here; what other processes call is not counted. A block that ends by itself without a
+        call admitted in it is warned of in the log: what ran there was not bounded, unless nothing
+        ran.
         """
         before = self._calls()
         token = FRAME.set(Frame(self, above=around()))
+        block = THREADS.opened()
         try:
             yield self
         finally:
+            THREADS.closed(block)
             FRAME.reset(token)
         # In a run that was stopped before, nothing is admitted because it is bounded.
         if self._calls() == before and self.trip is None and self.mode is not Mode.OFF:

@@ -16,6 +16,7 @@ from budgetguard_core.kit.ambient import (
     in_force,
 )
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.cancel import Scope
 from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.envelope import (
     Envelope,
@@ -26,6 +27,9 @@ from budgetguard_core.kit.envelope import (
 )
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.finalizing import ANSWER_NOW, Answer, LastAnswer, last_answer
+from budgetguard_core.kit.flow import run_awaited
+from budgetguard_core.kit.history import Call, Turn
+from budgetguard_core.kit.model_turn import ModelTurn, Request
 from budgetguard_core.kit.outcomes import outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
@@ -33,6 +37,7 @@ from budgetguard_core.kit.pruning import Prune, keep_turns
 from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.run import Run
+from budgetguard_core.kit.session import LastQuestion, Session
 from budgetguard_core.kit.stops import is_stop
 from budgetguard_core.kit.usage import (
     answered_usage,
@@ -49,18 +54,25 @@ __all__ = [
     "PROGRESS_TOOL",
     "Answer",
     "Batch",
+    "Call",
     "CutShort",
     "Envelope",
     "EnvelopeOptions",
     "Frame",
     "LastAnswer",
+    "LastQuestion",
+    "ModelTurn",
     "OnTrip",
     "OpenModelCall",
     "OpenToolCall",
     "Prompt",
     "Prune",
+    "Request",
     "Run",
+    "Scope",
+    "Session",
     "ToolKind",
+    "Turn",
     "Watch",
     "answered_usage",
     "current",
@@ -86,6 +98,7 @@ __all__ = [
     "report_progress",
     "reported_cost",
     "required",
+    "run_awaited",
     "supervised",
     "token_usage",
     "turned_away",

@@ -143,7 +143,7 @@ class OpenToolCall(_Call):
     refusal: str | None = None
     reason: StopReason | None = None
     detail = ""
-    function: object = None
+    function: Any = None
     trip: Trip | None = None
     result: Any = None
     seen = False

@@ -23,6 +23,7 @@ from budgetguard_core.kit.stops import log_stop
 from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.stores import CheckpointStore
+from budgetguard_core.threads import THREADS
 
 
 class Terms(Protocol):
@@ -109,6 +110,7 @@ class Lifetime:
         # Nobody tells the end of a loose run, so nobody waits for it.
         if self._parent is not None and not loose:
             self._parent._children.add(self)  # noqa: SLF001 - another run's own field
+        self._block = None if loose else THREADS.opened()
 
     # The code of the run
 
@@ -402,6 +404,8 @@ class Lifetime:
         for part in list(self._parts.values()):
             part.end()
         self.ended = True
+        if self._block is not None:
+            THREADS.closed(self._block)
         self._was_cut = status in ("terminated", "failed")
         if not (self.trip is None or self.is_loose or self.is_of_the_run_around(self.trip)):
             log_stop(self.trip, self.guard.run_id)

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 FRAMEWORKS = {
     "agents": "test_openai_agents*.py",
     "langgraph": "test_langgraph*.py",
+    "pydantic_ai": "test_pydantic_ai*.py",
     "strands": "test_strands*.py",
 }
 MISSING = [framework for framework in FRAMEWORKS if find_spec(framework) is None]

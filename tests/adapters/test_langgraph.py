@@ -564,8 +564,7 @@ def test_a_budget_below_an_active_guard_is_a_part_of_it():
     assert script.calls == 3
 
 
-def test_threads_without_the_context_are_out_of_reach():
-    """A declared limit: nothing leads from such a thread to its run."""
+def test_calls_in_a_pool_that_a_node_starts_spend_the_budget_of_the_run():
     script = Script([says("x")])
     model = ScriptedChat(script=script)
 
@@ -580,8 +579,8 @@ def test_threads_without_the_context_are_out_of_reach():
     graph.add_edge(START, "node")
     guard = Guard(Budget(max_model_calls=1))
     bounded(graph.compile(), guard).invoke(user("Go."))
-    assert script.calls == 3
-    assert guard.usage.model_calls == 0
+    assert script.calls == 1
+    assert guard.usage.model_calls == 1
 
 
 # The callback

@@ -193,7 +193,8 @@ def test_what_is_used_and_not_installed_is_a_problem():
 def test_each_adapter_of_a_framework_declares_its_coverage():
     declaring = {one.adapter for one in declared().covered}
     assert declaring == {
-        f"budgetguard_{name}" for name in ("http", "langgraph", "openai_agents", "strands")
+        f"budgetguard_{name}"
+        for name in ("http", "langgraph", "openai_agents", "pydantic_ai", "strands")
     }
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for one in declared().covered:

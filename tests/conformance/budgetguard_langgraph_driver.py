@@ -219,11 +219,6 @@ USAGE_RECORDS = (
 
 class LangGraphDriver(Driver):
     adapter = "budgetguard_langgraph"
-    limits: ClassVar = {
-        "test_threads_without_the_context_are_out_of_reach": (
-            "calls in a raw thread pool, whose threads get no copy of the context, are not seen"
-        ),
-    }
     subagents = frozenset({"tool", "graph"})
     usage_records: ClassVar = USAGE_RECORDS
     checkpointed = True

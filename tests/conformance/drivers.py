@@ -14,6 +14,7 @@ FRAMEWORKS = {
     "budgetguard_http": "openai",
     "budgetguard_langgraph": "langgraph",
     "budgetguard_openai_agents": "agents",
+    "budgetguard_pydantic_ai": "pydantic_ai",
     "budgetguard_strands": "strands",
 }
 # What an adapter does not do yet; whoever adds it takes the line out.

@@ -24,7 +24,7 @@ def test_clause(clause, mode):
 
 def test_the_adapter_is_short():
     lines = (layout.ROOT / "tests/conformance/toy_adapter.py").read_text().splitlines()
-    assert len(lines) < 120
+    assert len(lines) <= 150
 
 
 def test_the_report_of_an_adapter_that_keeps_the_contract():

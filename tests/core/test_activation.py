@@ -28,7 +28,7 @@ def test_the_innermost_block_counts_and_leaving_it_restores_the_outer():
     assert current_guard() is None
 
 
-def test_tasks_and_copied_contexts_see_it_and_bare_threads_do_not():
+def test_tasks_threads_and_copied_contexts_see_it():
     seen = {}
 
     async def task():
@@ -48,7 +48,7 @@ def test_tasks_and_copied_contexts_see_it_and_bare_threads_do_not():
             thread = threading.Thread(target=run, name=name)
             thread.start()
             thread.join()
-    assert seen == {"task": guard, "thread": None, "copied": guard}
+    assert seen == {"task": guard, "thread": guard, "copied": guard}
 
 
 def test_an_attachment_is_one_for_a_whole_tree_and_kind():

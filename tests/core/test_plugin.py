@@ -223,6 +223,20 @@ FRAMEWORKS = {
             return outcome(bounded_run_sync(agent, "Go.", budget=budget))
         """,
     ),
+    "pydantic_ai": (
+        "pydantic_ai",
+        """
+        from pydantic_ai import Agent
+        from budgetguard_pydantic_ai import BudgetCapability, outcome
+
+        def search(query: str) -> str:
+            return "nothing about " + query
+
+        def run(model, budget):
+            agent = Agent(model, tools=[search], capabilities=[BudgetCapability(budget)])
+            return outcome(agent.run_sync("Go."))
+        """,
+    ),
     "strands": (
         "strands",
         """

@@ -113,6 +113,7 @@ CIRCLES = {
         "A = 1\n",
     ),
     "budgetguard_loop": ("def f():\n    import budgetguard_loop.{}\n", "A = 1\n"),
+    "budgetguard_pydantic_ai": ("import budgetguard_pydantic_ai.{}\n", "A = 1\n"),
     "budgetguard_strands": ("import budgetguard_strands.{}\n", "A = 1\n"),
 }
 

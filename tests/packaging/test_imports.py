@@ -50,6 +50,7 @@ NEEDED = {
     "budgetguard_http": (["httpx", "httpx2"], "http"),
     "budgetguard_langgraph": (["langchain_core", "langgraph"], "langgraph"),
     "budgetguard_openai_agents": (["agents"], "openai-agents"),
+    "budgetguard_pydantic_ai": (["pydantic_ai"], "pydantic-ai"),
     "budgetguard_strands": (["strands"], "strands"),
 }
 

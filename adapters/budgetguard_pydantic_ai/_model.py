@@ -1,0 +1,140 @@
+"""The model calls of a run: asked for before a turn, bound and charged on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from pydantic_ai import messages as chat
+from pydantic_ai.models.fallback import FallbackModel
+from pydantic_ai.models.wrapper import WrapperModel
+
+from budgetguard_core import Stop
+from budgetguard_core.kit import ModelTurn, Request, Scope, Session, run_awaited, token_usage
+from budgetguard_pydantic_ai._history import DIALECT, instructions_of
+
+
+class ModelCalls:
+    """The model calls of one run.
+
+    Attributes:
+        turn: The call that was admitted and did not go out yet.
+        scope: The block around the framework's call; deadline and abort end it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.turn: ModelTurn | None = None
+        self.scope: Scope | None = None
+
+    async def ask(self, model: Any, messages: list[Any], *, retry: bool = False) -> bool:
+        """Ask for a call; return whether it may go out."""
+        name, provider = model.model_name, provider_of(model)
+        request = Request(messages=messages, model=name, provider=provider, retry=retry)
+        turn = await run_awaited(self.session.model(request))
+        self.turn = None if isinstance(turn, Stop) else turn
+        return self.turn is not None
+
+    def dropped(self) -> None:
+        """Give back a call that did not go out."""
+        turn, self.turn, self.scope = self.turn, None, None
+        if turn is not None:
+            turn.unmade()
+
+    async def sent(self, model: Any, messages: list[Any], settings: Any) -> tuple[Any, Any, Any]:
+        """Return the turn of a call that goes out, what to send, and with which settings."""
+        if self.turn is None:
+            await self.ask(model, messages, retry=True)
+        turn, self.turn = self.turn, None
+        if turn is None:
+            # Cut from above: the consumer of a stream must not meet an exception.
+            if self.scope is not None:
+                self.scope.cut()
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+        given: dict[str, Any] = {**(settings or {})}
+        bound = turn.bound(given.get("max_tokens"))
+        if bound is not None:
+            settings = {**given, "max_tokens": bound}
+        run = self.session.run
+        messages = [*(run.pruned(messages, model.model_name, provider_of(model)) or messages)]
+        if turn.nudge is not None:
+            # For this call alone: a later turn has nothing to learn from it.
+            said = chat.UserPromptPart(turn.nudge)
+            messages[-1] = replace(messages[-1], parts=[*messages[-1].parts, said])
+        return turn, messages, settings
+
+    def answered(self, turn: ModelTurn, response: Any, messages: Any, params: Any) -> None:
+        """Charge a call that answered."""
+        turn.answered(
+            DIALECT.read(response),
+            token_usage(response.usage),
+            message=response,
+            model=response.model_name,
+            is_cut=response.finish_reason == "length" and not response.tool_calls,
+            sent=Request(
+                messages=messages,
+                tools=[*params.function_tools, *params.output_tools],
+                system=instructions_of(messages),
+            ),
+        )
+
+
+class Metered(WrapperModel):
+    """The model of a run, which sees every attempt, continuation and streamed call."""
+
+    def __init__(self, wrapped: Any, calls: ModelCalls) -> None:
+        super().__init__(wrapped)
+        self._calls = calls
+
+    async def request(
+        self, messages: Any, model_settings: Any, model_request_parameters: Any
+    ) -> chat.ModelResponse:
+        """Send a request."""
+        calls, params = self._calls, model_request_parameters
+        turn, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
+        with turn:
+            response = await super().request(messages, settings, params)
+        calls.answered(turn, response, messages, params)
+        return response
+
+    @asynccontextmanager
+    async def request_stream(
+        self,
+        messages: Any,
+        model_settings: Any,
+        model_request_parameters: Any,
+        run_context: Any = None,
+    ) -> AsyncGenerator[Any]:
+        """Send a request whose answer is streamed."""
+        calls, params, stream = self._calls, model_request_parameters, None
+        turn, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
+        try:
+            async with AsyncExitStack() as stack:
+                with turn.entered():
+                    opening = super().request_stream(messages, settings, params, run_context)
+                    stream = await stack.enter_async_context(opening)
+                yield stream
+        except BaseException as error:
+            turn.piece("" if stream is None else stream.get().text or "")
+            turn.failed(error)
+            raise
+        calls.answered(turn, stream.get(), messages, params)
+
+
+def metered(model: Any, calls: ModelCalls) -> Any:
+    """Return a model whose calls are counted; each model of a `FallbackModel` by itself."""
+    if not isinstance(model, FallbackModel):
+        return Metered(model, calls)
+    model = copy(model)
+    model.models = [Metered(one, calls) for one in model.models]
+    return model
+
+
+def provider_of(model: Any) -> str | None:
+    """Return the provider of a model; None for the framework's fakes."""
+    return None if model.system in ("function", "test") else model.system

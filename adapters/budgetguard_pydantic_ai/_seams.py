@@ -1,0 +1,68 @@
+"""Every private name of Pydantic AI that the adapter touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_ai import CallToolsNode, ModelRequestNode, _agent_graph
+from pydantic_ai.result import FinalResult
+from pydantic_ai.run import AgentRunResult
+from pydantic_graph import End
+
+from budgetguard_core import AdapterError
+
+graph: Any = _agent_graph
+NEEDED: dict[Any, tuple[str, ...]] = {
+    graph: ("GraphAgentState", "SetFinalResult"),
+    ModelRequestNode: ("_resume_suspended", "last_request_context"),
+}
+
+
+def check() -> None:
+    """Look for every private name.
+
+    Raises:
+        AdapterError: This release lacks one.
+    """
+    for owner, names in NEEDED.items():
+        known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
+        missing = sorted(set(names) - known)
+        if missing:
+            raise AdapterError(
+                f"Pydantic AI must have {', '.join(missing)}, got a release without. "
+                "Install pydantic-ai-slim>=2.64,<3."
+            )
+
+
+def is_new_turn(node: Any) -> bool:
+    """Tell whether a node will make a model call that begins a turn.
+
+    One that the user has streamed is made already; a suspended response that goes on is no turn.
+    """
+    return (
+        isinstance(node, ModelRequestNode)
+        and node.last_request_context is None
+        and node._resume_suspended is None  # pyright: ignore[reportPrivateUsage]
+    )
+
+
+def is_reply(node: Any) -> bool:
+    """Tell whether a node has a reply of the model."""
+    return isinstance(node, CallToolsNode)
+
+
+def end(output: Any) -> Any:
+    """Return the end of a run in the place of its next node."""
+    return End(FinalResult(output))
+
+
+def final_node(output: Any) -> Any:
+    """Return the node that ends a run in the place of a model request."""
+    return graph.SetFinalResult(FinalResult(output))
+
+
+def result_of(ctx: Any, messages: list[Any], output: Any) -> AgentRunResult[Any]:
+    """Return the result of a run that ended outside of its graph."""
+    state = graph.GraphAgentState(message_history=messages, usage=ctx.usage, run_id=ctx.run_id)
+    earlier = sum(one.run_id != ctx.run_id for one in messages)
+    return AgentRunResult(output, None, state, earlier)

@@ -1,0 +1,98 @@
+"""The capability that puts a budget around each run of an agent, also around those of a block."""
+
+from __future__ import annotations
+
+import functools
+from contextvars import ContextVar
+from typing import Any, Unpack
+from weakref import WeakValueDictionary
+
+from pydantic_ai import Agent
+from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
+from pydantic_ai.usage import UsageLimits
+
+from budgetguard_core import Budget, Guard, Outcome, kit
+from budgetguard_pydantic_ai import _seams
+from budgetguard_pydantic_ai._history import DIALECT
+from budgetguard_pydantic_ai._run import OUTERMOST, BoundedRun, toolset_of
+
+
+class BudgetCapability(AbstractCapability[Any]):
+    """A budget around each run of an agent: `Agent(..., capabilities=[BudgetCapability(budget)])`.
+
+    Args:
+        budget: A `Budget` (a fresh guard for each run), a `Guard` (shared), or an `Envelope`.
+        options: The options of `kit.Envelope`.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | Guard | kit.Envelope | None = None,
+        **options: Unpack[kit.EnvelopeOptions],
+    ) -> None:
+        self.envelope = kit.envelope_of(budget, **options)
+
+    def get_ordering(self) -> CapabilityOrdering:
+        """Return the place among other capabilities."""
+        return OUTERMOST
+
+    def get_toolset(self) -> Any:
+        """Return the tools of the budget."""
+        return toolset_of(self.envelope)
+
+    async def for_run(self, ctx: Any) -> AbstractCapability[Any]:
+        """Return the capability of one run."""
+        first, made = _runs.get(ctx.run_id), BoundedRun(self.envelope, _output_type.get())
+        if first is not None:
+            # Of two layers on one guard the first counts; else the run of the second one, a part.
+            budget = made.envelope.budget
+            is_same = isinstance(budget, Guard) and budget is first.envelope.budget
+            (made if is_same else first).is_passive = True
+        _runs.setdefault(ctx.run_id, made)
+        return made
+
+
+def outcome(result: Any) -> Outcome | None:
+    """Return the outcome of a run by its result, or by the exception that left it."""
+    if isinstance(result, BaseException):
+        return kit.outcome_of(result)
+    messages, final = result.all_messages(), getattr(result, "output", None)
+    own = (one for one in reversed(messages) if one.run_id == result.run_id)
+    known = (kit.outcome_of(one, messages=messages, final=final) for one in own)
+    return next((found for found in known if found is not None), None)
+
+
+_runs: WeakValueDictionary[str, BoundedRun] = WeakValueDictionary()
+_output_type: ContextVar[Any] = ContextVar("budgetguard_pydantic_ai_output_type", default=str)
+_original: Any = Agent.iter
+
+
+@functools.wraps(_original)
+def _bounded_iter(self: Any, user_prompt: Any = None, **options: Any) -> Any:
+    found: list[Any] = [*(options.get("capabilities") or ())]
+    self.root_capability.apply(found.append)
+    if not any(isinstance(one, BudgetCapability) for one in found):
+        if kit.current() is None:
+            return _original(self, user_prompt, **options)
+        joined = BudgetCapability(Budget())
+        options["capabilities"] = [*(options.get("capabilities") or ()), joined]
+    _output_type.set(options.get("output_type") or self.output_type)
+    if options.get("usage_limits") is None:
+        # Its 50 requests are a default, and nobody's decision.
+        options["usage_limits"] = UsageLimits(request_limit=None)
+    past = options.get("message_history")
+    if past and user_prompt is None and DIALECT.read(past[-1]).synthetic:
+        # Without new words the framework would take the synthetic message for the answer.
+        options["message_history"] = past[:-1]
+    return _original(self, user_prompt, **options)
+
+
+def install() -> None:
+    """Make every agent of this process a part of the run around it, by the public `Agent.iter`.
+
+    Raises:
+        AdapterError: This release of Pydantic AI lacks a name that the adapter needs.
+    """
+    _seams.check()
+    agents: Any = Agent
+    agents.iter = _bounded_iter
