@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from budgetguard_core import Budget, CheckpointError, Guard, Outcome, Snapshot, Trip
-from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, load_to_resume
+from budgetguard_core import Budget, Guard, Outcome, Trip
+from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, part
+from budgetguard_core.kit.flow import run_blocking
+from budgetguard_core.kit.resume import opened
 from budgetguard_strands._identity import ByIdentity
 
 KEY = "budgetguard"
@@ -87,8 +89,15 @@ class Opener:
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
                 # Its detection of loops only looks on where the run around it does.
                 envelope = replace(envelope, mode=frame.guard.mode)
-            facts = {"config": invocation_state, "given": given}
-            run = _opened(envelope, kept, facts, user_spoke=user_spoke)
+            run, _ = run_blocking(
+                opened(
+                    envelope,
+                    _Entry(kept),
+                    user_spoke=user_spoke,
+                    config=invocation_state,
+                    given=given,
+                )
+            )
         self._own.add(run)
         return Opened(run, inside, isinstance(envelope.budget, Guard), node is not None)
 
@@ -111,37 +120,20 @@ class Opener:
         return False
 
 
-def _opened(envelope: Envelope, kept: Any, facts: dict[str, Any], *, user_spoke: bool) -> Run:
-    problem: Exception | None = None
-    try:
-        if kept and kept["unfinished"]:
-            snapshot, leg = _claimed(envelope, Snapshot.from_json(kept["snapshot"]))
-            run = envelope.open(
-                resume=snapshot,
-                fresh=kept["unfinished"] == "stopped",
-                user_spoke=user_spoke,
-                **facts,
-            )
-            run.go_on_as(leg, snapshot.run_id)
-            return run
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        # What a tool could have written into the state must not end the run.
-        problem = error
-    run = envelope.open(user_spoke=user_spoke, **facts)
-    if problem is not None:
-        run.guard.report(f"agent.state[{KEY!r}]: {type(problem).__name__}: {problem}")
-    return run
+class _Entry:
+    """What the state of an agent, swarm or graph holds of its last run; it is written elsewhere."""
 
+    keeps: frozenset[str] = frozenset()
 
-def _claimed(envelope: Envelope, kept: Snapshot) -> tuple[Snapshot, int | None]:
-    """Take up a run's counters; who took them up before, in whatever process, cannot go on.
+    def __init__(self, kept: Any) -> None:
+        self._kept = kept
 
-    Returns:
-        The newer of what the session and what the store has kept, and the leg that begins.
-    """
-    if envelope.store is None:
-        return kept, None
-    stored, leg = load_to_resume(envelope.store, kept.run_id)
-    if stored is None or (stored.seq, stored.call_id) <= (kept.seq, kept.call_id):
-        return kept, leg
-    return stored, leg
+    def get(self) -> dict[str, Any] | None:
+        """Return the entry, or None; a tool could have written anything into the state."""
+        kept = self._kept
+        if not kept or kept == {"unfinished": None}:
+            return None
+        return {"status": part(kept, "unfinished"), "snapshot": part(kept, "snapshot")}
+
+    def put(self, entry: dict[str, Any] | None) -> None:
+        """Keep nothing."""

@@ -1466,7 +1466,7 @@ def test_a_damaged_state_is_reported_and_the_run_starts_anew(damage, counter):
     assert agent("Go.").stop_reason == "max_iterations"
     outcome = provider.outcome(agent)
     assert outcome.usage.iterations == 2
-    assert any("agent.state" in error for error in outcome.errors)
+    assert any("resume" in error for error in outcome.errors)
 
 
 def test_what_a_tool_writes_into_the_state_raises_no_cap(counter):
