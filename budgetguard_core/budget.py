@@ -310,6 +310,10 @@ class Budget(BaseModel, metaclass=_OwnNames):
         caps = {name: getattr(self, name) for name in DIMENSIONS}
         return {name: cap for name, cap in caps.items() if cap is not None}
 
+    def breakers(self) -> bool:
+        """Return whether any breaker is set."""
+        return any(getattr(self, name) for name in BREAKERS)
+
     def uncapped(self) -> tuple[str, ...]:
         """Name the dimensions without a cap: whatever grows there is not bounded.
 

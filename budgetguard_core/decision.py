@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from pydantic import ConfigDict
 
-from budgetguard_core.breakers.call import CallBreakers
 from budgetguard_core.canonical import digest_of
-from budgetguard_core.charges import Charges
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
@@ -230,9 +228,8 @@ class Admit:
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
         occurrence: How many calls of the run with this id, name and arguments came before it.
         expected: What of the reservation is a guess at the completion: tokens, and money likewise.
-        charged: Of how many meters of its chain the call has been charged.
-        breakers: What the run's breakers have to do with the call; None where it has none.
-        charges: What is set aside with the ledgers of the run's tenants.
+        charged: Of how many links of its chain the call has been charged.
+        holds: What the plugs of the run, and of those above it, hold for the call.
     """
 
     # What most answers have in common is the class's: one is made for each step.
@@ -241,8 +238,7 @@ class Admit:
     rates: Rates | None = None
     reserved_tokens = 0
     reserved_cost = 0
-    breakers: CallBreakers | None = None
-    charges: Charges = ()
+    holds: tuple[Any, ...] = ()
     charged = 0
     occurrence = 0
     expected = _NO_GUESS
@@ -260,18 +256,10 @@ class Admit:
         self.call_id = call_id
         return self
 
-    def take_over(
-        self,
-        rates: Rates | None,
-        reserved: tuple[int, int],
-        expected: tuple[int, int],
-        occurrence: int,
-    ) -> None:
-        """Be the ticket of a call that was open in an earlier leg of the run."""
-        self.rates = rates
-        self.reserved_tokens, self.reserved_cost = reserved
-        self.expected = expected
-        self.occurrence = occurrence
+    @property
+    def breakers(self) -> Any:
+        """What may hold the call back before it starts; None where there is nothing."""
+        return next((hold for hold in self.holds if hold.delays), None)
 
     @property
     def seconds(self) -> float | None:
@@ -338,6 +326,23 @@ def wrong_model(model: object) -> str:
         f"model must be a model's name, got {type(model).__name__}. "
         "Leave it out where it is not known."
     )
+
+
+def check_projection(call: ModelCall) -> None:
+    """Refuse a projection that no call can have: it would be in every sum from then on.
+
+    Raises:
+        ConfigurationError: A figure is not a whole number in its range.
+    """
+    given, least, bound = call.input_tokens, call.min_output_tokens, call.max_output_tokens
+    if (
+        type(given) is not int
+        or type(least) is not int
+        or not 0 <= given <= MOST_TOKENS
+        or not 1 <= least <= MOST_TOKENS
+        or (bound is not None and (type(bound) is not int or not 1 <= bound <= MOST_TOKENS))
+    ):
+        raise ConfigurationError(wrong_projection(call))
 
 
 def wrong_projection(call: ModelCall) -> str:

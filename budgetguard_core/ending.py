@@ -81,7 +81,7 @@ def end_run(
         try:
             store.save(guard.snapshot(messages if saved_messages is None else saved_messages))
         except Exception as problem:
-            guard.report("checkpoint", problem)
+            guard.tree.report("checkpoint", problem)
         else:
             guard.emit(CheckpointSaved)
     if trip is not None:
@@ -90,15 +90,15 @@ def end_run(
             trip=trip,
             usage=guard.usage,
             next_step=next_step,
-            price_book=guard.price_book.version,
+            price_book=guard.tree.price_book.version,
             profile=guard.budget.profile,
             may_have_taken_effect=tuple(
                 f"{ticket.call.name} {ticket.call.id or ''}".strip()
                 for ticket in guard.open_tool_calls()
             ),
-            errors=guard.errors,
+            errors=guard.tree.errors,
         )
-    guard.flush()
+    guard.tree.flush()
     status: Status = "completed"
     if trip is not None:
         status = "terminated"
@@ -126,7 +126,7 @@ def end_run(
         profile=guard.budget.profile,
         observed=() if observed is None else observed.violations,
         resume=resume,
-        errors=guard.errors,
+        errors=guard.tree.errors,
     )
     guard.conclude(outcome)
     return outcome

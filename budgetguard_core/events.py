@@ -20,7 +20,6 @@ from typing import (
 
 from pydantic import ConfigDict, Field
 
-from budgetguard_core.breakers.circuit_breaker import CallOutcome
 from budgetguard_core.budget import ProfileId
 from budgetguard_core.canonical import digest_of
 from budgetguard_core.decision import (
@@ -253,7 +252,7 @@ class ToolCallSettled(EventBase):
     error_fingerprint: str | None = None
     """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
     paths and hexadecimal."""
-    outcomes: tuple[CallOutcome, ...] = ()
+    outcomes: tuple[str, ...] = ()
     """What the call was to each circuit breaker that permitted it."""
     duration_ns: int | None = None
     """How long the body took, where a circuit breaker wants to know."""
@@ -360,12 +359,6 @@ class Checked(EventBase):
     """The run was asked whether it has to end, and it had to."""
 
     event: Literal["checked"] = "checked"
-
-
-class GuardReset(EventBase):
-    """The guard was put back to its beginning."""
-
-    event: Literal["guard_reset"] = "guard_reset"
 
 
 class LimitNearlyReached(EventBase):
@@ -497,7 +490,6 @@ Event: TypeAlias = Annotated[
     | Aborted
     | StopHeld
     | Checked
-    | GuardReset
     | LimitNearlyReached
     | ContextWindowNearlyFull
     | Tripped

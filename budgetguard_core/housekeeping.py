@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from budgetguard_core.controls import RunControls
 from budgetguard_core.frame import FRAME, Frame, current
 
-_G = TypeVar("_G", bound=RunControls)
+if TYPE_CHECKING:
+    from budgetguard_core.guard import Guard
+
+_G = TypeVar("_G", bound="Guard")
 
 
 class _Timer(Protocol):

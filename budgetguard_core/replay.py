@@ -17,7 +17,6 @@ from budgetguard_core.events import (
     BudgetExtended,
     Checked,
     Event,
-    GuardReset,
     HousekeepingBegan,
     HousekeepingEnded,
     IterationsRestarted,
@@ -205,7 +204,7 @@ class Replay:
         elif isinstance(event, ModelCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
-                guard.withdraw_model_call(ticket)
+                guard.withdraw(ticket)
         elif isinstance(event, ToolCallsRequested):
             decisions = guard.admit_tool_calls(
                 [
@@ -233,7 +232,7 @@ class Replay:
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
             if ticket is not None:
-                guard.withdraw_tool_call(ticket, waits=event.waits)
+                guard.withdraw(ticket, waits=event.waits)
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
         elif isinstance(event, LimitNearlyReached):
@@ -243,7 +242,7 @@ class Replay:
         elif isinstance(event, BudgetExtended):
             self._extend(guard, Budget.from_json(event.budget))
         elif isinstance(event, ProgressReported):
-            guard.note_progress(ProgressReport(event.subgoal, event.estimate))
+            guard.report_progress(ProgressReport(event.subgoal, event.estimate))
         elif isinstance(event, UserTurned):
             guard.user_turn()
         elif isinstance(event, ReplyReported):
@@ -264,8 +263,6 @@ class Replay:
             guard.begin_housekeeping(self._waiting(event), answers_for=event.answers_for)
         elif isinstance(event, HousekeepingEnded):
             guard.end_housekeeping(self._waiting(event))
-        elif isinstance(event, GuardReset):
-            guard.reset()
 
     def _waiting(self, event: HousekeepingBegan | HousekeepingEnded) -> list[Admit]:
         """Find the calls by number; they are those of the runs above."""
@@ -372,5 +369,5 @@ def replay(
         numbers.check(event)
         run.apply(event)
     guard = run.end()
-    guard.number_from(numbers.last(guard.run_id))
+    guard.tree.seq = numbers.last(guard.run_id)
     return guard

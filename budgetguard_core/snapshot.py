@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.decision import Admit, ModelCall, ToolKind
+from budgetguard_core.counters import COUNTERS
+from budgetguard_core.decision import Admit, ModelCall, ToolCall, ToolKind
 from budgetguard_core.errors import CheckpointError, ConfigurationError
-from budgetguard_core.meter import COUNTERS
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import from_usd, to_usd
 from budgetguard_core.records import dump
-from budgetguard_core.standing import Mode
 from budgetguard_core.stop import Trip, Violation
+from budgetguard_core.stop_state import Mode
 from budgetguard_core.usage import Usage
 
 FORMAT_VERSION = 2
@@ -81,6 +82,19 @@ class OpenCall(BaseModel):
             tool_kind=call.kind,
             fingerprint=call.fingerprint or "",
             occurrence=ticket.occurrence,
+        )
+
+    def to_call(self) -> ModelCall | ToolCall:
+        """Return the call, so that it can still be settled."""
+        if self.kind == "model":
+            return ModelCall(
+                model=self.model,
+                provider=self.provider,
+                input_tokens=self.input_tokens,
+                cost_usd=None if self.cost_usd is None else Decimal(self.cost_usd),
+            )
+        return ToolCall(
+            name=self.name, id=self.id, kind=self.tool_kind, fingerprint=self.fingerprint
         )
 
 

@@ -199,8 +199,8 @@ def _show_section(
         )
         if act is _ACTS[0]:
             console.print()
-            say(by_morning(view.calls, guard.price_book, outcome.usage), indent=2)
-            unbounded = _until_morning(view.calls, guard.price_book)
+            say(by_morning(view.calls, guard.tree.price_book, outcome.usage), indent=2)
+            unbounded = _until_morning(view.calls, guard.tree.price_book)
             row = replace(row, morning=None if unbounded is None else unbounded.full)
     return row
 

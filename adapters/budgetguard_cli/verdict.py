@@ -18,7 +18,6 @@ from budgetguard_core.budget import BREAKERS
 from budgetguard_core.events import (
     CallDelayed,
     CircuitBreakerChanged,
-    GuardReset,
     ModelCallRefused,
     RunEnded,
     RunRestored,
@@ -226,9 +225,6 @@ class _Run:
             self.budget = Budget.from_json(event.snapshot.get("budget") or {})
         elif isinstance(event, RunStarted) and event.run_id == self.members[0]:
             self.budget = Budget.from_json(event.budget)
-        elif isinstance(event, GuardReset):
-            self._before = _NOTHING
-            self._went_on = False
 
     def verdict(self, *, succeeded: bool | None, runaway: bool, timed: bool) -> Verdict:
         recorded = self._recorded.end()
@@ -339,10 +335,7 @@ class _Log:
             )
             return
         run.seq = event.seq
-        if isinstance(event, GuardReset) and run_id == root:
-            yield self._verdict(run)
-            run.ended = None
-        elif isinstance(event, RunEnded) and run_id == root:
+        if isinstance(event, RunEnded) and run_id == root:
             run.ended = event
         try:
             run.tell(event)

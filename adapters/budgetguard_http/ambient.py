@@ -237,7 +237,7 @@ class bounded_clients:
                 _AMBIENT.everywhere = None
         for host, count in audit.uncovered_hosts().items():
             if count > self._uncovered.get(host, 0):
-                self.run.guard.report(f"a connection to {host} went past the bounded clients")
+                self.run.guard.tree.report(f"a connection to {host} went past the bounded clients")
         return swallowed
 
     def _end(self, error: BaseException | None) -> Outcome:

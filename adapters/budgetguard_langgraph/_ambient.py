@@ -54,7 +54,7 @@ class _FrameCallback(FoundCallback):
 
 def _callback_in(frame: Frame) -> BudgetCallback:
     guard = frame.guard
-    known: OrderedDict[str, BudgetCallback] = guard.attachment(_Callbacks).known
+    known: OrderedDict[str, BudgetCallback] = guard.tree.attachment(_Callbacks).known
     found = known.get(guard.run_id)
     if found is None or found.envelope.budget is not guard:
         found = known[guard.run_id] = _FrameCallback(guard)

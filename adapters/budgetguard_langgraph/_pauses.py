@@ -147,7 +147,7 @@ class Thread:
             if saved is not None:
                 await self.saver.aput_writes(saved.config, writes, str(uuid.uuid4()))
         except Exception as error:
-            guard.report("checkpoint", error)
+            guard.tree.report("checkpoint", error)
 
     def leave(self, guard: Guard, outcome: Outcome, slot: int) -> None:
         """Leave how a run ended, and its counters where it waits."""
@@ -172,7 +172,7 @@ class Thread:
             if saved is not None:
                 self.saver.put_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
         except Exception as error:
-            guard.report("checkpoint", error)
+            guard.tree.report("checkpoint", error)
 
     async def atell(self, guard: Guard, outcome: Outcome) -> None:
         """Leave how a run ended at its last checkpoint, without its messages."""
@@ -181,7 +181,7 @@ class Thread:
             if saved is not None:
                 await self.saver.aput_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
         except Exception as error:
-            guard.report("checkpoint", error)
+            guard.tree.report("checkpoint", error)
 
     def forget(self, outcome: Outcome) -> None:
         """Make nothing of the counters that a stopped run was taken up with: others begin anew."""

@@ -187,7 +187,7 @@ def _was_handoff(graph_run: GraphRun, call: OpenToolCall) -> None:
     if call.call.kind == "function":
         _is_handoff(graph_run, name)
         for ticket in call.tickets:
-            ticket.guard.withdraw_tool_call(ticket)
+            ticket.guard.withdraw(ticket)
 
 
 def _is_handoff(graph_run: GraphRun, name: str) -> None:

@@ -316,7 +316,7 @@ class ToolCalls:
         for item, approved in decided:
             ticket = None if approved else _take(tickets, part(item.raw_item, "call_id"))
             if approved is False and ticket is not None:
-                self.run.guard.withdraw_tool_call(ticket)
+                self.run.guard.withdraw(ticket)
         started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
         for asked in asked_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.

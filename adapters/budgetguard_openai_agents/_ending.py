@@ -186,7 +186,7 @@ async def store_in_session(
                 _seams.drop_items(result, {n - len(own) for n in compared.left_out})
         await _session.add(session, [*compared.missing, *said])
     except Exception as error:
-        recorder.run.guard.report("session", error)
+        recorder.run.guard.tree.report("session", error)
 
 
 async def conclude(

@@ -42,7 +42,7 @@ async def answer_of(
         sent = await _request(recorder, agent, given, data, session)
     except Exception as error:
         # Code of the user's: what makes the instructions, or filters what is sent.
-        recorder.run.guard.report("last answer", error)
+        recorder.run.guard.tree.report("last answer", error)
         return None
     name, provider = model_of(agent, config)
     model = _model(agent, config)

@@ -28,6 +28,7 @@ from budgetguard_core import (
     Trip,
 )
 from budgetguard_core.kit import answered_usage, is_stop, token_usage
+from budgetguard_core.kit.tool_calls import ToolCalls
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
 from budgetguard_strands._identity import ByIdentity
@@ -266,9 +267,9 @@ class Calls:
             return
         if event.cancel_tool:
             if asked is not None:
-                # The detector sees it; it counts as no tool call.
                 at.asked.remove(asked)
-                at.run.withdrawn(asked.call)
+                text = str(event.cancel_tool)
+                ToolCalls(at.run).answered_without_body(asked.call, text, kind="cancelled")
             return
         if asked is None:
             return

@@ -75,7 +75,7 @@ async def stop(agent: Agent, at: AgentRun, invocation_state: dict[str, Any]) -> 
     )
     _seams.forget_interrupt(agent)
     if answers is not None:
-        await _history.append(agent, answers, at.run.guard.report)
+        await _history.append(agent, answers, at.run.guard.tree.report)
     return await _stopped(agent, at, invocation_state, trip, str(trip.reason), written)
 
 
@@ -97,7 +97,7 @@ async def _cancelled(agent: Agent, at: AgentRun) -> None:
         guard = at.run.guard
         marks = {"synthetic": True, "stop_reason": "cancelled", "run_id": guard.run_id}
         message = _history.synthetic_message("", synthetic_text(guard), marks)
-        await _history.append(agent, message, guard.report)
+        await _history.append(agent, message, guard.tree.report)
 
 
 async def _stopped(
@@ -115,7 +115,7 @@ async def _stopped(
             answer or synthetic_text(guard),
             synthetic_metadata(guard, trip, finalized=answer is not None),
         )
-        await _history.append(agent, message, guard.report)
+        await _history.append(agent, message, guard.tree.report)
     request_state = state.setdefault("request_state", {})
     return EventLoopStopEvent(
         reason, message, agent.event_loop_metrics, request_state, structured_output=at.output

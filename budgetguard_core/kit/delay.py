@@ -113,7 +113,7 @@ def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[]
         held = ticket.breakers
         if held is None:
             continue
-        now = ticket.guard.clock.monotonic_ns()
+        now = ticket.guard.tree.clock.monotonic_ns()
         seconds = max(seconds, (held.start_ns - now) / 1e9)
         place = held.queued
         if place is not None:

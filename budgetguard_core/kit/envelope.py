@@ -28,7 +28,7 @@ from budgetguard_core.profiles import PastRun, Profile, Selector, Task, load_pro
 from budgetguard_core.profiles.profile import PROFILE
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
-from budgetguard_core.standing import as_mode
+from budgetguard_core.stop_state import as_mode
 from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.tree import as_sink
 
@@ -304,14 +304,14 @@ class Envelope:
         in_a_call = frame is not None and isinstance(frame.call, OpenModelCall)
         # What runs inside of a call that is counted already is charged beside it: the first call
         # here is the same one, and only this budget has not seen it.
-        near = [] if in_a_call or loose else [one for one in around if one.is_kin_of(around[0])]
+        near = [] if in_a_call or loose else [one for one in around if (one.tree is around[0].tree)]
         paid: dict[str, Any] = {"ledger": self.ledger, "tenant": self._tenant(config)}
         settings: dict[str, Any] = {
             # The log of the run around single calls has them already.
             "sinks": None if loose and around and not self.sinks else self.sinks,
             "on_warning": self.on_warning,
-            "price_book": self.price_book or (around[0].price_book if around else None),
-            "clock": self.clock or (around[0].clock if around else None),
+            "price_book": self.price_book or (around[0].tree.price_book if around else None),
+            "clock": self.clock or (around[0].tree.clock if around else None),
             "breakers": self.breakers,
         }
         if resume is not None:
@@ -366,9 +366,9 @@ class Envelope:
             budget.go_on()
         part = next((one for one in around if budget in one.lineage), None)
         if part is not None:
-            kin = [one for one in around if one is not part and one.is_kin_of(part)]
+            kin = [one for one in around if one is not part and (one.tree is part.tree)]
             return Run(self, part.child(beside=kin), frame, around, loose=loose)
-        kin = [one for one in around if one.is_kin_of(budget) and one not in budget.lineage]
+        kin = [one for one in around if (one.tree is budget.tree) and one not in budget.lineage]
         with _LOCK:
             seat = _SEATS.get(budget)
             before = None if seat is None else seat()

@@ -102,7 +102,7 @@ class LastAnswer:
         except _Aborted:
             return None
         except Exception as error:
-            self._run.guard.report("last answer", error)
+            self._run.guard.tree.report("last answer", error)
             return None
 
     async def ask_async(
@@ -137,14 +137,14 @@ class LastAnswer:
         except _Aborted:
             return None
         except Exception as error:
-            self._run.guard.report("last answer", error)
+            self._run.guard.tree.report("last answer", error)
             return None
 
     def _opened(self, call: ModelCall, keeper: Guard) -> OpenModelCall | None:
         call.min_output_tokens = max(call.min_output_tokens, _SHORTEST)
         opened = self._run.model_call(call)
         if isinstance(opened, Stop):
-            self._run.guard.report(
+            self._run.guard.tree.report(
                 f"last answer: a prompt of {call.input_tokens} tokens does not fit into what is "
                 "left of finalize_reserve, or of what others pay"
             )

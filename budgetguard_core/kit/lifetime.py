@@ -182,7 +182,7 @@ class Lifetime:
     def has_to_end(self) -> bool:
         """Whether the run was aborted or its deadline has passed; `check` tells which."""
         for guard in self.guards:
-            if guard.cancellation.cancelled or housekeeping_for(guard).is_late:
+            if guard.cancellation.cancelled or housekeeping_for(guard).time_left() == 0:
                 return True
         return False
 
@@ -280,7 +280,7 @@ class Lifetime:
                 except RunFencedError:
                     raise
                 except Exception as error:
-                    self.guard.report("checkpoint", error)
+                    self.guard.tree.report("checkpoint", error)
         if self._parent is not None:
             self._parent.save()
 
@@ -368,7 +368,7 @@ class Lifetime:
 
     async def in_thread(self, end: Callable[[], Outcome]) -> Outcome:
         """Do one of the three above from an event loop without blocking it: in a thread, if I/O."""
-        if self.envelope.store is None and not self.guard.has_sinks and self._parent is None:
+        if self.envelope.store is None and not self.guard.tree.sinks and self._parent is None:
             return end()
         return await asyncio.to_thread(end)
 
@@ -429,9 +429,9 @@ class Lifetime:
             try:
                 self.envelope.on_outcome(self.outcome)
             except Exception as raised:
-                self.guard.report("on_outcome", raised)
+                self.guard.tree.report("on_outcome", raised)
                 # It was told of the outcome, so what it raised could not be a part of that.
-                self.outcome = self.outcome.model_copy(update={"errors": self.guard.errors})
+                self.outcome = self.outcome.model_copy(update={"errors": self.guard.tree.errors})
                 self.guard.outcome = self.outcome
         return self.outcome
 
@@ -460,9 +460,9 @@ def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
     parts: list[Guard] = []
     trees: list[list[Guard]] = []
     for one in around:
-        if one.is_kin_of(guard):
+        if one.tree is guard.tree:
             continue
-        kin = next((tree for tree in trees if tree[0].is_kin_of(one)), None)
+        kin = next((tree for tree in trees if tree[0].tree is one.tree), None)
         if kin is None:
             trees.append([one])
         else:

@@ -18,8 +18,8 @@ from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.lifetime import Lifetime
 from budgetguard_core.kit.projection import Prompt
 from budgetguard_core.kit.usage import answered_usage
-from budgetguard_core.limits import cut_answer
 from budgetguard_core.stop import StopReason, Trip
+from budgetguard_core.stop_state import cut_answer
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Run(Lifetime):
         try:
             kept = list(prune(list(messages)))
         except Exception as error:
-            self.guard.report("prune", error)
+            self.guard.tree.report("prune", error)
             return None
         # A request without messages is none.
         return kept if kept and len(kept) != len(messages) else None
@@ -94,7 +94,7 @@ class Run(Lifetime):
     def _nearly_fills(
         self, messages: Sequence[Any], model: str | None, provider: str | None
     ) -> bool:
-        rates = None if model is None else self.guard.price_book.rates_for(model, provider)
+        rates = None if model is None else self.guard.tree.price_book.rates_for(model, provider)
         window = None if rates is None else rates.context_window
         if window is None:
             return False
@@ -333,7 +333,7 @@ class Run(Lifetime):
 
     def _refuse(self, call: OpenToolCall, decision: Refuse | Stop, guard: Guard) -> None:
         for ticket in call.tickets:
-            ticket.guard.withdraw_tool_call(ticket)
+            ticket.guard.withdraw(ticket)
         call.tickets = ()
         if isinstance(decision, Refuse):
             call.refuse(decision.message, decision.reason, decision.detail)
@@ -369,7 +369,7 @@ class Run(Lifetime):
         self._admit([opened], guards)
         if opened.refusal is not None:
             for ticket in unstarted:
-                ticket.guard.withdraw_tool_call(ticket)
+                ticket.guard.withdraw(ticket)
         return opened
 
     def start(self, call: OpenToolCall) -> str | None:
@@ -409,7 +409,7 @@ class Run(Lifetime):
         if call.state == "waiting":
             call.state = "withdrawn"
             for ticket in call.tickets:
-                ticket.guard.withdraw_tool_call(ticket, waits=waits)
+                ticket.guard.withdraw(ticket, waits=waits)
 
     def _is_late(self, stop: Stop, guard: Guard) -> None:
         """Raise where the deadline of housekeeping has passed: it ends that, and not the run."""
@@ -419,7 +419,7 @@ class Run(Lifetime):
 
     def _give_back(self, tickets: Iterable[Admit]) -> None:
         for ticket in tickets:
-            ticket.guard.withdraw_model_call(ticket)
+            ticket.guard.withdraw(ticket)
 
     def _settle(
         self,
@@ -435,7 +435,7 @@ class Run(Lifetime):
             )
         except ConfigurationError as wrong:
             # The reservation was charged; a provider's wrong figures must not end the run.
-            self.guard.report("usage", wrong)
+            self.guard.tree.report("usage", wrong)
 
 
 def _waited(call: OpenModelCall | OpenToolCall, trip: Trip | None) -> Asked:

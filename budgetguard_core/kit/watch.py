@@ -230,7 +230,7 @@ async def supervised(run: Run, work: asyncio.Task[Any]) -> Trip | None:
         if not work.done():
             await asyncio.wait({work}, timeout=UNCANCELLABLE)
         if not work.done():
-            run.guard.report("a call in flight did not let itself be cancelled")
+            run.guard.tree.report("a call in flight did not let itself be cancelled")
             work.add_done_callback(_look_at)
     except asyncio.CancelledError:
         work.cancel()

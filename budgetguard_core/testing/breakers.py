@@ -179,7 +179,7 @@ def bulkhead(driver: Driver, mode: Mode) -> None:
     running = guard.child().admit_tool_call(ToolCall(name="search"))
 
     def read(_: int, value: str) -> str:
-        guard.withdraw_tool_call(cast("Admit", running))
+        guard.withdraw(cast("Admit", running))
         return f"text {value}"
 
     script = Script([calls("search", "read"), calls("search"), says("Done.")])

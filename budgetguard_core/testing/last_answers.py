@@ -8,8 +8,8 @@ from budgetguard_core.budget import Budget
 from budgetguard_core.guard import Guard
 from budgetguard_core.kit import ANSWER_NOW
 from budgetguard_core.reserve import FinalizeReserve
-from budgetguard_core.standing import Mode as GuardMode
 from budgetguard_core.stop import StopReason
+from budgetguard_core.stop_state import Mode as GuardMode
 from budgetguard_core.testing.checks import (
     act,
     check_completed,

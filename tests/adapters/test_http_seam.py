@@ -287,7 +287,7 @@ async def test_an_abort_ends_a_blocking_stream_that_blocks_an_event_loop():
         stream = create(client_of(server), stream=True)
         next(iter(stream))
         server.once_hung(block.guard.abort)
-        clock = block.guard.clock
+        clock = block.guard.tree.clock
         began = clock.monotonic_ns()
         rest = list(stream)
     # The server holds the answer for 60 seconds.

@@ -120,7 +120,7 @@ def test_who_gets_no_place_in_time_is_refused_and_the_run_goes_on(way):
     )
     hog = guard.child().admit_tool_call(ToolCall(name="x"))
     outcome = ran(way, Model(asking("x")), guard, messages="Go.", tools={"x": lambda: 1})
-    guard.withdraw_tool_call(hog)
+    guard.withdraw(hog)
     assert outcome.status == "completed"
     assert '"error": "busy"' in outcome.messages[2]["content"]
     assert guard.usage.tool_calls == 0

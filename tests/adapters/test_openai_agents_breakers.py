@@ -122,7 +122,7 @@ async def test_a_call_that_gets_no_place_in_time_is_refused_and_the_run_goes_on(
         tools=[toolbox(bodies)[kind]],
     )
     result = await go(mode, agent, hooks=BudgetHooks(guard))
-    guard.withdraw_tool_call(hog)
+    guard.withdraw(hog)
     assert result.final_output == "Done."
     assert bodies == []
     assert guard.usage.tool_calls == 0

@@ -326,7 +326,7 @@ def test_an_approval_in_a_node_is_no_new_word_of_the_user(kind):
     assert provider.outcome(whole).stop_reason == StopReason.NO_PROGRESS
 
 
-@pytest.mark.parametrize("text", ["hi"])
+@pytest.mark.parametrize("text", ["hi", "hi {}"])
 @pytest.mark.parametrize("first", ["guard", "hook"])
 def test_a_call_that_a_hook_cancels_is_seen_by_the_detector(text, first):
     class Refuses:

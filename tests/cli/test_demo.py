@@ -197,7 +197,7 @@ def hides_a_call(base_url, guard, read_file):
 
 
 def fails_on_the_way(base_url, guard, read_file):
-    guard.report("checkpoint: OSError: disk full")
+    guard.tree.report("checkpoint: OSError: disk full")
     return run_bounded(
         lambda messages: ask(base_url, messages),
         guard,

@@ -87,7 +87,7 @@ def test_dollars_are_reserved_with_the_supervisor():
         assert isinstance(second.admit_model_call(call), Stop)
         first.settle_model_call(held[0], TokenUsage(1, 1), cost_usd=Decimal("0.10"))
         # A stop is sticky; what was taken back counts as nothing all the same.
-        second.withdraw_model_call(held[1])
+        second.withdraw(held[1])
         assert run.guard.usage.model_calls == 2
 
 
@@ -108,7 +108,7 @@ def test_a_tool_call_that_was_not_made_gives_its_place_back():
     with supervised(max_tool_calls=1) as run:
         guard = run.process()
         (ticket,) = guard.admit_tool_calls([ToolCall(name="x")])
-        guard.withdraw_tool_call(ticket)
+        guard.withdraw(ticket)
         assert isinstance(run.process().admit_tool_call(ToolCall(name="x")), Admit)
 
 

@@ -53,10 +53,10 @@ def test_tasks_threads_and_copied_contexts_see_it():
 
 def test_an_attachment_is_one_for_a_whole_tree_and_kind():
     guard = Guard()
-    notes = guard.attachment(Notes)
+    notes = guard.tree.attachment(Notes)
     assert isinstance(notes, Notes)
-    assert guard.child().attachment(Notes) is notes
-    assert Guard().attachment(Notes) is not notes
+    assert guard.child().tree.attachment(Notes) is notes
+    assert Guard().tree.attachment(Notes) is not notes
 
 
 def test_a_block_in_which_nothing_was_admitted_says_so(caplog):

@@ -93,7 +93,7 @@ def test_abort_sets_the_runs_token_and_reports_callbacks_that_fail():
     guard.abort()
     assert guard.cancellation.cancelled
     assert child.cancellation.cancelled
-    assert guard.errors == ("on_cancel: ZeroDivisionError: division by zero",)
+    assert guard.tree.errors == ("on_cancel: ZeroDivisionError: division by zero",)
 
 
 def test_a_childs_abort_is_its_own():

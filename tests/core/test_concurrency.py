@@ -15,8 +15,8 @@ from functools import partial
 
 import pytest
 
+import budgetguard_core.counters as counters_module
 import budgetguard_core.guard as guard_module
-import budgetguard_core.meter as meter_module
 from budgetguard_core import (
     Admit,
     Budget,
@@ -177,7 +177,7 @@ def test_a_listener_may_ask_its_guard_while_others_work():
     guard = Guard(Budget(max_iterations=50), sinks=[lambda event: event.seq > 1 and guard.usage])
     in_threads(lambda number: [guard.admit_model_call() for _ in range(5)])
     assert guard.usage.iterations == 50
-    assert guard.errors == ()
+    assert guard.tree.errors == ()
 
 
 def test_abort_from_another_thread_ends_all_at_their_next_step():
@@ -334,7 +334,7 @@ def statements(module):
     return {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
 
 
-INTERRUPTIBLE = {module.__file__: statements(module) for module in (guard_module, meter_module)}
+INTERRUPTIBLE = {module.__file__: statements(module) for module in (guard_module, counters_module)}
 
 
 def interrupted_at(number, work):
@@ -378,7 +378,7 @@ def test_a_charge_that_is_interrupted_anywhere_loses_nothing(usage):
             assert (used.total_tokens, used.cost_usd) == (9, 3), number
             assert (used.reserved_tokens, used.reserved_usd) == (0, 0), number
         assert guard.open_calls() == ()
-        guard.flush()
+        guard.tree.flush()
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         assert replay(events).snapshot().counters == guard.snapshot().counters, number
         number += 1
@@ -451,7 +451,7 @@ def test_a_slow_sink_delays_the_step_that_wrote_and_no_other():
     assert not go_on.is_set()
     go_on.set()
     aborting.join(20)
-    guard.flush()
+    guard.tree.flush()
     assert seen == list(range(1, 6))
 
 
@@ -462,7 +462,7 @@ def test_after_a_fork_the_guards_of_the_child_work():
     held, leave = threading.Event(), threading.Event()
 
     def hold():
-        with guard._tree.lock, guard._tree.delivery:
+        with guard.tree.lock, guard.tree.delivery:
             held.set()
             leave.wait(20)
 
@@ -482,9 +482,9 @@ def test_after_a_fork_the_guards_of_the_child_work():
 
 def test_the_locks_of_a_fork_are_new():
     guard = Guard()
-    with guard._tree.lock:
+    with guard.tree.lock:
         _after_fork()
-        assert not guard._tree.lock._is_owned()
+        assert not guard.tree.lock._is_owned()
     assert isinstance(guard.admit_model_call(), Admit)
 
 

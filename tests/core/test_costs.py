@@ -19,7 +19,7 @@ from budgetguard_core import (
     ToolCall,
     read_events,
 )
-from budgetguard_core.caps import Caps
+from budgetguard_core.counters import Counters
 from budgetguard_core.records import line_of
 
 PATTERNS = st.text("ab*?[]!/", min_size=1, max_size=5)
@@ -30,9 +30,9 @@ def test_the_quotas_of_a_tool_are_all_whose_pattern_its_name_or_class_matches(
     patterns, name, classed
 ):
     classes = {"*": "a"} if classed else {}
-    caps = Caps(Budget(tool_quotas=dict.fromkeys(patterns, 3), tool_classes=classes))
+    counters = Counters(Budget(tool_quotas=dict.fromkeys(patterns, 3), tool_classes=classes))
     names = (name, f"{'a' if classed else ''}/{name}")
-    assert [quota.pattern for quota in caps.quotas_of(name)] == [
+    assert [quota.pattern for quota in counters.tool(name).quotas] == [
         pattern for pattern in patterns if any(fnmatchcase(one, pattern) for one in names)
     ]
 
@@ -80,9 +80,9 @@ def test_what_is_kept_of_tool_calls_is_bounded():
 
 
 def test_runs_without_prices_of_their_own_share_a_book_and_others_do_not():
-    assert Guard().price_book is Guard().price_book
+    assert Guard().tree.price_book is Guard().tree.price_book
     own = PriceBook()
-    assert Guard(price_book=own).price_book is own
+    assert Guard(price_book=own).tree.price_book is own
 
 
 def test_a_token_wakes_those_who_wait_and_all_below():

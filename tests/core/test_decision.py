@@ -140,7 +140,7 @@ def test_a_leg_that_goes_on_from_an_outcome_has_keys_of_its_own():
 def test_a_call_that_was_withdrawn_has_its_key_when_it_is_made_after_all():
     guard = Guard(clock=ManualClock())
     call = guard.admit_tool_call(ToolCall(name="pay", id="a"))
-    guard.withdraw_tool_call(call)
+    guard.withdraw(call)
     later = guard.admit_tool_call(ToolCall(name="pay", id="a"))
     assert later.idempotency_key == call.idempotency_key
 
@@ -148,7 +148,7 @@ def test_a_call_that_was_withdrawn_has_its_key_when_it_is_made_after_all():
 def test_what_withdrawn_calls_leave_behind_is_bounded():
     guard = Guard(Budget(loop_detection=None), clock=ManualClock())
     for number in range(100):
-        guard.withdraw_tool_call(guard.admit_tool_call(ToolCall(name="pay", id=str(number))))
+        guard.withdraw(guard.admit_tool_call(ToolCall(name="pay", id=str(number))))
     keys = {
         guard.admit_tool_call(ToolCall(name="pay", id=str(number))).idempotency_key
         for number in range(100)

@@ -125,7 +125,7 @@ def test_the_incident_record_has_what_is_needed_afterwards():
     assert incident.trip == trip
     assert incident.usage.cost_usd == Decimal("0.1")
     assert incident.next_step == "call the model"
-    assert incident.price_book == guard.price_book.version
+    assert incident.price_book == guard.tree.price_book.version
     assert incident.may_have_taken_effect == ("send 2",)
 
 
@@ -150,9 +150,9 @@ def test_what_fails_changes_nothing_and_is_reported(fails, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space" not in caplog.text
     what = "checkpoint" if fails == "saved" else "sink Told"
-    assert guard.errors == (f"{what}: OSError: [Errno 28] No space left on device",)
+    assert guard.tree.errors == (f"{what}: OSError: [Errno 28] No space left on device",)
     # What fails after the outcome was built can only be in the guard's own list.
-    assert outcome.errors == (() if fails == "run_ended" else guard.errors)
+    assert outcome.errors == (() if fails == "run_ended" else guard.tree.errors)
     assert ("checkpoint_saved" in seen.told) is (fails != "saved")
 
 
@@ -162,7 +162,7 @@ def test_a_listener_that_fails_at_every_event_is_logged_once(caplog):
     assert outcome.stop_reason is StopReason.MAX_ITERATIONS
     assert set(outcome.errors) == {"sink Listener: ZeroDivisionError: division by zero"}
     assert len(caplog.records) == 1
-    assert len(guard.errors) <= 20
+    assert len(guard.tree.errors) <= 20
 
 
 def test_a_full_disk_at_the_trip():

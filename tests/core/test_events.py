@@ -69,7 +69,6 @@ def full_run(**options):
     guard.check()
     stop = guard.admit_model_call(ModelCall(model="m"))
     end_run(guard, trip=stop.trip, next_step="call the model", store=Store())
-    guard.reset()
     return guard, events
 
 
@@ -102,7 +101,6 @@ def test_every_kind_of_event_survives_a_line_of_json():
         "checkpoint_saved",
         "incident_recorded",
         "run_ended",
-        "guard_reset",
     }
     lines = [event.model_dump_json() + "\n" for event in events]
     assert list(read_events(lines)) == events
@@ -181,7 +179,7 @@ def test_no_name_can_forge_a_line(tmp_path, caplog):
     guard.settle_tool_call(guard.admit_tool_call(ToolCall(name=NASTY, id=NASTY)), NASTY)
     guard.abort(NASTY)
     sink.close()
-    assert guard.errors == ()
+    assert guard.tree.errors == ()
     with path.open("rb") as lines:
         events = list(read_events(lines))
     assert [event.event for event in events] == [
@@ -247,7 +245,7 @@ def test_a_sink_that_fails_stops_neither_the_others_nor_the_run(caplog):
     guard = Guard(sinks=[lambda event: 1 / 0, lambda event: seen.append(event.seq)])
     assert guard.admit_model_call().call_id == 1
     assert seen == [1, 2]
-    assert guard.errors == ("sink Listener: ZeroDivisionError: division by zero",) * 2
+    assert guard.tree.errors == ("sink Listener: ZeroDivisionError: division by zero",) * 2
     assert len(caplog.records) == 1
 
 
@@ -460,7 +458,7 @@ def test_a_log_goes_on_after_a_killed_process(tmp_path):
     second = JsonLinesSink(path)
     again = Guard.restore(snapshot, sinks=[second], clock=ManualClock())
     again.admit_model_call()
-    again.flush()
+    again.tree.flush()
     second.close()
     JsonLinesSink(path).close()
     with path.open() as log:
@@ -502,7 +500,7 @@ def test_a_line_that_a_full_disk_cut_does_not_swallow_the_next_one(tmp_path: Pat
     lines = path.read_bytes().splitlines()
     assert len(lines) == 3
     assert [json.loads(line)["event"] for line in lines[1:]] == ["time_started", "user_turned"]
-    assert "no space left" in guard.errors[0]
+    assert "no space left" in guard.tree.errors[0]
 
 
 CONTROLS = (

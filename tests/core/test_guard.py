@@ -30,7 +30,6 @@ from budgetguard_core import (
     TokenUsage,
     ToolCall,
     Violation,
-    end_run,
     replay,
 )
 from budgetguard_core.breakers import VelocityLimits
@@ -593,10 +592,10 @@ def test_a_child_has_the_time_of_its_ancestors(make, clock):
 
 def test_the_machines_clock_serves_by_default():
     guard = Guard(Budget(max_seconds=60))
-    assert isinstance(guard.clock, SystemClock)
+    assert isinstance(guard.tree.clock, SystemClock)
     spend(guard)
     assert 0 <= guard.usage.seconds < 60
-    assert guard.clock.wall_ns() > 10**18
+    assert guard.tree.clock.wall_ns() > 10**18
 
 
 # --- warnings -------------------------------------------------------------------------------
@@ -662,7 +661,7 @@ def test_a_handler_may_end_the_run(make):
 def test_a_handler_that_raises_changes_nothing(make):
     guard = make(Budget(max_iterations=10), on_warning=lambda guard, event: 1 / 0)
     assert [type(spend(guard)) for _ in range(11)] == [Admit] * 10 + [Stop]
-    assert guard.errors == ("on_warning: ZeroDivisionError: division by zero",)
+    assert guard.tree.errors == ("on_warning: ZeroDivisionError: division by zero",)
 
 
 def test_a_parents_handler_hears_of_the_childs_steps(make):
@@ -926,43 +925,6 @@ def test_another_leg_begins_its_iterations_anew_and_nothing_else(make):
     assert reasons(spend(guard)) == ["max_model_calls"]
 
 
-def test_reset_is_a_new_beginning(make, clock):
-    guard = make(
-        Budget(max_iterations=1, max_seconds=5, tool_quotas={"a": 1}),
-        sinks=[lambda event: 1 / 0],
-    )
-    spend(guard)
-    use(guard, "a")
-    clock.advance(9)
-    guard.abort()
-    end_run(guard, trip=spend(guard).trip)
-    token = guard.cancellation
-    guard.reset()
-    assert guard.trip is None
-    assert guard.outcome is None
-    assert guard.tool_calls == ()
-    assert guard.tool_counts == {}
-    assert guard.warnings == ()
-    assert guard.usage.model_dump() == make().usage.model_dump()
-    assert token.cancelled
-    assert not guard.cancellation.cancelled
-    assert len(guard.errors) == 1
-    assert [type(use(guard, "a")) for _ in range(2)] == [Admit, Refuse]
-    assert [type(spend(guard)) for _ in range(2)] == [Admit, Stop]
-
-
-def test_reset_needs_a_guard_at_rest(make):
-    guard = make()
-    child = guard.child()
-    ticket = child.admit_model_call()
-    with pytest.raises(AdapterError, match=r"got 1 in flight\. Settle them first"):
-        guard.reset()
-    child.settle_model_call(ticket, TokenUsage())
-    with pytest.raises(AdapterError, match="without a parent"):
-        child.reset()
-    guard.reset()
-
-
 # --- modes ----------------------------------------------------------------------------------
 
 
@@ -994,7 +956,7 @@ def test_observe_refuses_nothing_and_records_the_trip_enforce_would_have_made(cl
             # Budget() is there for the loop, which the others are not to run into.
             arguments = None if budget == Budget() else step
             refused += isinstance(use(guard, "same", arguments=arguments), Refuse | Stop)
-            guard.clock.advance(1)
+            guard.tree.clock.advance(1)
             trip = guard.trip if mode is Mode.ENFORCE else guard.observed_trip
             if trip is not None and mode not in trips:
                 trips[mode] = (step, trip.reason)
@@ -1223,9 +1185,9 @@ def test_a_guard_has_a_name_of_its_own():
 
 def test_failures_of_an_adapter_can_be_reported(make):
     guard = make()
-    guard.report("the view could not be drawn")
-    guard.report("view", OSError("gone"))
-    assert guard.errors == ("the view could not be drawn", "view: OSError: gone")
+    guard.tree.report("the view could not be drawn")
+    guard.tree.report("view", OSError("gone"))
+    assert guard.tree.errors == ("the view could not be drawn", "view: OSError: gone")
 
 
 def test_a_refusal_changes_nothing(make):
@@ -1308,7 +1270,7 @@ def test_an_abort_takes_any_detail():
     guard.abort(TimeoutError("of the watchdog"))
     assert guard.cancellation.cancelled
     assert guard.check().detail == "of the watchdog"
-    assert guard.errors == ()
+    assert guard.tree.errors == ()
 
 
 @pytest.mark.parametrize("late", ["model", "tool"])
@@ -1659,6 +1621,6 @@ def test_arguments_that_mean_nothing_do_not_make_a_call_another(make):
 def test_a_model_call_is_withdrawn_once(make):
     guard = make()
     ticket = guard.admit_model_call()
-    assert guard.withdraw_model_call(ticket) is True
-    assert guard.withdraw_model_call(ticket) is False
+    assert guard.withdraw(ticket) is True
+    assert guard.withdraw(ticket) is False
     assert guard.usage.model_calls == 0

@@ -381,19 +381,6 @@ class Interleavings(RuleBasedStateMachine):
         guard.restart_iterations()
         naive.turns_since = len(self.calls)
 
-    @rule()
-    def reset(self):
-        guard, naive = self.all[0]
-        if known(guard)[0].counters["reserved_tokens"] or any(
-            one.open_calls() for one, _ in self.all
-        ):
-            with pytest.raises(AdapterError):
-                guard.reset()
-            return
-        guard.reset()
-        naive.calls_since, naive.tools_since = len(self.calls), len(self.tools)
-        naive.started, naive.halted, naive.tripped = None, False, False
-
     @rule(seconds=st.integers(1, 4))
     def time_passes(self, seconds):
         self.clock.advance(seconds)

@@ -151,7 +151,7 @@ def test_a_withdrawn_call_gives_back_its_own_reservation():
     guard = Guard(Budget(max_cost_usd=10, max_total_tokens=100))
     kept = guard.admit_model_call(ModelCall(cost_usd=2 * DOLLAR, input_tokens=20))
     taken_back = guard.admit_model_call(ModelCall(cost_usd=3 * DOLLAR, input_tokens=30))
-    assert guard.withdraw_model_call(taken_back)
+    assert guard.withdraw(taken_back)
     assert (guard.usage.reserved_usd, guard.usage.reserved_tokens) == (2 * DOLLAR, 20)
     assert (guard.usage.model_calls, guard.usage.iterations) == (1, 1)
     guard.settle_model_call(kept, TokenUsage(1, 1), cost_usd=DOLLAR)

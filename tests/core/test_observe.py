@@ -62,7 +62,7 @@ def take(guard, step):
         if isinstance(ticket, Admit):
             guard.settle_tool_call(ticket, "x")
     elif step[0] == "time":
-        guard.clock.advance(1)
+        guard.tree.clock.advance(1)
         return True
     elif step[0] == "abort":
         guard.abort("enough")
@@ -140,7 +140,7 @@ def test_it_bounds_neither_its_parent_nor_its_child(outer, inner, steps, above):
         if step[0] in ("abort", "hold"):
             continue
         if step[0] == "time":
-            parent.clock.advance(1)
+            parent.tree.clock.advance(1)
             free.clock.advance(1)
             continue
         assert take(child, step) is take(free_child, step)

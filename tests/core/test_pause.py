@@ -86,7 +86,7 @@ def test_during_a_pause_time_counts_while_a_call_is_in_flight(guard, clock):
     clock.advance(100)
     withdrawn = guard.admit_tool_call(ToolCall(name="a"))
     clock.advance(1)
-    guard.withdraw_tool_call(withdrawn)
+    guard.withdraw(withdrawn)
     clock.advance(100)
     assert guard.usage.seconds == 6
     hung = guard.admit_model_call()
@@ -229,15 +229,6 @@ def test_the_replay_waits_as_the_run_did(guard, clock, lines):
     assert replay(read_events(lines), budget=Budget(max_model_calls=1), clock=clock).trip
 
 
-def test_resetting_ends_the_pause(guard, clock):
-    step(guard)
-    guard.pause()
-    guard.reset()
-    step(guard)
-    clock.advance(2)
-    assert guard.usage.seconds == 2
-
-
 def test_what_waits_is_forgotten_when_it_has_ended(guard):
     for _ in range(100):
         ticket = guard.admit_tool_call(ToolCall(name="ask"))
@@ -246,4 +237,4 @@ def test_what_waits_is_forgotten_when_it_has_ended(guard):
         guard.go_on()
         guard.user_turn()
     guard.pause()
-    assert guard._tree.waiting == set()
+    assert guard.tree.waiting == set()

@@ -150,9 +150,6 @@ def test_everything_the_outside_told_the_run_is_told_again():
     assert same(run.replayed(), run.guard)
     end_run(run.guard, trip=run.guard.trip)
     assert same(run.replayed(), run.guard)
-    run.guard.reset()
-    run.step()
-    assert same(run.replayed(), run.guard)
 
 
 def test_a_trip_that_a_watchdog_found_is_in_the_log():
@@ -339,12 +336,3 @@ def test_a_snapshot_in_a_log_that_no_guard_can_have(run):
     for damage in ({"counters": {}}, {"budget": {"x": 1}}, {"elapsed_ns": -1}, {"nonsense": 1}):
         event = event.model_copy(update={"snapshot": event.snapshot | damage})
         assert refused([event])
-
-
-def test_a_reset_that_does_not_fit_a_log_is_named(run):
-    run.guard.admit_model_call(ModelCall(model="m"))
-    events = run.events
-    other = Run()
-    other.guard.reset()
-    reset = other.events[-1].model_copy(update={"seq": events[-1].seq + 1})
-    assert refused([*events, reset]).startswith(f"event {reset.seq} does not fit: reset needs ")

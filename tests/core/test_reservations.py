@@ -69,7 +69,7 @@ def test_a_withdrawn_model_call_gives_everything_back():
     before = guard.usage
     taken = asked(guard)
     assert guard.usage.reserved_usd == 2 * before.reserved_usd
-    assert guard.withdraw_model_call(taken)
+    assert guard.withdraw(taken)
     assert guard.usage.model_copy(update={"seconds": before.seconds}) == before
     guard.settle_model_call(kept, TokenUsage(1, 1))
     assert (guard.usage.reserved_tokens, guard.usage.reserved_usd) == (0, 0)
@@ -78,7 +78,7 @@ def test_a_withdrawn_model_call_gives_everything_back():
 def test_a_withdrawn_tool_call_gives_its_place_in_the_quota_back_once():
     guard = guard_of(tool_quotas={"read": 2}, max_tool_calls=5)
     first, second = guard.admit_tool_calls([ToolCall(name="read"), ToolCall(name="read")])
-    guard.withdraw_tool_call(second)
+    guard.withdraw(second)
     assert guard.snapshot().quotas == {"read": 1}
     assert guard.tool_counts == {"read": 1}
     guard.settle_tool_call(first, "x")

@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_changes_no_run(folder, tmp_path):
     folder.parent.joinpath("logs").write_text("a file")
     guard = Guard()
     guard.admit_model_call()
-    assert any("RunLog" in error for error in guard.errors)
+    assert any("RunLog" in error for error in guard.tree.errors)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

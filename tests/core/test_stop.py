@@ -21,8 +21,8 @@ from budgetguard_core import (
     after_iterations,
     tool_called,
 )
-from budgetguard_core.limits import in_order
 from budgetguard_core.stop import as_condition
+from budgetguard_core.stop_state import in_order
 from budgetguard_core.testing import ManualClock
 
 
@@ -37,7 +37,7 @@ class Holds(StopCondition):
 def reason_of(condition):
     guard = Guard(Budget(stop_when=[condition]), clock=ManualClock())
     stop = guard.admit_model_call()
-    return (guard.trip.detail if guard.trip else None), guard.errors, stop
+    return (guard.trip.detail if guard.trip else None), guard.tree.errors, stop
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_everything_that_holds_at_once_is_listed_in_order():
     assert trip.reason is StopReason.ABORTED
     assert trip.detail == "user pressed stop"
     assert trip.run_id == "r"
-    assert guard.violations == trip.violations
+    assert guard.trip == trip
     assert trip.violations[1].detail == "max_iterations=1 reached: 1 used"
 
 

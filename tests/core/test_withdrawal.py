@@ -13,7 +13,7 @@ def test_a_withdrawn_call_gives_back_its_place_everywhere():
     child = parent.child()
     ticket = child.admit_tool_call(ToolCall(name="send", id="a"))
     assert isinstance(ticket, Admit)
-    assert child.withdraw_tool_call(ticket)
+    assert child.withdraw(ticket)
     assert parent.usage.tool_calls == child.usage.tool_calls == 0
     assert parent.tool_counts == child.tool_counts == {}
     assert child.open_tool_calls() == ()
@@ -25,10 +25,10 @@ def test_a_withdrawn_call_gives_back_its_place_everywhere():
 def test_it_is_taken_back_once_and_not_after_it_was_settled():
     guard = Guard(Budget())
     first, second = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="a")])
-    assert guard.withdraw_tool_call(first)
-    assert not guard.withdraw_tool_call(first)
+    assert guard.withdraw(first)
+    assert not guard.withdraw(first)
     assert guard.settle_tool_call(second, "done")
-    assert not guard.withdraw_tool_call(second)
+    assert not guard.withdraw(second)
     assert guard.usage.tool_calls == 1
     assert guard.tool_counts == {"a": 1}
 
@@ -37,7 +37,7 @@ def test_it_is_taken_back_once_and_not_after_it_was_settled():
 def test_what_was_not_counted_is_not_given_back(kind):
     guard = Guard(Budget())
     ticket = guard.admit_tool_call(ToolCall(name="to_b", kind=kind))
-    assert guard.withdraw_tool_call(ticket)
+    assert guard.withdraw(ticket)
     assert guard.usage.tool_calls == 0
 
 
@@ -45,7 +45,7 @@ def test_a_withdrawal_is_replayed():
     events = []
     guard = Guard(Budget(max_tool_calls=2), sinks=[events.append], clock=ManualClock())
     first, second = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
-    guard.withdraw_tool_call(first)
+    guard.withdraw(first)
     guard.settle_tool_call(second, "done")
     replayed = replay(events)
     assert replayed.usage.tool_calls == 1
@@ -59,7 +59,7 @@ def test_a_call_that_never_starts_is_seen_as_a_repetition_all_the_same():
         decision = guard.admit_tool_call(ToolCall(name="nosuch", arguments="{}"))
         if not isinstance(decision, Admit):
             break
-        guard.withdraw_tool_call(decision)
+        guard.withdraw(decision)
         guard.admit_model_call()
     assert guard.trip is not None
     assert guard.trip.reason is StopReason.NO_PROGRESS
@@ -69,7 +69,7 @@ def test_a_call_that_never_starts_is_seen_as_a_repetition_all_the_same():
 def test_without_loop_detection_a_withdrawal_is_only_taken_back():
     guard = Guard(Budget(max_tool_calls=1, loop_detection=None))
     for _ in range(20):
-        assert guard.withdraw_tool_call(guard.admit_tool_call(ToolCall(name="a")))
+        assert guard.withdraw(guard.admit_tool_call(ToolCall(name="a")))
     assert guard.trip is None
 
 
@@ -77,7 +77,7 @@ def test_a_withdrawal_of_a_call_that_another_budget_refused_is_passed_over():
     events = []
     guard = Guard(Budget(max_tool_calls=2), sinks=[events.append], clock=ManualClock())
     calls = guard.admit_tool_calls([ToolCall(name="a"), ToolCall(name="b")])
-    guard.withdraw_tool_call(calls[1])
+    guard.withdraw(calls[1])
     replayed = replay(events, budget=Budget(max_tool_calls=1))
     assert replayed.usage.tool_calls == 1
 
@@ -87,7 +87,7 @@ def test_a_call_that_waits_for_a_person_is_no_repetition_until_it_is_asked_for_a
     guard = Guard(Budget(max_tool_calls=20), sinks=[events.append], clock=ManualClock())
     for number in range(8):
         waiting = guard.admit_tool_call(ToolCall(name="send", arguments="{}"))
-        assert guard.withdraw_tool_call(waiting, waits=True)
+        assert guard.withdraw(waiting, waits=True)
         again = guard.admit_tool_call(ToolCall(name="send", arguments="{}"))
         assert isinstance(again, Admit)
         guard.settle_tool_call(again, f"sent {number}")

@@ -156,7 +156,7 @@ def test_the_runs_own_caps_come_with_their_own_reason_and_give_the_place_back(sq
     assert spend(guard) == "max_iterations"
     assert spend(guard) == "max_iterations"
     withdrawn = Guard(ledger=ledger, tenant="acme")
-    withdrawn.withdraw_model_call(withdrawn.admit_model_call(call()))
+    withdrawn.withdraw(withdrawn.admit_model_call(call()))
     ledger.close()
     assert ledger.usage("acme").daily.spent_usd == Decimal("0.1")
     assert ledger.usage("acme").daily.reserved_usd == 0

@@ -83,7 +83,7 @@ def test_a_log_proves_what_a_dead_process_spent(sqlite, opened, tmp_path):
         for _ in range(2):
             ticket = guard.admit_model_call(call)
             guard.settle_model_call(ticket, TokenUsage(5, 4), cost_usd=Decimal("0.15"))
-        guard.withdraw_model_call(guard.admit_model_call(call))
+        guard.withdraw(guard.admit_model_call(call))
         sink.flush()
         (hold,) = ledger.holds()
         assert read_proofs([log])[hold.id] == (proof := read_proofs([log])[hold.id])

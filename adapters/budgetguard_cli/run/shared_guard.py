@@ -69,7 +69,7 @@ class SharedGuard(Guard):
             decision = super().admit_model_call(call)
             if isinstance(decision, Stop):
                 return decision
-            super().withdraw_model_call(decision)
+            super().withdraw(decision)
             return Stop(answer.trip)
         try:
             decision = super().admit_model_call(call)
@@ -105,11 +105,6 @@ class SharedGuard(Guard):
             if place is not None:
                 self.link.tell(_settlement(place, usage, error, model, cost_usd))
 
-    def withdraw_model_call(self, ticket: Admit) -> bool:
-        """Take a call back, with the supervisor as well."""
-        self._take_back(ticket)
-        return super().withdraw_model_call(ticket)
-
     def admit_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolDecision]:
         """Ask the supervisor, and then this process's own limits."""
         if not calls:
@@ -141,7 +136,7 @@ class SharedGuard(Guard):
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
-        outcomes: Sequence[CallOutcome] | None = None,
+        outcomes: Sequence[str] | None = None,
         duration_ns: int | None = None,
     ) -> bool:
         """Report how a tool call ended, to the supervisor as well."""
@@ -158,10 +153,10 @@ class SharedGuard(Guard):
             duration_ns=duration_ns,
         )
 
-    def withdraw_tool_call(self, ticket: Admit, *, waits: bool = False) -> bool:
+    def withdraw(self, ticket: Admit, *, waits: bool = False) -> bool:
         """Take a call back, with the supervisor as well."""
         self._take_back(ticket, waits=waits)
-        return super().withdraw_tool_call(ticket, waits=waits)
+        return super().withdraw(ticket, waits=waits)
 
     def check(self) -> Trip | None:
         """Ask whether the run has to end, here or as a whole."""
@@ -191,7 +186,7 @@ class SharedGuard(Guard):
         if not isinstance(decision, Admit):
             return decision
         # Other processes have used up what this one has left.
-        super().withdraw_tool_call(decision)
+        super().withdraw(decision)
         if isinstance(answer, Stopped):
             return Stop(answer.trip)
         return Refuse(answer.reason, answer.detail, answer.message)

@@ -268,10 +268,7 @@ class Supervisor:
         ticket = self._taken(request.id)
         if ticket is None:
             return
-        if isinstance(ticket.call, ModelCall):
-            self.guard.withdraw_model_call(ticket)
-        else:
-            self.guard.withdraw_tool_call(ticket, waits=request.waits)
+        self.guard.withdraw(ticket, waits=request.waits)
 
     def _stopped_here(self, trip: Trip) -> None:
         if trip.run_id != self.guard.run_id and trip.reason not in _OF_A_PROCESS:

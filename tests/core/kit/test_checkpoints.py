@@ -152,7 +152,7 @@ def test_a_store_that_fails_once_is_reported_and_misses_nothing(store, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(MemoryStore, "append", full)
         run.save(history)
-    assert len(run.guard.errors) == 1
+    assert len(run.guard.tree.errors) == 1
     history += messages("c")
     run.save(history)
     assert names(store.load("r")) == ["a", "b", "c"]
@@ -166,7 +166,7 @@ def test_a_run_that_was_resumed_elsewhere_is_told(store):
     again.go_on_as(leg, "r")
     with pytest.raises(RunFencedError, match="run 'r' was resumed elsewhere"):
         run.save(messages("a", "late"))
-    assert run.guard.errors == ()
+    assert run.guard.tree.errors == ()
     again.save(messages("a", "b"))
     outcome = run.end(messages("late"))
     assert "resumed elsewhere" in outcome.errors[0]

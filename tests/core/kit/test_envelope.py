@@ -86,8 +86,8 @@ def test_a_fresh_guard_has_the_options():
     first, second = envelope.open(run_id="first"), envelope.open()
     assert first.guard is not second.guard
     assert first.guard.mode is Mode.OBSERVE
-    assert first.guard.clock is clock
-    assert first.guard.price_book is prices
+    assert first.guard.tree.clock is clock
+    assert first.guard.tree.price_book is prices
     assert first.guard.run_id == "first"
     assert told
 

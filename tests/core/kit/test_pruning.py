@@ -104,7 +104,7 @@ def test_a_hook_that_fails_cuts_nothing_and_is_reported():
     run = opened(broken)
     fill(run)
     assert run.pruned(CHAT) is None
-    assert run.guard.errors == ("prune: LookupError: no such message",)
+    assert run.guard.tree.errors == ("prune: LookupError: no such message",)
     assert len(CHAT) == 9
     run = opened(lambda _: [])
     fill(run)

@@ -358,7 +358,7 @@ class TestModelCalls:
         call = run.model_call(ModelCall(input_tokens=40, max_output_tokens=2))
         run.answered(call, USAGE, cost_usd=0.5)
         assert run.guard.usage.total_tokens == 15
-        assert "usage" in run.guard.errors[0]
+        assert "usage" in run.guard.tree.errors[0]
 
     def test_a_call_that_was_never_made_counts_as_nothing(self):
         run = opened(Budget(max_model_calls=1))
@@ -668,7 +668,7 @@ class TestTheEnd:
             made = until_stopped(run)
         # Before each call one of the judge's, and what it is asked by the judge itself is no ask.
         assert (made, len(asked), run.guard.usage.model_calls) == (2, 3, 4)
-        assert not run.guard.errors
+        assert not run.guard.tree.errors
 
     def test_conditions_hold_after_a_pause(self):
         envelope = Envelope(budget=Budget(stop_when=[lambda guard: guard.usage.model_calls >= 2]))

@@ -192,7 +192,7 @@ async def test_work_that_does_not_let_itself_be_cancelled_is_left_behind(monkeyp
     run.guard.abort()
     async with asyncio.timeout(5):
         assert await supervised(run, work) is not None
-    assert "did not let itself be cancelled" in run.guard.errors[0]
+    assert "did not let itself be cancelled" in run.guard.tree.errors[0]
     over.set()
     await asyncio.wait({work})
 

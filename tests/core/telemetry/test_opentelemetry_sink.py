@@ -344,7 +344,7 @@ def test_runs_that_never_end_are_forgotten(telemetry, monkeypatch):
     seen = telemetry()
     guards = [Guard(Budget(), sinks=[seen.sink]) for _ in range(20)]
     assert len(seen.sink._runs) == 8
-    assert not any(guard.errors for guard in guards)
+    assert not any(guard.tree.errors for guard in guards)
     assert len(seen.exporter.get_finished_spans()) == 12
 
 
@@ -366,9 +366,9 @@ def test_without_the_extra_the_error_names_it(missing):
 def test_calls_that_are_withdrawn_end_their_spans_and_free_what_was_reserved(telemetry):
     made = telemetry()
     guard = Guard(run_id="run", sinks=[made.sink])
-    guard.withdraw_model_call(guard.admit_model_call(CALL))
+    guard.withdraw(guard.admit_model_call(CALL))
     (tool,) = guard.admit_tool_calls([ToolCall(name="search", id="c1")])
-    guard.withdraw_tool_call(tool)
+    guard.withdraw(tool)
     end_run(guard, trip=None)
     spans = made.spans()
     for name in ("chat gpt-4o", "execute_tool search"):
