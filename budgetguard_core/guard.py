@@ -256,7 +256,9 @@ class Guard:
     def _begin(self, above: Sequence[Self]) -> None:
         """Set what is the guard's own to its beginning."""
         self.outcome: Outcome | None = None
-        self.cancellation: CancellationToken = CancellationToken(above[0].cancellation if above else None)
+        self.cancellation: CancellationToken = CancellationToken(
+            above[0].cancellation if above else None
+        )
         self._counters = Counters(self.budget)
         self._stops = StopState()
         detection = None if self.mode is Mode.OFF else self.budget.loop_detection
@@ -689,7 +691,7 @@ class Guard:
             # A report is about the run, so it has no place among what the run may do.
             if call.name in self._own_tools and call.kind == "function":
                 call.kind = "output"
-        ask = self._reserve(None)
+        ask = self._reserve(None, calls=calls)
         with tree.lock:
             now = tree.now()
             if from_outside and detector is not None:
@@ -698,7 +700,10 @@ class Guard:
             calm = counters.is_calm(chain, now, tools=len(calls))
             found = () if calm else counters.violations(chain, now, counters.BATCH)
             self._ask(ask, self._objections(found) if found else {}, now)
-            decisions = [self._decide_tool_call(call, now, calm) for call in calls]
+            decisions = [
+                self._decide_tool_call(call, now, calm, ask, index)
+                for index, call in enumerate(calls)
+            ]
             warnings = () if calm else self._look(now)
             if tree.sinks:
                 requested = events.ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
@@ -706,6 +711,11 @@ class Guard:
                 for decision in decisions:
                     if isinstance(decision, Admit):
                         self._record_delay(decision, now)
+        if ask is not None:
+            for index, holds in ask.call_holds.items():
+                if not isinstance(decisions[index], Admit):
+                    for hold in holds:
+                        hold.settle(_WITHDRAWN, None)
         if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
         return decisions
@@ -1340,14 +1350,20 @@ class Guard:
         return self.tree.price_book.rates_for(model, provider)
 
     def _reserve(
-        self, call: ModelCall | None, tokens: int = 0, cost: int = 0, *, unpriced: bool = False
+        self,
+        call: ModelCall | None,
+        tokens: int = 0,
+        cost: int = 0,
+        *,
+        unpriced: bool = False,
+        calls: Sequence[ToolCall] = (),
     ) -> Ask | None:
         """Ask the plugs for what needs I/O or the user's code; None without plugs."""
         if self.tree.postponed:
             self.tree.deliver()
         if not self._plugs:
             return None
-        ask = Ask(self, call, tokens, cost, unpriced=unpriced)
+        ask = Ask(self, call, tokens, cost, unpriced=unpriced, calls=calls)
         for owner, plug in self._reserving:
             if not plug.reserve(owner, ask):
                 break
@@ -1452,7 +1468,9 @@ class Guard:
 
     # Under the lock: tool calls
 
-    def _decide_tool_call(self, call: ToolCall, now: int, calm: bool) -> ToolDecision:
+    def _decide_tool_call(
+        self, call: ToolCall, now: int, calm: bool, batch: Ask | None, index: int
+    ) -> ToolDecision:
         trip = self.trip
         ask = None
         if call.kind == "function":
@@ -1464,7 +1482,11 @@ class Guard:
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             found = () if calm else counters.violations(self._chain, now, counters.TOOL_CALL)
-            trip = self._stop(now, self._objections(found)) if found else None
+            objections = self._objections(found) if found else {}
+            if batch is not None and index in batch.call_objections:
+                owner, held = batch.call_objections[index]
+                objections.setdefault(owner, []).extend(held)
+            trip = self._stop(now, objections) if objections else None
             if trip is not None:
                 return self._refused(call, Stop(trip))
             refusal: Refuse | Stop | None = self._quota_refusal(call.name)
@@ -1495,6 +1517,8 @@ class Guard:
             self.tree.open[ticket.call_id] = ticket
         if ask is not None:
             self._book(ask, ticket)
+        if batch is not None and index in batch.call_holds:
+            ticket.holds += batch.call_holds[index]
         return ticket
 
     def _ask_about_tool(self, ask: Ask, now: int) -> Refuse | Stop | None:
@@ -1650,7 +1674,8 @@ class Guard:
 
 def _paying(guards: Iterable[Guard]) -> set[str]:
     """Return the names of whoever pays for these guards."""
-    plugs = [plug for guard in guards for _, plug in guard._plugs if plug.name == "ledger"]
+    every = [plug for guard in guards for _, plug in guard._plugs]  # pyright: ignore[reportPrivateUsage]
+    plugs = [plug for plug in every if plug.name == "ledger"]
     return {name for plug in plugs for name in plug.state(0)}
 
 
