@@ -68,10 +68,10 @@ def test_a_queue_that_no_store_takes_stays_and_holds_up_nothing_else(
     dead.close()
     ledger.beat()
     assert [hold.id for hold in ledger.holds()] == ["b"]
-    assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "c.jsonl"]
-    assert caplog.text.count("cannot be sent, and stays: OverflowError") == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["a.rejected", "c.rejected"]
+    assert caplog.text.count("1 reports no store can count") == 2
     ledger.beat()
-    assert caplog.text.count("cannot be sent") == 2
+    assert caplog.text.count("no store can count") == 2
 
 
 def test_what_dead_processes_left_does_not_go_before_what_waits_here(sqlite, opened, monkeypatch):
@@ -293,3 +293,27 @@ def test_a_data_base_of_a_newer_format_is_left_alone(tmp_path):
             place.store()
     finally:
         place.remove()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"spent": [2**70, 1]}, {"spent": [-1, 1]}, {"owner": "\x00"}, {"windows": []}],
+    ids=["too large", "negative", "a name that is none", "no window"],
+)
+def test_one_bad_report_in_the_queue_holds_up_nothing(place, opened, wrong, caplog):
+    ledger = opened(place)
+    folder = ledger._outbox._folder
+    folder.mkdir(parents=True)
+    usage = ledger.usage("ac\u00a0me")
+    windows = [["ac\u00a0me", usage.daily.window], ["ac\u00a0me", usage.monthly.window]]
+    good = {"op": 1, "windows": windows, "spent": [CENT, 1], "owner": "run"}
+    (folder / "a.jsonl").write_text(
+        "".join(
+            json.dumps(one) + "\n" for one in ({"id": "bad"} | good | wrong, {"id": "1"} | good)
+        )
+    )
+    (folder / "b.jsonl").write_text(json.dumps({"id": "2"} | good))
+    ledger.beat()
+    assert ledger.usage("ac\u00a0me").daily.spent_usd == Decimal("0.02")
+    assert [path.name for path in folder.iterdir()] == ["a.rejected"]
+    assert "1 reports no store can count" in caplog.text
