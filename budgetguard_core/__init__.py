@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from budgetguard_core.event_log import read_events
     from budgetguard_core.snapshot import OpenCall, Snapshot
     from budgetguard_core.sqlite_checkpoints import MemoryStore, SqliteStore
-    from budgetguard_core.stores import Checkpoint, CheckpointStore, NumberedStore
+    from budgetguard_core.stores import CheckpointStore, NumberedStore
 
 __all__ = [
     "NOT_AVAILABLE",
@@ -62,7 +62,6 @@ __all__ = [
     "BudgetExceeded",
     "BudgetGuardError",
     "CancellationToken",
-    "Checkpoint",
     "CheckpointError",
     "CheckpointStore",
     "Clock",
@@ -114,7 +113,6 @@ __all__ = [
 # What is loaded when it is asked for: most processes neither take a snapshot nor store one, and
 # read no log.
 _LATER = {
-    "Checkpoint": "stores",
     "CheckpointStore": "stores",
     "MemoryStore": "sqlite_checkpoints",
     "NumberedStore": "stores",

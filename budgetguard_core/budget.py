@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar,
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from budgetguard_core.breakers import (
+from budgetguard_core.errors import ConfigurationError, shown
+from budgetguard_core.loop_detection import LoopDetection
+from budgetguard_core.reserve import FinalizeReserve
+from budgetguard_core.settings import (
     BulkheadConfig,
     CircuitBreakerConfig,
     ProgressReports,
@@ -18,9 +21,7 @@ from budgetguard_core.breakers import (
     ToolMix,
     VelocityLimits,
 )
-from budgetguard_core.errors import ConfigurationError, shown
-from budgetguard_core.loop_detection import LoopDetection
-from budgetguard_core.reserve import FinalizeReserve
+from budgetguard_core.stop import Condition, as_condition
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -272,6 +273,13 @@ class Budget(BaseModel, metaclass=_OwnNames):
         Raises:
             ConfigurationError: A field makes no sense, or is none: rule, value, way out.
         """
+
+    @field_validator("stop_when")
+    @classmethod
+    def _can_be_asked(cls, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+        for condition in conditions:
+            as_condition(condition)
+        return conditions
 
     @field_validator("tool_quotas", mode="before")
     @classmethod

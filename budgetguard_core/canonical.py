@@ -31,6 +31,7 @@ _SMALLEST_WHOLE = -_BIGGEST_WHOLE
 _ONE_DIGIT = 2**30 - 1
 _FEW_NAMES = 16
 _LONGEST_KEY = 256
+_SHORT_REPLY = 40
 _ERROR_READ = 4000
 _ERROR_KEPT = 400
 
@@ -39,6 +40,7 @@ _NUMBER_STARTS = frozenset("-0123456789")
 _CODED = _NUMBER_STARTS | frozenset("tfn")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?(e[+-][0-9]+)?").fullmatch
+_DIGITS = re.compile(r"[0-9]+(?:[.,:-][0-9]+)*")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _VARIABLE = re.compile(
     r"""
@@ -116,6 +118,12 @@ def fingerprint_result(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> s
             of them.
     """
     return _digest(_result(result, ignore))
+
+
+def fingerprint_reply(text: str) -> str:
+    """Digest of a reply; from 40 characters on without its numbers and without regard to case."""
+    text = text.strip()
+    return _digest(text if len(text) < _SHORT_REPLY else _DIGITS.sub("?", text).casefold())
 
 
 def fingerprint_error(text: str) -> str:

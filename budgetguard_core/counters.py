@@ -27,6 +27,14 @@ _NAMES_KEPT = 1024
 _SECOND = 1_000_000_000
 
 
+def _to_ns(seconds: float) -> int:
+    return int(seconds * _SECOND)
+
+
+def _to_seconds(ns: int) -> float:
+    return ns / _SECOND
+
+
 class Dimension(NamedTuple):
     """One cap of a run."""
 
@@ -43,7 +51,7 @@ DIMENSIONS = (
     Dimension(StopReason.MAX_MODEL_CALLS, int, int),
     Dimension(StopReason.MAX_TOOL_CALLS, int, int),
     Dimension(StopReason.MAX_TOTAL_TOKENS, int, int),
-    Dimension(StopReason.MAX_SECONDS, lambda s: int(s * _SECOND), lambda ns: ns / _SECOND),
+    Dimension(StopReason.MAX_SECONDS, _to_ns, _to_seconds),
     Dimension(StopReason.MAX_COST_USD, from_usd, to_usd),
 )
 ITERATIONS, MODEL_CALLS, TOOL_CALLS, TOKENS, TIME, COST = ALL = range(len(DIMENSIONS))

@@ -241,7 +241,7 @@ class Admit:
     holds: tuple[Any, ...] = ()
     charged = 0
     occurrence = 0
-    expected = _NO_GUESS
+    expected: tuple[int, int] = _NO_GUESS
 
     # Whoever settles the call knows what its guard is; this module must not. Not set in __init__:
     # each step makes two answers, and the guard sets their fields in a third of the time.

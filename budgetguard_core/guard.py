@@ -20,7 +20,7 @@ from budgetguard_core.canonical import (
     arguments_key,
     digest_of,
     fingerprint_error,
-    fingerprint_result,
+    fingerprint_reply,
     result_key,
 )
 from budgetguard_core.clock import Clock, SystemClock
@@ -105,6 +105,8 @@ _RECORDS_CUT = 2 * RECORDS_KEPT
 _NAME_LENGTH = 200
 _NOTHING: frozenset[str] = frozenset()
 _REFUSED = result_key(NOT_AVAILABLE)
+# The kind of error of a call that was answered without its body.
+_REFUSED_KIND = fingerprint_error(NOT_AVAILABLE)
 _WITHDRAWN = Ended(withdrawn=True)
 _NO_GUESS = (0, 0)
 _HOUSEKEEPING = frozenset({ITERATIONS, TIME})
@@ -533,6 +535,8 @@ class Guard:
                         facts = {"call": call.copied(), "reason": trip.reason}
                         self._record(events.ModelCallRefused, now, **facts)
                 else:
+                    if self._detector is not None:
+                        self._detector.begin_reply()
                     message = self._take_message()
                     # A message would change the run, and OBSERVE only looks on.
                     if message is not None and self.mode is Mode.ENFORCE:
@@ -694,7 +698,7 @@ class Guard:
             # A report is about the run, so it has no place among what the run may do.
             if call.name in self._own_tools and call.kind == "function":
                 call.kind = "output"
-        ask = self._reserve(None)
+        ask = self._reserve(None, calls=calls)
         with tree.lock:
             now = tree.now()
             if from_outside and detector is not None:
@@ -703,7 +707,10 @@ class Guard:
             calm = counters.is_calm(chain, now, tools=len(calls))
             found = () if calm else counters.violations(chain, now, counters.BATCH)
             self._ask(ask, self._objections(found) if found else {}, now)
-            decisions = [self._decide_tool_call(call, now, calm) for call in calls]
+            decisions = [
+                self._decide_tool_call(call, now, calm, ask, index)
+                for index, call in enumerate(calls)
+            ]
             warnings = () if calm else self._look(now)
             if tree.sinks:
                 requested = events.ToolCallRequested.of_batch(calls, decisions, tree.log_arguments)
@@ -711,6 +718,11 @@ class Guard:
                 for decision in decisions:
                     if isinstance(decision, Admit):
                         self._record_delay(decision, now)
+        if ask is not None:
+            for index, holds in ask.call_holds.items():
+                if not isinstance(decisions[index], Admit):
+                    for hold in holds:
+                        hold.settle(_WITHDRAWN, None)
         if warnings or tree.outbox or tree.postponed:
             self._finish(warnings)
         return decisions
@@ -827,7 +839,7 @@ class Guard:
                     guard._occurrences.give_back(call, ticket.occurrence)
                 if not waits:
                     guard._keep_record(call, "refused")
-                    guard._show(call, _REFUSED)
+                    guard._show(call, _REFUSED, _REFUSED_KIND)
                 guard._record(events.ToolCallWithdrawn, now, call_id=ticket.call_id, waits=waits)
             else:
                 kept = ticket.reserved_tokens, ticket.reserved_cost
@@ -882,7 +894,7 @@ class Guard:
         detector = self._detector
         if detector is None or not (fingerprint or text.strip()):
             return
-        fingerprint = fingerprint or fingerprint_result(text)
+        fingerprint = fingerprint or fingerprint_reply(text)
         with self._step() as now:
             detector.observe_reply(speaker, "", fingerprint=fingerprint)
             name = None if speaker is None else speaker[:_NAME_LENGTH]
@@ -1345,14 +1357,20 @@ class Guard:
         return self.tree.price_book.rates_for(model, provider)
 
     def _reserve(
-        self, call: ModelCall | None, tokens: int = 0, cost: int = 0, *, unpriced: bool = False
+        self,
+        call: ModelCall | None,
+        tokens: int = 0,
+        cost: int = 0,
+        *,
+        unpriced: bool = False,
+        calls: Sequence[ToolCall] = (),
     ) -> Ask | None:
         """Ask the plugs for what needs I/O or the user's code; None without plugs."""
         if self.tree.postponed:
             self.tree.deliver()
         if not self._plugs:
             return None
-        ask = Ask(self, call, tokens, cost, unpriced=unpriced)
+        ask = Ask(self, call, tokens, cost, unpriced=unpriced, calls=calls)
         for owner, plug in self._reserving:
             if not plug.reserve(owner, ask):
                 break
@@ -1457,7 +1475,9 @@ class Guard:
 
     # Under the lock: tool calls
 
-    def _decide_tool_call(self, call: ToolCall, now: int, calm: bool) -> ToolDecision:
+    def _decide_tool_call(
+        self, call: ToolCall, now: int, calm: bool, batch: Ask | None, index: int
+    ) -> ToolDecision:
         trip = self.trip
         ask = None
         if call.kind == "function":
@@ -1469,7 +1489,11 @@ class Guard:
                 if message is not None and self.mode is Mode.ENFORCE:
                     return self._refused(call, Refuse(StopReason.NO_PROGRESS, message, message))
             found = () if calm else counters.violations(self._chain, now, counters.TOOL_CALL)
-            trip = self._stop(now, self._objections(found)) if found else None
+            objections = self._objections(found) if found else {}
+            if batch is not None and index in batch.call_objections:
+                owner, held = batch.call_objections[index]
+                objections.setdefault(owner, []).extend(held)
+            trip = self._stop(now, objections) if objections else None
             if trip is not None:
                 return self._refused(call, Stop(trip))
             refusal: Refuse | Stop | None = self._quota_refusal(call.name)
@@ -1478,8 +1502,8 @@ class Guard:
                 refusal = self._ask_about_tool(ask, now)
             if refusal is not None:
                 if isinstance(refusal, Refuse):
-                    # Asking again and again for what is refused brings nothing new either.
-                    self._show(call, result_key(refusal.message))
+                    # To ask on for what is refused is an error of a kind.
+                    self._show(call, result_key(refusal.message), _REFUSED_KIND)
                 return self._refused(call, refusal)
             self._count_tool(call.name, 1)
         elif call.kind == "hosted":
@@ -1500,6 +1524,8 @@ class Guard:
             self.tree.open[ticket.call_id] = ticket
         if ask is not None:
             self._book(ask, ticket)
+        if batch is not None and index in batch.call_holds:
+            ticket.holds += batch.call_holds[index]
         return ticket
 
     def _ask_about_tool(self, ask: Ask, now: int) -> Refuse | Stop | None:
@@ -1655,7 +1681,8 @@ class Guard:
 
 def _paying(guards: Iterable[Guard]) -> set[str]:
     """Return the names of whoever pays for these guards."""
-    plugs = [plug for guard in guards for _, plug in guard._plugs if plug.name == "ledger"]
+    every = [plug for guard in guards for _, plug in guard._plugs]  # pyright: ignore[reportPrivateUsage]
+    plugs = [plug for plug in every if plug.name == "ledger"]
     return {name for plug in plugs for name in plug.state(0)}
 
 

@@ -69,20 +69,22 @@ class LoopDetection(BaseModel):
     """Stale calls in a row after which the run is stopped: at an identical call's fourth time."""
     nudge_after_same_error: _Count = 3
     """Times in a row that the same call ends with the same error, after which the model is
-    corrected. A repetition of this kind is not stale; any other call ends the row, and a turn of
-    the user does not."""
+    corrected. Any other call ends the row, and a turn of the user does not. A repetition of this
+    kind is stale too, and `stop_after` ends the run first where no user speaks in between."""
     stop_after_same_error: _Count = 5
     """Times in a row that the same call ends with the same error, until the run is stopped."""
     nudge_after_errors: _Count = 3
     """Calls of one tool in a row, whatever their arguments, that end with the same error but for
-    numbers, quoted parts, paths and hexadecimal, after which the model is corrected. Any other
-    call ends the row, and so does the user's next turn."""
+    numbers, quoted parts, paths and hexadecimal, after which the model is corrected. The calls of
+    one reply count once. A call that was refused is such an error, too. Any other call ends the
+    row, and so does the user's next turn."""
     stop_after_errors: _Count = 8
-    """Calls of one tool in a row that end with the same error, after which the run is stopped."""
+    """Replies in a row whose calls of one tool end with the same error, until the run is
+    stopped."""
     nudge_after_replies: _Count = 2
-    """Replies in a row without a tool call, each made before by its speaker word for word, after
-    which the model is corrected. A new reply or a new call ends the row, and so does the user's
-    next turn."""
+    """Replies in a row without a tool call, each made before by its speaker, after which
+    the model is corrected; from 40 characters on numbers and case do not tell replies apart. A
+    new reply or a new call ends the row, and so does the user's next turn."""
     stop_after_replies: _Count = 4
     """Repeated replies in a row after which the run is stopped."""
     window: Annotated[int, BeforeValidator(_window)] = 64

@@ -14,7 +14,7 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
-from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_result
+from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_reply, fingerprint_result
 from budgetguard_core.errors import shown
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.stop import StopReason, Violation
@@ -93,12 +93,14 @@ class LoopDetector:
             when the nudge was taken. Where nobody takes it, `window` more trip as well.
         ignored: The names of arguments to leave out of a call's fingerprint.
         ignored_results: The names to leave out of the fingerprint of a result.
+        reply: The number of replies that were begun.
     """
 
     __slots__ = (
         "_alike",
         "_digested",
         "_error",
+        "_error_reply",
         "_exempt",
         "_generation",
         "_quiet",
@@ -111,6 +113,7 @@ class LoopDetector:
         "due",
         "ignored",
         "ignored_results",
+        "reply",
         "tripped",
     )
 
@@ -135,6 +138,7 @@ class LoopDetector:
         # How often the latest call was made in a row.
         self._alike = 0
         self._error: tuple[str, str] | None = None
+        self._error_reply = 0
         self._said: dict[_Reply, None] = {}
         self._replies: list[_Reply] = []
         # No row has begun: nothing has to be ended by what is new.
@@ -143,6 +147,14 @@ class LoopDetector:
         self._digested = False
         self.due = False
         self.tripped = False
+        self.reply = 0
+
+    def begin_reply(self) -> None:
+        """Begin a reply of the model: the calls that it asks for are one step of a row of errors.
+
+        Where no reply is ever begun, each call is a reply of its own.
+        """
+        self.reply += 1
 
     def observe(self, tool: str, arguments: str, result: str, error: str | None = None) -> None:
         """Take in a call that has ended, failed ones included.
@@ -199,20 +211,21 @@ class LoopDetector:
         recent = self._recent
         again = bool(recent) and key == recent[-1]
         self._alike = self._alike + 1 if again else 1
-        failed_again = again and error is not None and rows.same_error.length > 0
-        if failed_again:
+        if again and error is not None and rows.same_error.length > 0:
             rows.same_error.grow()
         else:
             rows.same_error.start(0 if error is None else 1)
         kind = None if error is None else (key[0], error)
         if kind is not None and kind == self._error:
-            rows.errors.grow()
+            if not self.reply or self.reply != self._error_reply:
+                rows.errors.grow()
         else:
             rows.errors.start(0 if kind is None else 1)
         self._error = kind
+        self._error_reply = self.reply
         if generation != self._generation:
             rows.stale.start(0)
-        elif not failed_again:
+        else:
             rows.stale.grow()
         if not generation:
             rows.replies.start(0)
@@ -227,7 +240,7 @@ class LoopDetector:
             speaker: The name of the agent or node that made it; None where there is one only.
             text: The reply. White space around it does not count; one without text (an image, a
                 parsed object) is not looked at.
-            fingerprint: The `fingerprint_result` of the text, where it is known already; then
+            fingerprint: The `fingerprint_reply` of the text, where it is known already; then
                 the text is not read.
         """
         name = speaker or _UNNAMED
@@ -236,7 +249,7 @@ class LoopDetector:
         if fingerprint is None:
             if not text or text.isspace():
                 return
-            fingerprint = fingerprint_result(text)
+            fingerprint = fingerprint_reply(text)
         reply = (name if len(name) <= _LONGEST_NAME else _short(name), fingerprint)
         said = self._said
         row = self._rows.replies

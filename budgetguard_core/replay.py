@@ -369,5 +369,5 @@ def replay(
         numbers.check(event)
         run.apply(event)
     guard = run.end()
-    guard.tree.seq = numbers.last(guard.run_id)
+    guard.tree.go_on_from(numbers.last(guard.run_id), guard.tree.call_id, ())
     return guard

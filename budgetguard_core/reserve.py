@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from budgetguard_core.breakers.settings import Cap, Dollars, Seconds, Settings
+from budgetguard_core.settings import Cap, Dollars, Seconds, Settings
 
 
 class FinalizeReserve(Settings):

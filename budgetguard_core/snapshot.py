@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, Self
 
@@ -20,8 +19,8 @@ from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode
 from budgetguard_core.usage import Usage
 
-FORMAT_VERSION = 2
-"""The version of the format. Version 1, which had no pauses, is read as well."""
+FORMAT_VERSION = 1
+"""The version of the format."""
 
 
 class OpenCall(BaseModel):
@@ -319,34 +318,22 @@ class Snapshot(BaseModel):
                 "Restore an earlier one, or start the run anew."
             ) from None
 
-    def to_parts(self) -> SnapshotParts:
-        """Return the snapshot as what changes with each step and what only grows.
+    def to_parts(self) -> tuple[str, list[str]]:
+        """Return the snapshot without its messages as one JSON object, and each message as JSON.
 
         Raises:
             CheckpointError: The conversation holds what JSON cannot.
         """
-        return SnapshotParts(
-            state=dump(self, exclude={"messages", "records"}),
-            messages=[_item(message) for message in self.messages],
-            records=[_item(record) for record in self.records],
-        )
+        return dump(self, exclude={"messages"}), [_item(message) for message in self.messages]
 
+    @classmethod
+    def from_parts(cls, state: str, messages: Sequence[str]) -> Self:
+        """Read the parts that `to_parts` returned.
 
-@dataclass(frozen=True, slots=True)
-class SnapshotParts:
-    """A snapshot in pieces, for stores that write only what is new."""
-
-    state: str
-    """Everything but the other two, as a JSON object. Its length does not grow with the run."""
-    messages: list[str]
-    """Each message as JSON."""
-    records: list[str]
-    """Each record of a tool call as JSON."""
-
-    def to_json(self) -> str:
-        """Return the whole, as `Snapshot.from_json` reads it."""
-        records, messages = ",".join(self.records), ",".join(self.messages)
-        return f'{{"records":[{records}],"messages":[{messages}],{self.state[1:]}'
+        Raises:
+            CheckpointError: They are damaged, or of another format.
+        """
+        return cls.from_json(f'{{"messages":[{",".join(messages)}],{state[1:]}')
 
 
 class _Item(BaseModel):

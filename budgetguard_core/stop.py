@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.usage import Usage
 
 
@@ -172,6 +172,11 @@ class after_iterations(StopCondition):
     """Hold once `count` iterations have started. For composing; `max_iterations` is the cap."""
 
     def __init__(self, count: int) -> None:
+        if type(count) is not int or count < 1:
+            raise ConfigurationError(
+                f"after_iterations must be given a whole number >= 1, got {shown(count)}. "
+                "Use after_iterations(5)."
+            )
         self._count = count
 
     def __call__(self, guard: Readings) -> str | None:

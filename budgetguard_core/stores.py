@@ -1,27 +1,14 @@
-"""What a store of snapshots is."""
+"""The protocols of a store of snapshots."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from budgetguard_core.snapshot import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One of a run's numbered checkpoints."""
-
-    number: int
-    """Grows by one with each checkpoint of the run, from 1."""
-    saved_at: float | None
-    """When it was saved, in seconds since the Unix epoch; None if an earlier release saved it."""
-    messages: int | None
-    """How many messages its conversation has; None if an earlier release saved it."""
-
-
 class SnapshotWriter(Protocol):
-    """What saves snapshots."""
+    """Saves snapshots."""
 
     def save(self, snapshot: Snapshot) -> None:
         """Keep a snapshot in place of the run's earlier one. Safe on the disk when it returns."""
@@ -30,12 +17,11 @@ class SnapshotWriter(Protocol):
 
 @runtime_checkable
 class CheckpointStore(SnapshotWriter, Protocol):
-    """Where snapshots are kept, the last one of each run.
+    """Keeps the last snapshot of each run.
 
-    These three verbs are all that a store of your own needs. What it does not get then: each
-    checkpoint is given whole, so its cost grows with the conversation; there are no numbered
-    checkpoints to go back to; and two processes that resume one run are not told of each other.
-    A store that has the verbs of `NumberedStore` as well gets all three.
+    These three verbs are all that a store of your own needs. Without those of `NumberedStore`,
+    each checkpoint is given whole, so its cost grows with the conversation, and two processes
+    that resume one run are not fenced.
     """
 
     def load(self, run_id: str) -> Snapshot | None:
@@ -48,13 +34,13 @@ class CheckpointStore(SnapshotWriter, Protocol):
 
 
 class NumberedStore(CheckpointStore, Protocol):
-    """A store that is given what is new only, and that fences a resumed run."""
+    """A store that is given the new messages only, and that fences a resumed run."""
 
     def claim(self, run_id: str) -> int:
-        """Begin another leg of a run: what earlier legs `append` from now on is refused.
+        """Begin another attempt at a run: from now on earlier ones can not `append`.
 
         Returns:
-            The leg's number; the first is 1.
+            The attempt's number; the first is 1.
         """
         ...
 
@@ -65,8 +51,8 @@ class NumberedStore(CheckpointStore, Protocol):
 
         Args:
             snapshot: Its `messages` are those from number `start` on.
-            leg: What `claim` returned.
-            start: How many messages come first, as the checkpoint `after` has them.
+            leg: The attempt's number, from `claim`.
+            start: The number of messages before them, as the checkpoint `after` has them.
             after: The number of the checkpoint that the caller saved last; None with `start` 0.
 
         Returns:
@@ -74,13 +60,13 @@ class NumberedStore(CheckpointStore, Protocol):
             is not `after`, so that the whole has to be given.
 
         Raises:
-            RunFencedError: A later leg was begun.
+            RunFencedError: A later attempt was begun.
         """
         ...
 
 
 def is_numbered(store: CheckpointStore) -> TypeGuard[NumberedStore]:
-    """Tell whether a store is given what is new only.
+    """Return whether a store is given the new messages only.
 
     A subclass that replaced `save` alone is given whole snapshots, through its own `save`.
     """

@@ -8,7 +8,7 @@ from budgetguard_core.events import Event, ToolMixUnusual
 from budgetguard_core.testing.scripted import Answers
 from budgetguard_loop import run_bounded, scripted
 
-# `budgetguard baseline LOG...` records one; here are 80 runs that search and read.
+# Recorded from the tools that 80 runs called: they search and read.
 BASELINE = ToolMixBaseline.of(
     [{"search": 6, "read_file": 5}, {"search": 9, "read_file": 8}] * 40,
 )

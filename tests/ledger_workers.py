@@ -32,32 +32,30 @@ def start(target, *arguments):
 
 
 def one(url, queue):
-    """Spend a dollar out of a lease, which its worker's end has to give back."""
+    """Spend a dollar, whose settlement its worker's end has to send."""
     ledger = Ledger(url, daily_usd=10, timeout=60.0, time_zone=ZONE, queue=queue)
     guard = Guard(ledger=ledger, tenant="acme")
     ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal(1)))
     guard.settle_model_call(ticket, cost_usd=Decimal(1))
 
 
-def pairs(url, keys, ceiling, count, mode, seed, queue, out):
-    """Reserve and settle at random; says what was billed, refused, and how many trips it took."""
+def pairs(url, keys, ceiling, count, by_run, seed, queue, out):
+    """Reserve and settle at random; says what was billed and refused."""
     rnd = random.Random(seed)
     ledger = Ledger(
         url,
         daily_usd=to_dollars(ceiling),
         monthly_usd=to_dollars(ceiling * 2),
-        lease=mode,
         timeout=60.0,
         time_zone=ZONE,
         queue=queue,
     )
     spent = refused = 0
-    charged_at_refusal = None
     run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
     for _ in range(count):
         usd = rnd.randrange(10**6, 10**8)
         real = int(usd * rnd.uniform(0.1, 1.0))
-        if mode == "exact":
+        if not by_run:
             try:
                 reservation = ledger.reserve(keys, f"run-{seed}", usd=to_dollars(usd))
             except LedgerRefused:
@@ -65,22 +63,16 @@ def pairs(url, keys, ceiling, count, mode, seed, queue, out):
                 continue
             reservation.settle(to_dollars(real))
         else:
-            part = run.take(usd, 0) or run.obtain(usd, 0)
+            part = run.obtain(usd, 0)
             if isinstance(part, Refusal):
                 assert part.reason.startswith("tenant"), part
                 refused += 1
-                if charged_at_refusal is None:
-                    day = ledger.usage(keys[0]).daily
-                    charged_at_refusal = int((day.spent_usd + day.reserved_usd) * 10**9)
-                if refused > 2:  # each refusal waits for a recall
-                    break
                 continue
             run.settle(part, Amount(usd, 0), Amount(real, 0))
         spent += real
-    trips = ledger.trips
     run.close()
     ledger.close()
-    out.put((spent, refused, trips, charged_at_refusal))
+    out.put((spent, refused))
 
 
 def kill_many(url, keys, kills, folder, queue):
@@ -94,7 +86,7 @@ def kill_many(url, keys, kills, folder, queue):
             pid = os.fork()
             if pid == 0:
                 try:
-                    bill_for_ever(url, keys, ("exact", "auto")[one % 2], path, one, queue)
+                    bill_for_ever(url, keys, one % 2, path, one, queue)
                 finally:
                     os._exit(1)
             children.append((pid, path))
@@ -107,16 +99,16 @@ def kill_many(url, keys, kills, folder, queue):
             os.waitpid(pid, 0)
 
 
-def bill_for_ever(url, keys, mode, path, seed, queue):
+def bill_for_ever(url, keys, by_run, path, seed, queue):
     """Spend until killed; each bill is one write before its settlement."""
     rnd = random.Random(seed)
-    options = {"lease": mode, "timeout": 1.0, "time_zone": ZONE, "queue": queue}
+    options = {"timeout": 1.0, "time_zone": ZONE, "queue": queue}
     ledger = Ledger(url, daily_usd=10**6, **options)
     run = ledger.attach(f"run-{seed}", keys, on_kill=print, on_warning=lambda warned: None)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     while True:
         usd = rnd.randrange(10**5, 10**7)
-        if mode == "exact":
+        if not by_run:
             try:
                 reservation = ledger.reserve(keys, usd=to_dollars(usd))
             except LedgerRefused:
@@ -124,7 +116,7 @@ def bill_for_ever(url, keys, mode, path, seed, queue):
             os.write(fd, b"%d\n" % (usd // 2))
             reservation.settle(to_dollars(usd // 2))
         else:
-            part = run.take(usd, 0) or run.obtain(usd, 0)
+            part = run.obtain(usd, 0)
             if isinstance(part, Refusal):
                 continue
             os.write(fd, b"%d\n" % (usd // 2))
@@ -147,7 +139,7 @@ def fill(url, queue, out):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
     spent, refused = 0, None
-    options = {"lease": "exact", "time_zone": ZONE, "queue": queue}
+    options = {"time_zone": ZONE, "queue": queue}
     with Ledger(url, daily_usd=10**6, **options) as ledger:
         ledger.connection._pause_ns = 0
         for number in range(5000):
@@ -177,7 +169,7 @@ def processor_seconds():
 def timed_pairs(url, count, seed, barrier, out):
     """Exact pairs as fast as they go, once all are ready; tells the seconds of processor time."""
     rnd = random.Random(seed)
-    with Ledger(url, lease="exact", timeout=30.0, daily_usd=10**6) as ledger:
+    with Ledger(url, timeout=30.0, daily_usd=10**6) as ledger:
         ledger.reserve("acme", usd=0)
         barrier.wait()
         started = processor_seconds()

@@ -12,13 +12,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer.models import CommandInfo
 
 from budgetguard_cli.breakers import read_breakers
 from budgetguard_cli.calibrate import register as register_calibrate
 from budgetguard_cli.doctor.command import register as register_doctor
-from budgetguard_cli.export import register as register_export
 from budgetguard_cli.ledger import register as register_ledger
-from budgetguard_cli.recordings import Reading, Unreadable, readable
+from budgetguard_cli.quickstart import register as register_quickstart
+from budgetguard_cli.recordings import Unreadable, readable
 from budgetguard_cli.replay import JsonReport, TextReport, replay_files
 from budgetguard_cli.report import register as register_report
 from budgetguard_cli.run.command import register as register_run
@@ -32,17 +33,25 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 register_calibrate(app)
 register_doctor(app)
-register_export(app)
 register_ledger(app)
+register_quickstart(app)
 register_report(app)
 register_run(app)
 register_show(app)
 register_watch(app)
+
+
+_PANELS = {
+    "Start": ("demo", "quickstart", "doctor", "run"),
+    "Look": ("show", "watch", "report"),
+    "Tune": ("calibrate", "replay"),
+    "Tenants": ("ledger", "kill", "revive", "runs"),
+}
 
 
 class OnUnpriced(StrEnum):
@@ -91,7 +100,9 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Stop a runaway: a real loop over HTTP against a model that never changes its mind.
+    """Stop a runaway of each framework, on this machine alone.
+
+    A real loop over HTTP against a model that never changes its mind.
 
     Example: budgetguard demo --quick
 
@@ -152,7 +163,7 @@ def replay(
         bool, typer.Option("--json", help="JSON Lines: stopped runs, files, all.")
     ] = False,
 ) -> None:
-    """Replay recorded runs against a budget: what it would stop, cut and save.
+    """Replay recorded runs: what a budget would stop, cut and save.
 
     Example: budgetguard replay runs.jsonl --max-iterations 25 --tool-quota search_web=3
 
@@ -186,45 +197,6 @@ def replay(
         raise typer.Exit(1)
 
 
-@app.command()
-def baseline(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="LOG",
-            help="Recorded runs, as `budgetguard replay` reads them, or folders of them; - is "
-            "standard input.",
-        ),
-    ],
-    every: Annotated[
-        bool, typer.Option("--all", help="Also runs that did not end well, or do not say.")
-    ] = False,
-) -> None:
-    """Record which tools runs call, as the baseline of `ToolMix`: JSON on standard output.
-
-    Example: budgetguard baseline logs > tools.json
-
-    Only runs that ended well are taken. Ends with 0, with 1 when a line could not be read (the
-    rest is recorded), and with 2 when there is nothing to record, or a file is wrong.
-    """
-    from budgetguard_cli.baseline import Recorder
-
-    reading = Reading(Console(stderr=True))
-    recorder = Recorder(reading, every=every)
-    try:
-        recorded = recorder.baseline(readable(files))
-    except (BudgetGuardError, Unreadable) as error:
-        refuse(str(error))
-    typer.echo(recorded.model_dump_json())
-    typer.echo(
-        f"{recorded.runs:,} runs recorded, {recorder.left_out:,} left out, "
-        f"{reading.problems:,} lines not read.",
-        err=True,
-    )
-    if reading.problems:
-        raise typer.Exit(1)
-
-
 def _dollars(text: str) -> Decimal:
     try:
         return Decimal(text)
@@ -242,3 +214,20 @@ def _quotas(given: list[str]) -> dict[str, int]:
             raise typer.BadParameter(msg, param_hint="--tool-quota")
         quotas[tool] = int(number)
     return quotas
+
+
+def _group_commands() -> None:
+    """Put each command into its panel of `--help`, in the order of the table."""
+    order = {name: panel for panel, names in _PANELS.items() for name in names}
+
+    def name_of(info: CommandInfo) -> str:
+        return str(info.name or getattr(info.callback, "__name__", ""))
+
+    for command in app.registered_commands:
+        command.rich_help_panel = order[name_of(command)]
+    for group in app.registered_groups:
+        group.rich_help_panel = order[str(group.name)]
+    app.registered_commands.sort(key=lambda one: list(order).index(name_of(one)))
+
+
+_group_commands()

@@ -1,4 +1,4 @@
-"""`budgetguard calibrate` and `audit`: caps from measured runs, and caps against them."""
+"""`budgetguard calibrate`: caps from measured runs, and with `--check` caps against them."""
 
 from __future__ import annotations
 
@@ -51,27 +51,53 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(calibrate)
-    app.command(name="audit")(audit_)
 
 
 def calibrate(
-    files: Logs, profile: ProfileName = _UNNAMED, labelled: Good = False, as_json: AsJson = False
+    files: Logs,
+    profile: ProfileName = _UNNAMED,
+    labelled: Good = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the caps that are set, and propose none.")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --check: a file of profiles; the caps that the runs were recorded under if "
+            "left out.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Propose caps from measured runs, by profile and dimension, as TOML to paste.
+    """Propose caps from measured runs, or check the caps set.
 
     Runs that a cap or somebody ended, failed, did not succeed or have not ended are left out. With
     fewer than 10 nothing is proposed; with 10 to 29 three times the maximum (provisional), with 30
     to 299 twice; from 300 on 1.5 times the 99th percentile, tokens and dollars twice. Where nobody
     says which runs are good, 2.5 times the 95th percentile.
 
-    Example: budgetguard calibrate logs >> budgetguard.toml
+    With --check: a cap below the 99th percentile of healthy runs truncates real work; one above
+    five times that never fires. Profiles with fewer than 10 runs are not judged.
 
-    The figures go to the standard error, the TOML to the standard output. Ends with 0, with 1 when
-    a line could not be read (the rest is used), and with 2 when nothing can be proposed, or a file
-    is wrong.
+    Examples: budgetguard calibrate logs >> budgetguard.toml,
+    budgetguard calibrate logs --check --config budgetguard.toml
+
+    The figures go to the standard error, the TOML to the standard output. Ends with 0; with 1 when
+    a check finds something or a line could not be read (the rest is used); with 2 when nothing can
+    be proposed, a file is wrong, or a profile is not known.
     """
+    if config is not None and not check:
+        refuse("--config needs --check: it names the caps to check. Give both.")
     errors = Console(stderr=True)
     groups, problems = _measured(files, profile, labelled, errors)
+    if check:
+        wrong = [_checked(name, group, config, as_json) for name, group in groups.items()]
+        if not groups:
+            refuse("the files hold no run. Name logs of runs.")
+        if any(wrong) or problems:
+            raise typer.Exit(1)
+        return
     proposals = {name: list(_proposals(group)) for name, group in groups.items()}
     if as_json:
         for name, group in groups.items():
@@ -91,55 +117,26 @@ def calibrate(
         raise typer.Exit(1)
 
 
-def audit_(
-    files: Logs,
-    profile: ProfileName = _UNNAMED,
-    labelled: Good = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of profiles; the caps that the runs were recorded under if left out.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Name caps that cut real work or never fire, and profiles whose limits never or always do.
-
-    A cap below the 99th percentile of healthy runs truncates real work; one above five times that
-    never fires. Profiles with fewer than 10 runs are not judged.
-
-    Example: budgetguard audit logs --config budgetguard.toml
-
-    Ends with 0 when nothing is wrong, with 1 when something is or a line could not be read, and
-    with 2 when a file is wrong, or a profile is not known.
-    """
-    errors = Console(stderr=True)
-    groups, problems = _measured(files, profile, labelled, errors)
-    wrong = False
-    out = Console()
-    for name, group in groups.items():
-        budget = group.budget or Budget()
-        if config is not None or name != _UNNAMED:
-            budget = _caps(name, config, group.budget)
-        found = list(audit(budget, group.figures, runs=group.runs, stopped=group.stopped))
-        wrong = wrong or bool(found)
-        if as_json:
-            for one in found:
-                _print_json(type="finding", profile=name, **_text(asdict(one)))
-            _print_json(type="profile", profile=name, findings=len(found), **_plain_group(group))
-            continue
-        _say(out, f"{name}: {_summary(group)}")
-        if group.usable < FEWEST:
-            _say(out, f"  not judged: fewer than {FEWEST} runs ended by themselves")
+def _checked(name: str, group: Measured, config: Path | None, as_json: bool) -> bool:
+    """Show the findings on the caps of one profile, and return whether there are any."""
+    budget = group.budget or Budget()
+    if config is not None or name != _UNNAMED:
+        budget = _caps(name, config, group.budget)
+    found = list(audit(budget, group.figures, runs=group.runs, stopped=group.stopped))
+    if as_json:
         for one in found:
-            _say(out, f"  {_sentence(one)}")
-        if group.usable >= FEWEST and not found:
-            _say(out, "  nothing wrong")
-    if not groups:
-        refuse("the files hold no run. Name logs of runs.")
-    if wrong or problems:
-        raise typer.Exit(1)
+            _print_json(type="finding", profile=name, **_text(asdict(one)))
+        _print_json(type="profile", profile=name, findings=len(found), **_plain_group(group))
+        return bool(found)
+    out = Console()
+    _say(out, f"{name}: {_summary(group)}")
+    if group.usable < FEWEST:
+        _say(out, f"  not judged: fewer than {FEWEST} runs ended by themselves")
+    for one in found:
+        _say(out, f"  {_sentence(one)}")
+    if group.usable >= FEWEST and not found:
+        _say(out, "  nothing wrong")
+    return bool(found)
 
 
 def _measured(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import count
@@ -19,6 +22,7 @@ from budgetguard_cli.terminal import printable
 from budgetguard_core import Budget, Event, Guard, Outcome, PriceBook, TokenUsage, Usage
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
 from budgetguard_core.pricing import to_usd
+from budgetguard_core.run_log import FOLDER
 
 CALLS_PER_MINUTE = 20
 HOURS = 9
@@ -105,18 +109,22 @@ def run_demo(
         f"{MODEL}, a token for every four characters. Nothing leaves the machine."
     )
     acts = _ACTS[:1] if quick else _ACTS
-    slow = console.is_terminal and not quick
-    with StickyServer(thinks_s=_THINKS_S if slow else 0.0) as server:
+    # What was shown on the way comes after the table of how it ended.
+    written = io.StringIO()
+    details = Console(file=written, width=console.width, force_terminal=False)
+    say_later = _Say(details)
+    live = console if console.is_terminal and not quick else None
+    with _without_log(), StickyServer(thinks_s=_THINKS_S if live else 0.0) as server:
         for section in sections:
             if not section.is_installed():
                 missing.append(section.title)
                 continue
-            say.heading(section.title)
+            say_later.heading(section.title)
             try:
-                rows.append(_show_section(section, server, console, acts))
+                rows.append(_show_section(section, server, details, acts, live))
             except Exception as error:
                 rows.append(_Row(section))
-                say(f"FAILED: {type(error).__name__}: {printable(str(error))}")
+                say_later(f"FAILED: {type(error).__name__}: {printable(str(error))}")
     console.print()
     if missing:
         say(f"Not installed here, so not shown: {', '.join(missing)}.")
@@ -124,6 +132,8 @@ def run_demo(
         say("No adapter is installed: nothing was shown.")
         return False
     console.print(_table(rows))
+    console.print(Text(written.getvalue().rstrip()), soft_wrap=True)
+    console.print()
     failed = [row.section.title for row in rows if row.calls is None]
     if failed:
         say(f"FAILED: {', '.join(failed)}.")
@@ -131,6 +141,17 @@ def run_demo(
     say("Every runaway ended as a normal result. No exception, no call unaccounted for.")
     _show_lines(rows, console)
     return True
+
+
+@contextmanager
+def _without_log() -> Generator[None]:
+    """Leave the folder that `BUDGETGUARD_LOG` names alone: these runs are nobody's."""
+    folder = os.environ.pop(FOLDER, None)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ[FOLDER] = folder
 
 
 def _table(rows: Sequence[_Row]) -> Table:
@@ -159,7 +180,11 @@ def _show_lines(rows: Sequence[_Row], console: Console) -> None:
 
 
 def _show_section(
-    section: Section, server: StickyServer, console: Console, acts: Sequence[_Act]
+    section: Section,
+    server: StickyServer,
+    console: Console,
+    acts: Sequence[_Act],
+    live: Console | None,
 ) -> _Row:
     say = _Say(console)
     run = section.load()
@@ -168,7 +193,7 @@ def _show_section(
         console.print()
         say(f"{act.title}:")
         server.begin()
-        view = _View(console)
+        view = _View(console, live)
         guard = Guard(_BUDGET, sinks=[view.take])
         with view.watch(guard):
             outcome = run(server.base_url, guard, act.read_file())
@@ -281,16 +306,18 @@ class _Say:
 
 
 class _View:
-    """A bar for each cap, and a line for what the guard says on the way."""
+    """A bar for each cap, live on a terminal, and a line for what the guard says on the way."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, live: Console | None) -> None:
         self.calls: list[TokenUsage] = []
         self._bars = Progress(
             TextColumn("  {task.description}"),
             BarColumn(bar_width=max(5, min(30, console.width - 42))),
             TextColumn("{task.fields[amount]}"),
-            console=console,
+            console=live or console,
+            transient=live is not None,
         )
+        self._console = console
         self._tasks: dict[str, TaskID] = {}
         self._guard: Guard | None = None
 
@@ -310,7 +337,7 @@ class _View:
         elif isinstance(event, NudgeTaken):
             message = event.message
         if message is not None:
-            _Say(self._bars.console)(f"nudge to the model: {message}", indent=2)
+            _Say(self._console)(f"nudge to the model: {message}", indent=2)
         if self._guard is not None:
             self._draw(self._guard)
 

@@ -111,7 +111,7 @@ def set_(
 ) -> None:
     """Set a tenant's ceilings; what is not named stays.
 
-    Each process sees them with its next trip to the ledger; what it has leased by then it may
+    Each process sees them with its next trip to the ledger; what it has reserved by then it may
     spend. A tenant's first own ceilings begin with those of the stored default.
     """
     if (tenant is None) != default:

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from budgetguard_cli.money import in_dollars
 from budgetguard_cli.recordings import Reading, Unreadable, readable
+from budgetguard_cli.show import as_text
 from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.timeline import Timeline, Timelines
+from budgetguard_cli.timeline import Timeline, Timelines, at_minute
 from budgetguard_core import PriceBook
 from budgetguard_core.budget import DIMENSIONS
 
@@ -47,7 +48,7 @@ def report(
         bool, typer.Option("--json", help="The page's figures as one JSON object, and no page.")
     ] = False,
 ) -> None:
-    """Write one page about many runs: stops, burn-down against each cap, spend, near misses.
+    """Write one page about many runs: stops, spend, near misses.
 
     The page holds all that it needs and loads nothing. It can be read on a phone, and follows the
     reader's dark mode.
@@ -98,7 +99,8 @@ def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
     near = [(run, name, share) for run in runs for name, share in run.near_misses().items()]
     stopped = [run for run in runs if run.root.status == "terminated"]
     latest = list(reversed(runs[-_MOST_ROWS:]))
-    notes = [f"{len(runs):,} runs"]
+    first, last = at_minute(runs[0].started_ns), at_minute(max(run.last_ns for run in runs))
+    notes = [f"{first} to {last} UTC, {len(runs):,} runs"]
     if problems:
         notes.append(f"{problems:,} lines could not be read")
     if unpriced:
@@ -118,6 +120,7 @@ def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
         "statuses": _counted(run.root.status or "not ended" for run in runs),
         "reasons": _counted(str(run.root.stop_reason) for run in stopped),
         "burn": [found for name in DIMENSIONS if (found := _burn(name, runs)) is not None],
+        "days": sorted(_spent(runs, lambda run: at_minute(run.started_ns)[:10])),
         "tenants": _spent(runs, lambda run: ", ".join(run.root.tenant) or _NONE),
         "profiles": _spent(runs, lambda run: run.root.profile or _NONE),
         "models": _by_part(runs, "models"),
@@ -127,6 +130,7 @@ def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
             for run, name, share in sorted(near, key=lambda one: -one[2])[:_MOST_ROWS]
         ],
         "runs": [_row(run) for run in latest],
+        "trees": [as_text(run) for run in latest],
         "runs_note": f"The latest {len(latest):,} of {len(runs):,}." if latest else "",
     }
 
@@ -189,6 +193,8 @@ def _largest(sums: dict[str, Decimal]) -> list[list[Any]]:
     rows: list[list[Any]] = [
         [printable(name)[:80], float(sum_)] for name, sum_ in ordered[:_MOST_BARS]
     ]
+    if [name for name, _ in ordered] == [_NONE]:
+        return []
     rest = sum((sum_ for _, sum_ in ordered[_MOST_BARS:]), Decimal(0))
     return [*rows, [f"{len(ordered) - _MOST_BARS} others", float(rest)]] if rest else rows
 
@@ -200,7 +206,9 @@ def _row(run: Timeline) -> list[str]:
         ending = f"{ending}, {root.stop_reason}{', last answer' if root.finalized else ''}"
     return [
         printable(root.run_id)[:40],
+        at_minute(run.started_ns),
         ending,
+        printable(", ".join(run.models())),
         root.profile or "",
         printable(", ".join(root.tenant)),
         in_dollars(used.cost_usd),

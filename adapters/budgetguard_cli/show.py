@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +16,14 @@ from rich.text import Text
 from rich.tree import Tree
 
 from budgetguard_cli.recordings import Reading, Unreadable, by_leg, is_there, readable
-from budgetguard_cli.terminal import printable, refuse
+from budgetguard_cli.terminal import printable, refuse, table
 from budgetguard_cli.timeline import (
     SPENT_ON_ANSWERS,
     Node,
     Spent,
     Timeline,
     Timelines,
+    at_minute,
     log_folder,
     short_number,
     used_of,
@@ -30,6 +33,8 @@ from budgetguard_core.run_log import file_name
 
 _MOST_LISTED = 40
 _BAR = 20
+# Letters that Markdown or HTML would take for their own.
+_SPECIAL = re.compile(r"[\\`*\[\]<>|#!~&]")
 _WHOLE_LINES = 10_000
 _GO_ON = {
     "terminated": "Resume it under a fresh budget: its history is closed, no completed tool call "
@@ -48,45 +53,55 @@ def register(app: typer.Typer) -> None:
 
 def show(
     log: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="LOG|RUN",
-            help="An event log or a folder of them, - for standard input, or a run's id: its log "
-            "is looked for in the folder that BUDGETGUARD_LOG names.",
+            help="An event log or a folder of them, - for standard input, or a run's id or the "
+            "beginning of one: its log is looked for in the folder that BUDGETGUARD_LOG names. "
+            "Left out: the runs of that folder.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option(help="The run, where the log has several.", show_default=False),
     ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="To paste into an issue: no arguments, no secrets.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show one run: who spent what, calls, refusals, why it was stopped, and how to go on.
+    """List runs, or show one: spend, calls, why it stopped, how to go on.
 
-    Example: budgetguard show logs/9f0c.jsonl
+    Example: budgetguard show 9f0c
 
-    A log with several runs is listed. Ends with 0, with 1 when a line could not be read, and with
-    2 when there is no such log or run.
+    A log with several runs is listed, the newest first. Ends with 0, with 1 when a line could not
+    be read, and with 2 when there is no such log or run, or several begin with the letters given.
     """
     reading = Reading(Console(stderr=True))
-    files = _files(log)
+    folder = log_folder()
+    name = log or folder
+    if name is None:
+        refuse("nothing to show. Name a log or a run, or set BUDGETGUARD_LOG.")
+    by_id = log is not None and log != "-" and folder is not None and not is_there(log)
     told = Timelines(PriceBook())
     try:
-        reading.into(told.read, readable(files))
+        files = (_legs(Path(str(folder)), name) if by_id else []) or readable([name])
+        reading.into(told.read, files)
     except Unreadable as error:
         refuse(str(error))
-    found, file = told.roots, files[0]
-    wanted = run or (log if file != log else None)
+    found = told.roots
+    wanted = run or (name if by_id else None)
     if wanted is not None:
-        found = [one for one in found if wanted in one.nodes]
-        if not found:
-            refuse(f"run {wanted[:80]!r} is not in {printable(file)}. Leave --run out for a list.")
+        found = _named(found, wanted, name)
     if not found:
-        refuse(f"{printable(file)} holds no run. Name an event log of BudgetGuard's.")
-    if len(found) > 1 and run is None:
+        refuse(f"{printable(name)} holds no run. Name an event log of BudgetGuard's.")
+    if wanted is None and (len(found) > 1 or log is None):
         _list(found, as_json)
     elif as_json:
         typer.echo(json.dumps(_plain(found[-1])))
+    elif markdown:
+        _markdown(found[-1])
     else:
         # A file or a pipe has no width: soft_wrap would cut a tree at 80 columns.
         _show(Console(width=None if sys.stdout.isatty() else _WHOLE_LINES), found[-1])
@@ -94,37 +109,94 @@ def show(
         raise typer.Exit(1)
 
 
-def _files(log: str) -> list[str]:
-    """Return the log that is named, or those of all legs of the run that is."""
-    folder = log_folder()
-    if folder is not None and log != "-" and not is_there(log):
-        name = file_name(log)
-        legs = [
-            str(one)
-            for one in sorted(Path(folder).glob("*.jsonl*"), key=by_leg)
-            if one.name.startswith((f"{name}.jsonl", f"{name}-"))
-        ]
-        if legs:
-            return legs
-    return [log]
+def _legs(folder: Path, run: str) -> list[str]:
+    """Return the logs of all legs of a run; of all runs where none has the whole name."""
+    logs = sorted(folder.glob("*.jsonl*"), key=by_leg)
+    name = file_name(run)
+    legs = [one for one in logs if one.name.startswith((f"{name}.jsonl", f"{name}-"))]
+    if not any(one.name.startswith(f"{name}.jsonl") for one in legs):
+        legs = [one for one in logs if one.name.startswith(run)] or logs
+    return [str(one) for one in legs]
+
+
+def _named(found: Sequence[Timeline], wanted: str, log: str) -> list[Timeline]:
+    """Return the run of an id, or the only one whose id begins so."""
+    exact = [one for one in found if wanted in one.nodes]
+    begins = exact or [one for one in found if any(id_.startswith(wanted) for id_ in one.nodes)]
+    if not begins:
+        refuse(
+            f"run {printable(wanted)[:80]!r} is not in {printable(log)}. Leave it out for a list."
+        )
+    if not exact and len({one.root.run_id for one in begins}) > 1:
+        names = ", ".join(printable(one.root.run_id)[:40] for one in begins[:5])
+        refuse(
+            f"{printable(wanted)[:80]!r} must begin one run's id, got {names}. Write more of it."
+        )
+    return begins
 
 
 def _list(found: Sequence[Timeline], as_json: bool) -> None:
+    newest = sorted(found, key=lambda one: -one.started_ns)
     if as_json:
-        for one in found:
+        for one in newest:
             typer.echo(json.dumps(_plain(one)))
         return
-    console = Console()
-    for one in found[-_MOST_LISTED:]:
-        used = one.usage
-        _say(
-            console,
-            f"{one.root.run_id}  {_ending(one.root)}  {used.model_calls} model calls, "
-            f"{used.tool_calls} tool calls, {short_number(used.cost_usd)}",
+    rows = table("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
+    rows.box, rows.pad_edge = None, False
+    # The end of a run keeps the room; a folded id is still whole.
+    rows.columns[0].no_wrap, rows.columns[1].max_width = True, 10
+    for one in newest[:_MOST_LISTED]:
+        root = one.root
+        cells = (
+            at_minute(one.started_ns),
+            root.run_id,
+            ", ".join(one.models()),
+            root.profile or "",
+            ", ".join(root.tenant),
+            short_number(one.spent.cost_usd),
+            _ending(root),
         )
-    if len(found) > _MOST_LISTED:
-        _say(console, f"and {len(found) - _MOST_LISTED:,} earlier ones")
-    _say(console, f"{len(found):,} runs. Show one with --run ID.")
+        rows.add_row(*map(_text, cells))
+    console = Console()
+    console.print(rows)
+    more = f", the newest {_MOST_LISTED}" if len(found) > _MOST_LISTED else ""
+    _say(console, f"{len(found):,} runs{more}. Show one by the beginning of its id.")
+
+
+def _markdown(run: Timeline) -> None:
+    """Write what an issue needs; names are escaped, arguments and texts left out."""
+    root, used = run.root, run.usage
+    facts = [
+        ("run", root.run_id),
+        ("started (UTC)", at_minute(run.started_ns)),
+        ("ended", _ending(root)),
+        ("profile", root.profile or "none"),
+        ("models", ", ".join(run.models()) or "none"),
+        (
+            "used",
+            f"{short_number(used.cost_usd)}, {used.total_tokens:,} tokens, "
+            f"{used.model_calls} model calls, {used.tool_calls} tool calls",
+        ),
+        *((f"cap {name}", f"{share:.0%}") for name, share in run.shares().items()),
+        *((f"tool {name}", _calls(spent)) for name, spent in _by_cost(root.tools)),
+        *((f"refused {name}", f"{count}") for name, count in root.refusals.most_common()),
+    ]
+    if root.trip is not None:
+        facts += [("stopped by", str(one.reason)) for one in root.trip.violations]
+    typer.echo("| | |\n|---|---|")
+    for name, value in facts:
+        typer.echo(f"| {_cell(name)} | {_cell(value)} |")
+
+
+def _cell(text: str) -> str:
+    return _SPECIAL.sub(r"\\\g<0>", printable(text)).replace("@", "@\u200b")
+
+
+def as_text(run: Timeline) -> str:
+    """Return the tree of a run as whole lines."""
+    written = io.StringIO()
+    _show(Console(file=written, width=_WHOLE_LINES), run)
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def _show(console: Console, run: Timeline) -> None:

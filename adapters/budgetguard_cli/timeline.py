@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -160,6 +161,10 @@ class Timeline:
                 found.tokens += spent.tokens
                 found.cost_usd += spent.cost_usd
         return found
+
+    def models(self) -> list[str]:
+        """Return the names of the models that the tree called."""
+        return sorted({name for node in self.nodes.values() for name in node.models})
 
     @property
     def seconds(self) -> float:
@@ -362,6 +367,11 @@ def short_number(value: int | float | Decimal) -> str:
     if isinstance(value, Decimal):
         return in_dollars(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def at_minute(wall_ns: int) -> str:
+    """Write a time of a log, in UTC."""
+    return dt.datetime.fromtimestamp(wall_ns // 1_000_000_000, dt.UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def log_folder() -> str | None:

@@ -60,7 +60,7 @@ def watch(
         bool, typer.Option("--json", help="With --once: one JSON object for each run.")
     ] = False,
 ) -> None:
-    """Watch runs while they go on: a bar for each cap, and those that have ended below.
+    """Watch runs live: a bar for each cap.
 
     Reads logs that are being written, or a ledger, whose bars are the tenants' ceilings. Ctrl-C
     ends it.

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_ai import messages as chat
 
+from budgetguard_core import ToolCall
 from budgetguard_core.kit import Call, Turn
 
 KEY = "budgetguard"
@@ -102,3 +103,18 @@ def instructions_of(messages: Sequence[Any]) -> str | None:
     """Return the instructions of a history, which stand beside its messages."""
     requests = (one for one in messages if isinstance(one, chat.ModelRequest))
     return next((one.instructions for one in requests), None)
+
+
+def tool_call_of(call: Any) -> ToolCall:
+    """Return a call in a response as the engine's own."""
+    return ToolCall(name=call.tool_name, arguments=call.args, id=call.tool_call_id)
+
+
+def errors_of(messages: Sequence[Any]) -> list[tuple[ToolCall, Any]]:
+    """Return the calls of the last response that got an error, with the part that has it."""
+    last = messages[-1].parts if messages else ()
+    before = getattr(messages[-2], "tool_calls", ()) if messages[1:] else ()
+    calls = {one.tool_call_id: tool_call_of(one) for one in before}
+    errors = [one for one in last if getattr(one, "outcome", one.part_kind) != "success"]
+    found = [(calls.get(getattr(one, "tool_call_id", "")), one) for one in errors]
+    return [(call, one) for call, one in found if call is not None]

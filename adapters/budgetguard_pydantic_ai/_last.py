@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic_ai import Agent
 from pydantic_ai.usage import UsageLimits
@@ -22,7 +23,7 @@ class Unbounded(Agent[Any, Any]):
 
 def takes_text(output_type: Any) -> bool:
     """Tell whether a text is an output of this type: it is `str`, or one of several is."""
-    several: Any = get_args(output_type)
+    several: Any = get_args(output_type) if get_origin(output_type) in (Union, UnionType) else ()
     if isinstance(output_type, list | tuple):
         several = output_type  # pyright: ignore[reportUnknownVariableType]
     return output_type is str or any(map(takes_text, several))

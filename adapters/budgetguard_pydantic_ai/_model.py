@@ -15,7 +15,7 @@ from pydantic_ai.models.wrapper import WrapperModel
 
 from budgetguard_core import Stop
 from budgetguard_core.kit import ModelTurn, Request, Scope, Session, run_awaited, token_usage
-from budgetguard_pydantic_ai._history import DIALECT, instructions_of
+from budgetguard_pydantic_ai._history import DIALECT, errors_of, instructions_of
 
 
 class ModelCalls:
@@ -33,6 +33,11 @@ class ModelCalls:
 
     async def ask(self, model: Any, messages: list[Any], *, retry: bool = False) -> bool:
         """Ask for a call; return whether it may go out."""
+        known = {record.call.id for record in self.session.calls}
+        for call, part in () if retry else errors_of(messages):
+            if call.id not in known:
+                # The framework or a person answered it: unknown, invalid, denied.
+                self.session.calls.answered_without_body(call, part.content, kind=part.part_kind)
         name, provider = model.model_name, provider_of(model)
         request = Request(messages=messages, model=name, provider=provider, retry=retry)
         turn = await run_awaited(self.session.model(request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic_ai import (
     DeferredToolRequests,
@@ -17,12 +18,13 @@ from pydantic_graph import End
 
 from budgetguard_core import OUTCOME_UNKNOWN, ToolCall, kit
 from budgetguard_pydantic_ai import _seams
-from budgetguard_pydantic_ai._history import DIALECT, InHistory
+from budgetguard_pydantic_ai._history import DIALECT, InHistory, tool_call_of
 from budgetguard_pydantic_ai._last import LastAnswer
 from budgetguard_pydantic_ai._model import ModelCalls, metered
 
 _RESUME = "agent.run(message_history=result.all_messages()), under a fresh budget"
 _DEFERRALS = (exceptions.CallDeferred, exceptions.ApprovalRequired)
+_runs: WeakValueDictionary[str, BoundedRun] = WeakValueDictionary()
 OUTERMOST = CapabilityOrdering(position="outermost")
 
 
@@ -65,6 +67,11 @@ class BoundedRun(AbstractCapability[Any]):
     async def wrap_run(self, ctx: Any, *, handler: Any) -> Any:
         """Open the run, and end it."""
         self.messages = ctx.messages
+        if (outer := _runs.get(ctx.run_id)) is not None:
+            # Of two layers on one guard the outer one counts, else the inner one: it is a part.
+            is_same = self.envelope.budget is outer.envelope.budget
+            (self if is_same else outer).is_passive = True
+        _runs[ctx.run_id] = self
         here = InHistory(lambda: self.messages)
         opening = kit.Session.open(
             self.envelope, DIALECT, here, said=ctx.prompt, history=ctx.messages, config=ctx
@@ -91,10 +98,12 @@ class BoundedRun(AbstractCapability[Any]):
         finish = session.finish(self.messages, final=result.output, waits=waits, resume=_RESUME)
         await kit.run_awaited(finish)
         for message in self.messages:
-            if message.run_id == ctx.run_id:  # not the last alone, which a stream makes anew
+            # Not to the last alone, which a stream makes anew.
+            if message.run_id == ctx.run_id and not self.is_passive:
                 session.attach(message)
-        if session.exceeded is not None:
-            raise session.exceeded
+        if (exceeded := session.exceeded) is not None:
+            session.attach(exceeded)
+            raise exceeded
         return result
 
     def _is_stop(self, error: BaseException) -> bool:
@@ -186,7 +195,7 @@ class BoundedRun(AbstractCapability[Any]):
     async def after_tool_validate(self, ctx: Any, *, call: Any, tool_def: Any, args: Any) -> Any:
         """Note a call that may start; all of a reply are validated before the first starts."""
         if tool_def.kind == "function" or ctx.tool_call_approved:
-            self._asked.append(_tool_call(call))
+            self._asked.append(tool_call_of(call))
         return args
 
     async def wrap_tool_execute(
@@ -197,7 +206,7 @@ class BoundedRun(AbstractCapability[Any]):
             return await handler(args)
         calls, asked, self._asked = self.session.calls, self._asked, []
         calls.offer(asked)
-        record = await kit.run_awaited(calls.begin(_tool_call(call)))
+        record = await kit.run_awaited(calls.begin(tool_call_of(call)))
         if record.refusal is not None:
             raise exceptions.ToolFailed(record.refusal)
         with calls.body(record, waits=_DEFERRALS) as body:
@@ -205,7 +214,3 @@ class BoundedRun(AbstractCapability[Any]):
         if body.interrupted:
             raise exceptions.ToolFailed(OUTCOME_UNKNOWN)
         return body.result
-
-
-def _tool_call(call: Any) -> ToolCall:
-    return ToolCall(name=call.tool_name, arguments=call.args, id=call.tool_call_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from contextvars import ContextVar
 from typing import Any, Unpack
-from weakref import WeakValueDictionary
 
 from pydantic_ai import Agent
 from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
@@ -42,14 +41,7 @@ class BudgetCapability(AbstractCapability[Any]):
 
     async def for_run(self, ctx: Any) -> AbstractCapability[Any]:
         """Return the capability of one run."""
-        first, made = _runs.get(ctx.run_id), BoundedRun(self.envelope, _output_type.get())
-        if first is not None:
-            # Of two layers on one guard the first counts; else the run of the second one, a part.
-            budget = made.envelope.budget
-            is_same = isinstance(budget, Guard) and budget is first.envelope.budget
-            (made if is_same else first).is_passive = True
-        _runs.setdefault(ctx.run_id, made)
-        return made
+        return BoundedRun(self.envelope, _output_type.get())
 
 
 def outcome(result: Any) -> Outcome | None:
@@ -62,7 +54,6 @@ def outcome(result: Any) -> Outcome | None:
     return next((found for found in known if found is not None), None)
 
 
-_runs: WeakValueDictionary[str, BoundedRun] = WeakValueDictionary()
 _output_type: ContextVar[Any] = ContextVar("budgetguard_pydantic_ai_output_type", default=str)
 _original: Any = Agent.iter
 

@@ -14,4 +14,6 @@ with required("Strands Agents", module="strands", extra="strands"):
 MAX_ITERATIONS: Final[Any] = str(StopReason.MAX_ITERATIONS)
 """What `AgentResult.stop_reason` is when `max_iterations` ended the run: `"max_iterations"`."""
 
+install()
+
 __all__ = ["MAX_ITERATIONS", "BudgetHookProvider", "install"]

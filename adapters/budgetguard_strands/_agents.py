@@ -18,6 +18,9 @@ from strands.hooks import (
     BeforeToolCallEvent,
     MessageAddedEvent,
 )
+from strands.middleware import InvokeModelStage
+from strands.types._events import ModelStreamChunkEvent, TextStreamEvent
+from strands.types.events import TypedEvent
 
 from budgetguard_core import BudgetExceeded, Guard
 from budgetguard_core.kit import (
@@ -34,11 +37,8 @@ from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import KEY, Opener
 from budgetguard_strands._run import CYCLES, AgentRun, current_task
-from budgetguard_strands._seams import FIRST, LAST, ChunkEvent, Events, TextEvent
+from budgetguard_strands._seams import FIRST, LAST, Events
 
-_LOOK_EVERY = 64
-"""Pieces of an answer, or of what a tool streams, after which the clock is looked at: without a
-turn of the loop nobody tells of it."""
 _GO_ON = "Please go on."
 
 # The hooks that bound an agent, of all providers; and those that were ever registered with it.
@@ -81,17 +81,20 @@ class AgentHooks:
         _seams.probe(agent)
         _seams.join_runs_around(_join)
         _seams.wrap_runs(type(agent), _around)
-        for event, callback, order in (
+        callbacks = (
             (BeforeInvocationEvent, self._before_invocation, FIRST),
             (MessageAddedEvent, self._before_added, FIRST),
             (BeforeModelCallEvent, self._calls.before_model_call, LAST),
             (AfterModelCallEvent, self._calls.after_model_call, FIRST),
+            (BeforeToolCallEvent, self._calls.offer_tool_call, FIRST),
             (BeforeToolCallEvent, self._calls.before_tool_call, LAST),
             (AfterToolCallEvent, self._calls.after_tool_call, LAST),
             (AfterInvocationEvent, self._after_leg, FIRST),
             (AfterInvocationEvent, self._after_invocation, LAST),
-        ):
-            _seams.add_hook(agent, event, callback, order)
+        )
+        add: Any = agent.hooks.add_callback
+        for event, callback, order in callbacks:
+            add(event, callback, order=order)
         asks = self._opener.envelope.may_ask_for_progress
         if asks and PROGRESS_TOOL.name not in agent.tool_registry.registry:
             made: Any = tool(name=PROGRESS_TOOL.name, description=PROGRESS_TOOL.description)
@@ -133,15 +136,12 @@ class AgentHooks:
         at.metrics, at.invocation = metrics, number
         if at.is_bounded and not self._cutting.get(agent):
             # Only where it is needed: each hook costs every model call a little.
-            _seams.add_hook(agent, AfterModelCallEvent, self._calls.after_answer, LAST)
+            agent.hooks.add_callback(AfterModelCallEvent, self._calls.after_answer, order=LAST)
             self._cutting.set(agent, True)
         # Not before the first run, so that this comes inside of the user's own middleware.
         wanted = at.is_bounded or _seams.has_model_middleware(agent)
-        if (
-            wanted
-            and not self._calls.watching.get(agent)
-            and _seams.watch_models(agent, self._calls.model_called)
-        ):
+        if wanted and not self._calls.watching.get(agent):
+            agent.add_middleware(InvokeModelStage, self._calls.watched)
             self._calls.watching.set(agent, True)
         node = self._opener.nodes.get(agent)
         correction = self._opener.corrections.pop(node, "") if node is not None else ""
@@ -151,13 +151,16 @@ class AgentHooks:
     def _begin(self, agent: Agent, event: BeforeInvocationEvent) -> AgentRun:
         before = self._calls.runs.get(agent)
         kept: Any = agent.state.get(KEY)
+        waits = False
         if before is not None and before.snapshot is not None and before.is_of(agent):
             kept = {"unfinished": "paused", "snapshot": before.snapshot.to_json()}
+            waits = _seams.is_interrupted(agent)
         opened = self._opener.open(
             agent,
             event.invocation_state,
             kept,
-            user_spoke=True,
+            waits=waits,
+            user_spoke=not _seams.is_interrupted(agent),
             given=event.messages,
             layer_above=self._layer_above(agent),
         )
@@ -208,14 +211,12 @@ class AgentHooks:
         run, invocation_state = at.run, at.invocation_state
         watch = Watch(run, at.cut)
         loop = asyncio.get_running_loop()
-        pieces = _LOOK_EVERY
         write = at.written.append
         may_wait = _seams.has_model_middleware(agent)
         span = trace.get_current_span()
         try:
             # Entered for each step, so that nothing of it shows in the consumer's context; but not
-            # while a model answers: nothing else starts then, and its chunks are many. Without an
-            # order of hooks nobody knows whose comes first at the answer's end.
+            # while a model answers: nothing else starts then, and its chunks are many.
             if not at.is_entered:
                 at.enter()
             at.awaiting = current_task(loop)
@@ -225,18 +226,15 @@ class AgentHooks:
                     # Nearly all are these two: what an answer says comes in a chunk, and then,
                     # without any wait of Strands' own, as an event.
                     kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
-                    if kind is TextEvent:
+                    if kind is TextStreamEvent:
                         write(event["data"])
-                        pieces -= 1
-                        if not pieces:
-                            pieces = _LOOK_EVERY
-                            at.look()
+                        at.look()
                         yield event
                         if at.due:
                             break
                         at.awaiting = current_task(loop)
                         continue
-                    if kind is ChunkEvent and "contentBlockDelta" in event["event"]:
+                    if kind is ModelStreamChunkEvent and "contentBlockDelta" in event["event"]:
                         yield event
                         if at.due:
                             break
@@ -249,19 +247,15 @@ class AgentHooks:
                     if event is None:
                         break
                 else:
-                    pieces -= 1
-                    if not pieces:
-                        pieces = _LOOK_EVERY
-                        at.look()
+                    at.look()
                     if at.call is not None:  # else a tool's, or of an agent delegated to
                         at.note(event)
                         write = at.written.append
                 if at.is_entered:
                     at.leave()
-                # First, because older releases take the last event for the one that ends the run.
                 if at.notices:
                     for notice in at.take_notices():
-                        yield _seams.StreamEvent({"budgetguard_warning": notice})
+                        yield TypedEvent({"budgetguard_warning": notice})
                 yield event
                 if not at.streaming:
                     if at.due:
@@ -301,11 +295,11 @@ class AgentHooks:
             await events.aclose()
         self._calls.settle(at, agent, "the run was stopped", keep=True)
         ended = await _ending.stop(agent, at, invocation_state)
-        if at.run.finalized:
-            # Whoever reads the stream sees the last answer as any other.
-            message: Any = ended["stop"][1]
-            yield _seams.StreamEvent({"data": message["content"][-1]["text"]})
-            yield _seams.StreamEvent({"message": message})
+        # A reader of the texts alone sees the end of the run, too.
+        message: Any = ended["stop"][1]
+        yield TypedEvent({"data": message["content"][-1]["text"]})
+        if run.finalized:
+            yield TypedEvent({"message": message})
         yield ended
 
     # The end
@@ -353,7 +347,10 @@ class AgentHooks:
         outcome = await _ending.concluded(at, event)
         self._opener.outcomes.set(agent, outcome)
         trip = at.run.trip
-        if trip is None or at.of_node:
+        if trip is None:
+            return
+        self._opener.trips.set(agent, trip)
+        if at.of_node:
             return
         goes_through = at.inside and at.run.is_of_the_run_around(trip)
         if goes_through or (at.run.is_to_raise and not at.inside):

@@ -1,12 +1,14 @@
-"""Tools that run in the background (Strands 1.62): they end with the run that they are of."""
+"""Tools that run in the background: they end with the run that they are of."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from strands import Agent
+from strands.middleware import ExecuteToolStage
 
 from budgetguard_core.kit import Run, Watch
 from budgetguard_strands import _seams
@@ -18,20 +20,22 @@ class Bodies:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
-        _seams.wrap_background_tools(agent, self._around)
+        agent.add_middleware(ExecuteToolStage, self._around)
 
     async def _around(
         self, context: Any, proceed: Callable[[Any], AsyncGenerator[Any, None]]
     ) -> AsyncGenerator[Any, None]:
         task = asyncio.current_task()
         if task is None or not _seams.is_in_background(context):
-            async for event in proceed(context):
-                yield event
+            async with aclosing(proceed(context)) as events:
+                async for event in events:
+                    yield event
             return
         self._tasks[task] = asyncio.get_running_loop()
         try:
-            async for event in proceed(context):
-                yield event
+            async with aclosing(proceed(context)) as events:
+                async for event in events:
+                    yield event
         finally:
             del self._tasks[task]
 

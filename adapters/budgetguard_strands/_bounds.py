@@ -15,11 +15,14 @@ _LEAST = {"OpenAIResponsesModel": 16}
 _AT_THE_TOP = {
     "AnthropicModel": "max_tokens",
     "BedrockModel": "max_tokens",
+    "LlamaAPIModel": "max_completion_tokens",
     "MistralModel": "max_tokens",
     "OllamaModel": "max_tokens",
+    "WriterModel": "max_tokens",
 }
 _IN_PARAMS = {
     "GeminiModel": ("max_output_tokens",),
+    "LlamaCppModel": ("max_tokens",),
     "LiteLLMModel": ("max_tokens", "max_completion_tokens"),
     "OpenAIModel": ("max_completion_tokens", "max_tokens"),
     "OpenAIResponsesModel": ("max_output_tokens",),
@@ -40,6 +43,8 @@ def bounded(model: Any, tokens: int) -> Any:
     tokens = max(tokens, _thinking(config) + 1)
     for kind in type(model).__mro__:
         tokens = max(tokens, _LEAST.get(kind.__name__, 1))
+        if kind.__name__ == "SageMakerAIModel":
+            return _with(model, model.payload_config, "max_tokens", tokens, "payload_config")
         if kind.__name__ in _AT_THE_TOP:
             return _with(model, config, _AT_THE_TOP[kind.__name__], tokens)
         if kind.__name__ in _IN_PARAMS:
@@ -62,7 +67,7 @@ def give_back(copied: Any, model: Any) -> None:
     own = cast("dict[str, Any]", vars(model))
     changed = cast("dict[str, Any]", vars(copied))
     for name, value in changed.items():
-        if name != "config" and own.get(name) is not value:
+        if name not in ("config", "payload_config") and own.get(name) is not value:
             setattr(model, name, value)
 
 
@@ -74,11 +79,13 @@ def _thinking(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def _with(model: Any, config: Mapping[str, Any], name: str, value: Any) -> Any:
+def _with(
+    model: Any, config: Mapping[str, Any], name: str, value: Any, attribute: str = "config"
+) -> Any:
     if isinstance(value, int) and _is_lower(config.get(name), value):
         return model
     copied = copy.copy(model)
-    copied.config = {**config, name: value}
+    setattr(copied, attribute, {**config, name: value})
     return copied
 
 

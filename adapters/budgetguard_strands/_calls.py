@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any, Literal
 
 from opentelemetry.context import get_current
@@ -26,6 +28,7 @@ from budgetguard_core import (
     Trip,
 )
 from budgetguard_core.kit import answered_usage, is_stop, token_usage
+from budgetguard_core.kit.tool_calls import ToolCalls
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
 from budgetguard_strands._identity import ByIdentity
@@ -76,16 +79,28 @@ class Calls:
             return model
         at.model = model
         bound = None if at.call is None else at.call.max_output_tokens
-        if bound is None or not _seams.sets_model():
-            at.copied = model
-        else:
-            at.copied = bounded(model, bound)
+        at.copied = model if bound is None else bounded(model, bound)
         return at.copied
+
+    async def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
+        """Choose the model of each call, inside of the user's own middleware.
+
+        The middleware may keep its pieces: so the clock is looked at here, too.
+        """
+        context.model = self.model_called(context.agent, context.model)
+        at = self.going_on(context.agent)
+        async with aclosing(proceed(context)) as events:
+            async for event in events:
+                if at is not None:
+                    at.look()
+                    if at.due:
+                        raise Halt(at)
+                yield event
 
     async def before_model_call(self, event: BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
-        if getattr(event, "cancel", False):
-            return  # somebody refused the call already; younger releases only
+        if event.cancel:
+            return  # somebody refused the call already
         agent = event.agent
         at = self.going_on(agent)
         if at is None:
@@ -224,31 +239,44 @@ class Calls:
 
     # Tool calls
 
-    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
-        """Admit a tool call, or give a result in its place."""
+    def offer_tool_call(self, event: BeforeToolCallEvent) -> None:
+        """Admit a tool call before a user's hook asks a person about it."""
         at = self.going_on(event.agent)
-        if at is None:
+        if at is None or event.cancel_tool:
             return  # outside of a run it is the user's own code that calls the tool
         use = event.tool_use
-        waited = at.take_waiting(use) if at.waiting else None
-        if event.cancel_tool:
-            if waited is not None:
-                at.run.withdrawn(waited)
-            return
-        if waited is None and _seams.is_asking(event.agent, use):
-            return  # it is asked for when the person has answered
-        at.leave_call()
-        call = waited or at.run.tool_call(
-            ToolCall(
-                name=use["name"],
-                arguments=use["input"],
-                id=use["toolUseId"],
-                kind=_kind(event.selected_tool, use["name"], at),
-            )
-        )
-        call = await at.run.wait_async(call)
-        at.note_warnings()
+        call = at.take_waiting(use) if at.waiting else None
+        if call is None:
+            at.leave_call()
+            kind = _kind(event.selected_tool, use["name"], at)
+            call = at.run.tool_call(_tool_call(use, kind))
         at.asked.append(_history.Asked(use, call, get_current()))
+        if call.refusal is not None:
+            event.cancel_tool = call.refusal
+            _seams.ask_nobody(event)
+
+    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
+        """Start a tool call, or give a result in its place, after the other hooks."""
+        at = self.going_on(event.agent)
+        if at is None:
+            return
+        use = event.tool_use
+        asked = _history.find_call(at.asked, use)
+        if asked is not None and asked.call.refusal is not None:
+            event.cancel_tool = asked.call.refusal
+            return
+        if event.cancel_tool:
+            if asked is not None:
+                at.asked.remove(asked)
+                text = str(event.cancel_tool)
+                ToolCalls(at.run).answered_without_body(asked.call, text, kind="cancelled")
+            return
+        if asked is None:
+            return
+        if _seams.is_asking(event.agent, use):
+            return  # it waits for the answer
+        call = await at.run.wait_async(asked.call)
+        at.note_warnings()
         refusal = at.run.start(call)
         if refusal is None:
             at.within(call)
@@ -295,6 +323,10 @@ def _says(trip: Trip, event: AfterToolCallEvent) -> bool:
     """Tell whether a tool failed because a run inside of it was stopped."""
     # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
     return is_stop(event.exception) or str(BudgetExceeded(trip)) in str(event.result["content"])
+
+
+def _tool_call(use: Any, kind: Literal["function", "handoff", "output"]) -> ToolCall:
+    return ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)
 
 
 def _kind(tool: Any, name: str, at: AgentRun) -> Literal["function", "handoff", "output"]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from strands import Agent
 from strands.hooks import AfterInvocationEvent
+from strands.types._events import EventLoopStopEvent
 from strands.types.session import encode_bytes_values
 
 from budgetguard_core import (
@@ -19,7 +20,7 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.kit import Run
+from budgetguard_core.kit import Run, remember
 from budgetguard_strands import _history, _last, _seams
 from budgetguard_strands._opening import KEY
 from budgetguard_strands._run import AgentRun
@@ -42,7 +43,7 @@ async def last_event(
     reason = str(event["stop"][0])
     if reason.startswith("limit_"):
         return await _limited(agent, at, invocation_state, event)
-    if reason == "cancelled":
+    if reason == "cancelled" and at.run.is_enforced:
         await _cancelled(agent, at)
     return event
 
@@ -100,7 +101,7 @@ async def _cancelled(agent: Agent, at: AgentRun) -> None:
 
 
 async def _stopped(
-    agent: Agent, at: AgentRun, state: dict[str, Any], trip: Trip, reason: str, written: str
+    agent: Agent, at: AgentRun, state: dict[str, Any], trip: Trip, reason: Any, written: str
 ) -> Any:
     guard = at.run.guard
     if agent.messages and agent.messages[-1]["role"] == "assistant":
@@ -116,7 +117,7 @@ async def _stopped(
         )
         await _history.append(agent, message, guard.tree.report)
     request_state = state.setdefault("request_state", {})
-    return _seams.StopEvent(
+    return EventLoopStopEvent(
         reason, message, agent.event_loop_metrics, request_state, structured_output=at.output
     )
 
@@ -127,12 +128,18 @@ async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     reason = None if event.result is None else str(event.result.stop_reason)
     outcome = None
     if reason in _PAUSES:
+        if at.trip is None:
+            # They are asked for anew after the answer. Where others of the batch were refused, they
+            # hold their places, or no body of theirs would start any more.
+            for one in at.asked:
+                at.run.withdrawn(one.call, waits=True)
         kept = _kept(at.run, agent.messages)
         outcome = await at.run.in_thread(lambda: at.run.pause(resume=_ANSWER, **kept))
         at.pause(agent)
     elif at.trip is None and _seams.is_interrupted(agent):
         # It failed after the answer, and can be answered again. What had started counts.
         for one in at.asked:
+            at.run.withdrawn(one.call)
             at.run.finished(one.call, error=str(at.error or "the run was left"))
         at.pause(agent)
     unfinished = None if at.trip is None else "stopped"
@@ -160,7 +167,9 @@ async def concluded(at: AgentRun, event: AfterInvocationEvent) -> Outcome:
         # A hook's before the loop, or of whoever closed the stream: on its way through a `finally`.
         error = error or sys.exception()
     if error is not None:
-        return await run.in_thread(lambda: run.fail(error, resume=_RESUME, **kept))
+        outcome = await run.in_thread(lambda: run.fail(error, resume=_RESUME, **kept))
+        remember(error, outcome)
+        return outcome
     final = _history.text_of(agent.messages[-1]) if agent.messages else ""
     final = getattr(event.result, "structured_output", None) or final
     return await run.in_thread(

@@ -31,3 +31,8 @@ class ByIdentity(Generic[_V]):
         """Forget an object, and return what was known of it, or None."""
         found = self._values.pop(id(key), None)
         return None if found is None else found[1]
+
+
+def is_a(target: object, *kinds: type[Any]) -> bool:
+    """Return whether an object is an instance by its own type; a mock only claims to be one."""
+    return issubclass(type(target), kinds)

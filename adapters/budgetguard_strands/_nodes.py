@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from strands.multiagent import Swarm
@@ -48,7 +49,6 @@ def not_finished(source: Any, node_id: str) -> None:
         # As one in flight: it is done again after a reload, and what waits for it still waits.
         node.execution_status = Status.EXECUTING
         if state.status == Status.EXECUTING:
-            # Releases before 1.62 make the result before the hooks of the end.
             state.status = Status.FAILED
     elif state.handoff_node is None and node in state.node_history[-1:]:
         state.node_history.pop()
@@ -107,12 +107,13 @@ def end_normally(graph: Graph, is_stopped: Callable[[Graph, BaseException], bool
 
     Only what runs an agent by itself, in a node of the user's own, is left by one.
     """
-    own = graph.stream_async
+    own: Any = graph.stream_async
 
     async def stream_async(*args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            async for event in own(*args, **kwargs):
-                yield event
+            async with aclosing(own(*args, **kwargs)) as events:
+                async for event in events:
+                    yield event
         except Exception as error:
             if not is_stopped(graph, error):
                 raise

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from budgetguard_core import Budget, CheckpointError, Guard, Outcome, Snapshot
-from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, load_to_resume
+from budgetguard_core import Budget, Guard, Outcome, Trip
+from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, part
+from budgetguard_core.kit.flow import run_blocking
+from budgetguard_core.kit.resume import opened
 from budgetguard_strands._identity import ByIdentity
 
 KEY = "budgetguard"
@@ -33,6 +35,7 @@ class Opener:
 
     Attributes:
         outcomes: The outcome of the last run of each agent, swarm and graph.
+        trips: The stop of the last run of each.
         nodes: The run that a node's executor is a part of, while the node is at work.
         corrections: What the next node of a run of a swarm or graph is to be told.
     """
@@ -45,6 +48,7 @@ class Opener:
         self._own: WeakSet[Run] = WeakSet()
         self.outcomes: ByIdentity[Outcome] = ByIdentity()
         self.nodes: ByIdentity[Run] = ByIdentity()
+        self.trips: ByIdentity[Trip] = ByIdentity()
         self.corrections: WeakKeyDictionary[Run, str] = WeakKeyDictionary()
 
     def open(
@@ -54,6 +58,7 @@ class Opener:
         kept: Any,
         *,
         user_spoke: bool,
+        waits: bool = False,
         given: Any = None,
         layer_above: Run | None = None,
     ) -> Opened:
@@ -64,11 +69,13 @@ class Opener:
             invocation_state: What the caller gave.
             kept: What an agent's state holds of an earlier run of its session.
             user_spoke: It begins with new words of the user's.
+            waits: It goes on in the object that waited for a person.
             given: What the run is given as its input, where that is known.
             layer_above: The run of another provider on the same target, inside of the same run:
                 what both count is one call.
         """
         self.outcomes.pop(target)
+        self.trips.pop(target)
         node = self.nodes.get(target)
         around = layer_above or node
         with nullcontext() if around is None else entered(around.frame()):
@@ -76,14 +83,21 @@ class Opener:
             inside = frame is not None and frame.run is not None
             envelope = self.envelope
             if inside and self._is_in(frame):
-                envelope, kept = self._part, None
+                envelope, kept = self._part, kept if waits else None
             elif not inside:
                 envelope = self._given(invocation_state)
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
                 # Its detection of loops only looks on where the run around it does.
                 envelope = replace(envelope, mode=frame.guard.mode)
-            facts = {"config": invocation_state, "given": given}
-            run = _opened(envelope, kept, facts, user_spoke=user_spoke)
+            run, _ = run_blocking(
+                opened(
+                    envelope,
+                    _Entry(kept),
+                    user_spoke=user_spoke,
+                    config=invocation_state,
+                    given=given,
+                )
+            )
         self._own.add(run)
         return Opened(run, inside, isinstance(envelope.budget, Guard), node is not None)
 
@@ -106,37 +120,20 @@ class Opener:
         return False
 
 
-def _opened(envelope: Envelope, kept: Any, facts: dict[str, Any], *, user_spoke: bool) -> Run:
-    problem: Exception | None = None
-    try:
-        if kept and kept["unfinished"]:
-            snapshot, leg = _claimed(envelope, Snapshot.from_json(kept["snapshot"]))
-            run = envelope.open(
-                resume=snapshot,
-                fresh=kept["unfinished"] == "stopped",
-                user_spoke=user_spoke,
-                **facts,
-            )
-            run.go_on_as(leg, snapshot.run_id)
-            return run
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        # What a tool could have written into the state must not end the run.
-        problem = error
-    run = envelope.open(user_spoke=user_spoke, **facts)
-    if problem is not None:
-        run.guard.tree.report(f"agent.state[{KEY!r}]: {type(problem).__name__}: {problem}")
-    return run
+class _Entry:
+    """What the state of an agent, swarm or graph holds of its last run; it is written elsewhere."""
 
+    keeps: frozenset[str] = frozenset()
 
-def _claimed(envelope: Envelope, kept: Snapshot) -> tuple[Snapshot, int | None]:
-    """Take up a run's counters; who took them up before, in whatever process, cannot go on.
+    def __init__(self, kept: Any) -> None:
+        self._kept = kept
 
-    Returns:
-        The newer of what the session and what the store has kept, and the leg that begins.
-    """
-    if envelope.store is None:
-        return kept, None
-    stored, leg = load_to_resume(envelope.store, kept.run_id)
-    if stored is None or (stored.seq, stored.call_id) <= (kept.seq, kept.call_id):
-        return kept, leg
-    return stored, leg
+    def get(self) -> dict[str, Any] | None:
+        """Return the entry, or None; a tool could have written anything into the state."""
+        kept = self._kept
+        if not kept or kept == {"unfinished": None}:
+            return None
+        return {"status": part(kept, "unfinished"), "snapshot": part(kept, "snapshot")}
+
+    def put(self, entry: dict[str, Any] | None) -> None:
+        """Keep nothing."""

@@ -17,9 +17,9 @@ from strands.multiagent import Swarm
 from strands.multiagent.graph import Graph
 
 from budgetguard_core import BudgetExceeded, ToolCall
-from budgetguard_core.kit import FRAME, OpenToolCall
+from budgetguard_core.kit import FRAME, OpenToolCall, remember
 from budgetguard_strands import _ending, _history, _nodes, _seams
-from budgetguard_strands._identity import ByIdentity
+from budgetguard_strands._identity import ByIdentity, is_a
 from budgetguard_strands._opening import Opened, Opener
 from budgetguard_strands._seams import FIRST, LAST
 
@@ -69,20 +69,22 @@ class Orchestrators:
         """Bound a swarm or graph and all its nodes; a second time changes nothing."""
         for node in orchestrator.nodes.values():
             executor: Any = node.executor
-            if isinstance(executor, Agent):
+            if is_a(executor, Agent):
                 self._install_agent(executor)
-            elif isinstance(executor, Graph | Swarm):
+            elif is_a(executor, Graph, Swarm):
                 self.install(executor)
         if self._attached.get(orchestrator) is None:
             _seams.probe(orchestrator)
-            for event, callback, order in (
+            callbacks = (
                 (BeforeMultiAgentInvocationEvent, self._before, FIRST),
                 (BeforeNodeCallEvent, self._before_node, LAST),
                 (AfterNodeCallEvent, self._after_node, FIRST),
                 (AfterMultiAgentInvocationEvent, self._before_kept, FIRST),
                 (AfterMultiAgentInvocationEvent, self._after, LAST),
-            ):
-                _seams.add_hook(orchestrator, event, callback, order)
+            )
+            add: Any = orchestrator.hooks.add_callback
+            for event, callback, order in callbacks:
+                add(event, callback, order=order)
             if isinstance(orchestrator, Swarm):
                 _nodes.keep_unfinished(orchestrator, self._is_unfinished)
             else:
@@ -117,7 +119,8 @@ class Orchestrators:
         elif before is not None and before.run.stopped_by is not None:
             self._runs.set(source, before)
             _nodes.go_on(source)
-        opened = self._opener.open(source, event.invocation_state, kept, user_spoke=True)
+        spoke = not _seams.is_interrupted(source)
+        opened = self._opener.open(source, event.invocation_state, kept, user_spoke=spoke)
         self._runs.set(source, OrchestratorRun(opened))
 
     def _before_node(self, event: BeforeNodeCallEvent) -> None:
@@ -133,7 +136,7 @@ class Orchestrators:
             return
         executor = source.nodes[event.node_id].executor
         call = at.run.tool_call(ToolCall(name=event.node_id, id=event.node_id, kind="handoff"))
-        if isinstance(executor, Agent | Graph | Swarm):
+        if is_a(executor, Agent, Graph, Swarm):
             self._opener.nodes.set(executor, at.run)
         if isinstance(source, Graph):
             # A graph's nodes have a task each: nothing of this shows in the caller's context.
@@ -155,6 +158,10 @@ class Orchestrators:
         self._opener.nodes.pop(executor)
         outcome = self._opener.outcomes.get(executor)
         result = source.state.results.get(event.node_id)
+        trip = self._opener.trips.get(executor)
+        if trip is not None and not at.is_over():
+            # A node has no envelope of its own: what its detector stopped is stopped as a whole.
+            at.run.trip = trip
         if at.is_over() and (
             (outcome is not None and outcome.status == "terminated")
             or _history.is_of_a_stop(getattr(result, "result", None))
@@ -208,6 +215,7 @@ class Orchestrators:
                 self._runs.pop(source)  # it begins anew, as without a guard
         if failed is not None and (trip is None or not _history.is_of_a_stop(failed)):
             outcome = await run.in_thread(lambda: run.fail(failed))
+            remember(failed, outcome)
         else:
             outcome = await run.in_thread(
                 lambda: run.end(
@@ -219,6 +227,8 @@ class Orchestrators:
         self._opener.outcomes.set(source, outcome)
         if error is not None and leaving is None:
             raise error
+        if trip is not None:
+            self._opener.trips.set(source, trip)
         if trip is None or at.of_node:
             return
         goes_through = at.inside and run.is_of_the_run_around(trip)

@@ -15,7 +15,6 @@ from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prom
 from budgetguard_strands._history import Asked, unsaid
 from budgetguard_strands._identity import ByIdentity
 from budgetguard_strands._opening import Opened
-from budgetguard_strands._seams import ORDERED
 from budgetguard_strands._usage import model_name
 
 CYCLES = "event_loop_cycle_count"
@@ -27,6 +26,7 @@ _tasks: Any = asyncio.tasks
 current_task: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any]] = (
     _tasks.current_task if sys.version_info >= (3, 12) else _tasks._current_tasks.get  # noqa: SLF001
 )
+_LOOK_EVERY = 64
 _NOTHING: frozenset[str] = frozenset()
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
@@ -120,6 +120,7 @@ class AgentRun:
         self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._earlier = 0
+        self._pieces = 0
         self.due = False
         self.begin_call(None)
 
@@ -169,7 +170,7 @@ class AgentRun:
         elif "event" in event:
             chunk = event["event"]
             if "contentBlockDelta" in chunk:
-                self.streaming = ORDERED and not self.due
+                self.streaming = not self.due
             elif "metadata" in chunk:
                 self.usage = chunk["metadata"].get("usage") or self.usage
 
@@ -230,8 +231,12 @@ class AgentRun:
             self.awaiting.cancel()
 
     def look(self) -> None:
-        """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
-        if self.run.has_to_end:
+        """Look at the clock and for an abort, where the loop gets no turn to tell of them.
+
+        Once for many pieces: an answer that is all there when it is late is paid, and kept.
+        """
+        self._pieces += 1
+        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
             self.streaming = self.streaming and not self.due
 

@@ -1,16 +1,16 @@
-"""Where Strands releases differ: hook order, the place around a run, the events of a stream."""
+"""The private names of Strands that the adapter needs, each looked for when it is attached."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
 from strands import Agent
-from strands.hooks import AfterInvocationEvent, HookRegistry
+from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
+from strands.middleware import InvokeModelStage
 from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
@@ -27,42 +27,6 @@ _CONTINUED = "_continuation_state"
 _CYCLE = "_execute_event_loop_cycle"
 
 
-def _find(name: str, *modules: str) -> Any:
-    for module in modules:
-        try:
-            return getattr(import_module(module), name)
-        except (AttributeError, ImportError):
-            continue
-    return None
-
-
-INVOKE_MODEL = _find(
-    "InvokeModelStage", "strands.middleware", "strands._middleware.stages", "strands._middleware"
-)
-StopEvent = _find("EventLoopStopEvent", "strands.types._events", "strands.types.events")
-StreamEvent = _find("TypedEvent", "strands.types.events", "strands.types._events")
-TextEvent = _find("TextStreamEvent", "strands.types._events", "strands.types.events")
-ChunkEvent = _find("ModelStreamChunkEvent", "strands.types._events", "strands.types.events")
-# Whether hooks can be put first and last, or come in the order of their registration.
-ORDERED = "order" in inspect.signature(HookRegistry.add_callback).parameters
-
-
-def add_hook(target: Any, event: Any, callback: Any, order: float) -> None:
-    """Register a callback at either end of its event's queue, in every release."""
-    if ORDERED:
-        target.hooks.add_callback(event, callback, order=order)
-        return
-    # Releases without `order` call by place, and the hooks of an end in reverse.
-    known: Any = getattr(target.hooks, "_registered_callbacks", None)
-    if known is None:
-        raise _unsupported("an order of hooks, or HookRegistry._registered_callbacks")
-    target.hooks.add_callback(event, callback)
-    callbacks: list[Any] = known[event]
-    ending = event.__name__.startswith("After")
-    if (order == LAST) is ending:
-        callbacks.insert(0, callbacks.pop())
-
-
 def wrap_runs(kind: type[Agent], around: Around) -> None:
     """Let `around` see every event of every run of a class of agents, and end runs in their place.
 
@@ -72,8 +36,6 @@ def wrap_runs(kind: type[Agent], around: Around) -> None:
     Raises:
         AdapterError: This release of Strands has no place for it.
     """
-    if StopEvent is None or StreamEvent is None:
-        raise _unsupported("the event that ends a run")
     owner = next((one for one in kind.__mro__ if vars(one).get(_CYCLE) is not None), None)
     if owner is None:
         raise _unsupported("a place around a run")
@@ -91,46 +53,10 @@ def wrap_runs(kind: type[Agent], around: Around) -> None:
 
 
 def has_model_middleware(agent: Agent) -> bool:
-    """Tell whether anything can swap the agent's model for a call, or answer in its place."""
+    """Return whether a middleware can swap the agent's model for a call, or answer in its place."""
     registry = getattr(agent, "_middleware_registry", None)
     handlers = getattr(registry, "_handlers", None)
-    return INVOKE_MODEL is not None and (handlers is None or bool(handlers.get(INVOKE_MODEL)))
-
-
-@functools.cache
-def sets_model() -> bool:
-    """Tell whether this release lets a call go to another model than the agent's."""
-    context: Any = _find(
-        "InvokeModelContext",
-        "strands.middleware",
-        "strands._middleware.stages",
-        "strands._middleware",
-    )
-    return context is not None and "model" in context.__dataclass_fields__
-
-
-def watch_models(agent: Agent, called: Callable[[Agent, Any], Any]) -> bool:
-    """Let `called` know which model each call really goes to, and choose it.
-
-    Costs every chunk a little.
-
-    Returns:
-        False where the release has no place for it: each call goes to the agent's model.
-    """
-    if INVOKE_MODEL is None:
-        return False
-
-    sets = sets_model()
-
-    def note(context: Any, proceed: Callable[[Any], Events]) -> Events:
-        if sets:
-            context.model = called(context.agent, context.model)
-        else:
-            called(context.agent, context.agent.model)
-        return proceed(context)
-
-    _add_middleware(agent, INVOKE_MODEL, note)
-    return True
+    return handlers is None or bool(handlers.get(InvokeModelStage))
 
 
 def join_runs_around(join: Callable[[Agent], None]) -> None:
@@ -185,15 +111,35 @@ def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
     return any(mark in name and one.response is None for name, one in interrupts.items())
 
 
+class _NoAnswer(str):
+    """The answer to a question that nobody is asked: empty, whatever a hook reads of it."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> str:
+        return self
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the default, as a dictionary without the key."""
+        del key
+        return default
+
+
+def ask_nobody(event: BeforeToolCallEvent) -> None:
+    """Answer what the hooks after this one ask a person about a call that is refused anyway."""
+
+    def interrupt(name: str, reason: Any = None, response: Any = None) -> Any:
+        del name, reason
+        return _NoAnswer() if response is None else response
+
+    # The event takes no attributes of others.
+    object.__setattr__(event, "interrupt", interrupt)
+
+
 def results_before_interrupt(agent: Agent) -> list[Any]:
     """Return the results of a batch that were there when it was interrupted."""
-    state = _interrupts(agent)
-    pending = getattr(state, "pending_tool_execution", None)
-    if pending is not None:
-        return list(pending.completed_tool_results)
-    # Releases before 1.40 keep them among the context.
-    context: Mapping[str, Any] = getattr(state, "context", None) or {}
-    return list(context.get("tool_results", ()))
+    pending = getattr(_interrupts(agent), "pending_tool_execution", None)
+    return [] if pending is None else list(pending.completed_tool_results)
 
 
 def forget_interrupt(agent: Agent) -> None:
@@ -235,11 +181,6 @@ async def cancel_background_tasks(agent: Agent) -> None:
             await manager.cancel(task)
 
 
-def wrap_background_tools(agent: Agent, around: Callable[[Any, Any], Events]) -> None:
-    """Let `around` see the body of each of an agent's tools."""
-    _add_middleware(agent, _find("ExecuteToolStage", "strands.middleware"), around)
-
-
 def is_in_background(context: Any) -> bool:
     """Tell whether a tool's body runs in the background."""
     return hasattr(context, "_background_interrupt")
@@ -250,7 +191,7 @@ def probe(target: Any) -> None:
     needs = [(target, "_interrupt_state", "a run that waits for a person counts as ended")]
     if isinstance(target, Agent):
         tasks = getattr(target, "_background_tasks", None)
-        continued = _find("_STATE_ATTRIBUTE", "strands.agent._continuation")
+        continued = getattr(import_module("strands.agent._continuation"), "_STATE_ATTRIBUTE", None)
         needs += [
             (tasks, "_manager", "background tasks outlive a stop"),
             (tasks, "_task_snapshots", "background tasks outlive a stop"),
@@ -268,21 +209,14 @@ def probe(target: Any) -> None:
 def _warn(missing: str, without: str) -> None:
     warnings.warn(
         f"this release of strands-agents has no {missing}: {without}. "
-        "Use a release from 1.30 up to the newest that BudgetGuard names.",
+        "Use a release from 1.62 up to the newest that BudgetGuard names.",
         RuntimeWarning,
         stacklevel=3,
     )
 
 
-def _add_middleware(agent: Agent, stage: Any, handler: Callable[[Any, Any], Events]) -> None:
-    add = getattr(agent, "add_middleware", None)
-    if add is None:
-        add = agent._middleware_registry.add_middleware  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    add(stage, handler)
-
-
 def _unsupported(missing: str) -> AdapterError:
     return AdapterError(
         f"this release of strands-agents must have {missing}, got none. The agent would run "
-        "without its budget. Use a release from 1.30 up to the newest that BudgetGuard names."
+        "without its budget. Use a release from 1.62 up to the newest that BudgetGuard names."
     )

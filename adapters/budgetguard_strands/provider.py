@@ -14,6 +14,7 @@ from strands.plugins import Plugin
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_strands._agents import AgentHooks
+from budgetguard_strands._identity import is_a
 from budgetguard_strands._opening import Opener
 from budgetguard_strands._orchestration import Orchestrators
 
@@ -89,10 +90,11 @@ class BudgetHookProvider(Plugin):
             AdapterError: The target is something else, or this release of Strands has no place
                 for the guard.
         """
-        if isinstance(target, Agent):
-            self._agents.install(target)
-        elif isinstance(target, Graph | Swarm):
-            self._orchestrators.install(target)
+        known: Any = target
+        if is_a(known, Agent):
+            self._agents.install(known)
+        elif is_a(known, Graph, Swarm):
+            self._orchestrators.install(known)
         else:
             raise AdapterError(
                 f"target must be an Agent, Swarm or Graph, got {type(target).__name__}. "
@@ -105,13 +107,14 @@ class BudgetHookProvider(Plugin):
 
         The nodes of a swarm or graph are detached, too.
         """
-        if isinstance(target, Graph | Swarm):
-            self._orchestrators.remove(target)
-            for node in target.nodes.values():
+        known: Any = target
+        if is_a(known, Graph, Swarm):
+            self._orchestrators.remove(known)
+            for node in known.nodes.values():
                 executor: Any = node.executor
                 self.detach(executor)
-        elif isinstance(target, Agent):
-            self._agents.remove(target)
+        elif is_a(known, Agent):
+            self._agents.remove(known)
         return target
 
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:

@@ -6,23 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from budgetguard_core.breakers.settings import Count, SecondsOrZero, Settings, nanoseconds
-
-
-class BulkheadConfig(Settings):
-    """How many calls of the tools that it is for may run at once, together.
-
-    Names and defaults are those of resilience4j's documentation
-    (https://resilience4j.readme.io/docs/bulkhead).
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    max_concurrent_calls: Count = 25
-    """Calls that run at the same time."""
-    max_wait_duration: SecondsOrZero = 0.0
-    """Seconds that a call may wait for a place. With 0, one that finds none is refused at once."""
+from budgetguard_core.settings import BulkheadConfig, nanoseconds
 
 
 class Place:

@@ -13,43 +13,18 @@ documentation leaves them open or its implementation differs from it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, cast
 
-from pydantic import BeforeValidator, Field
-
-from budgetguard_core.breakers.settings import (
+from budgetguard_core.breakers.sliding_window import CountWindow, TimeWindow
+from budgetguard_core.settings import (
     NS_PER_SECOND,
-    Count,
-    ExceptionNames,
-    Flag,
-    Percentage,
-    Seconds,
-    SecondsOrZero,
-    Settings,
+    CircuitBreakerConfig,
     damaged,
     nanoseconds,
     natural,
 )
-from budgetguard_core.breakers.sliding_window import CountWindow, TimeWindow
-from budgetguard_core.errors import shown
-
-_LARGEST_WINDOW = 100_000
-_LONGEST_TEXT = 200
-
-CallOutcome: TypeAlias = Literal["success", "failure", "ignored"]
-
-
-def _window_size(value: object) -> object:
-    if type(value) is not int or not 1 <= value <= _LARGEST_WINDOW:
-        raise ValueError(
-            f"must be a whole number from 1 to {_LARGEST_WINDOW}, got {shown(value)}. "
-            "Leave it out for 100."
-        )
-    return value
 
 
 class CircuitBreakerState(StrEnum):
@@ -65,77 +40,6 @@ class CircuitBreakerState(StrEnum):
     """Permits none until it is told otherwise; records nothing."""
     DISABLED = "disabled"
     """Permits every call until it is told otherwise; records nothing."""
-
-
-class CircuitBreakerConfig(Settings):
-    """When a circuit breaker opens, and how it closes again.
-
-    The defaults are resilience4j's, made for services with many calls a second. An agent calls a
-    tool far less often: for one, begin with `sliding_window_size=10, minimum_number_of_calls=5,
-    permitted_number_of_calls_in_half_open_state=2, slow_call_duration_threshold=30`.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    failure_rate_threshold: Percentage = 50.0
-    """Percentage of failed calls in the window at which the breaker opens."""
-    slow_call_rate_threshold: Percentage = 100.0
-    """Percentage of slow calls in the window at which the breaker opens."""
-    slow_call_duration_threshold: Seconds = 60.0
-    """Seconds; a call that takes longer is slow, whether it fails or not."""
-    permitted_number_of_calls_in_half_open_state: Annotated[int, BeforeValidator(_window_size)] = 10
-    """Trial calls when half-open. The last of them to end closes the breaker or opens it again."""
-    max_wait_duration_in_half_open_state: SecondsOrZero = 0.0
-    """Seconds that a trial may take before the breaker opens again; 0 to wait without end."""
-    sliding_window_type: Literal["count_based", "time_based"] = "count_based"
-    """Whether the window holds the last calls, or the calls of the last seconds."""
-    sliding_window_size: Annotated[int, BeforeValidator(_window_size)] = 100
-    """Calls in a count-based window, seconds in a time-based one."""
-    minimum_number_of_calls: Count = 100
-    """Calls that the window must hold before a rate is judged. In a count-based window it is at
-    most the size of the window."""
-    wait_duration_in_open_state: Seconds = 60.0
-    """Seconds that the breaker stays open before it lets trial calls through."""
-    automatic_transition_from_open_to_half_open_enabled: Flag = False
-    """Whether it is half-open as soon as the wait is over, rather than at the next call."""
-    record_exceptions: ExceptionNames = ()
-    """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
-    raised. Whatever else is raised counts as a success."""
-    ignore_exceptions: ExceptionNames = ()
-    """What is neither a failure nor a success, even where `record_exceptions` has it too."""
-    record_result: Callable[[Any], bool] | None = Field(default=None, exclude=True)
-    """Whether a result that was returned is a failure. It is code and is in no snapshot."""
-    stop_after_open_rounds: Count = 3
-    """Rounds in a row in which every tool call was turned away by an open breaker, after which the
-    run is stopped with `circuit_open`. Not a field of resilience4j: services have no rounds."""
-
-    def outcome_of(self, result: object, error: BaseException | str | None) -> CallOutcome:
-        """Say what a call is to the breaker.
-
-        Args:
-            result: What the call returned, where it raised nothing.
-            error: What it raised, or what its framework says of that.
-        """
-        if error is None:
-            failed = self.record_result is not None and self.record_result(result)
-            return "failure" if failed else "success"
-        names = _names_of(error)
-        if _matches(self.ignore_exceptions, names):
-            return "ignored"
-        if not self.record_exceptions or _matches(self.record_exceptions, names):
-            return "failure"
-        return "success"
-
-
-def _names_of(error: BaseException | str) -> list[str]:
-    if isinstance(error, str):
-        return [error[:_LONGEST_TEXT]]
-    return [one.__name__ for one in type(error).__mro__[:-1]]
-
-
-def _matches(patterns: tuple[str | type[BaseException], ...], names: list[str]) -> bool:
-    return any(fnmatchcase(name, cast("str", pattern)) for pattern in patterns for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,9 @@ import json
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Annotated, Any, Final, NamedTuple, Self, cast
+from typing import Any, Final, NamedTuple, Self, cast
 
-from pydantic import BeforeValidator
-
-from budgetguard_core.breakers.settings import Count, Settings, damaged, natural
-from budgetguard_core.errors import shown
+from budgetguard_core.settings import ProgressReports, damaged, natural
 from budgetguard_core.stop import StopReason, Violation
 
 REPORT_PROGRESS: Final = "report_progress"
@@ -58,36 +55,6 @@ _REQUEST = (
 _AGAIN = "Take another approach, or report what blocks you."
 _MOST_STEPS = 10**9
 _NOT_A_WORD = re.compile(r"[\W_]+")
-
-
-def _rows(value: object) -> object:
-    if type(value) is not int or not 2 <= value <= 10**6:
-        raise ValueError(
-            f"must be a whole number >= 2, got {shown(value)}. Leave it out for the default."
-        )
-    return value
-
-
-class ProgressReports(Settings):
-    """When the model is asked how far it is, and what is a standstill.
-
-    At a standstill the model is corrected first. The run is stopped with `stalled` when its next
-    report shows no change, or does not come. It is the planner who reports: a sub-agent is asked
-    only where its own budget says so, as one that lacks the tool would be stopped for its silence.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    every_iterations: Count = 10
-    """Iterations without a report after which the model is asked for one."""
-    same_subgoal: Annotated[int, BeforeValidator(_rows)] = 3
-    """Reports in a row with the same `next_subgoal` that are a standstill. Case, white space and
-    punctuation do not matter."""
-    flat_estimate: Annotated[int, BeforeValidator(_rows)] = 3
-    """Reports in a row whose `estimated_remaining_steps` does not fall that are a standstill."""
-    unanswered: Count = 2
-    """Requests in a row without a report that are a standstill."""
 
 
 class ProgressReport(NamedTuple):

@@ -8,44 +8,15 @@ clock themselves and start a timer thread. What is needed here is one number.
 from __future__ import annotations
 
 import threading
-from typing import Annotated, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
-from pydantic import BeforeValidator
-
-from budgetguard_core.breakers.settings import (
+from budgetguard_core.settings import (
     NS_PER_SECOND,
-    Count,
-    SecondsOrZero,
-    Settings,
+    RateLimit,
     damaged,
     nanoseconds,
     natural,
 )
-from budgetguard_core.errors import shown
-
-
-def _rate(value: object) -> object:
-    if type(value) not in (int, float) or not 1e-6 <= value <= 1e6:  # type: ignore[operator]
-        raise ValueError(
-            f"must be a number of calls per second from 1E-6 to 1E+6, got {shown(value)}. "
-            "Use 0.5 for one call in two seconds."
-        )
-    return float(value)  # type: ignore[arg-type]
-
-
-class RateLimit(Settings):
-    """How often the tools that it is for may be called, together.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    rate: Annotated[float, BeforeValidator(_rate)]
-    """Calls per second in the long run; a token comes back every 1/rate seconds."""
-    burst: Count = 1
-    """Calls that may start at once after a pause: the size of the bucket."""
-    max_wait_duration: SecondsOrZero = 0.0
-    """Seconds that a call may wait for its token. One that would wait longer is refused at once."""
 
 
 class Turn(NamedTuple):

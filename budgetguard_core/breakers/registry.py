@@ -9,14 +9,19 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
-from budgetguard_core.breakers.bulkhead import Bulkhead, BulkheadConfig
+from budgetguard_core.breakers.bulkhead import Bulkhead
 from budgetguard_core.breakers.circuit_breaker import (
     CircuitBreaker,
-    CircuitBreakerConfig,
     CircuitBreakerState,
 )
-from budgetguard_core.breakers.rate_limit import RateLimit, RateLimiter
-from budgetguard_core.breakers.settings import Settings, damaged
+from budgetguard_core.breakers.rate_limit import RateLimiter
+from budgetguard_core.settings import (
+    BulkheadConfig,
+    CircuitBreakerConfig,
+    RateLimit,
+    Settings,
+    damaged,
+)
 
 _MOST = 4096
 _LOOKED_AT = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from budgetguard_core.breakers.settings import NS_PER_SECOND, natural
+from budgetguard_core.settings import NS_PER_SECOND, natural
 
 
 class CountWindow:

@@ -8,89 +8,12 @@ runaway, so nothing is refused or stopped.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator
-
-from budgetguard_core.breakers.settings import Count, Frozen, Settings, damaged, natural
-from budgetguard_core.errors import shown
+from budgetguard_core.settings import ToolMix, damaged, natural
 
 _LEAST_EXPECTED = 5
-_MOST_TOOLS = 1024
-_LONGEST_NAME = 200
-
-
-def _tools(value: Any) -> object:
-    if isinstance(value, Mapping) and value:
-        tools = dict(cast("Mapping[Any, Any]", value))
-        names = all(isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME for name in tools)
-        counts = all(type(count) is int and 1 <= count <= 10**12 for count in tools.values())
-        if names and counts and len(tools) <= _MOST_TOOLS:
-            return tools
-    raise ValueError(
-        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {shown(value)}. "
-        "Record it with ToolMixBaseline.of(runs)."
-    )
-
-
-def _alpha(value: object) -> object:
-    if type(value) is not float or not 0 < value <= 0.5:
-        raise ValueError(
-            f"must be a probability > 0 and <= 0.5, got {shown(value)}. Leave it out for 0.001."
-        )
-    return value
-
-
-class ToolMixBaseline(Settings):
-    """How often runs of this kind call their tools; recorded, kept as JSON.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    format_version: Literal[1] = 1
-    """The form of this record."""
-    runs: Count
-    """Runs that were recorded."""
-    tools: Annotated[Mapping[str, int], BeforeValidator(_tools), AfterValidator(Frozen)]
-    """Calls of each tool in all of them."""
-
-    @classmethod
-    def of(cls, runs: Iterable[Mapping[str, int]]) -> Self:
-        """Record a baseline.
-
-        Args:
-            runs: The tool calls of each run by name. Runs without a call are left out.
-
-        Raises:
-            ConfigurationError: No run called a tool, or the runs call more than 1,024 tools.
-        """
-        kept = [run for run in runs if run]
-        calls: Counter[str] = Counter()
-        for run in kept:
-            calls.update(run)
-        return cls(runs=max(len(kept), 1), tools=calls)
-
-
-class ToolMix(Settings):
-    """When a run's tools are so unlike the baseline's that somebody should look.
-
-    The run is looked at when it has made `minimum_number_of_calls` tool calls, and each time that
-    number has doubled.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    baseline: ToolMixBaseline
-    """What is usual."""
-    alpha: Annotated[float, BeforeValidator(_alpha)] = 0.001
-    """How improbable the mix must be, from 0 to 1: the share of usual runs that would be reported
-    at each look."""
-    minimum_number_of_calls: Count = 20
-    """Tool calls before the first look."""
 
 
 class ChiSquared(NamedTuple):

@@ -9,15 +9,12 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any, Self, cast
 
-from budgetguard_core.breakers.settings import (
+from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.settings import (
     NS_PER_SECOND,
-    Cap,
-    Dollars,
-    Settings,
-    Share,
+    VelocityLimits,
     damaged,
 )
-from budgetguard_core.pricing import from_usd, to_usd
 from budgetguard_core.stop import StopReason, Violation
 
 _WINDOW = 60
@@ -27,27 +24,6 @@ _RING = 2 * _WINDOW + 2
 
 FARTHEST_NS = (_WINDOW + 1) * NS_PER_SECOND
 """How far ahead of now a call can be entered."""
-
-
-class VelocityLimits(Settings):
-    """How fast a run may go: the most in any 60 seconds.
-
-    A call counts when it starts, with what is reserved for it, and is corrected when it ends. The
-    call that reaches a ceiling is the last: the next one is not admitted and the run is stopped.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    max_tokens_per_minute: Cap = None
-    """Tokens, prompt plus completion. Checked before each model call."""
-    max_cost_usd_per_minute: Dollars = None
-    """US dollars. Checked before each model call."""
-    max_tool_calls_per_minute: Cap = None
-    """Tool bodies that start. Checked before each tool call: exactly this many start."""
-    throttle_at: Share = 0.8
-    """The share of a ceiling from which on calls are delayed until the pace is below it again, by
-    61 seconds at most."""
 
 
 class VelocityMeter:

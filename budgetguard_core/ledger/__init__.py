@@ -14,9 +14,7 @@ from budgetguard_core.ledger.errors import (
 )
 from budgetguard_core.ledger.exact import Reservation
 from budgetguard_core.ledger.kill_switch import Kill
-from budgetguard_core.ledger.lease_options import LeaseOptions
 from budgetguard_core.ledger.ledger import Ledger
-from budgetguard_core.ledger.part import TenantMeter
 from budgetguard_core.ledger.refusal import Refusal, Warned
 from budgetguard_core.ledger.usage import TenantUsage, WindowUsage
 from budgetguard_core.ledger.windows import Key, Tenant
@@ -25,7 +23,6 @@ __all__ = [
     "AliveRun",
     "Key",
     "Kill",
-    "LeaseOptions",
     "Ledger",
     "LedgerChanged",
     "LedgerError",
@@ -35,7 +32,6 @@ __all__ = [
     "Refusal",
     "Reservation",
     "Tenant",
-    "TenantMeter",
     "TenantUsage",
     "Warned",
     "WindowUsage",

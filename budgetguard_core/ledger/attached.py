@@ -1,4 +1,4 @@
-"""The runs of this process, and the meters that they are charged through."""
+"""The runs of this process."""
 
 from __future__ import annotations
 
@@ -6,67 +6,55 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from budgetguard_core.charges import Amounts
-from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.ceilings import Ceilings
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.exact import Exact
-from budgetguard_core.ledger.lease import Lease
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.part import Part
 from budgetguard_core.ledger.refusal import Refusal, Warned
 from budgetguard_core.ledger.step import Step, new_id
-from budgetguard_core.ledger.windows import Key
 
 _LOG = logging.getLogger("budgetguard")
-_IDLE_SECONDS = 5.0
-
-Meter: TypeAlias = Lease | Exact
 
 
 class LedgerRun:
     """One run's place in the ledger: what its guard asks, and what it is told.
 
-    `take` and `settle` work in memory, `obtain` makes a trip; see `Lease`.
+    `obtain` makes a trip; `settle` works in memory, and the trip is made by another thread.
     """
 
     __slots__ = (
-        *("_attached", "account", "is_open", "meter", "on_kill", "on_warning"),
-        *("payer", "run", "settle", "started", "take"),
+        *("_attached", "_exact", "account", "is_open", "on_kill", "on_warning"),
+        *("payer", "run", "settle", "started"),
     )
 
     def __init__(
         self,
         attached: AttachedRuns,
         run: str,
-        meter: Meter,
+        exact: Exact,
         on_kill: Callable[[str], object],
         on_warning: Callable[[Warned], object],
     ) -> None:
         self._attached = attached
-        self.payer = (id(attached), meter.account.names)
+        self.payer = (id(attached), exact.account.names)
         """The same for all runs that are charged to the same keys."""
         self.is_open = False
         self.run = run
-        self.account = meter.account
+        self.account = exact.account
         self.started = attached.connection.now()
         self.on_kill = on_kill
         self.on_warning = on_warning
-        self.use(meter)
-
-    def use(self, meter: Meter) -> None:
-        """Have the run charged through a meter."""
-        self.meter = meter
-        # Bound once: these two are part of every step.
-        self.take = meter.take
-        self.settle = meter.settle
+        self._exact = exact
+        self.settle = exact.settle
 
     def obtain(self, usd: int, tokens: int) -> Part | Refusal:
         """Set an amount aside, with a trip to the store; bounded, never under a lock."""
-        return self.meter.obtain(usd, tokens, self.run)
+        return self._exact.obtain(usd, tokens, self.run)
 
     def caps_dollars(self) -> bool:
         """Tell whether a ceiling in dollars holds for the run; a trip at most once a second."""
@@ -96,7 +84,7 @@ class LedgerRun:
 
 
 class AttachedRuns:
-    """The runs of this process that go on, and one meter for all that are charged to the same keys.
+    """The runs of this process that go on.
 
     Args:
         connection: To the store.
@@ -116,28 +104,22 @@ class AttachedRuns:
         self.ceilings = ceilings
         self._outbox = outbox
         self._wake = wake
-        self._meters: dict[tuple[Key, ...], Meter] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
         self._runs: dict[int, LedgerRun] = {}
-        self._gone: deque[LedgerRun] = deque()
+        self.begin()
 
-    def meter_of(self, keys: tuple[Key, ...], make: Callable[[tuple[Key, ...]], Meter]) -> Meter:
-        """Return the meter of a set of keys, made where there is none."""
-        with self._lock:
-            meter = self._meters.get(keys)
-            if meter is None:
-                meter = self._meters[keys] = make(keys)
-            return meter
+    def begin(self) -> None:
+        """Begin anew in a child process. A guard that crossed the fork goes on asking."""
+        for run in self._runs.values():
+            run.is_open = False
+        # Another thread of the parent may have held it.
+        self._lock = threading.Lock()
+        self._runs = {}
+        self._gone: deque[LedgerRun] = deque()
 
     def add(self, run: LedgerRun) -> None:
         """Look after a run from now on."""
         with self._lock:
             self._runs[id(run)] = run
-            # Its own may have been left, and another begun: what is in neither is not looked after.
-            run.use(self._meters.setdefault(run.account.keys, run.meter))
         self._wake()
 
     def remove(self, run: LedgerRun) -> None:
@@ -165,66 +147,12 @@ class AttachedRuns:
         with self._lock:
             return list(self._runs.values())
 
-    def of(self, account: Account) -> list[LedgerRun]:
-        """Return those of them that are charged to an account."""
-        with self._lock:
-            return [run for run in self._runs.values() if run.account.keys == account.keys]
-
-    def meters(self) -> list[Meter]:
-        """Return the meters in use, and those that were until a moment ago."""
-        with self._lock:
-            return list(self._meters.values())
-
-    def leases(self) -> list[Lease]:
-        """Return those of them that set amounts aside ahead of need, and so have to be tended."""
-        return [meter for meter in self.meters() if isinstance(meter, Lease)]
-
-    def leave_idle(self) -> None:
-        """Give back what no run of this process has asked for in a while.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
-        for meter in self.meters():
-            if self.of(meter.account):
-                continue
-            if isinstance(meter, Lease):
-                if meter.idle_seconds() <= _IDLE_SECONDS:
-                    continue
-                meter.close()
-            if meter.is_idle:
-                with self._lock:
-                    busy = any(run.meter is meter for run in self._runs.values())
-                    if not busy:
-                        self._leave(meter)
-
     def leave_runs(self) -> None:
         """Look after no run; one that goes on all the same says so by opening itself."""
         with self._lock:
             for run in self._runs.values():
                 run.is_open = False
             self._runs.clear()
-
-    def leave_settled(self) -> None:
-        """Forget the meters but for those that a call is under way in: it settles there."""
-        for meter in self.meters():
-            if meter.is_idle:
-                with self._lock:
-                    self._leave(meter)
-
-    def _leave(self, meter: Meter) -> None:
-        keys = meter.account.keys
-        if self._meters.get(keys) is meter:
-            del self._meters[keys]
-
-    def forked(self) -> None:
-        """Begin anew in a child process. A guard that crossed the fork goes on asking its meter."""
-        # Another thread of the parent may have held it.
-        self._lock = threading.Lock()
-        for lease in self.leases():
-            lease.forked()
-        self.leave_runs()
-        self._begin()
 
 
 def call_listener(listener: Callable[[Any], object], fact: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from budgetguard_core.ledger.alive import AliveRuns
 from budgetguard_core.ledger.attached import AttachedRuns, LedgerRun, call_listener
@@ -14,11 +14,10 @@ from budgetguard_core.ledger.kill_switch import kill_of
 from budgetguard_core.ledger.outbox import Outbox
 
 _LOG = logging.getLogger("budgetguard")
-_RECALL_SECONDS = 5.0
 
 
 class Beat:
-    """Kill switches and recalls, unsent reports, leases, warnings, and who is alive.
+    """Kill switches, unsent reports, warnings, and who is alive.
 
     Args:
         connection: To the store.
@@ -45,8 +44,6 @@ class Beat:
 
     def begin(self) -> None:
         """Begin anew in a child process."""
-        self._marks: Mapping[str, str | None] = {}
-        """The recall mark of each key as it was seen last."""
         self._orphans_sent = False
 
     def tick(self) -> bool:
@@ -59,7 +56,7 @@ class Beat:
         except Exception as error:
             # A thread that died would be missed by everyone.
             _LOG.warning("ledger: the heartbeat failed: %s", type(error).__name__)
-        return bool(self._attached.all() or self._attached.meters() or len(self._outbox))
+        return bool(self._attached.all() or len(self._outbox))
 
     def do(self) -> None:
         """Do what is due.
@@ -71,11 +68,7 @@ class Beat:
         runs = self._attached.all()
         self._poll(runs)
         self._outbox.deliver(self._connection.send)
-        for lease in self._attached.leases():
-            lease.tend()
-        self._outbox.deliver(self._connection.send)
         self._warnings.tell()
-        self._attached.leave_idle()
         self._alive.announce(runs)
         if not self._orphans_sent:  # last: what cannot be sent holds nothing up
             self._outbox.deliver_orphans(self._connection.send)
@@ -83,14 +76,8 @@ class Beat:
             self._warnings.tell()
 
     def finish(self) -> None:
-        """Give everything back and send what waits; what cannot be sent is written down."""
+        """Send what waits; what cannot be sent is written down."""
         self._attached.leave_runs()
-        for lease in self._attached.leases():
-            try:
-                lease.close()
-            except LedgerUnreachable:
-                lease.abandon()
-        self._attached.leave_settled()
         try:
             self._outbox.deliver(self._connection.send)
             self._warnings.tell()
@@ -106,32 +93,16 @@ class Beat:
             _LOG.warning("ledger: %s", full)
 
     def _poll(self, runs: Iterable[LedgerRun]) -> None:
-        """Look at the kill switches, and at what other processes ask back."""
-        keys = sorted({name for meter in self._attached.meters() for name in meter.account.names})
-        flags = ["all", *(f"t:{key}" for key in keys), *sorted({f"r:{run.run}" for run in runs})]
-        names = [f"f:{flag}" for flag in flags] + [f"w:{key}" for key in keys]
-        found = self._connection.ask(lambda store: store.read(names))
-        killed = {flag: text for flag, text in zip(flags, found, strict=False) if text is not None}
-        recalled = self._recalled(dict(zip(keys, found[len(flags) :], strict=True)))
-        for lease in self._attached.leases():
-            lease.block(any(flag in killed for flag in lease.account.flags))
-            if recalled.intersection(lease.account.names):
-                lease.recall()
+        """Look at the kill switches of the runs."""
+        flags = sorted({flag for run in runs for flag in (*run.account.flags, f"r:{run.run}")})
+        if not flags:
+            return
+        found = self._connection.ask(lambda store: store.read([f"f:{flag}" for flag in flags]))
+        killed = {flag: text for flag, text in zip(flags, found, strict=True) if text is not None}
+        if not killed:
+            return
         for run in runs:
             for flag in (*run.account.flags, f"r:{run.run}"):
                 if flag in killed:
                     call_listener(run.on_kill, kill_of(flag, killed[flag]).detail)
                     break
-
-    def _recalled(self, marks: Mapping[str, str | None]) -> set[str]:
-        """Return the keys whose recall mark is new."""
-        known, self._marks = self._marks, marks
-        since = self._connection.now() - _RECALL_SECONDS
-        return {
-            key
-            for key, mark in marks.items()
-            if mark is not None
-            and mark != known.get(key)
-            # Of a mark that was there before this process looked first, the time tells.
-            and (key in known or float(mark.partition(" ")[0]) > since)
-        }

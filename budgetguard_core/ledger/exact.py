@@ -18,17 +18,22 @@ from budgetguard_core.ledger.refusal import ABORTED, Refusal, refusal_of
 from budgetguard_core.ledger.step import Answer, Step, new_id
 from budgetguard_core.ledger.windows import Window
 
-_FOR_EVER = 2**63
 _REPEATED_WITHIN = 86_400.0
-TTL_OF_EXACT = 600.0
+TTL_SECONDS = 600.0
 """Seconds until the store lists a reservation: a call that hangs may be billed long after."""
 
 
 class Exact:
-    """Exact reservations of one set of keys. The arguments are those of `Lease`."""
+    """Reservations of one set of keys.
 
-    is_idle = True
-    """Nothing is set aside but for a call that holds it."""
+    Args:
+        connection: To the store.
+        account: The keys.
+        outbox: For what could not be sent.
+        allow: When the store cannot be reached: admit, and have it charged later.
+        wake: Called when there is something to send.
+        tell: Called after a trip that brought a window to 80 %, outside of every lock.
+    """
 
     def __init__(
         self,
@@ -48,10 +53,6 @@ class Exact:
         self._tell = tell
         self._passed = False
         """A call cost more than it had reserved, and the store may not have heard of it yet."""
-
-    def take(self, usd: int, tokens: int) -> Part | None:  # noqa: ARG002
-        """Return None: nothing is set aside ahead of need."""
-        return None
 
     def obtain(self, usd: int, tokens: int, run: str = "") -> Obtained:
         """Reserve, with one trip; one more at the edge of a window."""
@@ -74,7 +75,7 @@ class Exact:
 
         def make(windows: Sequence[Window]) -> Step:
             return Step(
-                name, 1, windows, need=amount, want=amount, ttl=TTL_OF_EXACT, flags=flags, owner=run
+                name, 1, windows, need=amount, want=amount, ttl=TTL_SECONDS, flags=flags, owner=run
             )
 
         try:
@@ -91,7 +92,7 @@ class Exact:
             )
         if answer.warn:
             self._tell()
-        return self._part(name, amount, windows)
+        return Part(name, windows)
 
     def _take(self, make: Callable[[Sequence[Window]], Step]) -> tuple[Answer, Sequence[Window]]:
         try:
@@ -111,13 +112,6 @@ class Exact:
             "Use another name for another call."
         )
 
-    def _part(self, name: str, amount: Amount, windows: Sequence[Window]) -> Part:
-        part = Part(name)
-        part.message()
-        part.grant(amount, windows, _FOR_EVER)
-        part.take(*amount, 0)
-        return part
-
     def _without_store(
         self, amount: Amount, run: str, name: str, error: LedgerUnreachable
     ) -> Obtained:
@@ -134,20 +128,16 @@ class Exact:
             self._outbox.record(Step(name, 1, windows, spent=amount, owner=run))
         except LedgerUnreachable as full:
             return Refusal(ABORTED, f"{error} {full}")
-        part = self._part(name, amount, windows)
-        part.record()
-        return part
+        return Part(name, windows, local=True)
 
     def settle(self, part: Part, reserved: Amounts, spent: Amounts) -> None:
         """Have it settled by the thread that talks to the store: this one may hold a lock."""
-        part.settle(reserved, spent)
         self._outbox.add(self.settlement(part, Amount(*spent)))
         self._passed |= spent[0] > reserved[0] or spent[1] > reserved[1]
         self._wake()
 
-    def settle_now(self, part: Part, reserved: Amount, spent: Amount) -> None:
+    def settle_now(self, part: Part, spent: Amount) -> None:
         """Settle with one trip; later, where the store does not answer."""
-        part.settle(reserved, spent)
         step = self.settlement(part, spent)
         if part.local:
             self._outbox.add(step)
@@ -188,7 +178,7 @@ class Reservation:
             ConfigurationError: A figure makes no sense.
             LedgerError: The store holds this reservation in other windows.
         """
-        self._exact.settle_now(self._part, self.amount, to_amount(usd, tokens))
+        self._exact.settle_now(self._part, to_amount(usd, tokens))
 
     def release(self) -> None:
         """Charge nothing: the call was not made."""

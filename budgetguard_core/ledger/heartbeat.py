@@ -1,4 +1,4 @@
-"""One thread per process: heartbeat, recall, renewal, settlement and kill switch."""
+"""One thread per process: settlements and kill switches."""
 
 from __future__ import annotations
 

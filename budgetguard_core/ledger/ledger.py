@@ -22,8 +22,6 @@ from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.exact import Exact, Reservation
 from budgetguard_core.ledger.heartbeat import Heartbeat
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
-from budgetguard_core.ledger.lease import Lease
-from budgetguard_core.ledger.lease_options import LeaseOptions
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.process import end_with_process
 from budgetguard_core.ledger.refusal import Refusal, Warned
@@ -50,8 +48,6 @@ class Ledger:
         daily_tokens: The same in tokens, prompt and completion.
         monthly_tokens: The same of a month.
         time_zone: Where days and months begin, unless the tenant's `Key` says otherwise.
-        lease: "auto" takes money ahead of need and spends it in memory; "exact" makes a round
-            trip before each call.
         on_ledger_error: What becomes of a call when the store cannot be reached: "refuse" it, or
             "allow" it and have it charged as soon as the store answers. A store that was wiped
             refuses it.
@@ -59,7 +55,6 @@ class Ledger:
         ledger_id: The id that `budgetguard ledger show` tells; another ledger is refused.
         queue: The folder where unsent reports are kept; in the home directory if left out.
         clock: Where time comes from.
-        options: How large leases are.
 
     Attributes:
         url: The store's, without a password.
@@ -78,15 +73,12 @@ class Ledger:
         daily_tokens: int | None = None,
         monthly_tokens: int | None = None,
         time_zone: str = "UTC",
-        lease: Literal["auto", "exact"] = "auto",
         on_ledger_error: Literal["refuse", "allow"] = "refuse",
         timeout: float = 1.0,
         ledger_id: str | None = None,
         queue: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
-        options: LeaseOptions | None = None,
     ) -> None:
-        _check_choice("lease", lease, ("auto", "exact"))
         _check_choice("on_ledger_error", on_ledger_error, ("refuse", "allow"))
         if type(timeout) not in (int, float) or not 0 < timeout <= 60:
             raise ConfigurationError(
@@ -101,9 +93,7 @@ class Ledger:
             check_ceiling(to_ceiling(monthly_usd, monthly_tokens), address.largest_ceiling),
         )
         self._time_zone = time_zone
-        self._exact = lease == "exact"
         self._allow = on_ledger_error == "allow"
-        self._options = options or LeaseOptions()
         self.connection = Connection(address.open, self._clock, ledger_id or "", pause=timeout)
         folder = Path(queue) if queue is not None else default_path().parent / "ledger-queue"
         self._outbox = Outbox(folder / address.fingerprint)
@@ -202,8 +192,8 @@ class Ledger:
         """
         check_name(run, "run")
         keys = as_keys(tenant, self._time_zone)
-        meter = self._attached.meter_of(keys, self._new_exact if self._exact else self._new_lease)
-        attached = LedgerRun(self._attached, run, meter, on_kill, on_warning)
+        exact = self._exact_of(keys)
+        attached = LedgerRun(self._attached, run, exact, on_kill, on_warning)
         attached.open()
         return attached
 
@@ -215,18 +205,6 @@ class Ledger:
             self.connection,
             self._account(tenant),
             self._outbox,
-            allow=self._allow,
-            wake=self._heartbeat.wake,
-            tell=self._warnings.tell,
-        )
-
-    def _new_lease(self, tenant: Tenant) -> Lease:
-        return Lease(
-            self.connection,
-            self._account(tenant),
-            self._clock,
-            self._outbox,
-            self._options,
             allow=self._allow,
             wake=self._heartbeat.wake,
             tell=self._warnings.tell,
@@ -245,7 +223,7 @@ class Ledger:
     ) -> None:
         """Store a tenant's ceilings, all four of them; None is no ceiling.
 
-        Seen by each process with its next trip to the store. What is leased or reserved by then
+        Seen by each process with its next trip to the store. What is reserved by then
         may still be spent, also where the new ceiling is below it.
 
         Args:
@@ -299,7 +277,7 @@ class Ledger:
         return [usage_of(record) for record in self.connection.ask(lambda store: store.windows())]
 
     def holds(self) -> list[HoldRecord]:
-        """Return the reservations and leases that the store keeps: open ones, and those of a day.
+        """Return the reservations that the store keeps: open ones, and those of a day.
 
         Raises:
             LedgerUnreachable: The store does not answer.
@@ -418,7 +396,7 @@ class Ledger:
     # The end
 
     def close(self) -> None:
-        """Give back what is not needed, send what waits, and end the thread.
+        """Send what waits, and end the thread.
 
         What cannot be sent stays on the disk for the next process. The ledger can be used again.
         """
@@ -434,8 +412,8 @@ class Ledger:
         self.close()
 
     def forked(self) -> None:
-        """Begin anew in a child process: connection, leases and thread stay with the parent."""
-        self._attached.forked()
+        """Begin anew in a child process: connection and thread stay with the parent."""
+        self._attached.begin()
         self.connection.forked()
         self._outbox.forked()
         self._heartbeat.restart()

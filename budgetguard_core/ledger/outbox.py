@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.file_lock import FileLock
-from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.amounts import LARGEST_STEP, Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
 from budgetguard_core.ledger.step import Step
-from budgetguard_core.ledger.windows import Window
+from budgetguard_core.ledger.windows import Window, check_name
 
 _LOG = logging.getLogger("budgetguard")
 
@@ -105,10 +106,15 @@ class Outbox:
                 continue
             try:
                 if lock.acquire():
-                    for step in _read(path):
+                    steps, rejected = _read(path)
+                    for step in steps:
                         _send(send, step)
                         sent += 1
-                    path.unlink(missing_ok=True)
+                    if rejected:
+                        _LOG.warning("ledger: %s: %d reports no store can count", path, rejected)
+                        path.rename(path.with_suffix(".rejected"))
+                    else:
+                        path.unlink(missing_ok=True)
             except LedgerUnreachable:
                 raise
             except Exception as error:
@@ -195,9 +201,13 @@ def _to_line(step: Step) -> str:
     )
 
 
-def _read(path: Path) -> list[Step]:
-    """Return the latest report of each hold; a line that was cut off by a kill is left out."""
+def _read(path: Path) -> tuple[list[Step], int]:
+    """Return the latest report of each hold, and how many reports no store can take.
+
+    A line that was cut off by a kill is left out.
+    """
     found: dict[str, Step] = {}
+    rejected = 0
     for line in path.read_text("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             read = json.loads(line)
@@ -217,7 +227,22 @@ def _read(path: Path) -> list[Step]:
                 close=True,
                 owner=str(record["owner"]),
             )
+            if not _can_be_sent(step):
+                rejected += 1
+                continue
             known = found.get(step.id)
             if known is None or step.op > known.op:
                 found[step.id] = step
-    return list(found.values())
+    return list(found.values()), rejected
+
+
+def _can_be_sent(step: Step) -> bool:
+    """Return whether every store can take a report that was read from a file."""
+    try:
+        for name in (step.id, *(name for window in step.windows for name in window[:2])):
+            check_name(name, "a name")
+        check_name(step.owner or "-", "a run")
+    except ConfigurationError:
+        return False
+    figures = (*step.spent, step.op)
+    return bool(step.windows) and all(0 <= figure <= LARGEST_STEP for figure in figures)

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_amount
-from budgetguard_core.ledger.exact import TTL_OF_EXACT
-from budgetguard_core.ledger.lease_options import TTL_OF_LEASES
+from budgetguard_core.ledger.exact import TTL_SECONDS
 from budgetguard_core.ledger.ledger import Ledger
 from budgetguard_core.ledger.step import HoldRecord, Step
 from budgetguard_core.ledger.windows import Window
@@ -48,7 +47,7 @@ def expired_holds(ledger: Ledger) -> list[HoldRecord]:
 
 def is_long_gone(hold: HoldRecord, now: float) -> bool:
     """Tell whether twice the time to live has passed since the holder was heard of."""
-    ttl = TTL_OF_LEASES if hold.lease else TTL_OF_EXACT
+    ttl = TTL_SECONDS
     return now >= hold.expires + ttl
 
 

@@ -27,7 +27,7 @@ class Refusal(NamedTuple):
     limit: Decimal | int | None = None
     """The ceiling, in US dollars or tokens."""
     used: Decimal | int | None = None
-    """What counts against it: spent, reserved and leased."""
+    """What counts against it: spent and reserved."""
 
     @property
     def refusal(self) -> Refusal:
@@ -50,7 +50,7 @@ class Warned(NamedTuple):
     limit: Decimal | int = 0
     """The ceiling, in US dollars or tokens."""
     used: Decimal | int = 0
-    """What counts against it: spent, reserved and leased."""
+    """What counts against it: spent and reserved."""
 
 
 def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
@@ -79,12 +79,6 @@ def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
         flag, _, text = answer.detail.partition(SEPARATOR)
         return Refusal(ABORTED, kill_of(flag, text).detail)
     return Refusal(ABORTED, "this reservation was settled or taken back already")
-
-
-def refused_key(answer: Answer, windows: Sequence[Window]) -> tuple[str, bool]:
-    """Return the key whose ceiling refused, and whether others hold leases on it."""
-    place, _, _, _, live = map(int, answer.detail.split(SEPARATOR))
-    return windows[place].key, live > 1
 
 
 def warned_of(answer: Answer, windows: Sequence[Window]) -> tuple[Warned, ...]:

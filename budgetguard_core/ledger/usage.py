@@ -21,7 +21,7 @@ class WindowUsage:
     spent_usd: Decimal
     """Measured."""
     reserved_usd: Decimal
-    """Set aside for calls under way, leased ahead, or left by a process that died."""
+    """Set aside for calls under way, or left by a process that died."""
     ceiling_usd: Decimal | None
     spent_tokens: int
     reserved_tokens: int

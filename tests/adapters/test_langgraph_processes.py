@@ -13,7 +13,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from budgetguard_core import Budget, ConfigurationError, MemoryStore, RunFencedError, SqliteStore
 from budgetguard_core.kit import Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.testing import Call, ProviderError, Reply, Script, calls, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome, resume
 from langgraph_graphs import StrictChat, search, sticky, thread, user
@@ -29,7 +29,6 @@ def ledger(tmp_path):
         queue=tmp_path / "queue",
         time_zone=ZONE,
         timeout=PATIENT,
-        options=LeaseOptions(recall=0.0),
     )
     # A call of the scripted model uses 120 tokens.
     made.set_ceilings("acme", daily_tokens=360)

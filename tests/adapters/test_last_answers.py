@@ -10,7 +10,7 @@ import pytest
 import layout
 from budgetguard_core import Budget, BudgetExceeded, FinalizeReserve, Guard, MemoryStore
 from budgetguard_core.kit import ANSWER_NOW, Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import Script, calls, says
@@ -56,7 +56,6 @@ def test_a_tenant_pays_for_it_and_a_tenant_without_money_gets_none(driver, mode,
             queue=queue,
             timeout=PATIENT,
             time_zone=ZONE,
-            options=LeaseOptions(recall=0.0),
             daily_usd=Decimal(daily),
         )
         try:

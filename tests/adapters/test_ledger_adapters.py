@@ -12,7 +12,7 @@ import layout
 from budgetguard_core import Budget, Guard
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.kit.envelope import Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import Reply, Script, Tool, calls, says
@@ -74,7 +74,6 @@ def opened(tmp_path):
     def open_ledger(**options):
         options.setdefault("timeout", PATIENCE)  # what is tested here is not the time-out
         options.setdefault("time_zone", ZONE)
-        options.setdefault("options", LeaseOptions(recall=0.0))
         url = f"sqlite:///{tmp_path}/ledger.sqlite3?synchronous=normal"
         made.append(Ledger(url, queue=tmp_path / "queue", **options))
         return made[-1]
@@ -164,7 +163,7 @@ def test_a_kill_reaches_a_call_that_hangs(driver, mode, what, opened, heartbeat)
 @pytest.mark.sample(11)
 @every_way
 def test_80_percent_are_told_once_per_window(driver, mode, opened):
-    ledger, told = opened(daily_tokens=1600, lease="exact"), []
+    ledger, told = opened(daily_tokens=1600), []
     envelope = paid(ledger, on_warning=lambda guard, event: told.append(event.dimension))
 
     def settled(number, value):

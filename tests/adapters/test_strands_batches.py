@@ -21,7 +21,6 @@ from strands_agents import Counter, check_request, run, strict
 
 WAYS = ("sync", "async", "stream")
 GO_ON = {"role": "user", "content": [{"text": "And now?"}]}
-DELEGATES = hasattr(Agent, "as_tool") and "delegate" in inspect.signature(Agent.as_tool).parameters
 
 
 class Answer(BaseModel):
@@ -50,7 +49,6 @@ def test_a_structured_answer_is_kept_and_the_history_closed(way, counter):
     check_request([*agent.messages, GO_ON])
 
 
-@pytest.mark.skipif(not hasattr(Agent, "as_tool"), reason="younger releases only")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_parent_gets_the_structured_answer_of_a_stopped_child(way, counter):
     own = BudgetHookProvider(Budget(max_tool_calls=1))
@@ -152,7 +150,6 @@ class Hangs(ScriptedModel):
         await asyncio.Event().wait()
 
 
-@pytest.mark.skipif(not DELEGATES, reason="younger releases only")
 @pytest.mark.parametrize("executor", [ConcurrentToolExecutor, SequentialToolExecutor])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_delegated_agent_says_is_not_its_parents_answer(way, executor):

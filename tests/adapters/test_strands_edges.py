@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 
 import pytest
 from strands import Agent, tool
@@ -22,8 +21,6 @@ from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
 from budgetguard_strands._bounds import bounded
 from conformance.budgetguard_strands_driver import ScriptedModel, history_of
 from strands_agents import Counter, is_valid, made, sticky
-
-LIMITS = hasattr(import_module("strands.types.agent"), "Limits")
 
 
 @pytest.fixture
@@ -86,7 +83,6 @@ def test_every_approval_is_in_the_same_run(kind, counter):
 # Limits of Strands' own, and what a person or a hook does
 
 
-@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
 def test_strands_own_limit_leaves_a_closed_history(counter):
     provider = BudgetHookProvider(Budget(max_iterations=9))
     script = sticky()
@@ -100,7 +96,6 @@ def test_strands_own_limit_leaves_a_closed_history(counter):
     check_history(history_of(agent.messages))
 
 
-@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
 def test_strands_own_limit_does_not_end_a_shared_guard(counter):
     guard = Guard(Budget(max_iterations=9))
     agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(guard)])
@@ -108,7 +103,6 @@ def test_strands_own_limit_does_not_end_a_shared_guard(counter):
     assert guard.trip is None
 
 
-@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
 @pytest.mark.parametrize("mode", ["observe", "off"])
 def test_strands_own_limit_leaves_the_history_of_a_run_that_is_only_looked_on(counter, mode):
     provider = BudgetHookProvider(Budget(max_iterations=9), mode=mode, on_trip="raise")
@@ -118,7 +112,6 @@ def test_strands_own_limit_leaves_the_history_of_a_run_that_is_only_looked_on(co
     assert provider.outcome(agent).stop_reason is StopReason.FRAMEWORK_LIMIT
 
 
-@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
 @pytest.mark.parametrize("mode", ["observe", "off", None])
 def test_a_hook_goes_on_after_strands_own_limit_in_a_run_that_is_only_looked_on(counter, mode):
     provider = BudgetHookProvider(Budget(max_iterations=9), mode=mode or "off")

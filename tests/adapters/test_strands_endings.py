@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 from pydantic import BaseModel
 from strands import tool
@@ -21,7 +19,6 @@ from conformance.budgetguard_strands_driver import ScriptedModel
 from strands_agents import Counter, check_request, made, results, run, sticky, strict
 
 WAYS = ("sync", "async", "stream")
-LIMITS = hasattr(import_module("strands.types.agent"), "Limits")
 GO_ON = {"role": "user", "content": [{"text": "And now?"}]}
 
 
@@ -70,6 +67,37 @@ def test_the_bound_of_openai_responses_is_never_below_its_minimum():
     responses = pytest.importorskip("strands.models.openai_responses")
     model = responses.OpenAIResponsesModel(client_args={"api_key": "x"}, model_id="m")
     assert bounded(model, 5).get_config()["params"]["max_output_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("LlamaAPIModel", ("config", "max_completion_tokens")),
+        ("WriterModel", ("config", "max_tokens")),
+        ("LlamaCppModel", ("config", "params", "max_tokens")),
+        ("SageMakerAIModel", ("payload_config", "max_tokens")),
+    ],
+)
+@pytest.mark.parametrize("own", [None, 50, 500])
+def test_each_model_of_strands_own_has_a_completion_bound(name, place, own):
+    # By their names alone, because their packages are not all installed.
+    class Named:
+        def get_config(self):
+            return self.config
+
+    Named.__name__ = name
+    model = Named()
+    model.config, model.payload_config = {"model_id": "m"}, {"stream": True}
+    *path, last = place
+    settings = vars(model)
+    for key in path:
+        settings = settings.setdefault(key, {})
+    if own is not None:
+        settings[last] = own
+    settings = vars(bounded(model, 100))
+    for key in path:
+        settings = settings[key]
+    assert settings[last] == (50 if own == 50 else 100)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -135,7 +163,6 @@ def test_a_store_that_fails_at_the_stop_is_reported(counter):
     assert any("the disk is full" in error for error in provider.outcome(agent).errors)
 
 
-@pytest.mark.skipif(not LIMITS, reason="this release has no limits of its own")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("limits", [{"turns": 1}, {"total_tokens": 1}, {"output_tokens": 1}])
 def test_strands_own_limits_leave_a_closed_history(way, limits, counter):

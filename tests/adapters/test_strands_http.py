@@ -17,7 +17,7 @@ from werkzeug import Response
 
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.testing import ManualClock, check_history
-from budgetguard_strands import BudgetHookProvider, _seams
+from budgetguard_strands import BudgetHookProvider
 from conformance.budgetguard_strands_driver import history_of
 
 pytest.importorskip("openai", reason="the official client comes with an extra")
@@ -235,9 +235,6 @@ def test_a_stream_that_hangs_is_left_in_time_and_the_connection_is_closed(serve)
     check_history(history_of(agent.messages))
 
 
-@pytest.mark.skipif(
-    not _seams.sets_model(), reason="this release cannot give a call a model of its own"
-)
 @pytest.mark.parametrize(
     ("params", "asked"),
     [

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from strands import Agent, tool
+from strands import tool
 from strands.hooks import BeforeModelCallEvent, BeforeToolCallEvent
 from strands.interrupt import Interrupt, InterruptException
 from strands.multiagent import GraphBuilder, Swarm
@@ -17,7 +17,7 @@ from strands.types.exceptions import EventLoopException
 
 from budgetguard_core import Budget, Guard, MemoryStore, RunFencedError, SqliteStore
 from budgetguard_core.testing import Call, ManualClock, Script, calls, says
-from budgetguard_strands import BudgetHookProvider, _seams
+from budgetguard_strands import BudgetHookProvider
 from strands_agents import Counter, check_request, in_new_process, run, strict
 
 WAYS = ("sync", "async", "stream")
@@ -125,7 +125,6 @@ def test_what_fails_after_the_answer_and_is_answered_again_has_its_counters(
     assert len(counter.started) + len(plain.started) == 3
 
 
-@pytest.mark.skipif(not hasattr(Agent, "load_snapshot"), reason="younger releases take snapshots")
 @pytest.mark.parametrize("back_to", ["the beginning", "an earlier question"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_agent_that_is_taken_back_has_the_counters_of_then(way, back_to, counter):
@@ -147,8 +146,6 @@ def test_an_agent_that_is_taken_back_has_the_counters_of_then(way, back_to, coun
 @pytest.mark.parametrize("order", [0, 2000])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_question_before_a_model_call_is_no_model_call(way, order, counter):
-    if not _seams.sets_model():
-        pytest.skip("younger releases only")
     script = Script([calls("search")])
     provider = BudgetHookProvider(Budget(max_iterations=3))
     agent = strict(script, counter.tool, hooks=[provider])
@@ -209,10 +206,12 @@ def test_a_trip_and_an_interrupt_in_one_batch_lose_neither(executor, word, order
         assert provider.outcome(agent).status == "paused"
         result = agent(answers(result, word))
     assert result.stop_reason == "max_tool_calls"
-    assert len(counter.started) + len(asked) == 2
+    # A call that waits holds its place until the answer: the others of the batch were refused.
+    bodies = 1 if word == "no" and executor is ConcurrentToolExecutor else 2
+    assert len(counter.started) + len(asked) == bodies
     assert [one.status for one in outcomes if one.status != "paused"] == ["terminated"]
     assert len([one for one in caplog.records if one.name.startswith("budgetguard")]) == 1
-    assert provider.outcome(agent).usage.tool_calls == 2
+    assert provider.outcome(agent).usage.tool_calls == bodies
     check_request([*agent.messages, GO_ON])
 
 
@@ -331,7 +330,7 @@ from pathlib import Path
 from adapters.test_strands_interrupts import orchestrator
 from budgetguard_core import Budget
 from budgetguard_core.testing import Script, calls
-from budgetguard_strands import BudgetHookProvider, _seams
+from budgetguard_strands import BudgetHookProvider
 from strands_agents import Counter
 folder, kind, asked = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 provider = BudgetHookProvider(Budget(max_iterations=2))

@@ -15,7 +15,7 @@ from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError, Budget, Guard, StopReason
 from budgetguard_core.testing import Call, Script, calls, says
-from budgetguard_strands import BudgetHookProvider, _seams
+from budgetguard_strands import BudgetHookProvider
 from conformance.budgetguard_strands_driver import ScriptedModel
 from strands_agents import Counter, made, run, sticky
 
@@ -340,14 +340,6 @@ def test_a_continuation_of_another_name_is_warned_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "strands.agent._continuation", continuation)
     with pytest.warns(RuntimeWarning, match=r"AfterInvocationEvent\._continuation_state"):
         BudgetHookProvider().attach(agent)
-
-
-def test_without_any_order_of_hooks_nothing_is_attached(monkeypatch):
-    agent = made(sticky())
-    monkeypatch.setattr(_seams, "ORDERED", False)
-    hooks = SimpleNamespace(add_callback=agent.hooks.add_callback)
-    with pytest.raises(AdapterError, match=r"HookRegistry\._registered_callbacks"):
-        _seams.add_hook(SimpleNamespace(hooks=hooks), AfterModelCallEvent, print, _seams.FIRST)
 
 
 def test_the_cycles_are_counted_where_the_reference_counts_them(counter):

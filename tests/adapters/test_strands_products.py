@@ -129,7 +129,6 @@ def answers(result, word):
     ]
 
 
-@pytest.mark.skipif(not hasattr(Agent, "as_tool"), reason="this release has no agents as tools")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("given", ["budget", "guard"])
 def test_an_agent_as_a_tool_that_asks_a_person(given, way, counter):

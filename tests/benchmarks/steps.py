@@ -31,7 +31,6 @@ from budgetguard_core.breakers import (
     VelocityLimits,
 )
 from budgetguard_core.kit import Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_loop import bounded, run_bounded
 
 CAPS: dict[str, Any] = {
@@ -214,16 +213,6 @@ def checkpointed(stack: ExitStack) -> Arms:
     return bare, saved
 
 
-def leased(stack: ExitStack) -> Arms:
-    """A step that a tenant's lease pays for, beside one that nobody is charged for."""
-    folder = Path(stack.enter_context(TemporaryDirectory()))
-    whole = LeaseOptions(least_calls=10**6, most_calls=10**6)
-    url = f"sqlite:///{folder / 'ledger.sqlite3'}"
-    ledger = stack.enter_context(Ledger(url, daily_usd=10**9, options=whole))
-    guard = Guard(EVERYTHING, sinks=None, ledger=ledger, tenant="acme")
-    return Steps().guarded, Steps(guard).guarded
-
-
 # Threads
 
 THREADS, TIMES = 64, 50
@@ -378,7 +367,6 @@ ROWS = (
     Row("listener", listened, 20),
     Row("JSON Lines", logged, 25),
     Row("SQLite store beside a bare row", checkpointed, counted=False),
-    Row("lease beside no ledger", leased, 1.25),
     # At least 15 % of a bare lock's rate.
     Row(
         "64 threads beside a bare lock",

@@ -55,6 +55,7 @@ class Judged:
         if self.detector.tripped:
             self.stopped_after = self.made[self.latest]
             return
+        self.detector.begin_reply()
         for call in step["tool_calls"]:
             self.open.setdefault(call["id"], []).append(call)
         if not step["tool_calls"] and step["content_len"]:

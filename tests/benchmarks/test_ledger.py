@@ -7,14 +7,10 @@ import sqlite3
 import statistics
 import time
 import uuid
-from decimal import Decimal
 
 import pytest
 
 import ledger_workers as workers
-from benchmarks.arms import executed
-from budgetguard_core import Guard, ModelCall, TokenUsage, ToolCall
-from budgetguard_core.ledger import LeaseOptions, Ledger
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
 from budgetguard_core.ledger.step import Step
@@ -185,47 +181,3 @@ def test_a_hot_row_of_postgres_beside_a_bare_one(tmp_path):
         print(f"{pairs:.0f} exact pairs a second of one tenant, {bare:.0f} and {again:.0f} bare")
     place.remove()
     assert statistics.median(ratios) <= 3, ratios
-
-
-def steps(ledger):
-    """A guarded step without a ledger, twice, and with a lease."""
-    call = ModelCall(cost_usd=Decimal("0.0001"), input_tokens=100, max_output_tokens=100)
-    usage = TokenUsage(100, 100)
-    numbers = []
-
-    def step(guard):
-        def act():
-            ticket = guard.admit_model_call(call)
-            guard.settle_model_call(ticket, usage, cost_usd=Decimal("0.0001"))
-            # A step: a model call and a tool call, nothing repeated.
-            numbers.append(len(numbers))
-            tool = guard.admit_tool_call(ToolCall(name="search", arguments={"q": len(numbers)}))
-            guard.settle_tool_call(tool, f"result {len(numbers)}")
-
-        return act
-
-    return {
-        "without": step(Guard()),
-        "again": step(Guard()),
-        "lease": step(Guard(ledger=ledger, tenant="acme")),
-    }
-
-
-# A lease for the whole measurement: calls take seconds, so that a trip in ten is not the step.
-WHOLE = LeaseOptions(least_calls=10**6, most_calls=10**6)
-
-
-def test_instructions_of_a_guarded_step_with_a_lease_beside_one_without(tmp_path):
-    with Ledger(Place("sqlite", tmp_path).url, daily_usd=10**6, options=WHOLE) as ledger:
-        found = {name: executed(act, 200) for name, act in steps(ledger).items()}
-    print(found)
-    assert found["again"] == pytest.approx(found["without"], rel=0.02)
-    assert found["lease"] <= 1.25 * found["without"]
-
-
-def test_a_guarded_step_with_a_lease_beside_one_without(tmp_path):
-    with Ledger(Place("sqlite", tmp_path).url, daily_usd=10**6, options=WHOLE) as ledger:
-        medians = ratio(steps(ledger), 9, 2000)
-        print(ledger.trips, "trips")
-    assert 0.8 < medians["again"] / medians["without"] < 1.25
-    assert medians["lease"] <= 1.25 * medians["without"]

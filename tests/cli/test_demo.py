@@ -340,3 +340,11 @@ def test_what_is_no_chat_completion_is_refused_and_not_counted(server, body, opt
     assert post(server, body, **options)[0] == status
     assert server.requests == 0
     assert post(server, "{}")[0] == 200
+
+
+def test_the_table_comes_first_and_the_log_folder_is_left_alone(budgetguard, tmp_path):
+    done = budgetguard("demo", "--quick", "--framework", "loop", BUDGETGUARD_LOG=str(tmp_path))
+    text = done.stdout.decode()
+    assert done.returncode == 0, text
+    assert text.index("runaway in") < text.index("The tool says the same thing every time")
+    assert list(tmp_path.iterdir()) == []

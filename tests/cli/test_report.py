@@ -46,13 +46,19 @@ def test_runs_stops_and_near_misses_are_counted(figures):
     assert figures["reasons"] == [["max_iterations", 1]]
     assert figures["near"] == [["near", "max_iterations", "90%", "quick_qa"]]
     assert [row[0] for row in figures["runs"]] == ["killed", "failed", "near", "stopped"]
+    assert figures["trees"][-1].startswith("run stopped: terminated, max_iterations")
+    assert {(row[3], row[4]) for row in figures["runs"]} == {
+        ("gpt-4o", "research"),
+        ("gpt-4o", "quick_qa"),
+    }
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d to ", figures["about"])
 
 
 @pytest.mark.slow
 def test_spend_by_tenant_profile_model_and_tool_is_the_same_sum(figures):
     calls = 5 + 9 + 1 + 2
     total = float(calls * Decimal(COST_OF_A_CALL))
-    for part in ("tenants", "profiles", "models", "tools"):
+    for part in ("days", "tenants", "profiles", "models", "tools"):
         assert sum(amount for _, amount in figures[part]) == pytest.approx(total), part
     assert figures["tenants"][0][0] == "acme"
     assert {name for name, _ in figures["profiles"]} == {"research", "quick_qa"}
@@ -64,10 +70,12 @@ def test_a_last_answer_is_in_the_row_and_in_the_sums(budgetguard, tmp_path):
         finalized(sink)
     figures = json.loads(budgetguard("report", tmp_path / "log.jsonl", "--json").stdout)
     (row,) = figures["runs"]
-    assert row[1] == "terminated, max_iterations, last answer"
+    assert row[2] == "terminated, max_iterations, last answer"
     # The same amount wherever it is written, to the last digit that counts.
-    assert row[4] == figures["tiles"][2][0] == "$0.00975"
-    for part in ("tenants", "models", "tools"):
+    assert row[6] == figures["tiles"][2][0] == "$0.00975"
+    # Nobody's tenant is no chart.
+    assert figures["tenants"] == []
+    for part in ("days", "models", "tools"):
         assert sum(amount for _, amount in figures[part]) == pytest.approx(0.00975), part
 
 
@@ -143,7 +151,10 @@ const frame = document.querySelector("iframe");
 const look = () => {{
   const page = frame.contentDocument;
   if (!page || !page.body || page.body.dataset.ready !== "yes") return setTimeout(look, 50);
+  page.querySelectorAll("details").forEach((one) => {{ one.open = true; }});
   document.body.dataset.width = page.documentElement.scrollWidth;
+  document.body.dataset.links = page.querySelectorAll("td a").length;
+  document.body.dataset.trees = page.querySelectorAll("details pre").length;
   document.body.dataset.charts = page.querySelectorAll(".js-plotly-plot").length;
   document.body.dataset.rows = page.querySelectorAll("tr").length;
   const words = (all) => [...page.querySelectorAll(all)].map((one) => one.textContent).join(" ");
@@ -197,7 +208,8 @@ def test_the_page_in_a_browser(budgetguard, log, tmp_path, httpserver, width, sc
     seen = dict(re.findall(r'data-(\w+)="([^"]*)"', dom.partition("<iframe")[0]))
     # Nothing is wider than the screen, every chart is drawn, and every run has its row.
     assert int(seen["width"]) == width
-    assert int(seen["charts"]) == 8
+    assert int(seen["charts"]) == 9
+    assert int(seen["links"]) == int(seen["trees"]) == 4
     assert int(seen["rows"]) == 2 + 1 + 4
     # The charts write amounts as the tables do, and runs are whole.
     assert "$0.05525" in seen["amounts"].split()

@@ -7,12 +7,14 @@ import json
 from decimal import Decimal
 
 import pytest
+from typer.testing import CliRunner
 
+from budgetguard_cli.app import app
 from budgetguard_core import Budget, Guard, JsonLinesSink, ToolCall, end_run
 from budgetguard_core.breakers import RateLimit
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
-from run_logs import COST_OF_A_CALL, finalized, in_legs, write
+from run_logs import COST_OF_A_CALL, budget, finalized, in_legs, work, write
 from sticky_runs import NEEDS, RUNS
 
 
@@ -120,7 +122,7 @@ def test_a_log_with_several_runs_is_listed(budgetguard, log):
     text = budgetguard("show", log).stdout.decode()
     for run in ("stopped", "near", "failed", "killed"):
         assert run in text
-    assert "4 runs. Show one with --run ID." in text
+    assert "4 runs. Show one by the beginning of its id." in text
 
 
 @pytest.mark.slow
@@ -206,3 +208,55 @@ def test_a_run_is_shown_with_all_its_legs(budgetguard, tmp_path):
     assert "run asks: paused" in text
     assert "gpt-4o: 3 calls" in text
     assert "to go on: It waits for a person" in text
+
+
+def invoke(*arguments, code=0, **environment):
+    env = {"COLUMNS": "140", **environment}
+    done = CliRunner().invoke(app, ["show", *map(str, arguments)], env=env)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def named(folder, *ids):
+    for at, run_id in enumerate(ids):
+        clock = ManualClock()
+        clock.advance(3600 * at)
+        guard = Guard(budget(max_iterations=9), run_id=run_id, sinks=[RunLog(folder)], clock=clock)
+        work(guard, clock, 1)
+        end_run(guard, trip=None)
+
+
+@pytest.mark.parametrize("columns", ["80", "140"])
+def test_without_an_argument_the_runs_of_the_folder_are_listed_newest_first(tmp_path, columns):
+    named(tmp_path, "first", "second", "third")
+    text = invoke(BUDGETGUARD_LOG=str(tmp_path), COLUMNS=columns)
+    assert max(map(len, text.splitlines())) <= int(columns)
+    places = [text.index(name) for name in ("third", "second", "first")]
+    assert places == sorted(places)
+    for part in ("started", "gpt-4o", "research", "$0.00325", "completed", "3 runs"):
+        assert part in text, part
+    listed = invoke("--json", BUDGETGUARD_LOG=str(tmp_path)).splitlines()
+    assert [json.loads(line)["run_id"] for line in listed] == ["third", "second", "first"]
+
+
+def test_a_run_is_found_by_a_unique_beginning_of_its_id(tmp_path):
+    named(tmp_path, "abc1", "abd2")
+    folder = str(tmp_path)
+    assert json.loads(invoke("abd", "--json", BUDGETGUARD_LOG=folder))["run_id"] == "abd2"
+    assert "must begin one run's id, got abc1, abd2" in invoke("ab", code=2, BUDGETGUARD_LOG=folder)
+    assert "is not in" in invoke("x", code=2, BUDGETGUARD_LOG=folder)
+
+
+def test_a_run_as_markdown_holds_no_text_of_the_run_and_nothing_that_is_markup(tmp_path):
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        guard = Guard(budget(max_iterations=1), run_id="<b>|@team", sinks=[sink])
+        work(guard, ManualClock(), 3)
+        end_run(guard, trip=guard.trip, next_step="pay 4111 1111 to bob")
+    text = invoke(tmp_path / "log.jsonl", "--markdown")
+    assert text.startswith("| | |\n|---|---|\n| run | \\<b\\>\\|@\u200bteam |")
+    assert "| stopped by | max_iterations |" in text
+    assert "4111" not in text
+
+
+def test_without_a_folder_there_is_nothing_to_list():
+    assert "set BUDGETGUARD_LOG" in invoke(code=2, BUDGETGUARD_LOG="")

@@ -503,7 +503,7 @@ def test_an_interrupted_settlement_is_made_in_whole_and_the_interrupt_goes_on(mo
 
         return call
 
-    monkeypatch.setattr(guard_module, "charge", interrupting(guard_module.charge))
+    monkeypatch.setattr(counters_module, "settle", interrupting(counters_module.settle))
     with pytest.raises(Interrupt):
         guard.settle_model_call(ticket, TokenUsage(1, 1))
     assert guard.open_calls() == ()

@@ -19,7 +19,6 @@ NAMES = [
     "BudgetExceeded",
     "BudgetGuardError",
     "CancellationToken",
-    "Checkpoint",
     "CheckpointError",
     "CheckpointStore",
     "Clock",

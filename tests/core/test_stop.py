@@ -270,3 +270,24 @@ def test_a_condition_of_ones_own_may_answer_as_a_function_does(answer, reason):
 
 def test_a_trip_without_violations_has_no_detail():
     assert Trip(reason="aborted", violations=(), run_id="r").detail == ""
+
+
+async def _judge(guard):
+    return "enough"
+
+
+class _AsyncCallable:
+    async def __call__(self, guard):
+        return "enough"
+
+
+@pytest.mark.parametrize("condition", [_judge, _AsyncCallable()])
+def test_a_condition_that_cannot_be_asked_is_refused_with_the_budget(condition):
+    with pytest.raises(ConfigurationError, match="stop condition must"):
+        Budget(stop_when=[condition])
+
+
+@pytest.mark.parametrize("count", ["5", 0, -1, True, 2.5, None])
+def test_a_number_of_iterations_that_is_none_is_refused_when_built(count):
+    with pytest.raises(ConfigurationError, match="whole number >= 1"):
+        after_iterations(count)

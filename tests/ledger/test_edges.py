@@ -1,8 +1,7 @@
-"""Edges of leases and of a process: lost replies, recalls of nothing, runs that come late."""
+"""Edges of a process: lost replies, closed ledgers, retries."""
 
 from __future__ import annotations
 
-import sys
 from decimal import Decimal
 
 import pytest
@@ -11,7 +10,6 @@ from budgetguard_core import Guard, ModelCall
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import (
     Key,
-    LeaseOptions,
     LedgerRefused,
     LedgerUnreachable,
     Refusal,
@@ -22,7 +20,6 @@ from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.testing import ManualClock
 
 CENT = 10**7
-NO_WAIT = LeaseOptions(recall=0.0)
 
 
 @pytest.fixture
@@ -37,7 +34,6 @@ def join(sqlite, opened, clock):
     """A run in a ledger of its own connection: a process, as far as the store can tell."""
 
     def attach(tenant="acme", **options):
-        options.setdefault("options", NO_WAIT)
         ledger = opened(sqlite, clock=clock, **options)
         ledger.connection._pause_ns = 0
         return ledger, ledger.attach("run", tenant, on_kill=id, on_warning=id)
@@ -46,7 +42,7 @@ def join(sqlite, opened, clock):
 
 
 def spend(run, usd=CENT):
-    part = run.take(usd, 1) or run.obtain(usd, 1)
+    part = run.obtain(usd, 1)
     if isinstance(part, Refusal):
         return part
     run.settle(part, Amount(usd, 1), Amount(usd, 1))
@@ -63,7 +59,7 @@ def silent(*_):
 
 
 def test_what_a_run_that_looks_on_takes_back_is_charged_to_nobody(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=Decimal("0.01"), options=NO_WAIT)
+    ledger = opened(sqlite, daily_usd=Decimal("0.01"))
     ledger.reserve("acme", usd=Decimal("0.01"))
     guard = Guard(mode="observe", ledger=ledger, tenant="acme")
     ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal(1)))
@@ -73,30 +69,9 @@ def test_what_a_run_that_looks_on_takes_back_is_charged_to_nobody(sqlite, opened
     assert charged(ledger) == (0, Decimal("0.01"))
 
 
-def test_a_first_lease_whose_reply_was_lost_is_the_one_that_is_asked_for_again(join):
-    ledger, run = join(daily_usd=1)
-    store = ledger.connection.store()
-    real = store.step
-
-    def lost(step):
-        real(step)
-        raise LedgerUnreachable("the reply was lost")
-
-    store.step = lost
-    assert spend(run).reason == "aborted"
-    store.step = real
-    assert spend(run) is None
-    ledger.close()
-    assert charged(ledger) == (Decimal("0.01"), 0)
-    assert len(ledger.holds()) <= 2
-
-
 @pytest.mark.parametrize("on_ledger_error", ["refuse", "allow"])
-@pytest.mark.parametrize("lease", ["exact", "auto"])
-def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(
-    join, clock, lease, on_ledger_error
-):
-    ledger, run = join(daily_usd=1, lease=lease, on_ledger_error=on_ledger_error)
+def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(join, clock, on_ledger_error):
+    ledger, run = join(daily_usd=1, on_ledger_error=on_ledger_error)
     store = ledger.connection.store()
     real = store.step
 
@@ -119,65 +94,6 @@ def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(
     assert spent == Decimal("0.01") * (1 + (on_ledger_error == "allow"))
 
 
-def test_what_a_closed_ledger_cannot_report_the_next_process_does(join, opened, sqlite, clock):
-    ledger, run = join(daily_usd=1)
-    assert spend(run) is None
-    under_way = run.take(CENT, 1)
-    assert under_way is not None
-    ledger.connection.send = ledger.connection.ask = silent
-    ledger.close()
-    after = opened(sqlite, clock=clock)
-    assert charged(after) == (0, Decimal("0.04"))  # the lease
-    after.beat()
-    assert charged(after) == (Decimal("0.02"), 0)  # what is under way may be billed
-
-
-def test_a_recall_finds_nothing_to_give_back(join, sqlite):
-    ledger, run = join(daily_usd=1)
-    ledger.beat()
-    store = sqlite.store()
-    store.write("w:acme", "1 first")
-    ledger.beat()
-    assert charged(ledger) == (0, 0)
-    assert spend(run) is None
-    store.close()
-
-
-def test_a_refusal_that_cannot_be_told_to_the_others_is_a_refusal(join):
-    _first, run = join(daily_usd=0.1)
-    spend(run)
-    other, neighbour = join(daily_usd=0.1)
-    other.connection.store()
-    other.connection.ask = silent
-    refused = None
-    for _ in range(20):
-        refused = refused or spend(neighbour)
-    assert refused.reason == "tenant_daily"
-    del other.connection.ask
-
-
-def test_a_call_under_way_in_an_ended_part_is_not_reported_at_each_beat(join, clock):
-    ledger, run = join(daily_usd=1)
-    part = run.obtain(5 * CENT, 1)
-    clock.advance(50)
-    spend(run)
-    ledger.beat()
-    trips = ledger.trips
-    ledger.beat()
-    assert ledger.trips == trips
-    run.settle(part, Amount(5 * CENT, 1), Amount(5 * CENT, 1))
-    ledger.beat()
-    assert sum(not hold.closed for hold in ledger.holds()) == 1
-
-
-def test_a_run_that_comes_as_its_tenant_is_left_keeps_its_meter(join, monkeypatch):
-    ledger, run = join(lease="exact")
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger._attached, "of", lambda account: [])  # a moment ago there was none
-        ledger.beat()
-    assert ledger._attached.meters() == [run.meter]
-
-
 def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
     monkeypatch.setattr("budgetguard_core.ledger.ledger._TENANTS_AT_HAND", 3)
     ledger = opened(sqlite, daily_usd=1)
@@ -194,14 +110,6 @@ def test_a_torn_note_of_a_process_hides_no_run(place, opened, store):
     for number, text in enumerate(("not JSON", "[1]", "{}")):
         store.write(f"p:torn-{number}", text)
     assert [run.run for run in ledger.runs()] == ["run-1"]
-
-
-def test_a_program_without_asyncio_has_no_event_loop(join, monkeypatch):
-    monkeypatch.delitem(sys.modules, "asyncio")
-    _ledger, run = join(daily_usd=0.01)
-    _other, neighbour = join(daily_usd=0.01)
-    assert spend(run) is None
-    assert spend(neighbour).reason == "tenant_daily"
 
 
 def test_a_connection_that_was_never_opened_crosses_a_fork():
@@ -233,42 +141,6 @@ def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(sqlite, opened, mo
         roll_back(ledger.connection.store())
     assert charged(ledger) == (0, Decimal("0.5"))
     assert ledger.check() == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"ttl": 0},
-        {"ttl": 61},  # a holder would outlive what reconciliation waits for
-        {"ttl": float("nan")},
-        {"share": 0},
-        {"least_calls": 0},
-        {"least_calls": 8, "most_calls": 7},
-        {"most_calls": 1.5},
-        {"recall": -1},
-        {"seconds": "30"},
-        {"tight": True},
-    ],
-)
-def test_options_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ConfigurationError, match=r"must be from .*, got .*\. Use "):
-        LeaseOptions(**wrong)
-
-
-def test_a_run_that_goes_on_beside_another_of_its_tenant_shares_its_meter(join, clock):
-    ledger, first = join(daily_usd=1)
-    spend(first)
-    first.close()
-    ledger.beat()
-    clock.advance(6)
-    ledger.beat()  # gives the idle lease back
-    second = ledger.attach("second", "acme", on_kill=id, on_warning=id)
-    spend(second)
-    first.open()
-    spend(first)
-    assert first.meter is second.meter
-    ledger.close()
-    assert charged(ledger) == (Decimal("0.03"), 0)
 
 
 def test_a_guard_that_goes_on_after_its_ledger_was_closed_is_looked_after(sqlite, opened):
@@ -316,18 +188,6 @@ def test_a_kill_switch_with_a_time_that_is_none_is_set_all_the_same(place, opene
 def test_what_is_no_ledger_is_said_so(given):
     with pytest.raises(ConfigurationError):
         as_ledger(given)
-
-
-@pytest.mark.parametrize(
-    "options", [{"seconds": 0.0}, {"least_calls": 1, "most_calls": 1}, {"tight": 0.0}, {"ttl": 1.0}]
-)
-def test_a_lease_of_the_least_size_serves_calls(join, clock, options):
-    ledger, run = join(options=LeaseOptions(recall=0.0, **options), daily_usd=1)
-    for _ in range(5):
-        assert spend(run) is None
-        clock.advance(0.5)
-    ledger.close()
-    assert charged(ledger) == (Decimal("0.05"), 0)
 
 
 def test_a_retry_that_asks_for_more_is_not_the_same_reservation(place, opened):

@@ -30,9 +30,8 @@ def in_a_child(work):
     return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("lease", ["auto", "exact"])
-def test_what_a_child_spends_after_its_parent_has_closed_is_not_lost(place, opened, lease):
-    ledger = opened(place, daily_usd=10, lease=lease)
+def test_what_a_child_spends_after_its_parent_has_closed_is_not_lost(place, opened):
+    ledger = opened(place, daily_usd=10)
     ledger.reserve("acme", usd=1).settle(1)
     child_has_opened, parent_has_closed = os.pipe(), os.pipe()
 
@@ -74,7 +73,7 @@ def test_a_worker_of_multiprocessing_leaves_no_reservation(
 
 
 def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=10, lease="exact")
+    ledger = opened(sqlite, daily_usd=10)
     ledger.reserve("acme", usd=1).settle(1)
     store, connection = ledger.connection.store(), ledger.connection
     in_a_step, may_end, asked = threading.Event(), threading.Event(), threading.Event()
@@ -107,7 +106,7 @@ def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, 
 
 
 def test_a_child_of_a_fork_that_could_not_wait_is_refused(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=10, lease="exact", timeout=0.05)
+    ledger = opened(sqlite, daily_usd=10, timeout=0.05)
     ledger.reserve("acme", usd=1).settle(1)
     store = ledger.connection.store()
 
@@ -123,9 +122,8 @@ def test_a_child_of_a_fork_that_could_not_wait_is_refused(sqlite, opened):
     assert ended() == 0
 
 
-@pytest.mark.parametrize("lease", ["auto", "exact"])
-def test_a_guard_that_crosses_a_fork_is_looked_after_in_the_child(place, opened, lease):
-    ledger = opened(place, daily_usd=10, lease=lease)
+def test_a_guard_that_crosses_a_fork_is_looked_after_in_the_child(place, opened):
+    ledger = opened(place, daily_usd=10)
     guard = Guard(ledger=ledger, tenant="acme")
 
     def spend():

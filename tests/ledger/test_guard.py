@@ -18,14 +18,12 @@ from budgetguard_core.decision import Admit, Stop
 from budgetguard_core.errors import CheckpointError, ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
 from budgetguard_core.kit.envelope import Envelope
-from budgetguard_core.ledger import LeaseOptions, Ledger, LedgerUnreachable
+from budgetguard_core.ledger import Ledger, LedgerUnreachable
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.replay import replay
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.testing import ManualClock
 from ledger_servers import wait_until
-
-NOTHING = LeaseOptions(recall=0.0)
 
 
 def call(usd="0.10"):
@@ -74,14 +72,10 @@ def ledger_code_of_a_step(guard):
 
 
 def test_a_step_without_a_ledger_runs_no_code_of_it(sqlite, opened):
-    many = LeaseOptions(least_calls=100, most_calls=100)
-    ledger = opened(sqlite, daily_usd=1000, options=many, clock=ManualClock())
+    ledger = opened(sqlite, daily_usd=1000, clock=ManualClock())
     paid = Guard(ledger=ledger, tenant="acme")
-    assert isinstance(spend(paid), Admit)  # its lease is there
-    # What nearly every step with a ledger costs.
-    leased = {"charge_ahead", "take", "measured", "settle_charges", "settle"}
-    assert ledger_code_of_a_step(paid) == leased
-    assert ledger_code_of_a_step(paid.child(Budget(max_iterations=5))) == leased
+    assert {"reserve", "settle"} <= ledger_code_of_a_step(paid)
+    assert {"reserve", "settle"} <= ledger_code_of_a_step(paid.child(Budget(max_iterations=5)))
     # A ledger elsewhere in the process changes nothing for a run without one.
     free = Guard(Budget(max_iterations=2, max_cost_usd=1))
     for guard in (free, free.child(), Guard(mode="observe"), Guard(mode="off")):
@@ -90,9 +84,8 @@ def test_a_step_without_a_ledger_runs_no_code_of_it(sqlite, opened):
     assert ledger_code_of_a_step(free) == set()
 
 
-@pytest.mark.parametrize("mode", ["auto", "exact"])
-def test_a_tenants_ceiling_stops_the_run(place, opened, mode):
-    ledger = opened(place, daily_usd=1, lease=mode, options=NOTHING)
+def test_a_tenants_ceiling_stops_the_run(place, opened):
+    ledger = opened(place, daily_usd=1)
     guard = Guard(Budget(max_iterations=50), ledger=ledger, tenant="acme")
     calls = 0
     while isinstance(last := spend(guard), Admit):
@@ -109,7 +102,7 @@ def test_a_tenants_ceiling_stops_the_run(place, opened, mode):
 
 
 def test_a_month_and_a_token_ceiling_have_their_reasons(sqlite, opened):
-    ledger = opened(sqlite, monthly_tokens=100, options=NOTHING)
+    ledger = opened(sqlite, monthly_tokens=100)
     guard = Guard(ledger=ledger, tenant="acme")
     reasons = [spend(guard) for _ in range(6)]
     assert reasons[-1] == "tenant_monthly"
@@ -117,14 +110,14 @@ def test_a_month_and_a_token_ceiling_have_their_reasons(sqlite, opened):
 
 
 def test_two_runs_of_a_tenant_share_its_ceiling(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=1, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=1)
     guards = [Guard(ledger=ledger, tenant="acme") for _ in range(2)]
     made = sum(isinstance(spend(guards[turn % 2]), Admit) for turn in range(14))
     assert made == 10
 
 
 def test_threads_of_many_runs_never_pass_it(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=5, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=5)
     made = []
 
     def work():
@@ -141,7 +134,7 @@ def test_threads_of_many_runs_never_pass_it(sqlite, opened):
 
 
 def test_a_used_up_ceiling_refuses_a_call_without_a_projection(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=0.1, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=0.1)
     guard = Guard(ledger=ledger, tenant="acme")
     free = ModelCall(cost_usd=Decimal(0))
     ticket = guard.admit_model_call(free)
@@ -193,7 +186,7 @@ def test_sub_agents_are_charged_once(sqlite, opened):
 
 
 def test_an_ancestors_tenant_ends_both(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=0.2, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=0.2)
     guard = Guard(ledger=ledger, tenant="acme")
     part = guard.child(Budget(max_iterations=9))
     spend(part)
@@ -203,7 +196,7 @@ def test_an_ancestors_tenant_ends_both(sqlite, opened):
 
 
 def test_observe_records_the_stop_and_charges_on(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=0.2, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=0.2)
     guard = Guard(mode="observe", ledger=ledger, tenant="acme")
     assert all(isinstance(spend(guard), Admit) for _ in range(4))
     assert guard.trip is None
@@ -214,7 +207,7 @@ def test_observe_records_the_stop_and_charges_on(sqlite, opened):
 
 
 def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=1, lease="exact")
+    ledger = opened(sqlite, daily_usd=1)
     told, events = [], []
     guard = Guard(
         ledger=ledger,
@@ -228,7 +221,7 @@ def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
     assert told == [("tenant_daily", "1", "0.8")]
     assert guard.warnings == ("tenant_daily",)
     assert sum(isinstance(event, LimitNearlyReached) for event in events) == 1
-    tokens = opened(sqlite, daily_tokens=400, lease="exact")
+    tokens = opened(sqlite, daily_tokens=400)
     guard = Guard(
         ledger=tokens,
         tenant="beta",
@@ -440,7 +433,7 @@ def test_ledger_and_tenant_belong_together(sqlite):
 
 
 def test_an_envelope_charges_its_runs(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=0.2, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=0.2)
     envelope = Envelope(budget=Budget(), ledger=ledger, tenant=iter(["acme", "team"]))
     for _ in range(2):
         run = envelope.open()
@@ -557,7 +550,7 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
 
 
 def test_the_stop_is_in_the_log(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=0.1, options=NOTHING)
+    ledger = opened(sqlite, daily_usd=0.1)
     events = []
     guard = Guard(ledger=ledger, tenant="acme", sinks=[events.append])
     spend(guard)
@@ -567,9 +560,8 @@ def test_the_stop_is_in_the_log(sqlite, opened):
     assert replay(events).trip == guard.trip
 
 
-@pytest.mark.parametrize("lease", ["auto", "exact"])
-def test_no_lock_of_the_guard_is_held_during_a_trip(sqlite, opened, lease):
-    ledger = opened(sqlite, daily_usd=10, lease=lease)
+def test_no_lock_of_the_guard_is_held_during_a_trip(sqlite, opened):
+    ledger = opened(sqlite, daily_usd=10)
     guard, asked = Guard(ledger=ledger, tenant="acme"), []
     store = ledger.connection.store()
     real = store.step
@@ -587,25 +579,3 @@ def test_no_lock_of_the_guard_is_held_during_a_trip(sqlite, opened, lease):
     store.step = step
     assert isinstance(spend(guard), Admit)
     assert asked
-
-
-def test_in_an_event_loop_only_the_first_lease_is_waited_for(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=100)
-    store, blocked = ledger.connection.store(), []
-    real, here = store.step, threading.current_thread()
-
-    def step(message):
-        if threading.current_thread() is here:
-            blocked.append(message.op)
-        return real(message)
-
-    store.step = step
-
-    async def main():
-        guard = Guard(ledger=ledger, tenant="acme")
-        for _ in range(100):
-            assert isinstance(spend(guard), Admit)
-            await asyncio.to_thread(ledger.beat)  # in place of the heartbeat's own thread
-
-    asyncio.run(main())
-    assert blocked == [1]

@@ -127,7 +127,7 @@ def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
     with pytest.raises(ConfigurationError, match="must be below"):
         ledger.set_ceilings("acme", daily_tokens=most)
     ledger.set_ceilings("acme", daily_tokens=most - 1)
-    ledger.reserve("acme", tokens=1).settle(0, 3)  # with more than was reserved, and from a lease
+    ledger.reserve("acme", tokens=1).settle(0, 3)  # with more than was reserved, and of a run
     run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
     run.settle(run.obtain(0, 2), (0, 2), (0, 2))
     ledger.close()
@@ -237,7 +237,7 @@ def test_sixteen_keys_are_one_step(place, opened):
 
 def test_what_another_process_sets_is_seen_by_the_next_step(place, opened, monkeypatch):
     monkeypatch.setattr("budgetguard_core.ledger.sqlite_store._NAMES_AT_HAND", 2)
-    ledger, operator = opened(place, daily_usd=10, lease="exact"), opened(place)
+    ledger, operator = opened(place, daily_usd=10), opened(place)
     for number in range(4):
         for tenant in ("acme", "beta"):
             ledger.reserve(tenant, f"run {number}", usd=1).settle(0.1)
@@ -275,23 +275,18 @@ def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
     ]
 
 
-@pytest.mark.parametrize("lease", ["exact", "auto"])
-def test_a_call_that_cost_more_than_it_set_aside_warns_without_another(place, opened, lease):
-    ledger, told = opened(place, daily_usd=10, lease=lease), []
+def test_a_call_that_cost_more_than_it_set_aside_warns_without_another(place, opened):
+    ledger, told = opened(place, daily_usd=10), []
     run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
     other = ledger.attach("other", ("acme", "u"), on_kill=told.append, on_warning=told.append)
-    part = run.take(10**9, 0) or run.obtain(10**9, 0)
+    part = run.obtain(10**9, 0)
     run.settle(part, (10**9, 0), (8 * 10**9, 0))
     other.close()
     assert told == []
     ledger.beat()
-    if lease == "auto":  # what was spent is reported when it is given back
-        run.meter.recall()
-        ledger.beat()
     assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
         ("tenant_daily", 10, 8)
     ]
-    assert other.meter is not run.meter
     reservation = ledger.reserve("acme", usd=1)
     reservation.settle(1.5)
     ledger.beat()
@@ -300,7 +295,7 @@ def test_a_call_that_cost_more_than_it_set_aside_warns_without_another(place, op
 
 @pytest.mark.slow
 def test_a_warning_that_no_run_was_left_to_hear_is_told_to_the_next(place, opened):
-    ledger, told = opened(place, daily_usd=10, lease="exact"), []
+    ledger, told = opened(place, daily_usd=10), []
     run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
     part = run.obtain(10**9, 0)
     run.close()
@@ -318,7 +313,7 @@ def test_a_warning_that_no_run_was_left_to_hear_is_told_to_the_next(place, opene
 
 def test_of_many_warnings_that_nobody_heard_the_latest_are_kept(sqlite, opened, monkeypatch):
     monkeypatch.setattr(ceiling_warnings, "_WARNINGS_KEPT", 1)
-    ledger, told = opened(sqlite, daily_usd=10, lease="exact"), []
+    ledger, told = opened(sqlite, daily_usd=10), []
     for tenant in ("acme", "beta"):
         ledger.reserve(tenant, usd=9).settle(9)
     ledger.attach("next", ("acme", "beta"), on_kill=told.append, on_warning=told.append)
@@ -344,9 +339,8 @@ def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
     opened(place, ledger_id=known).usage("acme")
 
 
-@pytest.mark.parametrize("lease", ["exact", "auto"])
-def test_a_store_that_was_wiped_answers_so_nothing_is_allowed_for_its_absence(place, opened, lease):
-    ledger = opened(place, daily_usd=1, on_ledger_error="allow", lease=lease)
+def test_a_store_that_was_wiped_answers_so_nothing_is_allowed_for_its_absence(place, opened):
+    ledger = opened(place, daily_usd=1, on_ledger_error="allow")
     ledger.reserve("acme", usd=1).settle(1)
     place.wipe()
     run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
@@ -554,7 +548,6 @@ def test_several_servers_of_postgresql_are_one_ledger():
 @pytest.mark.parametrize(
     "options",
     [
-        {"lease": "maybe"},
         {"on_ledger_error": "ignore"},
         {"timeout": 0},
         {"timeout": True},

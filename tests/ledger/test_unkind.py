@@ -12,7 +12,7 @@ import pytest
 
 from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
 from budgetguard_core.file_lock import FileLock
-from budgetguard_core.ledger import LeaseOptions, LedgerRefused, LedgerUnreachable, Refusal
+from budgetguard_core.ledger import LedgerRefused, LedgerUnreachable
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.heartbeat import Heartbeat
 from budgetguard_core.ledger.outbox import Outbox
@@ -82,7 +82,7 @@ def test_processes_that_died_long_ago_are_forgotten(place, opened, store):
 
 
 def test_a_ledger_that_is_used_again_charges_nothing_twice(sqlite, opened, monkeypatch):
-    ledger = opened(sqlite, on_ledger_error="allow", lease="exact")
+    ledger = opened(sqlite, on_ledger_error="allow")
     with monkeypatch.context() as patch:
         for name in ("send", "take", "ask"):
             patch.setattr(ledger.connection, name, silent)
@@ -114,24 +114,6 @@ def test_calls_that_never_left_need_no_taking_back(opened):
         with pytest.raises(LedgerRefused):
             ledger.reserve("acme", usd=1)
     assert len(ledger._outbox) == 0
-
-
-def test_money_that_others_spend_during_a_trip_refuses_nobody(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=100, options=LeaseOptions(recall=0.0, most_calls=4))
-    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
-    run.settle(run.obtain(100, 1), Amount(100, 1), Amount(100, 1))
-    real = ledger.connection.send
-
-    def send(step):
-        if step.need.usd:  # another thread spends what was there
-            while (stolen := run.take(1, 1)) is not None:
-                run.settle(stolen, Amount(1, 1), Amount(1, 1))
-        return real(step)
-
-    ledger.connection.send = send
-    part = run.obtain(100_000, 1)
-    assert not isinstance(part, Refusal), part
-    run.settle(part, Amount(100_000, 1), Amount(1, 1))
 
 
 FREE = ModelCall()

@@ -68,14 +68,14 @@ def test_a_queue_that_no_store_takes_stays_and_holds_up_nothing_else(
     dead.close()
     ledger.beat()
     assert [hold.id for hold in ledger.holds()] == ["b"]
-    assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "c.jsonl"]
-    assert caplog.text.count("cannot be sent, and stays: OverflowError") == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["a.rejected", "c.rejected"]
+    assert caplog.text.count("1 reports no store can count") == 2
     ledger.beat()
-    assert caplog.text.count("cannot be sent") == 2
+    assert caplog.text.count("no store can count") == 2
 
 
 def test_what_dead_processes_left_does_not_go_before_what_waits_here(sqlite, opened, monkeypatch):
-    ledger = opened(sqlite, daily_usd=1, lease="exact")
+    ledger = opened(sqlite, daily_usd=1)
     with monkeypatch.context() as patch:
         patch.setattr(Outbox, "deliver_orphans", silent)
         run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
@@ -146,11 +146,10 @@ def test_an_exact_call_that_is_allowed_is_charged_when_the_store_answers(sqlite,
         assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
 
 
-@pytest.mark.parametrize("lease", ["exact", "auto"])
-def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, lease, caplog):
+def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, caplog):
     queue = tmp_path / "queue"
     queue.write_text("a file where the folder should be")
-    with unreachable(sqlite, tmp_path, queue=queue, lease=lease) as ledger:
+    with unreachable(sqlite, tmp_path, queue=queue) as ledger:
         run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
         assert "must be writable" in run.obtain(CENT, 1).detail
         with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
@@ -172,9 +171,8 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("lease", ["exact", "auto"])
-def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, lease, monkeypatch):
-    ledger = opened(place, lease=lease)
+def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, monkeypatch):
+    ledger = opened(place)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.obtain(CENT, 1)
     ledger._heartbeat.stop()
@@ -183,7 +181,6 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     process._before_fork()
     process._forked()
     assert ledger.connection.holder != holder
-    assert run.take(1, 1) is None
     assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
     for left in getattr(store, "_inherited", ()):
         left.close()
@@ -267,7 +264,7 @@ def test_a_relative_file_stays_the_same_ledger_wherever_its_process_goes(tmp_pat
 
 
 def test_a_settlement_that_finds_no_store_is_sent_later(sqlite, opened, monkeypatch):
-    ledger = opened(sqlite, lease="exact")
+    ledger = opened(sqlite)
     reservation = ledger.reserve("acme", usd=1)
 
     def silent(_):
@@ -296,3 +293,27 @@ def test_a_data_base_of_a_newer_format_is_left_alone(tmp_path):
             place.store()
     finally:
         place.remove()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"spent": [2**70, 1]}, {"spent": [-1, 1]}, {"owner": "\x00"}, {"windows": []}],
+    ids=["too large", "negative", "a name that is none", "no window"],
+)
+def test_one_bad_report_in_the_queue_holds_up_nothing(place, opened, wrong, caplog):
+    ledger = opened(place)
+    folder = ledger._outbox._folder
+    folder.mkdir(parents=True)
+    usage = ledger.usage("ac\u00a0me")
+    windows = [["ac\u00a0me", usage.daily.window], ["ac\u00a0me", usage.monthly.window]]
+    good = {"op": 1, "windows": windows, "spent": [CENT, 1], "owner": "run"}
+    (folder / "a.jsonl").write_text(
+        "".join(
+            json.dumps(one) + "\n" for one in ({"id": "bad"} | good | wrong, {"id": "1"} | good)
+        )
+    )
+    (folder / "b.jsonl").write_text(json.dumps({"id": "2"} | good))
+    ledger.beat()
+    assert ledger.usage("ac\u00a0me").daily.spent_usd == Decimal("0.02")
+    assert [path.name for path in folder.iterdir()] == ["a.rejected"]
+    assert "1 reports no store can count" in caplog.text

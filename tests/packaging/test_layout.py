@@ -14,7 +14,7 @@ import layout
 PROJECT = layout.pyproject()
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 # Extras that are no framework.
-OTHER_EXTRAS = {"all", "cli", "otel", "postgres", "redis", "report", "test"}
+OTHER_EXTRAS = {"all", "otel", "postgres", "redis", "test"}
 # A framework that shares the adapter of another one.
 SHARED_ADAPTER = {"langchain": "budgetguard_langgraph"}
 # An adapter that needs no extra, because it needs no framework.
@@ -117,6 +117,6 @@ def test_ci_runs_the_command_of_the_readme():
     shown = [line for block in blocks for line in block.splitlines()]
     assert command in shown
     assert (
-        'python3 -m venv .venv && .venv/bin/pip install ".[all,cli]" && .venv/bin/budgetguard demo'
+        'python3 -m venv .venv && .venv/bin/pip install ".[all]" && .venv/bin/budgetguard demo'
         in shown
     )

@@ -50,7 +50,7 @@ def doctor(
     ledger: LedgerUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what would hold here: frameworks, clients, prices, profile and ledger.
+    """Check what would hold here: frameworks, prices, ledger.
 
     For a script: whether everything that it uses to call models is covered, in a supported
     release. What it imports in a way that its text does not show is not seen.
@@ -95,6 +95,10 @@ def doctor(
     if as_json:
         print_json(asdict(one) for one in found)
     else:
+        looked = [script or "all that is installed", *(f"model {name}" for name in models)]
+        looked += [f"profile {profile}"] if profile else []
+        looked += ["the ledger"] if ledger is not None else []
+        typer.echo(f"Looked at: {printable(', '.join(looked))}.")
         _print(found)
     if any(one.status == "problem" for one in found):
         raise typer.Exit(1)

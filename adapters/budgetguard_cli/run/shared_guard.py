@@ -38,7 +38,6 @@ from budgetguard_core import (
     ToolDecision,
     Trip,
 )
-from budgetguard_core.breakers.circuit_breaker import CallOutcome
 
 
 class SharedGuard(Guard):

@@ -1,0 +1,56 @@
+"""`budgetguard quickstart`: a bounded agent to start from, which runs without a key."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from budgetguard_cli.terminal import printable, refuse
+
+
+class Framework(StrEnum):
+    """The frameworks that there is an agent for."""
+
+    LANGGRAPH = "langgraph"
+    OPENAI_AGENTS = "openai-agents"
+    STRANDS = "strands"
+    LOOP = "loop"
+    OPENAI = "openai"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(quickstart)
+
+
+def quickstart(
+    framework: Annotated[Framework, typer.Argument(help="What the agent is built with.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The file to write; else the terminal.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Write a bounded agent of 15 lines that runs without a key.
+
+    Its model is scripted and asks for the same thing for ever: put yours in its place.
+
+    Example: budgetguard quickstart langgraph -o agent.py
+
+    Ends with 0, and with 2 when the file is there already or cannot be written.
+    """
+    text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        refuse(f"{printable(str(output))}: {error.strerror}. Name a new file.")
+    typer.echo(f"Run it: python {printable(str(output))}", err=True)

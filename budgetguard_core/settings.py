@@ -1,0 +1,477 @@
+"""Settings of the plugs, as a budget holds them: plain data, frozen and checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from budgetguard_core.errors import ConfigurationError, shown
+
+NS_PER_SECOND = 1_000_000_000
+
+_MOST = 10**18
+_MOST_SECONDS = 10**9
+_DOLLAR_DIGITS = 15
+
+
+def _count(value: object) -> object:
+    if type(value) is not int or not 1 <= value <= _MOST:
+        raise ValueError(
+            f"must be a whole number >= 1, got {shown(value)}. Leave it out for the default."
+        )
+    return value
+
+
+def _cap(value: object) -> object:
+    if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
+        raise ValueError(f"must be a whole number >= 1, got {shown(value)}. Use None for no cap.")
+    return value
+
+
+def _number(value: object) -> float | None:
+    # A bool is an int to Python, and never a number of seconds.
+    return float(value) if type(value) in (int, float) else None  # type: ignore[arg-type]
+
+
+def _seconds(value: object) -> object:
+    number = _number(value)
+    if number is None or not 0 < number <= _MOST_SECONDS:
+        raise ValueError(
+            f"must be a number of seconds > 0 and <= {_MOST_SECONDS}, got {shown(value)}. "
+            "Leave it out for the default."
+        )
+    return number
+
+
+def _seconds_or_zero(value: object) -> object:
+    number = _number(value)
+    if number is None or not 0 <= number <= _MOST_SECONDS:
+        raise ValueError(
+            f"must be a number of seconds >= 0 and <= {_MOST_SECONDS}, got {shown(value)}. "
+            "Leave it out for 0."
+        )
+    return number
+
+
+def _percentage(value: object) -> object:
+    number = _number(value)
+    if number is None or not 0 < number <= 100:
+        raise ValueError(
+            f"must be a percentage > 0 and <= 100, got {shown(value)}. Use 50 for 50 %."
+        )
+    return number
+
+
+def _share(value: object) -> object:
+    if type(value) is not float or not 0 < value < 1:
+        raise ValueError(f"must be a share between 0 and 1, got {shown(value)}. Use 0.8 for 80 %.")
+    return value
+
+
+def _dollars(value: object) -> object:
+    if value is None:
+        return None
+    if type(value) not in (int, float, Decimal):
+        raise ValueError(
+            f"must be an amount of US dollars > 0 (Decimal, int or float), got {shown(value)}. "
+            "Use None for no cap."
+        )
+    # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
+    amount = value if isinstance(value, Decimal) else Decimal(repr(value))
+    if not (amount.is_finite() and amount > 0):
+        raise ValueError(f"must be finite and > 0, got {shown(value)}. Use None for no cap.")
+    # A huge exponent, either way, would take all memory as an exact integer.
+    if not -_DOLLAR_DIGITS <= amount.adjusted() < _DOLLAR_DIGITS:
+        raise ValueError(
+            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {shown(value)}. "
+            "Use None for no cap."
+        )
+    return amount
+
+
+def _flag(value: object) -> object:
+    if type(value) is not bool:
+        raise ValueError(f"must be True or False, got {shown(value)}. Leave it out for False.")
+    return value
+
+
+def _names(value: Any) -> object:
+    if isinstance(value, list | tuple | set | frozenset):
+        names: list[Any] = [
+            one.__name__ if isinstance(one, type) and issubclass(one, BaseException) else one
+            for one in cast("Iterable[Any]", value)
+        ]
+        if all(isinstance(name, str) and name for name in names):
+            return tuple(names)
+    raise ValueError(
+        f"must be a list of exception types, or of their names or patterns, got {shown(value)}. "
+        'Use [TimeoutError, "*RateLimit*"].'
+    )
+
+
+Count: TypeAlias = Annotated[int, BeforeValidator(_count)]
+"""A whole number >= 1."""
+Cap: TypeAlias = Annotated[int | None, BeforeValidator(_cap)]
+"""A whole number >= 1, or None for no cap."""
+Seconds: TypeAlias = Annotated[float, BeforeValidator(_seconds)]
+"""Seconds > 0."""
+SecondsOrZero: TypeAlias = Annotated[float, BeforeValidator(_seconds_or_zero)]
+"""Seconds >= 0."""
+Percentage: TypeAlias = Annotated[float, BeforeValidator(_percentage)]
+"""More than 0 and at most 100."""
+Share: TypeAlias = Annotated[float, BeforeValidator(_share)]
+"""Between 0 and 1, both left out."""
+Dollars: TypeAlias = Annotated[Decimal | None, BeforeValidator(_dollars)]
+"""US dollars > 0, exact, or None for no cap."""
+Flag: TypeAlias = Annotated[bool, BeforeValidator(_flag)]
+"""True or False."""
+ExceptionNames: TypeAlias = Annotated[
+    tuple[str | type[BaseException], ...], BeforeValidator(_names)
+]
+"""Names or patterns of exception types; a type that is given is kept as its name."""
+
+
+class Frozen(dict[str, Any]):
+    """A dict that stays as it is, and can be copied, pickled and written as JSON."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("settings cannot be changed. Make others with model_copy(update=...).")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+class Settings(BaseModel):
+    """The settings of a breaker: frozen, by keyword only, without unknown fields.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
+    )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the settings, changed as `update` says; unlike pydantic's, the copy is validated."""
+        del deep  # nothing in them can be changed, so a shallow copy is as good
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(fields | dict(update or {})))
+
+    # Hidden from type checkers, which know the fields from pydantic and would see only Any here.
+    if not TYPE_CHECKING:  # pragma: no branch
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigurationError(_sentences(type(self), error)) from None
+
+
+def _sentences(model: type[BaseModel], error: ValidationError) -> str:
+    """Turn pydantic's report into one sentence per problem: rule, value, way out."""
+    sentences: list[str] = []
+    for problem in error.errors(include_url=False):
+        name = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(model.model_fields)
+            sentences.append(
+                f"{name} is not a field of {model.__name__}, got {shown(problem['input'])}. "
+                f"Use one of: {known}."
+            )
+        elif problem["type"] == "value_error":
+            sentences.append(f"{name} {problem['msg'].removeprefix('Value error, ')}".strip())
+        elif problem["type"] == "missing":
+            sentences.append(f"{name} must be given, got nothing. Pass {name}=...")
+        else:
+            sentences.append(f"{name}: {problem['msg']}, got {shown(problem['input'])}.")
+    return "\n".join(sentences)
+
+
+def nanoseconds(seconds: float) -> int:
+    """Turn seconds into whole nanoseconds, at least one where there is any."""
+    return max(round(seconds * NS_PER_SECOND), 1) if seconds else 0
+
+
+def damaged(what: str, state: object) -> ValueError:
+    """Say that a state cannot be used."""
+    return ValueError(
+        f"the state of a {what} must be what state() returned, got {shown(state)}. "
+        "Use a new one to go on without it."
+    )
+
+
+def natural(value: object) -> int:
+    """Read a whole number >= 0 from a state.
+
+    Raises:
+        TypeError: It is not one.
+    """
+    if type(value) is not int or value < 0:
+        raise TypeError
+    return value
+
+
+class BulkheadConfig(Settings):
+    """How many calls of the tools that it is for may run at once, together.
+
+    Names and defaults are those of resilience4j's documentation
+    (https://resilience4j.readme.io/docs/bulkhead).
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    max_concurrent_calls: Count = 25
+    """Calls that run at the same time."""
+    max_wait_duration: SecondsOrZero = 0.0
+    """Seconds that a call may wait for a place. With 0, one that finds none is refused at once."""
+
+
+_LARGEST_WINDOW = 100_000
+
+_LONGEST_TEXT = 200
+
+CallOutcome: TypeAlias = Literal["success", "failure", "ignored"]
+
+
+def _window_size(value: object) -> object:
+    if type(value) is not int or not 1 <= value <= _LARGEST_WINDOW:
+        raise ValueError(
+            f"must be a whole number from 1 to {_LARGEST_WINDOW}, got {shown(value)}. "
+            "Leave it out for 100."
+        )
+    return value
+
+
+class CircuitBreakerConfig(Settings):
+    """When a circuit breaker opens, and how it closes again.
+
+    The defaults are resilience4j's, made for services with many calls a second. An agent calls a
+    tool far less often: for one, begin with `sliding_window_size=10, minimum_number_of_calls=5,
+    permitted_number_of_calls_in_half_open_state=2, slow_call_duration_threshold=30`.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    failure_rate_threshold: Percentage = 50.0
+    """Percentage of failed calls in the window at which the breaker opens."""
+    slow_call_rate_threshold: Percentage = 100.0
+    """Percentage of slow calls in the window at which the breaker opens."""
+    slow_call_duration_threshold: Seconds = 60.0
+    """Seconds; a call that takes longer is slow, whether it fails or not."""
+    permitted_number_of_calls_in_half_open_state: Annotated[int, BeforeValidator(_window_size)] = 10
+    """Trial calls when half-open. The last of them to end closes the breaker or opens it again."""
+    max_wait_duration_in_half_open_state: SecondsOrZero = 0.0
+    """Seconds that a trial may take before the breaker opens again; 0 to wait without end."""
+    sliding_window_type: Literal["count_based", "time_based"] = "count_based"
+    """Whether the window holds the last calls, or the calls of the last seconds."""
+    sliding_window_size: Annotated[int, BeforeValidator(_window_size)] = 100
+    """Calls in a count-based window, seconds in a time-based one."""
+    minimum_number_of_calls: Count = 100
+    """Calls that the window must hold before a rate is judged. In a count-based window it is at
+    most the size of the window."""
+    wait_duration_in_open_state: Seconds = 60.0
+    """Seconds that the breaker stays open before it lets trial calls through."""
+    automatic_transition_from_open_to_half_open_enabled: Flag = False
+    """Whether it is half-open as soon as the wait is over, rather than at the next call."""
+    record_exceptions: ExceptionNames = ()
+    """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
+    raised. Whatever else is raised counts as a success."""
+    ignore_exceptions: ExceptionNames = ()
+    """What is neither a failure nor a success, even where `record_exceptions` has it too."""
+    record_result: Callable[[Any], bool] | None = Field(default=None, exclude=True)
+    """Whether a result that was returned is a failure. It is code and is in no snapshot."""
+    stop_after_open_rounds: Count = 3
+    """Rounds in a row in which every tool call was turned away by an open breaker, after which the
+    run is stopped with `circuit_open`. Not a field of resilience4j: services have no rounds."""
+
+    def outcome_of(self, result: object, error: BaseException | str | None) -> CallOutcome:
+        """Say what a call is to the breaker.
+
+        Args:
+            result: What the call returned, where it raised nothing.
+            error: What it raised, or what its framework says of that.
+        """
+        if error is None:
+            failed = self.record_result is not None and self.record_result(result)
+            return "failure" if failed else "success"
+        names = _names_of(error)
+        if _matches(self.ignore_exceptions, names):
+            return "ignored"
+        if not self.record_exceptions or _matches(self.record_exceptions, names):
+            return "failure"
+        return "success"
+
+
+def _names_of(error: BaseException | str) -> list[str]:
+    if isinstance(error, str):
+        return [error[:_LONGEST_TEXT]]
+    return [one.__name__ for one in type(error).__mro__[:-1]]
+
+
+def _matches(patterns: tuple[str | type[BaseException], ...], names: list[str]) -> bool:
+    return any(fnmatchcase(name, cast("str", pattern)) for pattern in patterns for name in names)
+
+
+def _rate(value: object) -> object:
+    if type(value) not in (int, float) or not 1e-6 <= value <= 1e6:  # type: ignore[operator]
+        raise ValueError(
+            f"must be a number of calls per second from 1E-6 to 1E+6, got {shown(value)}. "
+            "Use 0.5 for one call in two seconds."
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+class RateLimit(Settings):
+    """How often the tools that it is for may be called, together.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    rate: Annotated[float, BeforeValidator(_rate)]
+    """Calls per second in the long run; a token comes back every 1/rate seconds."""
+    burst: Count = 1
+    """Calls that may start at once after a pause: the size of the bucket."""
+    max_wait_duration: SecondsOrZero = 0.0
+    """Seconds that a call may wait for its token. One that would wait longer is refused at once."""
+
+
+class VelocityLimits(Settings):
+    """How fast a run may go: the most in any 60 seconds.
+
+    A call counts when it starts, with what is reserved for it, and is corrected when it ends. The
+    call that reaches a ceiling is the last: the next one is not admitted and the run is stopped.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    max_tokens_per_minute: Cap = None
+    """Tokens, prompt plus completion. Checked before each model call."""
+    max_cost_usd_per_minute: Dollars = None
+    """US dollars. Checked before each model call."""
+    max_tool_calls_per_minute: Cap = None
+    """Tool bodies that start. Checked before each tool call: exactly this many start."""
+    throttle_at: Share = 0.8
+    """The share of a ceiling from which on calls are delayed until the pace is below it again, by
+    61 seconds at most."""
+
+
+def _rows(value: object) -> object:
+    if type(value) is not int or not 2 <= value <= 10**6:
+        raise ValueError(
+            f"must be a whole number >= 2, got {shown(value)}. Leave it out for the default."
+        )
+    return value
+
+
+class ProgressReports(Settings):
+    """When the model is asked how far it is, and what is a standstill.
+
+    At a standstill the model is corrected first. The run is stopped with `stalled` when its next
+    report shows no change, or does not come. It is the planner who reports: a sub-agent is asked
+    only where its own budget says so, as one that lacks the tool would be stopped for its silence.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    every_iterations: Count = 10
+    """Iterations without a report after which the model is asked for one."""
+    same_subgoal: Annotated[int, BeforeValidator(_rows)] = 3
+    """Reports in a row with the same `next_subgoal` that are a standstill. Case, white space and
+    punctuation do not matter."""
+    flat_estimate: Annotated[int, BeforeValidator(_rows)] = 3
+    """Reports in a row whose `estimated_remaining_steps` does not fall that are a standstill."""
+    unanswered: Count = 2
+    """Requests in a row without a report that are a standstill."""
+
+
+_MOST_TOOLS = 1024
+
+_LONGEST_NAME = 200
+
+
+def _tools(value: Any) -> object:
+    if isinstance(value, Mapping) and value:
+        tools = dict(cast("Mapping[Any, Any]", value))
+        names = all(isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME for name in tools)
+        counts = all(type(count) is int and 1 <= count <= 10**12 for count in tools.values())
+        if names and counts and len(tools) <= _MOST_TOOLS:
+            return tools
+    raise ValueError(
+        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {shown(value)}. "
+        "Record it with ToolMixBaseline.of(runs)."
+    )
+
+
+def _alpha(value: object) -> object:
+    if type(value) is not float or not 0 < value <= 0.5:
+        raise ValueError(
+            f"must be a probability > 0 and <= 0.5, got {shown(value)}. Leave it out for 0.001."
+        )
+    return value
+
+
+class ToolMixBaseline(Settings):
+    """How often runs of this kind call their tools; recorded, kept as JSON.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    format_version: Literal[1] = 1
+    """The form of this record."""
+    runs: Count
+    """Runs that were recorded."""
+    tools: Annotated[Mapping[str, int], BeforeValidator(_tools), AfterValidator(Frozen)]
+    """Calls of each tool in all of them."""
+
+    @classmethod
+    def of(cls, runs: Iterable[Mapping[str, int]]) -> Self:
+        """Record a baseline.
+
+        Args:
+            runs: The tool calls of each run by name. Runs without a call are left out.
+
+        Raises:
+            ConfigurationError: No run called a tool, or the runs call more than 1,024 tools.
+        """
+        kept = [run for run in runs if run]
+        calls: Counter[str] = Counter()
+        for run in kept:
+            calls.update(run)
+        return cls(runs=max(len(kept), 1), tools=calls)
+
+
+class ToolMix(Settings):
+    """When a run's tools are so unlike the baseline's that somebody should look.
+
+    The run is looked at when it has made `minimum_number_of_calls` tool calls, and each time that
+    number has doubled.
+
+    Raises:
+        ConfigurationError: A field makes no sense: rule, value, way out.
+    """
+
+    baseline: ToolMixBaseline
+    """What is usual."""
+    alpha: Annotated[float, BeforeValidator(_alpha)] = 0.001
+    """How improbable the mix must be, from 0 to 1: the share of usual runs that would be reported
+    at each look."""
+    minimum_number_of_calls: Count = 20
+    """Tool calls before the first look."""

@@ -1,0 +1,40 @@
+"""`budgetguard quickstart`: what it writes runs without a key, and is stopped by its budget."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from budgetguard_cli.app import app
+from budgetguard_cli.quickstart import Framework
+
+NEEDS = {"langgraph": "langchain", "openai-agents": "agents", "strands": "strands"}
+
+
+def quickstart(*arguments, code=0):
+    done = CliRunner().invoke(app, ["quickstart", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+@pytest.mark.parametrize("framework", Framework)
+def test_the_agent_runs_without_a_key_and_is_stopped(tmp_path, framework):
+    pytest.importorskip(NEEDS.get(framework, "openai"))
+    file = tmp_path / "agent.py"
+    quickstart(framework, "-o", file)
+    done = subprocess.run(
+        [sys.executable, "-I", file], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("terminated max_iterations 0.00")
+    assert file.read_text() == quickstart(framework).stdout
+
+
+def test_a_file_that_is_there_is_kept(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text("mine")
+    assert "File exists" in quickstart("loop", "-o", file, code=2).stderr
+    assert file.read_text() == "mine"
