@@ -109,8 +109,10 @@ def _methods() -> list[tuple[type, str, Callable[..., Any]]]:
         "imap",
         "imap_unordered",
     ]
+    # A timer has a `start` of its own where an instrumentation gave it one.
+    starts = [one for one in (threading.Thread, threading.Timer) if "start" in vars(one)]
     return [
-        (threading.Thread, "start", _start),
+        *((one, "start", _start) for one in starts),
         (ThreadPoolExecutor, "submit", _of_a_pool),
         (ProcessPoolExecutor, "submit", _of_a_pool),
         *((Pool, name, _of_a_pool) for name in names),
@@ -145,7 +147,8 @@ class Instrumentation:
                     original = getattr(owner, name)
                     ours = wrap(original)
                     ours.__wrapped__ = original
-                    self._wraps[owner, name] = original, ours
+                    # As it stands in the class: a wrap of wrapt's differs on each access.
+                    self._wraps[owner, name] = vars(owner)[name], ours
                     setattr(owner, name, ours)
         return block
 
@@ -157,7 +160,7 @@ class Instrumentation:
                 return
             for (owner, name), (original, ours) in list(self._wraps.items()):
                 # One that somebody has wrapped since stays: without a frame it does nothing.
-                if getattr(owner, name) is ours:
+                if vars(owner).get(name) is ours:
                     setattr(owner, name, original)
                     del self._wraps[owner, name]
 
