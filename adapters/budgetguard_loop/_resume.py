@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, Budget, Guard
-from budgetguard_core.kit import Envelope, Run, envelope_of
-from budgetguard_core.kit.history import Call, close
-from budgetguard_core.kit.resume import Resume, resumed
+from budgetguard_core.kit import Call, Envelope, Resume, Run, close_history, envelope_of, resumed
 from budgetguard_loop import _history as history
 
 __all__ = ["Beginning", "Resume", "begin"]
@@ -55,7 +53,7 @@ def begin(
         return OUTCOME_UNKNOWN if call.id in gone else NOT_EXECUTED
 
     if given:
-        past = [*close(past, history.CHAT, answer)[0], *given]
+        past = [*close_history(past, history.CHAT, answer)[0], *given]
         earlier.run.guard.user_turn()
     elif past and isinstance(past[-1], history.SyntheticMessage):
         past.pop()

@@ -27,8 +27,7 @@ from budgetguard_core import (
     ToolCall,
     Trip,
 )
-from budgetguard_core.kit import answered_usage, is_stop, token_usage
-from budgetguard_core.kit.tool_calls import ToolCalls
+from budgetguard_core.kit import ToolCalls, answered_usage, is_stop, token_usage
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
 from budgetguard_strands._identity import ByIdentity

@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from budgetguard_core import Budget, Guard, Outcome, Trip
-from budgetguard_core.kit import Envelope, Frame, Run, current, entered, envelope_of, part
-from budgetguard_core.kit.flow import run_blocking
-from budgetguard_core.kit.resume import opened
+from budgetguard_core.kit import (
+    Envelope,
+    Frame,
+    Run,
+    current,
+    entered,
+    envelope_of,
+    opened,
+    part,
+    run_blocking,
+)
 from budgetguard_strands._identity import ByIdentity
 
 KEY = "budgetguard"

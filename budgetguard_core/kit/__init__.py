@@ -16,7 +16,7 @@ from budgetguard_core.kit.ambient import (
     in_force,
 )
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
-from budgetguard_core.kit.cancel import Scope
+from budgetguard_core.kit.cancel import Scope, Tasks, sleep
 from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.envelope import (
     Envelope,
@@ -27,8 +27,27 @@ from budgetguard_core.kit.envelope import (
 )
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.finalizing import ANSWER_NOW, Answer, LastAnswer, last_answer
-from budgetguard_core.kit.flow import run_awaited
-from budgetguard_core.kit.history import Call, Turn
+from budgetguard_core.kit.flow import (
+    Flow,
+    Step,
+    Streamed,
+    in_thread,
+    run_awaited,
+    run_blocking,
+    run_streamed,
+)
+from budgetguard_core.kit.formats import (
+    CHAT,
+    Message,
+    SyntheticMessage,
+    content_text,
+    from_plain,
+    message_text,
+    read_call,
+    to_plain,
+)
+from budgetguard_core.kit.history import Call, Turn, close_batch
+from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
 from budgetguard_core.kit.outcomes import outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
@@ -36,9 +55,11 @@ from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.pruning import Prune, keep_turns
 from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.kit.require import required
+from budgetguard_core.kit.resume import Resume, opened, resumed
 from budgetguard_core.kit.run import Run
 from budgetguard_core.kit.session import LastQuestion, Session
 from budgetguard_core.kit.stops import is_stop
+from budgetguard_core.kit.tool_calls import ToolCalls
 from budgetguard_core.kit.usage import (
     answered_usage,
     merge_usage,
@@ -49,6 +70,7 @@ from budgetguard_core.kit.watch import CutShort, Watch, cut_short, supervised
 
 __all__ = [
     "ANSWER_NOW",
+    "CHAT",
     "FRAME",
     "NOWHERE",
     "PROGRESS_TOOL",
@@ -58,9 +80,11 @@ __all__ = [
     "CutShort",
     "Envelope",
     "EnvelopeOptions",
+    "Flow",
     "Frame",
     "LastAnswer",
     "LastQuestion",
+    "Message",
     "ModelTurn",
     "OnTrip",
     "OpenModelCall",
@@ -68,13 +92,22 @@ __all__ = [
     "Prompt",
     "Prune",
     "Request",
+    "Resume",
     "Run",
     "Scope",
     "Session",
+    "Step",
+    "Streamed",
+    "SyntheticMessage",
+    "Tasks",
+    "ToolCalls",
     "ToolKind",
     "Turn",
     "Watch",
     "answered_usage",
+    "close_batch",
+    "close_history",
+    "content_text",
     "current",
     "current_call",
     "current_guard",
@@ -83,23 +116,33 @@ __all__ = [
     "envelope_of",
     "estimate",
     "failed_usage",
+    "from_plain",
     "in_force",
+    "in_thread",
     "is_stop",
     "joined",
     "keep_turns",
     "last_answer",
     "load_to_resume",
     "merge_usage",
+    "message_text",
+    "opened",
     "outcome_of",
     "part",
     "parts_of",
     "project",
+    "read_call",
     "remember",
     "report_progress",
     "reported_cost",
     "required",
+    "resumed",
     "run_awaited",
+    "run_blocking",
+    "run_streamed",
+    "sleep",
     "supervised",
+    "to_plain",
     "token_usage",
     "turned_away",
 ]
