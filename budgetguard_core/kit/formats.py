@@ -310,6 +310,7 @@ def grouped(items: Iterable[Message]) -> list[Items]:
 
 
 CHAT: Final = Chat()
+"""The dialect of chat completions, without state."""
 CONVERSE: Final = Blocks(
     "content",
     "assistant",
