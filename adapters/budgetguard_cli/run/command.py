@@ -93,7 +93,7 @@ def run(
     """Run a script, unchanged, under a budget, with all its processes.
 
     Its threads and frameworks are included. Calls of models are bounded at HTTP, below every
-    client over httpx; runs of LangGraph, the OpenAI Agents SDK, Pydantic AI and Strands end as
+    client over httpx; runs of LangGraph, the OpenAI Agents SDK and Strands end as
     their own partial results. Caps hold for all processes together. The report goes to standard
     error.
 
