@@ -160,11 +160,11 @@ class Guard:
     """
 
     __slots__ = (
-        *("__weakref__", "_binding", "_chain", "_counters", "_deciding", "_detector", "_enforced"),
-        *("_expects", "_needs_price", "_occurrences", "_on_warning", "_output_bound", "_own_plugs"),
-        *("_own_tools", "_plugs", "_records", "_reserving", "_stops", "budget", "cancellation"),
-        *("completed_tool_calls", "earlier_usage", "is_housekeeping", "lineage", "mode"),
-        *("outcome", "parent", "run_id", "tree", "window_nearly_full"),
+        *("__weakref__", "_binding", "_chain", "_counters", "_deciding", "_detector", "_early"),
+        *("_enforced", "_expects", "_needs_price", "_occurrences", "_on_warning", "_output_bound"),
+        *("_own_plugs", "_own_tools", "_plugs", "_records", "_reserving", "_stops", "budget"),
+        *("cancellation", "completed_tool_calls", "earlier_usage", "is_housekeeping"),
+        *("lineage", "mode", "outcome", "parent", "run_id", "tree", "window_nearly_full"),
     )
 
     def __init__(
@@ -239,10 +239,11 @@ class Guard:
             dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
         )
         self._begin(above)
+        self._early: list[str] | None = []
         self._own_plugs: tuple[Plug, ...] = plugs_of(self, **plugged)
         self._set_plugs()
-        if self.tree.sinks:
-            with self.tree.lock:
+        with self.tree.lock:
+            if self.tree.sinks:
                 self._record(
                     events.RunStarted,
                     self._now(),
@@ -254,7 +255,10 @@ class Guard:
                     tenant=self._state_of("ledger") or (),
                     beside=tuple(one.run_id for one in beside),
                 )
-            self.tree.deliver()
+            early, self._early = self._early, None
+        self.tree.deliver()
+        for detail in early:
+            self.abort(detail)
 
     def _begin(self, above: Sequence[Self]) -> None:
         """Set what is the guard's own to its beginning."""
@@ -956,6 +960,10 @@ class Guard:
         if self.tree.postpone(lambda: self.abort(detail)):
             return
         with self.tree.lock:
+            if self._early is not None:
+                # A kill switch found while the plugs were set; the log begins with the run's start.
+                self._early.append(detail)
+                return
             going_on = self.trip is None or self._counters.housekeeping > 0
             self.tree.halted = True
             if self._stops.abort(detail):

@@ -48,5 +48,5 @@ def judged(run, budget, prices):
             now += SECONDS_PER_MODEL_CALL * 1_000_000_000
         replay.apply(event.model_copy(update={"at_ns": now}))
         # A replay has no sinks of its own.
-        replay.root._tree.sinks = (as_sink(lambda made: told.update([type(made)])),)
+        replay.root.tree.sinks = (as_sink(lambda made: told.update([type(made)])),)
     return replay.end().trip, told

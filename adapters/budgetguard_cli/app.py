@@ -8,10 +8,11 @@ import sys
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 from typer.models import CommandInfo
 
 from budgetguard_cli.breakers import read_breakers
@@ -29,11 +30,24 @@ from budgetguard_cli.terminal import printable, refuse
 from budgetguard_cli.watch import register as register_watch
 from budgetguard_core import Budget, BudgetGuardError, LoopDetection
 
+
+class _Commands(TyperGroup):
+    """All commands, in panels in their help alone: an error stays one line for a script."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """Write the help."""
+        self.rich_markup_mode = "rich"
+        for param in self.get_params(ctx):
+            param.metavar = ""  # else a column says that a flag is a bool
+        super().format_help(ctx, formatter)
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 
 register_calibrate(app)

@@ -110,7 +110,8 @@ def run_demo(
     )
     acts = _ACTS[:1] if quick else _ACTS
     # What was shown on the way comes after the table of how it ended.
-    written = io.StringIO()
+    # In the output's encoding: what draws the bars asks for it.
+    written = io.TextIOWrapper(io.BytesIO(), console.encoding, errors="backslashreplace")
     details = Console(file=written, width=console.width, force_terminal=False)
     say_later = _Say(details)
     live = console if console.is_terminal and not quick else None
@@ -132,7 +133,8 @@ def run_demo(
         say("No adapter is installed: nothing was shown.")
         return False
     console.print(_table(rows))
-    console.print(Text(written.getvalue().rstrip()), soft_wrap=True)
+    written.seek(0)
+    console.print(Text(written.read().rstrip()), soft_wrap=True)
     console.print()
     failed = [row.section.title for row in rows if row.calls is None]
     if failed:

@@ -38,9 +38,9 @@ def kill(
     who: Annotated[str | None, typer.Option(help="You, if left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run, a tenant or everything, in every process, until it is revived.
+    """Stop a run, a tenant or everything, in every process.
 
-    Processes see it within half a second and a trip to the ledger.
+    It holds until it is revived. Processes see it within half a second and a trip to the ledger.
     """
     target = _one(tenant, run, everything)
     with opened(url) as ledger:
@@ -58,9 +58,10 @@ def revive(
     everything: Annotated[bool, typer.Option("--all", help="The switch for everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take a kill switch back. What it stopped stays stopped; new runs may start.
+    """Take a kill switch back: new runs may start.
 
-    Other switches stay: a tenant that was killed by name stays killed after `revive --all`.
+    What it stopped stays stopped. Other switches stay: a tenant that was killed by name stays
+    killed after `revive --all`.
     """
     target = _one(tenant, run, everything)
     with opened(url) as ledger:
@@ -80,7 +81,7 @@ def revive(
 
 
 def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """List the runs that processes are working on, and those whose process went silent."""
+    """List the runs that are alive, and those whose process is silent."""
     with opened(url) as ledger:
         found = ledger.runs()
     if as_json:

@@ -71,7 +71,7 @@ def show(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """List runs, or show one: spend, calls, why it stopped, how to go on.
+    """List runs, or show one: its spend, why it stopped, how to go on.
 
     Example: budgetguard show 9f0c
 

@@ -115,8 +115,8 @@ def test_a_framework_that_is_not_known_is_refused(budgetguard):
     done = budgetguard("demo", "--framework", "autogpt\x1b")
     assert done.returncode == 2
     assert done.stderr.decode().splitlines() == [
-        "budgetguard: --framework must be one of langgraph, loop, openai-agents, strands, got "
-        "autogpt\\x1b."
+        "budgetguard: --framework must be one of langgraph, loop, openai-agents, "
+        "pydantic-ai, strands, got autogpt\\x1b."
     ]
 
 

@@ -256,6 +256,22 @@ def test_a_kill_switch_aborts_runs_in_every_process(place, opened, heartbeat):
     assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
 
 
+def test_a_kill_that_comes_before_the_first_event_is_logged_after_it(sqlite, opened, monkeypatch):
+    attach = Ledger.attach
+
+    def attached(self, *given, on_kill, **more):
+        run = attach(self, *given, on_kill=on_kill, **more)
+        on_kill("killed at once")  # by the heartbeat's thread, before the guard is whole
+        return run
+
+    monkeypatch.setattr(Ledger, "attach", attached)
+    told = []
+    guard = Guard(ledger=opened(sqlite), tenant="acme", sinks=[told.append])
+    assert [event.event for event in told] == ["run_started", "aborted"]
+    assert spend(guard) == "aborted"
+    assert replay(told).trip == guard.trip
+
+
 class Beats:
     """In place of the heartbeat's event: says how long a beat may wait, and ends it when told."""
 

@@ -90,11 +90,12 @@ def run(
         bool, typer.Option("--json", help="The report as one JSON object, not as a table.")
     ] = False,
 ) -> None:
-    """Run a script, unchanged, under a budget: with all its processes, threads and frameworks.
+    """Run a script, unchanged, under a budget, with all its processes.
 
-    Calls of models are bounded at HTTP, below every client over httpx; runs of LangGraph, the
-    OpenAI Agents SDK and Strands end as their own partial results. Caps hold for all processes
-    together. The report goes to standard error.
+    Its threads and frameworks are included. Calls of models are bounded at HTTP, below every
+    client over httpx; runs of LangGraph, the OpenAI Agents SDK and Strands end as
+    their own partial results. Caps hold for all processes together. The report goes to standard
+    error.
 
     Examples: budgetguard run --max-cost-usd 5 agent.py --verbose;
     budgetguard run --profile research -m my.agent

@@ -82,6 +82,13 @@ SECTIONS = (
         use="hooks = bg.BudgetHooks(budget)",
     ),
     Section(
+        "budgetguard_pydantic_ai",
+        "Pydantic AI",
+        "pydantic_ai",
+        "openai",
+        use="caps = [bg.BudgetCapability(budget)]",
+    ),
+    Section(
         "budgetguard_strands",
         "Strands Agents",
         "strands",
