@@ -120,6 +120,31 @@ def openai_agents(*args, **options) -> Outcome:
     return outcome(asyncio.run(run))
 
 
+def pydantic_ai(*args, **options) -> Outcome:
+    from pydantic_ai import Agent
+    from pydantic_ai.messages import ModelResponse, ToolCallPart
+    from pydantic_ai.models.function import FunctionModel
+    from pydantic_ai.usage import RequestUsage
+
+    from budgetguard_pydantic_ai import BudgetCapability, outcome
+
+    numbers = count()
+
+    def reply(messages, info):
+        n = next(numbers)
+        usage = RequestUsage(input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS)
+        call = ToolCallPart("read_page", {"number": n}, f"call_{n}")
+        return ModelResponse([call], usage=usage, model_name=MODEL)
+
+    def read_page(number: int) -> str:
+        """Read a page."""
+        return f"page {number}"
+
+    agent = Agent(FunctionModel(reply, model_name=MODEL), tools=[read_page])
+    run = agent.run("Read.", capabilities=[BudgetCapability(*args, **options)])
+    return outcome(asyncio.run(run))
+
+
 def strands(*args, **options) -> Outcome:
     from strands import Agent, tool
     from strands.models import Model
@@ -184,12 +209,14 @@ RUNS = {
     "budgetguard_langgraph": langgraph,
     "budgetguard_loop": loop,
     "budgetguard_openai_agents": openai_agents,
+    "budgetguard_pydantic_ai": pydantic_ai,
     "budgetguard_strands": strands,
 }
 NEEDS = {
     "budgetguard_langgraph": "langgraph",
     "budgetguard_loop": "budgetguard_loop",
     "budgetguard_openai_agents": "agents",
+    "budgetguard_pydantic_ai": "pydantic_ai",
     "budgetguard_strands": "strands",
 }
 # With the one that bounds the calls of any client and has no loop of its own.

@@ -38,6 +38,11 @@ class ModelCalls:
             if call.id not in known:
                 # The framework or a person answered it: unknown, invalid, denied.
                 self.session.calls.answered_without_body(call, part.content, kind=part.part_kind)
+        last = messages[-2] if messages[1:] else None
+        usage = token_usage(last.usage) if isinstance(last, chat.ModelResponse) else None
+        if usage is not None and usage.output_tokens:
+            # Only now: what a stream gave is made anew for the history.
+            self.session.prompt.replied(last, usage)
         name, provider = model.model_name, provider_of(model)
         request = Request(messages=messages, model=name, provider=provider, retry=retry)
         turn = await run_awaited(self.session.model(request))
@@ -78,7 +83,6 @@ class ModelCalls:
         turn.answered(
             DIALECT.read(response),
             token_usage(response.usage),
-            message=response,
             model=response.model_name,
             is_cut=response.finish_reason == "length" and not response.tool_calls,
             sent=Request(

@@ -132,6 +132,26 @@ def openai_agents(provider, guard, tools):
     return asyncio.run(run())
 
 
+def pydantic_ai(provider, guard, tools):
+    from openai import AsyncOpenAI
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    from budgetguard_pydantic_ai import BudgetCapability, outcome
+
+    # The framework has no tool of the user's own under the name of the budget's.
+    own = [tool for tool in tools if tool is not report_progress]
+
+    async def run():
+        async with AsyncOpenAI(base_url=provider.url, api_key="none", max_retries=0) as client:
+            model = OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client))
+            agent = Agent(model, tools=own, capabilities=[BudgetCapability(guard)])
+            return outcome(await agent.run("Go."))
+
+    return asyncio.run(run())
+
+
 def strands(provider, guard, tools):
     from strands import Agent, tool
     from strands.models.openai import OpenAIModel
@@ -153,6 +173,7 @@ RUNS = {
     "budgetguard_loop": (loop, "openai"),
     "budgetguard_langgraph": (langgraph, "langchain_openai"),
     "budgetguard_openai_agents": (openai_agents, "agents"),
+    "budgetguard_pydantic_ai": (pydantic_ai, "pydantic_ai"),
     "budgetguard_strands": (strands, "strands"),
 }
 

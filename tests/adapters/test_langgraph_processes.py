@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import Context
 
 import pytest
 from langchain.agents import create_agent
@@ -173,7 +174,8 @@ def test_a_fenced_run_is_neither_retried_nor_taken_for_a_tool_s_error(tmp_path, 
     @tool
     def search_long(value: str = "") -> str:
         """Search, for so long that somebody else goes on with the run."""
-        worker = threading.Thread(target=elsewhere)
+        # Not in this run's context: what the run starts in a thread is a part of it.
+        worker = threading.Thread(target=Context().run, args=(elsewhere,))
         worker.start()
         worker.join(30)
         return "found"

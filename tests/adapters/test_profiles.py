@@ -145,6 +145,16 @@ def in_openai_agents(model, chosen, kind):
     )
 
 
+def in_pydantic_ai(model, chosen, kind):
+    from pydantic_ai import Agent
+
+    from budgetguard_pydantic_ai import BudgetCapability, outcome
+
+    capability = BudgetCapability(profile=lambda task: chosen(task, lambda c: c.deps))
+    agent = Agent(model, deps_type=dict, capabilities=[capability])
+    return outcome(asyncio.run(agent.run("Hi.", deps={"kind": kind})))
+
+
 def in_strands(model, chosen, kind):
     from strands import Agent
 
@@ -161,6 +171,7 @@ FRAMEWORKS = {
     "langgraph, async": ("langgraph", in_langgraph_async),
     "langgraph, callback": ("langgraph", in_a_callback),
     "openai_agents": ("openai_agents", in_openai_agents),
+    "pydantic_ai": ("pydantic_ai", in_pydantic_ai),
     "strands": ("strands", in_strands),
 }
 

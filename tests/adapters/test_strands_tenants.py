@@ -18,7 +18,7 @@ WAYS = ("sync", "async", "stream")
 @pytest.fixture
 def ledger(tmp_path, monkeypatch):
     monkeypatch.setattr("budgetguard_core.ledger.ledger.Heartbeat", Quiet)
-    options = {"lease": "exact", "timeout": PATIENT, "time_zone": ZONE}
+    options = {"timeout": PATIENT, "time_zone": ZONE}
     made = Ledger(f"sqlite:///{tmp_path}/ledger.sqlite3", daily_tokens=100_000, **options)
     yield made
     made.close()

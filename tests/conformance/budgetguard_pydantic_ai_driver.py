@@ -262,6 +262,7 @@ class Capability(Driver):
 
     def run_sync(self, scenario: Scenario) -> Ran:
         agent, said, options = self.opened(scenario)
+        around = threading.enumerate()
         try:
             with asyncio.Runner() as runner:
                 # The framework makes a loop where there is none, and leaves it open.
@@ -272,7 +273,7 @@ class Capability(Driver):
         finally:
             # The thread of the last tool holds its context until it ends.
             for thread in threading.enumerate():
-                if thread.name.startswith("AnyIO worker"):
+                if thread.name.startswith("AnyIO worker") and thread not in around:
                     thread.join(5)
         return self.ran(scenario, result)
 
@@ -342,7 +343,9 @@ class Capability(Driver):
         )
 
     def tool(self, scenario, tool):
-        if scenario.mode == "sync" and tool.agent is None and tool.runs is None:
+        is_own = tool.runs is not None and tool.runs.driver.adapter == self.adapter
+        if scenario.mode == "sync" and tool.agent is None and not is_own:
+            # The framework refuses a synchronous run of its own in a synchronous tool.
 
             def run(value: str = "") -> str:
                 return scenario.call(tool, value)
