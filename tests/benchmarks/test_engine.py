@@ -22,7 +22,7 @@ def test_a_step_costs_what_its_row_says():
     """By instructions, which no machine changes; the times are the table's."""
     counted = instructions(Row("step", step()))
     print(f"\n{counted:.1f} times the instructions of the same step unguarded")
-    assert counted <= 21
+    assert counted <= 26
 
 
 def test_step_100_000_costs_what_step_100_costs():
@@ -65,7 +65,7 @@ def test_ten_thousand_runs_at_the_same_time_are_small(parent):
     finally:
         tracemalloc.stop()
     print(f"\n{each:.0f} bytes a run")
-    assert each <= 5_000
+    assert each <= 7_500
 
 
 PYDANTIC = """
