@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
+from weakref import WeakKeyDictionary
 
 from budgetguard_core import (
     AdapterError,
@@ -24,12 +25,12 @@ from budgetguard_core.kit import (
     EnvelopeOptions,
     OpenModelCall,
     OpenToolCall,
+    Prompt,
     Run,
     cut_short,
     envelope_of,
     joined,
     merge_usage,
-    project,
     token_usage,
 )
 from budgetguard_loop._calls import refusal_of
@@ -148,6 +149,7 @@ class _Gate:
 
     def __post_init__(self) -> None:
         self._settings = Settings(self._function)
+        self._prompts: WeakKeyDictionary[Run, Prompt] = WeakKeyDictionary()
 
     # The four shells
 
@@ -256,10 +258,15 @@ class _Gate:
         """Ask for a call; what `_admit` takes when it has waited for its turn."""
         run = self._run()
         if self._kind == "model":
+            messages: list[Any] = []
+            for given in (*args, *kwargs.values()):
+                # Message by message, so that what the provider has measured counts as such.
+                messages += cast("list[Any]", given) if isinstance(given, list) else [given]
+            prompt = self._prompts.setdefault(run, Prompt())
             call = ModelCall(
                 model=self._model,
                 provider=self._provider,
-                input_tokens=project([*args, *kwargs.values()], tools=self._tools),
+                input_tokens=prompt.project(messages, tools=self._tools),
             )
             return run, run.model_call(call)
         arguments = self._settings.arguments(args, kwargs)
@@ -315,6 +322,7 @@ class _Gate:
         elif error is None:
             final = call.said_final
             call.run.answered(call.open, call.usage, text=call.text, final=final)
+            self._prompts[call.run].measured(call.usage)
             if call.is_cut:
                 call.run.cut_short(call.open)
         else:
