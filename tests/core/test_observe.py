@@ -141,7 +141,7 @@ def test_it_bounds_neither_its_parent_nor_its_child(outer, inner, steps, above):
             continue
         if step[0] == "time":
             parent.tree.clock.advance(1)
-            free.clock.advance(1)
+            free.tree.clock.advance(1)
             continue
         assert take(child, step) is take(free_child, step)
         assert counted(parent) == counted(free)

@@ -23,7 +23,7 @@ AREAS = {
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_205, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_520, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_685, 1_500),
-    "loop": (["adapters/budgetguard_loop/**/*.py"], 2_373, 2_100),
+    "loop": (["adapters/budgetguard_loop/**/*.py"], 2_377, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 763, 500),
     "http": (["adapters/budgetguard_http/**/*.py"], 5_765, 3_900),
     "cli": (["adapters/budgetguard_cli/**/*.py"], 6_994, 4_200),
