@@ -159,8 +159,10 @@ class Orchestrators:
         outcome = self._opener.outcomes.get(executor)
         result = source.state.results.get(event.node_id)
         trip = self._opener.trips.get(executor)
-        if trip is not None and not at.is_over():
-            # A node has no envelope of its own: what its detector stopped is stopped as a whole.
+        handed_on = getattr(source.state, "handoff_node", None) is not None
+        if trip is not None and not handed_on and not at.is_over():
+            # A node has no envelope of its own: what its detector stopped is stopped as a whole,
+            # unless a swarm has somebody to go on with.
             at.run.trip = trip
         if at.is_over() and (
             (outcome is not None and outcome.status == "terminated")
