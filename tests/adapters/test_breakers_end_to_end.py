@@ -213,9 +213,7 @@ class Bench:
 def results(messages):
     """The results that a request carries; Pydantic AI sends one that failed below "error"."""
     texts = [str(one["content"]) for one in messages if one["role"] == "tool"]
-    return [
-        json.loads(text)["error"] if text.startswith('{"error":"{') else text for text in texts
-    ]
+    return [json.loads(text)["error"] if text.startswith('{"error":"{') else text for text in texts]
 
 
 def test_every_adapter_is_here():
