@@ -12,6 +12,7 @@ from budgetguard_core.charges import Amounts
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.ceilings import Ceilings
 from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.exact import Exact
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.part import Part
@@ -54,7 +55,11 @@ class LedgerRun:
 
     def obtain(self, usd: int, tokens: int) -> Part | Refusal:
         """Set an amount aside, with a trip to the store; bounded, never under a lock."""
-        return self._exact.obtain(usd, tokens, self.run)
+        answer = self._exact.obtain(usd, tokens, self.run)
+        if isinstance(answer, Refusal) and self._attached.deliver():
+            # What was on its way to the store has made room.
+            answer = self._exact.obtain(usd, tokens, self.run)
+        return answer
 
     def caps_dollars(self) -> bool:
         """Tell whether a ceiling in dollars holds for the run; a trip at most once a second."""
@@ -136,6 +141,16 @@ class AttachedRuns:
         windows = run.account.windows(self.connection.now())
         self._outbox.add(Step(new_id(), 1, windows, spent=spent, close=True, owner=run.run))
         self._wake()
+
+    def deliver(self) -> bool:
+        """Send what waits for the ledger's thread; False where nothing did, or no store answers."""
+        if not len(self._outbox):
+            return False
+        try:
+            self._outbox.deliver(self.connection.send)
+        except LedgerUnreachable:
+            return False
+        return True
 
     def remove_forgotten(self) -> None:
         """Remove the runs that nobody keeps any more."""

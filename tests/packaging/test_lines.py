@@ -12,7 +12,7 @@ CORE = "budgetguard_core"
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 9_582, 7_200),
     "kit": ([f"{CORE}/kit/**/*.py"], 6_268, 5_400),
-    "ledger": ([f"{CORE}/ledger/**/*.py"], 4_608, 2_600),
+    "ledger": ([f"{CORE}/ledger/**/*.py"], 4_623, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 2_282, 1_300),
     "profiles, telemetry, handoff": (
         [f"{CORE}/{name}/**/*.py" for name in ("profiles", "telemetry", "handoff")],
