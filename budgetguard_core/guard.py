@@ -439,6 +439,11 @@ class Guard:
         """Whether this is the guard of a stopped run's last answer."""
         return any(link.answers for link in self._chain)
 
+    @property
+    def asks_a_store(self) -> bool:
+        """Whether an admission may wait for a store: on an event loop it belongs in a thread."""
+        return any(plug.waits for _, plug in self._reserving)
+
     def keeps_house_for(self, guard: Guard) -> bool:
         """Return whether this is housekeeping of a run, whose deadline does not bind it then."""
         return any(link.owner is guard and TIME in link.exempt for link in self._chain)

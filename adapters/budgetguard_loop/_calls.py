@@ -22,6 +22,7 @@ from budgetguard_core.kit import (
     Prompt,
     Run,
     reported_cost,
+    run_awaited,
     token_usage,
 )
 from budgetguard_loop import _history as history
@@ -137,7 +138,8 @@ class AdmittedModelCall:
         return self._begin(self._run.wait(self._run.model_call(self._call)))
 
     async def __aenter__(self) -> Self:
-        return self._begin(await self._run.wait_async(self._run.model_call(self._call)))
+        asked = await run_awaited(self._run.ask(lambda: self._run.model_call(self._call)))
+        return self._begin(await self._run.wait_async(asked))
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)

@@ -31,6 +31,7 @@ from budgetguard_core.kit import (
     envelope_of,
     joined,
     merge_usage,
+    run_awaited,
     token_usage,
 )
 from budgetguard_loop._calls import refusal_of
@@ -155,8 +156,8 @@ class _Gate:
 
     def plain(self) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            run, asked = self._ask(args, kwargs)
-            with self._admitted(run, run.wait(asked), args, kwargs) as admitted:
+            run, ask = self._question(args, kwargs)
+            with self._admitted(run, run.wait(ask()), args, kwargs) as admitted:
                 with admitted.run.entered(admitted.open):
                     result = self._function(*args, **kwargs, **admitted.settings)
                 self._took(admitted, result)
@@ -167,8 +168,8 @@ class _Gate:
     def coroutine(self) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = _NOTHING
-            run, asked = self._ask(args, kwargs)
-            waited = await run.wait_async(asked)
+            run, ask = self._question(args, kwargs)
+            waited = await run.wait_async(await run_awaited(run.ask(ask)))
             with self._admitted(run, waited, args, kwargs) as admitted:
                 with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
@@ -181,8 +182,8 @@ class _Gate:
 
     def generator(self) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            run, asked = self._ask(args, kwargs)
-            with self._admitted(run, run.wait(asked), args, kwargs) as admitted:
+            run, ask = self._question(args, kwargs)
+            with self._admitted(run, run.wait(ask()), args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
                 go_on = functools.partial(next, items)
                 try:
@@ -206,8 +207,8 @@ class _Gate:
 
     def async_generator(self) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-            run, asked = self._ask(args, kwargs)
-            waited = await run.wait_async(asked)
+            run, ask = self._question(args, kwargs)
+            waited = await run.wait_async(await run_awaited(run.ask(ask)))
             with self._admitted(run, waited, args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
                 go_on = functools.partial(anext, items)
@@ -254,8 +255,10 @@ class _Gate:
         else:
             self._settle(call)
 
-    def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Run, _Asked]:
-        """Ask for a call; what `_admit` takes when it has waited for its turn."""
+    def _question(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Run, Callable[[], Any]]:
+        """Return the run, and what asks it for a call."""
         run = self._run()
         if self._kind == "model":
             messages: list[Any] = []
@@ -268,11 +271,11 @@ class _Gate:
                 provider=self._provider,
                 input_tokens=prompt.project(messages, tools=self._tools),
             )
-            return run, run.model_call(call)
+            return run, lambda: run.model_call(call)
         arguments = self._settings.arguments(args, kwargs)
         arguments.pop("self", None)
         asked = ToolCall(name=self._name, arguments=arguments)
-        return run, run.tool_call(asked, function=self.wrapper)
+        return run, lambda: run.tool_call(asked, function=self.wrapper)
 
     def _admit(
         self, run: Run, opened: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -27,7 +27,7 @@ from budgetguard_core import (
     ToolCall,
     Trip,
 )
-from budgetguard_core.kit import ToolCalls, answered_usage, is_stop, token_usage
+from budgetguard_core.kit import ToolCalls, answered_usage, is_stop, run_awaited, token_usage
 from budgetguard_strands import _ending, _history, _seams
 from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
 from budgetguard_strands._identity import ByIdentity
@@ -116,9 +116,8 @@ class Calls:
             # The tools and not their specs, which Strands makes anew each time.
             tools=[*tools.registry.values(), *tools.dynamic_tools.values()],
         )
-        asked = at.run.model_call(
-            ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
-        )
+        call = ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
+        asked = await run_awaited(at.run.ask(lambda: at.run.model_call(call)))
         opened = await at.run.wait_async(asked)
         at.note_warnings()
         at.context = get_current()

@@ -17,6 +17,7 @@ from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.housekeeping import Housekeeping, late
 from budgetguard_core.kit.ambient import Frame, entered
 from budgetguard_core.kit.calls import OpenModelCall
+from budgetguard_core.kit.flow import Flow, run_awaited, run_blocking
 from budgetguard_core.kit.run import Run
 from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.stop import StopReason, Trip
@@ -89,7 +90,7 @@ class LastAnswer:
         """
         try:
             with entered(self._run.frame()), self._block as keeper:
-                opened = self._opened(call, keeper)
+                opened = run_blocking(self._opened(call, keeper))
                 if opened is None:
                     return None
                 try:
@@ -117,7 +118,7 @@ class LastAnswer:
         try:
             with entered(self._run.frame()):
                 async with self._block as keeper:
-                    opened = self._opened(call, keeper)
+                    opened = await run_awaited(self._opened(call, keeper))
                     if opened is None:
                         return None
                     try:
@@ -140,9 +141,9 @@ class LastAnswer:
             self._run.guard.tree.report("last answer", error)
             return None
 
-    def _opened(self, call: ModelCall, keeper: Guard) -> OpenModelCall | None:
+    def _opened(self, call: ModelCall, keeper: Guard) -> Flow[OpenModelCall | None]:
         call.min_output_tokens = max(call.min_output_tokens, _SHORTEST)
-        opened = self._run.model_call(call)
+        opened = yield from self._run.ask(lambda: self._run.model_call(call))
         if isinstance(opened, Stop):
             self._run.guard.tree.report(
                 f"last answer: a prompt of {call.input_tokens} tokens does not fit into what is "

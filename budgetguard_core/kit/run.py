@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, overload
 
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Refuse, Stop, ToolCall
 from budgetguard_core.errors import ConfigurationError
@@ -15,6 +15,7 @@ from budgetguard_core.kit.ambient import housekeeping_for, open_model_call
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.delay import starts_at_once, wait, wait_async
 from budgetguard_core.kit.failed_calls import failed_usage
+from budgetguard_core.kit.flow import Flow, in_thread
 from budgetguard_core.kit.lifetime import Lifetime
 from budgetguard_core.kit.projection import Prompt
 from budgetguard_core.kit.usage import answered_usage
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 """What was answered to whoever asked for a call."""
+
+
+_Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, Batch)
 
 
 class OpensRuns(Protocol):
@@ -61,6 +65,26 @@ class Run(Lifetime):
         """Return what `part` has opened for an owner, who ends it; None where there is nothing."""
         part: Run | None = self._parts.pop(owner, None)
         return part
+
+    def ask(self, question: Callable[[], _Calls]) -> Flow[_Calls]:
+        """Ask for calls; where a store has a say, an event loop asks it in a thread.
+
+        Cancelled meanwhile, what was granted is taken back.
+
+        Args:
+            question: Calls `model_call`, `batch` or `tool_call`.
+        """
+        if not any(guard.asks_a_store for guard in self.guards):
+            return question()
+        answer: _Calls = yield in_thread(question, self._take_back)
+        return answer
+
+    def _take_back(self, asked: Asked | Batch) -> None:
+        for one in asked if isinstance(asked, Batch) else (asked,):
+            if isinstance(one, OpenToolCall):
+                self.withdrawn(one)
+            elif isinstance(one, OpenModelCall):
+                self.unmade(one)
 
     # Model calls
 
