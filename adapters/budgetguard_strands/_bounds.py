@@ -1,4 +1,4 @@
-"""The completion bound of one model call, in the settings of Strands' own models."""
+"""What a model of Strands says of itself: its name, and the completion bound of one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from budgetguard_core.kit import part
 _LEAST = {"OpenAIResponsesModel": 16}
 """The smallest bound that a provider takes, where it is more than one."""
 
-# Where each model's settings keep the bound: at the top, or in the parameters of the request.
+# Where each model's settings keep the bound: at the top, in the parameters of the request, or in
+# settings of their own.
 _AT_THE_TOP = {
     "AnthropicModel": "max_tokens",
     "BedrockModel": "max_tokens",
@@ -29,6 +30,12 @@ _IN_PARAMS = {
 }
 
 
+def model_name(model: Any) -> str | None:
+    """Return the name under which a model is priced, or None when its settings have none."""
+    name = part(model.get_config(), "model_id")
+    return name if isinstance(name, str) else None
+
+
 def bounded(model: Any, tokens: int) -> Any:
     """Copy a model so that it asks for `tokens` completion tokens at most.
 
@@ -42,24 +49,19 @@ def bounded(model: Any, tokens: int) -> Any:
     config: Mapping[str, Any] = model.get_config()
     tokens = max(tokens, _thinking(config) + 1)
     for kind in type(model).__mro__:
-        tokens = max(tokens, _LEAST.get(kind.__name__, 1))
-        if kind.__name__ == "SageMakerAIModel":
-            return _with(model, model.payload_config, "max_tokens", tokens, "payload_config")
-        if kind.__name__ in _AT_THE_TOP:
-            return _with(model, config, _AT_THE_TOP[kind.__name__], tokens)
-        if kind.__name__ in _IN_PARAMS:
+        name = kind.__name__
+        tokens = max(tokens, _LEAST.get(name, 1))
+        if name == "SageMakerAIModel":
+            return _with(model, "payload_config", model.payload_config, "max_tokens", tokens)
+        if name in _AT_THE_TOP:
+            return _with(model, "config", config, _AT_THE_TOP[name], tokens)
+        if name in _IN_PARAMS:
             params: Mapping[str, Any] = config.get("params") or {}
-            names = _IN_PARAMS[kind.__name__]
-            name = next((name for name in names if name in params), names[0])
-            if _is_lower(params.get(name), tokens):
+            key = next((one for one in _IN_PARAMS[name] if one in params), _IN_PARAMS[name][0])
+            if _is_lower(params.get(key), tokens):
                 return model
-            return _with(model, config, "params", {**params, name: tokens})
+            return _with(model, "config", config, "params", {**params, key: tokens})
     return model
-
-
-def is_bounded_by(model: Any, tokens: int) -> bool:
-    """Tell whether a model's own settings bound its completion to `tokens` or fewer."""
-    return bounded(model, tokens) is model
 
 
 def give_back(copied: Any, model: Any) -> None:
@@ -79,13 +81,11 @@ def _thinking(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def _with(
-    model: Any, config: Mapping[str, Any], name: str, value: Any, attribute: str = "config"
-) -> Any:
+def _with(model: Any, settings: str, config: Mapping[str, Any], name: str, value: Any) -> Any:
     if isinstance(value, int) and _is_lower(config.get(name), value):
         return model
     copied = copy.copy(model)
-    setattr(copied, attribute, {**config, name: value})
+    setattr(copied, settings, {**config, name: value})
     return copied
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 from opentelemetry.context import get_current
 from strands import Agent
@@ -16,23 +16,26 @@ from strands.hooks import (
     BeforeToolCallEvent,
 )
 from strands.interrupt import InterruptException
-from strands.types.exceptions import ContextWindowOverflowException
+from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
-from budgetguard_core import (
-    BudgetExceeded,
-    ModelCall,
-    RunFencedError,
-    Stop,
-    TokenUsage,
-    ToolCall,
-    Trip,
+from budgetguard_core import BudgetExceeded, RunFencedError, Stop, TokenUsage, ToolCall
+from budgetguard_core.kit import Request, answered_usage, is_stop, part, run_awaited, token_usage
+from budgetguard_strands import _seams
+from budgetguard_strands._bounds import bounded, give_back, model_name
+from budgetguard_strands._messages import (
+    DIALECT,
+    STOPPED,
+    error_result,
+    is_synthetic,
+    of_stopped,
+    text_of,
+    with_text,
 )
-from budgetguard_core.kit import ToolCalls, answered_usage, is_stop, run_awaited, token_usage
-from budgetguard_strands import _ending, _history, _seams
-from budgetguard_strands._bounds import bounded, give_back, is_bounded_by
-from budgetguard_strands._identity import ByIdentity
-from budgetguard_strands._run import AgentRun
-from budgetguard_strands._usage import model_name, with_status
+from budgetguard_strands._opening import ByIdentity
+from budgetguard_strands._run import AgentRun, Paused
+
+# The provider turned the call away before it did any work.
+_REFUSALS = (ContextWindowOverflowException, ModelThrottledException)
 
 
 class Halt(BaseException):
@@ -53,15 +56,17 @@ class Halt(BaseException):
 
 
 class Calls:
-    """What one provider does at the calls of the agents that it is attached to.
+    """One provider's work at the calls of the agents that it is attached to.
 
     Attributes:
-        runs: The last run of each agent.
+        runs: The run of each agent that has one.
+        paused: Where the last run of an agent waits for a person, or failed after the answer.
         watching: The agents of which every model call tells which model it really goes to.
     """
 
     def __init__(self) -> None:
         self.runs: ByIdentity[AgentRun] = ByIdentity()
+        self.paused: ByIdentity[Paused] = ByIdentity()
         self.watching: ByIdentity[bool] = ByIdentity()
 
     def going_on(self, agent: Any) -> AgentRun | None:
@@ -71,23 +76,19 @@ class Calls:
 
     # Model calls
 
-    def model_called(self, agent: Agent, model: Any) -> Any:
-        """Note which model a call goes to, and return it with the call's completion bound."""
-        at = self.going_on(agent)
-        if at is None:
-            return model
-        at.model = model
-        bound = None if at.call is None else at.call.max_output_tokens
-        at.copied = model if bound is None else bounded(model, bound)
-        return at.copied
-
     async def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
-        """Choose the model of each call, inside of the user's own middleware.
+        """Send a call to its model, inside of the user's own middleware: bounded, and pruned.
 
         The middleware may keep its pieces: so the clock is looked at here, too.
         """
-        context.model = self.model_called(context.agent, context.model)
         at = self.going_on(context.agent)
+        turn = None if at is None else at.turn
+        if at is not None and turn is not None:
+            bound = turn.bound()
+            at.model = context.model
+            at.copied = context.model if bound is None else bounded(context.model, bound)
+            messages = copy.deepcopy(list(turn.messages)) if turn.is_pruned else context.messages
+            context = context.replace(model=at.copied, messages=messages)
         async with aclosing(proceed(context)) as events:
             async for event in events:
                 if at is not None:
@@ -98,54 +99,43 @@ class Calls:
 
     async def before_model_call(self, event: BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
-        if event.cancel:
-            return  # somebody refused the call already
         agent = event.agent
         at = self.going_on(agent)
-        if at is None:
+        if at is None or event.cancel:
             return
-        at.forget_answered()
+        at.asked = [one for one in at.asked if one.record.state == "started"]
         cycle = len(agent.event_loop_metrics.agent_invocations[-1].cycles)
-        retry = at.overflowed or cycle == at.cycle
-        at.cycle, at.overflowed = cycle, False
-        at.prune(agent)
         tools = agent.tool_registry
-        projected = at.prompt.project(
-            agent.messages,
+        request = Request(
+            messages=agent.messages,
             system=agent.system_prompt,
             # The tools and not their specs, which Strands makes anew each time.
             tools=[*tools.registry.values(), *tools.dynamic_tools.values()],
+            model=model_name(agent.model),
+            retry=at.overflowed or cycle == at.cycle,
         )
-        call = ModelCall(model=model_name(agent.model), retry=retry, input_tokens=projected)
-        asked = await run_awaited(at.run.ask(lambda: at.run.model_call(call)))
-        opened = await at.run.wait_async(asked)
-        at.note_warnings()
-        at.context = get_current()
-        if isinstance(opened, Stop):
-            at.give_back(agent)
+        at.cycle, at.overflowed = cycle, False
+        try:
+            turn = await run_awaited(at.session.model(request))
+        except RunFencedError as error:
+            raise Halt(at, error) from error
+        finally:
+            at.note_warnings()
+            at.context = get_current()
+        if isinstance(turn, Stop):
             raise Halt(at)
-        if at.run.is_saved:
-            try:
-                await _ending.save(at.run, at.whole(agent))
-            except RunFencedError as error:
-                at.give_back(agent)
-                at.run.unmade(opened)
-                raise Halt(at, error) from error
-        if not retry:
-            at.count_cycle()
-        at.begin_call(opened)
-        at.within(opened)
-        if opened.nudge is not None and agent.messages[-1]["role"] == "user":
-            agent.messages[-1]["content"].append({"text": opened.nudge})
+        at.begin_call(turn)
+        at.within(turn.call)
+        if turn.nudge is not None and agent.messages[-1]["role"] == "user":
+            agent.messages[-1]["content"].append({"text": turn.nudge})
 
     def after_model_call(self, event: AfterModelCallEvent) -> None:
         """Settle a model call, before other hooks see how it ended."""
-        at = self.going_on(event.agent)
+        agent, response = event.agent, event.stop_response
+        at = self.going_on(agent)
         if at is None:
             return
-        at.give_back(event.agent)
-        if at.streaming and not at.is_entered:
-            at.enter()  # what other hooks start now belongs to the run
+        at.enter()  # what other hooks start now belongs to the run
         if isinstance(event.exception, ContextWindowOverflowException):
             at.overflowed = True
             if not at.shared and not at.recovered:
@@ -154,84 +144,66 @@ class Calls:
                 at.recovered = True
                 at.cycles = 0
                 at.run.guard.restart_iterations()
-        if event.stop_response is None or at.call is None:
-            self.settle(at, event.agent, event.exception or "no answer")
+        if response is None or at.turn is None:
+            self.settle(at, event.exception or "no answer")
             return
-        call, model = at.call, at.model or event.agent.model
-        if at.usage is None:
-            message: dict[str, Any] = {**event.stop_response.message}
-            metadata: dict[str, Any] = message.get("metadata") or {}
-            at.usage = metadata.get("usage")
-        self.settle(at, event.agent, None, message=event.stop_response.message)
-        bound = call.max_output_tokens
-        if (
-            str(event.stop_response.stop_reason) == "max_tokens"
-            and bound is not None
-            and not is_bounded_by(model, bound)
-        ):
-            at.cut_off = at.run.cut_short(call) is not None
+        message: Any = response.message
+        at.usage = at.usage or part(message.get("metadata"), "usage")
+        self._answered(at, agent, message, str(response.stop_reason) == "max_tokens")
 
     def after_answer(self, event: AfterModelCallEvent) -> None:
         """End a run whose answer its own bound cut off, after the other hooks have seen it."""
         at = self.going_on(event.agent)
         if at is not None and at.cut_off and event.stop_response is not None:
             at.cut_off = False
-            at.written = [_history.text_of(event.stop_response.message)]
+            at.written = [text_of(event.stop_response.message)]
             raise Halt(at)
 
-    def settle(
-        self,
-        at: AgentRun,
-        agent: Agent,
-        error: BaseException | str | None,
-        *,
-        message: Any = None,
-        keep: bool = False,
-    ) -> None:
-        """Charge the model call in flight, if there is one, with what it reported so far.
-
-        Args:
-            at: The run.
-            agent: Its agent.
-            error: What ended the call; None for an answer.
-            message: The answer.
-            keep: What was written is still needed.
-        """
-        at.give_back(agent)
-        call, written = at.call, at.written
-        if call is None:
+    def _answered(self, at: AgentRun, agent: Agent, message: Any, is_cut: bool) -> None:
+        turn = at.turn
+        if turn is None:
             return
-        if at.copied not in (None, at.model):
-            give_back(at.copied, at.model)
-        usage: Any = at.usage
-        if usage is None and self.watching.get(agent) and at.model is None:
-            usage = TokenUsage()  # the user's own hook or middleware answered in the model's place
-        other = None if at.model in (None, agent.model) else model_name(at.model)
-        used = usage if isinstance(usage, TokenUsage) else token_usage(usage)
-        if error is None:
-            content: list[Any] = message["content"]
-            text, final = "", not _history.has_tool_use(content)
-            if final:
-                text = _history.text_of(message)
-            elif used is None or used.estimated or not used.output_tokens:
-                # What it wrote has to be estimated, the arguments of its tool calls included.
-                text = json.dumps(content, default=str)
-            if final and at.unsaid:
-                # Its reasoning is paid for, but is no part of what it says.
-                used = answered_usage(
-                    used, projected_input=call.call.input_tokens, written=text + "".join(at.unsaid)
-                )
-            at.run.answered(call, used, text=text, model=other, speaker=agent.name, final=final)
-            at.prompt.measured(used, reply=message)
-        elif isinstance(error, InterruptException) and not (at.usage or written or at.unsaid):
-            at.run.unmade(call)  # a hook asks a person before it
+        reply, model, bound = DIALECT.read(message), at.model or agent.model, turn.bound()
+        used = token_usage(at.usage)
+        if at.usage is None and at.model is None and self.watching.get(agent):
+            used = TokenUsage()  # the user's own hook or middleware answered in the model's place
+        written = "".join(turn.pieces)
+        if not reply.calls and len(written) > len(reply.text):
+            # Its reasoning is paid for, but is no part of what it says.
+            size = turn.call.call.input_tokens
+            used = answered_usage(used or turn.call.measured, projected_input=size, written=written)
+        trip = turn.answered(
+            reply,
+            used,
+            message=message,
+            model=None if model is agent.model else model_name(model),
+            speaker=agent.name,
+            # Where the model's own settings are the bound, it is none of the budget's.
+            is_cut=is_cut and bound is not None and bounded(model, bound) is not model,
+        )
+        at.cut_off = trip is not None
+        self._ended(at)
+
+    def settle(self, at: AgentRun, error: BaseException | str) -> None:
+        """Charge the model call in flight, if there is one: it did not end with an answer.
+
+        Its text is kept, for the history.
+        """
+        turn, written = at.turn, at.written
+        if turn is None:
+            return
+        if isinstance(error, InterruptException) and not (at.usage or turn.pieces):
+            turn.unmade()  # a hook asks a person before it
         else:
-            if usage is not None:
-                call.measured = used
-            at.run.failed(call, with_status(error), written="".join([*written, *at.unsaid]))
+            turn.call.measured = token_usage(at.usage) or turn.call.measured
+            turn.failed(error, turned_away=isinstance(error, _REFUSALS))
+        self._ended(at)
+        at.written = written
+
+    def _ended(self, at: AgentRun) -> None:
+        if at.copied is not at.model:
+            give_back(at.copied, at.model)
         at.begin_call(None)
-        if keep:
-            at.written = written
         at.within()
         at.note_warnings()
 
@@ -242,92 +214,74 @@ class Calls:
         at = self.going_on(event.agent)
         if at is None or event.cancel_tool:
             return  # outside of a run it is the user's own code that calls the tool
-        use = event.tool_use
-        call = at.take_waiting(use) if at.waiting else None
-        if call is None:
-            at.leave_call()
-            kind = _kind(event.selected_tool, use["name"], at)
-            call = at.run.tool_call(_tool_call(use, kind))
-        at.asked.append(_history.Asked(use, call, get_current()))
-        if call.refusal is not None:
-            event.cancel_tool = call.refusal
+        use: Any = event.tool_use
+        at.leave_call()
+        record = at.session.calls.take(_tool_call(use, event.selected_tool, at))
+        at.ask(use, record, get_current())
+        if record.refusal is not None:
+            event.cancel_tool = record.refusal
             _seams.ask_nobody(event)
 
     async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
         """Start a tool call, or give a result in its place, after the other hooks."""
         at = self.going_on(event.agent)
-        if at is None:
+        asked = None if at is None else at.find(event.tool_use)
+        if at is None or asked is None:
             return
-        use = event.tool_use
-        asked = _history.find_call(at.asked, use)
-        if asked is not None and asked.call.refusal is not None:
-            event.cancel_tool = asked.call.refusal
-            return
-        if event.cancel_tool:
-            if asked is not None:
-                at.asked.remove(asked)
-                text = str(event.cancel_tool)
-                ToolCalls(at.run).answered_without_body(asked.call, text, kind="cancelled")
-            return
-        if asked is None:
-            return
-        if _seams.is_asking(event.agent, use):
-            return  # it waits for the answer
-        call = await at.run.wait_async(asked.call)
-        at.note_warnings()
-        refusal = at.run.start(call)
-        if refusal is None:
-            at.within(call)
-        else:
-            event.cancel_tool = refusal
+        calls, record = at.session.calls, asked.record
+        if record.refusal is not None:
+            event.cancel_tool = record.refusal
+        elif event.cancel_tool:
+            at.asked.remove(asked)
+            calls.answered_without_body(record, str(event.cancel_tool), kind="cancelled")
+        elif not _seams.is_asking(event.agent, event.tool_use):
+            await run_awaited(calls.begin(record))
+            at.note_warnings()
+            if record.refusal is None:
+                at.within(record)
+            else:
+                event.cancel_tool = record.refusal
 
     def after_tool_call(self, event: AfterToolCallEvent) -> None:
         """Settle a tool call, with the result that the history gets."""
         at = self.going_on(event.agent)
         if at is None:
             return
-        asked = _history.find_call(at.asked, event.tool_use)
+        asked = at.find(event.tool_use)
         child = getattr(event.selected_tool, "agent", None)
         result: Any = event.result
         failed = result.get("status") == "error"
-        if (
-            child is not None
-            and isinstance(child, Agent)
-            and child.messages
-            and _history.is_synthetic(child.messages[-1])
-        ):
+        messages = child.messages if isinstance(child, Agent) else ()
+        if messages and is_synthetic(messages[-1]):
             failed = True
-            result = _history.of_stopped(result, child.messages)
-        elif failed and at.trip is not None and _says(at.trip, event):
-            result = _history.error_result(result["toolUseId"], _history.STOPPED)
-        if asked is not None and asked.result is None:
+            result = of_stopped(result, messages)
+        elif failed and _is_of_the_stop(at, event):
+            result = error_result(result["toolUseId"], STOPPED)
+        if asked is not None:
             content = result["content"]
-            at.run.finished(
-                asked.call,
-                None if failed else content,
-                error=event.exception or str(content) if failed else None,
-            )
-        message = at.run.nudge() if at.trip is None else None
-        if message is not None:
-            result = _history.with_text(result, message)
+            error = event.exception or str(content) if failed else None
+            at.session.calls.finished(asked.record, None if failed else content, error=error)
+        nudge = at.run.nudge() if at.trip is None else None
+        if nudge is not None:
+            result = with_text(result, nudge)
         if result is not event.result:
             event.result = result
         if asked is not None:
-            asked.result = result
+            asked.record.result = result
         at.within()
 
 
-def _says(trip: Trip, event: AfterToolCallEvent) -> bool:
-    """Tell whether a tool failed because a run inside of it was stopped."""
+def _is_of_the_stop(at: AgentRun, event: AfterToolCallEvent) -> bool:
+    """Return whether a tool failed because a run inside of it was stopped."""
     # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
-    return is_stop(event.exception) or str(BudgetExceeded(trip)) in str(event.result["content"])
+    said = None if at.trip is None else str(BudgetExceeded(at.trip))
+    return said is not None and (is_stop(event.exception) or said in str(event.result["content"]))
 
 
-def _tool_call(use: Any, kind: Literal["function", "handoff", "output"]) -> ToolCall:
-    return ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)
-
-
-def _kind(tool: Any, name: str, at: AgentRun) -> Literal["function", "handoff", "output"]:
+def _tool_call(use: Any, tool: Any, at: AgentRun) -> ToolCall:
+    kind: Any = "function"
     if tool is None or getattr(tool, "tool_type", None) == "structured_output":
-        return "output"  # an unknown tool has no body that could start, and is looked at for loops
-    return "handoff" if name == "handoff_to_agent" and at.of_node else "function"
+        kind = "output"  # an unknown tool has no body that could start, and is looked at for loops
+    elif use["name"] == "handoff_to_agent" and at.of_node:
+        kind = "handoff"
+    return ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)

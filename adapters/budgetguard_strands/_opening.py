@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from budgetguard_core import Budget, Guard, Outcome, Trip
+from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Trip
 from budgetguard_core.kit import (
     Envelope,
     Frame,
@@ -16,20 +16,47 @@ from budgetguard_core.kit import (
     current,
     entered,
     envelope_of,
+    is_stop,
     opened,
     part,
-    run_blocking,
+    run_awaited,
 )
-from budgetguard_strands._identity import ByIdentity
 
 KEY = "budgetguard"
 """Where the counters are in an agent's state, and the budget in an invocation's."""
+_V = TypeVar("_V")
+
+
+class ByIdentity(Generic[_V]):
+    """A dictionary whose keys are told apart by identity and not kept alive.
+
+    Users' agents and nodes may be equal to one another, or have no hash, as dataclasses have none.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Any], _V]] = {}
+
+    def get(self, key: Any) -> _V | None:
+        """Return what is known of an object, or None."""
+        found = self._values.get(id(key))
+        return None if found is None or found[0]() is not key else found[1]
+
+    def set(self, key: Any, value: _V) -> None:
+        """Note something of an object, until it is gone."""
+        values, number = self._values, id(key)
+        values[number] = (weakref.ref(key, lambda _: values.pop(number, None)), value)
+
+    def pop(self, key: Any) -> None:
+        """Forget an object."""
+        self._values.pop(id(key), None)
 
 
 class Opened(NamedTuple):
     """A run that has begun."""
 
     run: Run
+    resumed: bool
+    """It goes on from one that paused."""
     inside: bool
     """It is a part of another one."""
     shared: bool
@@ -39,13 +66,13 @@ class Opened(NamedTuple):
 
 
 class Opener:
-    """One provider's budget, its runs and what they came to.
+    """One provider's budget, its runs and their endings.
 
     Attributes:
         outcomes: The outcome of the last run of each agent, swarm and graph.
         trips: The stop of the last run of each.
         nodes: The run that a node's executor is a part of, while the node is at work.
-        corrections: What the next node of a run of a swarm or graph is to be told.
+        corrections: The correction for the next node of a run of a swarm or graph.
     """
 
     def __init__(self, envelope: Envelope | None = None) -> None:
@@ -53,13 +80,13 @@ class Opener:
         # is a part of whatever run is around.
         self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip if envelope else "return")
         self.envelope = envelope or self._part
-        self._own: WeakSet[Run] = WeakSet()
+        self._own: weakref.WeakSet[Run] = weakref.WeakSet()
         self.outcomes: ByIdentity[Outcome] = ByIdentity()
         self.nodes: ByIdentity[Run] = ByIdentity()
         self.trips: ByIdentity[Trip] = ByIdentity()
-        self.corrections: WeakKeyDictionary[Run, str] = WeakKeyDictionary()
+        self.corrections: weakref.WeakKeyDictionary[Run, str] = weakref.WeakKeyDictionary()
 
-    def open(
+    async def open(
         self,
         target: Any,
         invocation_state: Any,
@@ -74,11 +101,11 @@ class Opener:
 
         Args:
             target: The agent, swarm or graph.
-            invocation_state: What the caller gave.
+            invocation_state: The state that the caller gave.
             kept: What an agent's state holds of an earlier run of its session.
             user_spoke: It begins with new words of the user's.
             waits: It goes on in the object that waited for a person.
-            given: What the run is given as its input, where that is known.
+            given: The input of the run, where that is known.
             layer_above: The run of another provider on the same target, inside of the same run:
                 what both count is one call.
         """
@@ -95,19 +122,30 @@ class Opener:
             elif not inside:
                 envelope = self._given(invocation_state)
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
-                # Its detection of loops only looks on where the run around it does.
+                # Its detection of loops only observes where the run around it does.
                 envelope = replace(envelope, mode=frame.guard.mode)
-            run, _ = run_blocking(
-                opened(
-                    envelope,
-                    _Entry(kept),
-                    user_spoke=user_spoke,
-                    config=invocation_state,
-                    given=given,
-                )
+            opening = opened(
+                envelope, _Kept(kept), user_spoke=user_spoke, config=invocation_state, given=given
             )
+            run, resumed = await run_awaited(opening)
         self._own.add(run)
-        return Opened(run, inside, isinstance(envelope.budget, Guard), node is not None)
+        shared = isinstance(envelope.budget, Guard)
+        return Opened(run, resumed, inside, shared, node is not None)
+
+    def ended(self, target: Any, at: Any, outcome: Outcome) -> None:
+        """Note how the run of a target ended.
+
+        Raises:
+            BudgetExceeded: The caller asked for it, or the stop is that of the run around.
+        """
+        self.outcomes.set(target, outcome)
+        run, trip = at.run, at.run.trip
+        if trip is None:
+            return
+        self.trips.set(target, trip)
+        goes_through = at.inside and run.is_of_the_run_around(trip)
+        if not at.of_node and (goes_through or (run.is_to_raise and not at.inside)):
+            raise BudgetExceeded(trip, outcome)
 
     def _given(self, invocation_state: Mapping[str, Any] | None) -> Envelope:
         given = (invocation_state or {}).get(KEY)
@@ -120,7 +158,7 @@ class Opener:
         return envelope_of(given, **options)  # type: ignore[arg-type]
 
     def _is_in(self, frame: Frame | None) -> bool:
-        """Tell whether a run of this provider is around."""
+        """Return whether a run of this provider is around."""
         while frame is not None:
             if frame.is_live and frame.run in self._own:
                 return True
@@ -128,8 +166,8 @@ class Opener:
         return False
 
 
-class _Entry:
-    """What the state of an agent, swarm or graph holds of its last run; it is written elsewhere."""
+class _Kept:
+    """The location of what a run has left; `_ending` writes it, because a run has several legs."""
 
     keeps: frozenset[str] = frozenset()
 
@@ -138,10 +176,18 @@ class _Entry:
 
     def get(self) -> dict[str, Any] | None:
         """Return the entry, or None; a tool could have written anything into the state."""
-        kept = self._kept
-        if not kept or kept == {"unfinished": None}:
+        if not self._kept or self._kept == {"unfinished": None}:
             return None
-        return {"status": part(kept, "unfinished"), "snapshot": part(kept, "snapshot")}
+        return {"status": part(self._kept, "unfinished"), "snapshot": part(self._kept, "snapshot")}
 
     def put(self, entry: dict[str, Any] | None) -> None:
         """Keep nothing."""
+
+
+def is_of_a_stop(error: Any) -> bool:
+    """Return whether an exception, or what it was raised from, says only that a run was stopped."""
+    while isinstance(error, BaseException):
+        if is_stop(error):
+            return True
+        error = error.__cause__
+    return False

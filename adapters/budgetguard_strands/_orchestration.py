@@ -1,9 +1,10 @@
-"""The hooks of a swarm or graph: its nodes are parts of one run."""
+"""The hooks of a swarm or graph: its nodes are parts of one run, and a stop leaves them open."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from strands import Agent
@@ -14,13 +15,14 @@ from strands.hooks import (
     BeforeNodeCallEvent,
 )
 from strands.multiagent import Swarm
+from strands.multiagent.base import Status
 from strands.multiagent.graph import Graph
 
-from budgetguard_core import BudgetExceeded, ToolCall
+from budgetguard_core import RunFencedError, ToolCall
 from budgetguard_core.kit import FRAME, OpenToolCall, remember
-from budgetguard_strands import _ending, _history, _nodes, _seams
-from budgetguard_strands._identity import ByIdentity, is_a
-from budgetguard_strands._opening import Opened, Opener
+from budgetguard_strands import _ending, _seams
+from budgetguard_strands._messages import text_of
+from budgetguard_strands._opening import ByIdentity, Opened, Opener, is_of_a_stop
 from budgetguard_strands._seams import FIRST, LAST
 
 _RESUME = (
@@ -30,11 +32,16 @@ _RESUME = (
 _ANSWER = "Answer the interrupts: call it with the answers."
 
 
+def is_a(target: object, *kinds: type[Any]) -> bool:
+    """Return whether an object is an instance by its own type; a mock only claims to be one."""
+    return issubclass(type(target), kinds)
+
+
 class OrchestratorRun:
     """One run of a swarm or graph.
 
     Attributes:
-        run: What is told what happens, and decides.
+        run: The run.
         inside: The run is a part of another one.
         of_node: It is that of a node of another swarm or graph.
         calls: The nodes that are at work.
@@ -43,21 +50,40 @@ class OrchestratorRun:
     """
 
     def __init__(self, opened: Opened) -> None:
-        self.run, self.inside, _, self.of_node = opened
+        self.run, _, self.inside, _, self.of_node = opened
         self.calls: dict[str, OpenToolCall] = {}
         self.error: BaseException | None = None
         self.state: Any = None
 
     def is_over(self) -> bool:
-        """Tell whether no node may start any more."""
+        """Return whether no node may start any more."""
         run = self.run
-        if run.stopped_by is None and (run.aborted or run.time_left() == 0):
+        if run.stopped_by is None and run.has_to_end:
             run.check()
         return run.stopped_by is not None
 
+    def ask_before_nodes(self, state: Any) -> None:
+        """Put the question whether nodes may follow, which the state answers, to the budget first.
+
+        Neither a swarm nor a graph has a hook that ends it between two nodes.
+        """
+        if self.state is state:
+            return
+        self.state, own = state, state.should_continue
+
+        def should_continue(*args: Any, **kwargs: Any) -> Any:
+            return (False, "the run was stopped") if self.is_over() else own(*args, **kwargs)
+
+        state.should_continue = should_continue
+
+    def ask_no_more(self) -> None:
+        """Take that back: the state may live on in the next run."""
+        if self.state is not None and "should_continue" in vars(self.state):
+            del self.state.should_continue
+
 
 class Orchestrators:
-    """What one provider does on the swarms and graphs that it is attached to."""
+    """One provider's hooks on the swarms and graphs that it is attached to."""
 
     def __init__(self, opener: Opener, install: Callable[[Agent], None]) -> None:
         self._opener = opener
@@ -86,9 +112,9 @@ class Orchestrators:
             for event, callback, order in callbacks:
                 add(event, callback, order=order)
             if isinstance(orchestrator, Swarm):
-                _nodes.keep_unfinished(orchestrator, self._is_unfinished)
+                self._keep_unfinished(orchestrator)
             else:
-                _nodes.end_normally(orchestrator, self._ends_normally)
+                self._end_normally(orchestrator)
         self._attached.set(orchestrator, True)
 
     def remove(self, orchestrator: Graph | Swarm) -> None:
@@ -96,31 +122,66 @@ class Orchestrators:
         if self._attached.get(orchestrator):
             self._attached.set(orchestrator, False)
 
-    def _is_unfinished(self, swarm: Swarm) -> bool:
-        at = self._runs.get(swarm)
-        return at is not None and at.run.stopped_by is not None
+    def _keep_unfinished(self, swarm: Swarm) -> None:
+        """Have the session of a stopped swarm name the node to go on with.
 
-    def _ends_normally(self, graph: Graph, error: BaseException) -> bool:
-        at = self._runs.get(graph)
-        if at is None or not _history.is_of_a_stop(error):
-            return False
-        trip = at.run.stopped_by
-        return trip is not None and (at.of_node or not (at.inside or at.run.is_to_raise))
+        Strands 1.62 and before name none for a swarm that failed, and begin anew.
+        """
+        own = swarm.serialize_state
 
-    def _before(self, event: BeforeMultiAgentInvocationEvent) -> None:
+        def serialize_state() -> dict[str, Any]:
+            state, at, node = own(), self._runs.get(swarm), swarm.state.current_node
+            if node is not None and at is not None and at.run.stopped_by is not None:
+                state["next_nodes_to_execute"] = [node.node_id]
+            return state
+
+        owner: Any = swarm
+        owner.serialize_state = serialize_state
+
+    def _end_normally(self, graph: Graph) -> None:
+        """Have a graph return its result where a node was left by a stop; Strands raises it.
+
+        Only what runs an agent by itself, in a node of the user's own, is left by one.
+        """
+        own: Any = graph.stream_async
+
+        async def stream_async(*args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
+            try:
+                async with aclosing(own(*args, **kwargs)) as events:
+                    async for event in events:
+                        yield event
+            except Exception as error:
+                at = self._runs.get(graph)
+                if at is None or not is_of_a_stop(error) or at.run.stopped_by is None:
+                    raise
+                if not at.of_node and (at.inside or at.run.is_to_raise):
+                    raise
+                yield {"type": "multiagent_result", "result": _seams.result_of(graph)}
+
+        owner: Any = graph
+        owner.stream_async = stream_async
+
+    # The hooks
+
+    async def _before(self, event: BeforeMultiAgentInvocationEvent) -> None:
         source: Any = event.source
-        before = self._runs.pop(source)
+        before = self._runs.get(source)
+        self._runs.pop(source)
         if not self._attached.get(source):
             return
         self.install(source)
         kept = None
-        if _seams.is_interrupted(source):
+        answered = _seams.is_interrupted(source)
+        if answered:
             kept = _seams.kept_with_interrupts(source)
         elif before is not None and before.run.stopped_by is not None:
             self._runs.set(source, before)
-            _nodes.go_on(source)
-        spoke = not _seams.is_interrupted(source)
-        opened = self._opener.open(source, event.invocation_state, kept, user_spoke=spoke)
+            if source.session_manager is not None:
+                # It goes on in this very object, as in a new one.
+                source.deserialize_state(source.serialize_state())
+        opened = await self._opener.open(
+            source, event.invocation_state, kept, user_spoke=not answered
+        )
         self._runs.set(source, OrchestratorRun(opened))
 
     def _before_node(self, event: BeforeNodeCallEvent) -> None:
@@ -128,9 +189,7 @@ class Orchestrators:
         at = self._runs.get(source)
         if at is None:
             return  # the budget came while it ran, and begins with the next run
-        if at.state is not source.state:
-            at.state = source.state
-            _nodes.ask_before_nodes(source.state, at.is_over)
+        at.ask_before_nodes(source.state)
         if event.cancel_node:
             at.error = RuntimeError(f"node {event.node_id!r} was cancelled: {event.cancel_node}")
             return
@@ -156,24 +215,21 @@ class Orchestrators:
             return
         executor = source.nodes[event.node_id].executor
         self._opener.nodes.pop(executor)
-        outcome = self._opener.outcomes.get(executor)
+        outcome, trip = self._opener.outcomes.get(executor), self._opener.trips.get(executor)
         result = source.state.results.get(event.node_id)
-        trip = self._opener.trips.get(executor)
         handed_on = getattr(source.state, "handoff_node", None) is not None
         if trip is not None and not handed_on and not at.is_over():
             # A node has no envelope of its own: what its detector stopped is stopped as a whole,
             # unless a swarm has somebody to go on with.
             at.run.trip = trip
-        if at.is_over() and (
-            (outcome is not None and outcome.status == "terminated")
-            or _history.is_of_a_stop(getattr(result, "result", None))
-        ):
-            _nodes.not_finished(source, event.node_id)
+        is_cut = outcome is not None and outcome.status == "terminated"
+        if at.is_over() and (is_cut or is_of_a_stop(getattr(result, "result", None))):
+            not_finished(source, event.node_id)
         call = at.calls.pop(event.node_id, None)
         if call is None:
             return
         messages = getattr(executor, "messages", None)
-        at.run.finished(call, _history.text_of(messages[-1]) if messages else None)
+        at.run.finished(call, text_of(messages[-1]) if messages else None)
         correction = at.run.nudge()
         if correction:
             self._opener.corrections[at.run] = correction
@@ -184,55 +240,77 @@ class Orchestrators:
         at = self._runs.get(source)
         if at is None:
             return
-        if at.state is not None:
-            _nodes.ask_no_more(at.state)
+        at.ask_no_more()
         for node in source.nodes.values():
             self._opener.nodes.pop(node.executor)
         run = at.run
         if not _seams.is_interrupted(source):
             if run.stopped_by is not None:
-                _nodes.mark_failed(source)
+                # The status that Strands' own limits give one.
+                name = "status" if isinstance(source, Graph) else "completion_status"
+                setattr(source.state, name, Status.FAILED)
             return
-        if not (run.ended or _nodes.has_failed(source)):
+        if not (run.ended or has_failed(source)):
             outcome = await run.in_thread(lambda: run.pause(resume=_ANSWER))
             self._opener.outcomes.set(source, outcome)
         # Also of one that failed after the answer: it can be answered again.
         kept = {"unfinished": "paused", "snapshot": run.guard.snapshot().to_json()}
-        _seams.keep_with_interrupts(source, kept)
+        _seams.kept_with_interrupts(source).update(kept)
 
     async def _after(self, event: AfterMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None or at.run.ended:
             return
-        run = at.run
+        run, results = at.run, [one.result for one in source.state.results.values()]
         leaving = sys.exception()  # on its way through the `finally` that this runs in
-        error = leaving or _nodes.fenced(source)
+        # A swarm makes a result of it that a run was resumed elsewhere.
+        fenced = (one for one in results if isinstance(one, RunFencedError))
+        error = failed = leaving or next(fenced, None)
         trip = run.stopped_by
-        failed = error
-        if error is None and trip is None and _nodes.has_failed(source):
-            failed = at.error or _nodes.failure(source)
+        if error is None and trip is None and has_failed(source):
+            raised = (one for one in reversed(results) if isinstance(one, Exception))
+            failed = at.error or next(raised, None)
+            if failed is None and getattr(source.state, "failed_nodes", None):
+                failed = RuntimeError("a node failed")
             if failed is None:
                 trip = run.framework_limit(f"{_ending.LIMIT}: the status is FAILED")
                 self._runs.pop(source)  # it begins anew, as without a guard
-        if failed is not None and (trip is None or not _history.is_of_a_stop(failed)):
+        if failed is not None and (trip is None or not is_of_a_stop(failed)):
             outcome = await run.in_thread(lambda: run.fail(failed))
             remember(failed, outcome)
         else:
+            step = None if trip is None else "model call"
             outcome = await run.in_thread(
-                lambda: run.end(
-                    trip=trip,
-                    next_step=None if trip is None else "model call",
-                    resume=_RESUME,
-                )
+                lambda: run.end(trip=trip, next_step=step, resume=_RESUME)
             )
-        self._opener.outcomes.set(source, outcome)
         if error is not None and leaving is None:
+            self._opener.outcomes.set(source, outcome)
             raise error
-        if trip is not None:
-            self._opener.trips.set(source, trip)
-        if trip is None or at.of_node:
-            return
-        goes_through = at.inside and run.is_of_the_run_around(trip)
-        if goes_through or (run.is_to_raise and not at.inside):
-            raise BudgetExceeded(trip, outcome)
+        self._opener.ended(source, at, outcome)
+
+
+def has_failed(source: Any) -> bool:
+    """Return whether a swarm or graph has failed."""
+    state = source.state
+    status = state.status if isinstance(source, Graph) else state.completion_status
+    return bool(status == Status.FAILED)
+
+
+def not_finished(source: Any, node_id: str) -> None:
+    """Take back that a node has finished: its agent was stopped before it had."""
+    node, state = source.nodes[node_id], source.state
+    result = state.results.get(node_id)
+    if result is not None:
+        result.status = Status.FAILED
+    if isinstance(source, Graph):
+        state.completed_nodes.discard(node)
+        state.failed_nodes.discard(node)
+        if node in state.execution_order[-1:]:
+            state.execution_order.pop()
+        # As one in flight: it is done again after a reload, and what waits for it still waits.
+        node.execution_status = Status.EXECUTING
+        if state.status == Status.EXECUTING:
+            state.status = Status.FAILED
+    elif state.handoff_node is None and node in state.node_history[-1:]:
+        state.node_history.pop()

@@ -3,84 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Mapping
 from contextvars import Token
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from opentelemetry.context import Context
 
-from budgetguard_core import Guard, Trip
-from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt
-from budgetguard_strands._history import Asked, unsaid
-from budgetguard_strands._identity import ByIdentity
-from budgetguard_strands._opening import Opened
-from budgetguard_strands._usage import model_name
+from budgetguard_core import Guard, Snapshot, Trip
+from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
+from budgetguard_strands._messages import DIALECT, thought
+from budgetguard_strands._opening import ByIdentity, Opened
 
 CYCLES = "event_loop_cycle_count"
-"""The key in an invocation's state under which the cycles of a leg are counted, from 1 on."""
-
-# Asked for each piece of an answer, always by a task. Python 3.11 has no C function for it, which
-# costs three times as much as the table that it asks.
-_tasks: Any = asyncio.tasks
-current_task: Callable[[asyncio.AbstractEventLoop], asyncio.Task[Any]] = (
-    _tasks.current_task if sys.version_info >= (3, 12) else _tasks._current_tasks.get  # noqa: SLF001
-)
+"""The key in an invocation's state under which the cycles of an attempt are counted, from 1 on."""
 _LOOK_EVERY = 64
-_NOTHING: frozenset[str] = frozenset()
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
 _summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
 
 
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One tool call of the batch in flight. It is told apart from others by its identity."""
+
+    use: Mapping[str, Any]
+    record: OpenToolCall
+    context: Context
+
+
+class Paused(NamedTuple):
+    """A run of an agent that waits, in the object that it waits in."""
+
+    snapshot: Snapshot
+    inside: bool
+    state: object
+
+    def is_of(self, agent: Any) -> bool:
+        """Return whether an agent still is where the run paused, and was not taken back."""
+        # A snapshot of Strands comes with a state of its own, and with the counters in it; what
+        # is inside of another run has none there.
+        return self.inside or self.state is agent.state
+
+
 class AgentRun:
-    """One run of one agent, under one run of the kit.
+    """One run of one agent, on one session of the kit.
 
     A run has several legs where a hook resumes the agent within one invocation.
 
     Attributes:
-        run: What is told what happens, and decides.
-        context: OpenTelemetry's context in which the last model call began.
+        session: The life of the run.
         inside: The run is a part of another one.
         shared: Its guard was given, and nothing of it is reset.
         of_node: It is that of a swarm's or graph's node.
         metrics: Strands' metrics, in which the invocation has its number.
         invocation: That number; a hook that resumes the agent stays in the same invocation.
         resumed: A hook has resumed the agent: the next leg begins its iterations anew.
-        waiting: Calls of an earlier leg that waited for a person.
-        unwatch: Ends the watch over the tools that run in the background.
         asked: The tool calls of the batch in flight.
+        context: OpenTelemetry's context in which the last model call began.
+        unwatch: Ends the watch over the tools that run in the background.
         error: What left the run.
         output: The structured output that came with the batch in which the run was stopped.
         limit: The stop that Strands' own limit has made; None where none has.
-        snapshot: Where the run paused; None while it does not.
-        prompt: What the next prompt is projected with.
-        notices: The warnings that the stream has not carried yet.
+        paused: Where the run paused; None while it does not.
         is_entered: The running code is inside of the run.
         awaiting: The task that waits for the next event of the loop; None while none does.
+        due: The run is to be left as soon as it can be.
     """
 
     def __init__(self, opened: Opened, agent: Any) -> None:
-        self.run, self.inside, self.shared, self.of_node = opened
+        self.run, resumed, self.inside, self.shared, self.of_node = opened
+        self.session = Session(self.run, DIALECT, resumed=resumed)
         self.metrics: object = None
         self.invocation = 0
         self.resumed = False
-        self.snapshot: Any = None
-        self._paused_in: object = None
+        self.paused: Paused | None = None
         self.error: BaseException | None = None
-        self.prompt = Prompt()
         self.frame: Frame = self.run.frame()
         self.context: Context | None = None
-        self.waiting: list[OpenToolCall] = []
         self.unwatch: Callable[[], None] | None = None
         self.asked: list[Asked] = []
-        # The agent's whole history, while a part of it is sent.
-        self._whole: list[Any] | None = None
-        self._sent = 0
-        self._warned: dict[str, frozenset[str]] = {}
+        self._warned: dict[str, int] = {}
         self.notices: list[dict[str, Any]] = []
+        self.note_warnings()
+        self.notices.clear()  # they were given before it began
         self.begin_leg()
-        self.note_warnings(silently=True)
         summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
         if summarizer is not None:
             _summarizers.set(summarizer, ())
@@ -88,7 +95,7 @@ class AgentRun:
             self.cycle = 1  # its first model call is no turn
 
     def _is_summary(self, agent: Any) -> bool:
-        """Tell whether it begins with a summary of the conversation of the run around it.
+        """Return whether it begins with a summary of the conversation of the run around it.
 
         A second one, without a turn between the two, is an agent's that goes round: it counts.
         """
@@ -100,6 +107,11 @@ class AgentRun:
         _summarizers.set(agent, now)
         return before != now
 
+    @property
+    def trip(self) -> Trip | None:
+        """Why the run has to end."""
+        return self.session.trip
+
     # A leg, and the model call in flight
 
     def begin_leg(self) -> None:
@@ -107,102 +119,72 @@ class AgentRun:
         self.cycle = -1
         self.cycles = 0
         self.invocation_state: dict[str, Any] = {}
-        self.overflowed = False
-        self.recovered = False
-        self.watched = False
-        self.streaming = False
-        self.cut_off = False
+        self.overflowed = self.recovered = self.watched = self.cut_off = False
         self.limit: Trip | None = None
         self.output: Any = None
         self.inner: Frame = self.frame
         self._token: Token[Frame | None] | None = None
         self.is_entered = False
         self.awaiting: asyncio.Task[Any] | None = None
-        self._cancelled = False
-        self._earlier = 0
-        self._pieces = 0
-        self.due = False
+        self._cancelled = self.due = False
+        self._earlier = self._pieces = 0
         self.begin_call(None)
 
     def pause(self, agent: Any) -> None:
         """Keep the counters that the run has where it waits."""
-        self.snapshot, self._paused_in = self.run.guard.snapshot(), agent.state
+        self.paused = Paused(self.run.guard.snapshot(), self.inside, agent.state)
 
-    def is_of(self, agent: Any) -> bool:
-        """Tell whether an agent still is where the run paused, and was not taken back."""
-        # A snapshot of Strands comes with a state of its own, and with the counters in it; what
-        # is inside of another run has none there.
-        return self.inside or self._paused_in is agent.state
-
-    def count_cycle(self) -> None:
-        """Count a model call that is no retry, where the reference's users look for the figure."""
-        self.cycles += 1
-        self.invocation_state[CYCLES] = self.cycles
-
-    def take_waiting(self, use: Mapping[str, Any]) -> OpenToolCall | None:
-        """Take the call of an earlier leg that waited for a person; None where none did."""
-        for one in self.waiting:
-            if (one.call.id, one.call.name) == (use["toolUseId"], use["name"]):
-                self.waiting.remove(one)
-                return one
-        return None
-
-    def forget_answered(self) -> None:
-        """Forget the last batch, but not what runs in the background and answers later."""
-        self.asked = [one for one in self.asked if one.call.state == "started"]
-
-    def begin_call(self, call: OpenModelCall | None) -> None:
+    def begin_call(self, turn: ModelTurn | None) -> None:
         """Forget what the last model call brought."""
-        self.call = call
+        self.turn = turn
         self.model: Any = None
         self.copied: Any = None
-        self.streaming = False
         self.usage: Any = None
         self.written: list[str] = []
-        self.unsaid: list[str] = []  # what it wrote that is no text: arguments and reasoning
+        if turn is not None and not turn.request.retry:
+            # Where the reference's users look for the figure.
+            self.cycles += 1
+            self.invocation_state[CYCLES] = self.cycles
 
     def note(self, event: Any) -> None:
-        """Note what an event of the model call in flight tells of it."""
-        if "data" in event:
-            self.written.append(event["data"])
-        elif "delta" in event:
-            self.unsaid.append(unsaid(event["delta"]))
-        elif "event" in event:
-            chunk = event["event"]
-            if "contentBlockDelta" in chunk:
-                self.streaming = not self.due
-            elif "metadata" in chunk:
-                self.usage = chunk["metadata"].get("usage") or self.usage
+        """Note what an event of the model call in flight says of it, and look at the clock.
 
-    def prune(self, agent: Any) -> None:
-        """Leave in the agent's history, for one model call, what is to be sent of it."""
-        if self.run.envelope.prune is None:
-            return
-        kept = self.run.pruned(agent.messages, model_name(agent.model))
-        if kept is not None:
-            self._whole, self._sent = list(agent.messages), len(kept)
-            agent.messages[:] = kept
-            self.prompt = Prompt()
+        Else it is an event of a tool's, or of an agent delegated to.
+        """
+        turn = self.turn
+        if turn is not None:
+            if "data" in event:
+                self.written.append(event["data"])
+                turn.piece(event["data"])
+            elif "delta" in event:
+                turn.piece(thought(event["delta"]))
+            elif "event" in event and "metadata" in event["event"]:
+                self.usage = event["event"]["metadata"].get("usage") or self.usage
+        self.look()
 
-    def whole(self, agent: Any) -> list[Any]:
-        """Return the agent's history, also while a part of it is sent."""
-        return agent.messages if self._whole is None else self._whole
+    def ask(self, use: Mapping[str, Any], record: OpenToolCall, context: Context) -> None:
+        """Note a tool call; another attempt at one takes the place of the first."""
+        for before in [one for one in self.asked if one.use is use]:
+            self.session.calls.postpone(before.record)
+            self.asked.remove(before)
+        self.asked.append(Asked(use, record, context))
 
-    def give_back(self, agent: Any) -> None:
-        """Give the agent its whole history again, with what was added meanwhile."""
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
-            agent.messages[:] = [*whole, *agent.messages[self._sent :]]
+    def find(self, use: Mapping[str, Any]) -> Asked | None:
+        """Find the open call of a tool use: that very one, or else one of the same id."""
+        going_on = [one for one in self.asked if one.record.result is None]
+        same = (one for one in going_on if one.use["toolUseId"] == use["toolUseId"])
+        return next((one for one in going_on if one.use is use), None) or next(same, None)
 
     # The context of the run's code
 
     def enter(self) -> None:
-        """Let the running code be inside of the run, for one step."""
-        self._token = FRAME.set(self.inner)
-        self.is_entered = True
+        """Make the running code a part of the run, for one step."""
+        if not self.is_entered:
+            self._token = FRAME.set(self.inner)
+            self.is_entered = True
 
     def leave(self) -> None:
-        """Let the running code be outside of the run again, if it is inside."""
+        """Undo that."""
         if self._token is not None:
             self.inner = FRAME.get() or self.inner
             FRAME.reset(self._token)
@@ -210,11 +192,11 @@ class AgentRun:
             self.is_entered = False
 
     def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
-        """Let the code that follows in this step be the body of a call, or of none."""
+        """Make the code that follows in this step the body of a call, or of none."""
         FRAME.set(self.frame if call is None else call.frame)
 
     def leave_call(self) -> None:
-        """Be in the body of no call of this run: one that went to the background ends elsewhere."""
+        """Leave the body of a call of this run: one that went to the background ends elsewhere."""
         frame = FRAME.get()
         if frame is not None and frame.run is self.run and frame.call is not None:
             self.within()
@@ -224,7 +206,6 @@ class AgentRun:
     def cut(self) -> None:
         """End what the run awaits; between two events of a stream it awaits nothing."""
         self.due = True
-        self.streaming = False
         if self.awaiting is not None and not self._cancelled:
             self._cancelled = True
             self._earlier = self.awaiting.cancelling()
@@ -238,10 +219,9 @@ class AgentRun:
         self._pieces += 1
         if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
-            self.streaming = self.streaming and not self.due
 
     def took_effect(self) -> bool:
-        """Tell whether a cancellation that came up was the watcher's, and take it back if so."""
+        """Return whether a cancellation that came up was the watch's, and take it back if so."""
         if not self._cancelled:
             return False
         self._cancelled = False
@@ -251,23 +231,13 @@ class AgentRun:
 
     # Warnings
 
-    def take_notices(self) -> list[dict[str, Any]]:
-        """Return the warnings that the stream has not carried yet, and forget them."""
-        notices, self.notices = self.notices, []
-        return notices
-
-    def note_warnings(self, *, silently: bool = False) -> None:
+    def note_warnings(self) -> None:
         """Collect the warnings that were given since the last time, for the stream."""
-        for nearest in self.run.guards:
-            for guard in nearest.lineage:
-                given = guard.warnings
-                known = self._warned.get(guard.run_id, _NOTHING)
-                if len(given) != len(known):
-                    self._warned[guard.run_id] = frozenset(given)
-                    if not silently:
-                        self.notices += [_notice(guard, one) for one in given if one not in known]
-
-    # What holds
+        for guard in (one for nearest in self.run.guards for one in nearest.lineage):
+            given, known = guard.warnings, self._warned.get(guard.run_id, 0)
+            if len(given) != known:
+                self._warned[guard.run_id] = len(given)
+                self.notices += [_notice(guard, one) for one in given[known:]]
 
     @property
     def contexts(self) -> list[Context | None]:
@@ -275,18 +245,10 @@ class AgentRun:
         return [*(one.context for one in self.asked), self.context]
 
     @property
-    def trip(self) -> Trip | None:
-        """Why the run has to end."""
-        return self.run.stopped_by
-
-    @property
     def is_bounded(self) -> bool:
         """Whether the completion of each call is bounded, here or above."""
-        return any(
-            guard.budget.max_output_tokens_per_call is not None
-            for nearest in self.run.guards
-            for guard in nearest.lineage
-        )
+        every = (one for nearest in self.run.guards for one in nearest.lineage)
+        return any(one.budget.max_output_tokens_per_call is not None for one in every)
 
 
 def _notice(guard: Guard, dimension: str) -> dict[str, Any]:

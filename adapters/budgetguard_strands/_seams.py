@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import warnings
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from importlib import import_module
 from typing import Any, TypeAlias
 
+from opentelemetry import trace
+from opentelemetry.context import Context
 from strands import Agent
 from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.middleware import InvokeModelStage
 from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
+from budgetguard_core.kit import Run, Watch
 
 Events: TypeAlias = AsyncGenerator[Any, None]
 Around: TypeAlias = Callable[[Agent, dict[str, Any], Events], Events]
@@ -25,6 +30,7 @@ LAST = 1000.0
 _KEPT = "budgetguard.run"
 _CONTINUED = "_continuation_state"
 _CYCLE = "_execute_event_loop_cycle"
+_USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names."
 
 
 def wrap_runs(kind: type[Agent], around: Around) -> None:
@@ -38,7 +44,10 @@ def wrap_runs(kind: type[Agent], around: Around) -> None:
     """
     owner = next((one for one in kind.__mro__ if vars(one).get(_CYCLE) is not None), None)
     if owner is None:
-        raise _unsupported("a place around a run")
+        raise AdapterError(
+            "this release of strands-agents must have a place around a run, got none. The agent "
+            f"would run without its budget. {_USE_ANOTHER}"
+        )
     own: Callable[..., Events] = vars(owner)[_CYCLE]
     if hasattr(own, "ends_runs"):
         return
@@ -50,13 +59,6 @@ def wrap_runs(kind: type[Agent], around: Around) -> None:
     wrapped: Any = cycle
     wrapped.ends_runs = True
     setattr(owner, _CYCLE, wrapped)
-
-
-def has_model_middleware(agent: Agent) -> bool:
-    """Return whether a middleware can swap the agent's model for a call, or answer in its place."""
-    registry = getattr(agent, "_middleware_registry", None)
-    handlers = getattr(registry, "_handlers", None)
-    return handlers is None or bool(handlers.get(InvokeModelStage))
 
 
 def join_runs_around(join: Callable[[Agent], None]) -> None:
@@ -80,33 +82,49 @@ def join_runs_around(join: Callable[[Agent], None]) -> None:
     owner.stream_async = wrapped
 
 
-def is_interrupted(target: Any) -> bool:
-    """Tell whether an agent, swarm or graph waits for a person, or goes on with the answer."""
-    return bool(getattr(_interrupts(target), "activated", False))
+def has_model_middleware(agent: Agent) -> bool:
+    """Return whether a middleware can swap the agent's model for a call, or answer in its place."""
+    registry = getattr(agent, "_middleware_registry", None)
+    handlers = getattr(registry, "_handlers", None)
+    return handlers is None or bool(handlers.get(InvokeModelStage))
+
+
+def goes_on(event: AfterInvocationEvent) -> bool:
+    """Return whether Strands itself goes on after this, with the results of background tasks."""
+    state = getattr(event, _CONTINUED, None)
+    ended = event.result is not None and event.result.stop_reason in ("end_turn", "stop_sequence")
+    return ended and bool(getattr(state, "inputs", None))
+
+
+def result_of(graph: Any) -> Any:
+    """Make the result of a graph from the state that it was left in."""
+    return graph._build_result([])  # noqa: SLF001
+
+
+# Questions to a person
 
 
 def _interrupts(target: Any) -> Any:
     return getattr(target, "_interrupt_state", None)
 
 
-def keep_with_interrupts(target: Any, kept: dict[str, Any]) -> None:
-    """Keep something beside the questions of a waiting swarm or graph; its session keeps it too."""
-    context: dict[str, Any] | None = getattr(_interrupts(target), "context", None)
-    if context is not None:
-        context[_KEPT] = kept
+def is_interrupted(target: Any) -> bool:
+    """Return whether an agent, swarm or graph waits for a person, or goes on with the answer."""
+    return bool(getattr(_interrupts(target), "activated", False))
 
 
-def kept_with_interrupts(target: Any) -> Any:
-    """Return what was kept beside the questions of a waiting swarm or graph; None if nothing."""
-    context: Mapping[str, Any] = getattr(_interrupts(target), "context", None) or {}
-    return context.get(_KEPT)
+def kept_with_interrupts(target: Any) -> dict[str, Any]:
+    """Return what is kept beside the questions of a waiting swarm or graph, to be changed.
+
+    Its session keeps it too.
+    """
+    context: Any = getattr(_interrupts(target), "context", None)
+    return {} if context is None else context.setdefault(_KEPT, {})
 
 
 def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
-    """Tell whether a hook before ours waits for a person's word on a tool call."""
-    interrupts: Mapping[str, Any] | None = getattr(_interrupts(agent), "interrupts", None)
-    if not interrupts:
-        return False
+    """Return whether a hook before ours waits for a person's word on a tool call."""
+    interrupts: Mapping[str, Any] = getattr(_interrupts(agent), "interrupts", None) or {}
     mark = f":before_tool_call:{use['toolUseId']}:"
     return any(mark in name and one.response is None for name, one in interrupts.items())
 
@@ -136,10 +154,14 @@ def ask_nobody(event: BeforeToolCallEvent) -> None:
     object.__setattr__(event, "interrupt", interrupt)
 
 
-def results_before_interrupt(agent: Agent) -> list[Any]:
-    """Return the results of a batch that were there when it was interrupted."""
+def results_before_interrupt(agent: Agent) -> list[tuple[Any, Any]]:
+    """List the tool uses of a batch that had a result when it was interrupted, and the results."""
     pending = getattr(_interrupts(agent), "pending_tool_execution", None)
-    return [] if pending is None else list(pending.completed_tool_results)
+    if pending is None:
+        return []
+    blocks = pending.assistant_message["content"]
+    uses = {one["toolUse"]["toolUseId"]: one["toolUse"] for one in blocks if "toolUse" in one}
+    return [(uses[one["toolUseId"]], one) for one in pending.completed_tool_results]
 
 
 def forget_interrupt(agent: Agent) -> None:
@@ -148,42 +170,89 @@ def forget_interrupt(agent: Agent) -> None:
         agent._interrupt_state.deactivate()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-def goes_on(event: AfterInvocationEvent) -> bool:
-    """Tell whether Strands itself goes on after this leg, with the results of background tasks."""
-    state = getattr(event, _CONTINUED, None)
-    ended = event.result is not None and event.result.stop_reason in ("end_turn", "stop_sequence")
-    return ended and bool(getattr(state, "inputs", None))
-
-
-def result_of(graph: Any) -> Any:
-    """Make the result of a graph from the state that it was left in."""
-    return graph._build_result([])  # noqa: SLF001
-
-
-def background_tasks(agent: Agent) -> list[str]:
-    """Return the ids of an agent's background tasks that have not ended."""
-    tasks = getattr(agent, "_background_tasks", None)
-    known: Any = getattr(tasks, "_task_snapshots", tuple)()
-    over = ("completed", "failed", "cancelled")
-    return [one["task_id"] for one in known if one["status"] not in over]
+# Tools in the background
 
 
 def has_background_tasks(agent: Agent) -> bool:
-    """Tell whether an agent's tools may run in the background."""
+    """Return whether an agent's tools may run in the background."""
     return getattr(agent, "_background_tasks", None) is not None
 
 
-async def cancel_background_tasks(agent: Agent) -> None:
-    """Let Strands wait for an agent's background tasks no more."""
-    manager: Any = getattr(getattr(agent, "_background_tasks", None), "_manager", None)
-    if manager is not None:
-        for task in background_tasks(agent):
-            await manager.cancel(task)
+class Bodies:
+    """The bodies of an agent's tools that run in the background: they end with their run."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._tasks: Any = getattr(agent, "_background_tasks", None)
+        self._running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
+
+    async def around(self, context: Any, proceed: Callable[[Any], Events]) -> Events:
+        """Note the task of a body that runs in the background."""
+        task = asyncio.current_task()
+        if task is not None and hasattr(context, "_background_interrupt"):
+            self._running[task] = asyncio.get_running_loop()
+        try:
+            async with aclosing(proceed(context)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._running.pop(task, None)  # type: ignore[arg-type]
+
+    def _going_on(self) -> list[str]:
+        known: Any = getattr(self._tasks, "_task_snapshots", tuple)()
+        over = ("completed", "failed", "cancelled")
+        return [one["task_id"] for one in known if one["status"] not in over]
+
+    async def cancel(self) -> None:
+        """Cancel them all; Strands would only no longer wait for those on a loop of its own."""
+        running = dict(self._running)
+        manager: Any = getattr(self._tasks, "_manager", None)
+        if manager is not None:
+            for task in self._going_on():
+                await manager.cancel(task)
+        for body, loop in running.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(body.cancel)
+
+    def watch(self, run: Run) -> Callable[[], None] | None:
+        """Cancel them at the deadline and at an abort, while Strands waits for them.
+
+        With their results Strands goes on, and there the run is stopped.
+
+        Returns:
+            A function that ends the watch; None where there is nothing to wait for.
+        """
+        if not self._going_on():
+            return None
+        cancelling: list[asyncio.Task[None]] = []
+        return Watch(run, lambda: cancelling.append(asyncio.create_task(self.cancel()))).close
 
 
-def is_in_background(context: Any) -> bool:
-    """Tell whether a tool's body runs in the background."""
-    return hasattr(context, "_background_interrupt")
+# Spans: Strands ends those of what answers or fails, and no others
+
+
+def end_spans(
+    outer: trace.Span, known: Iterable[Context | None], error: BaseException | None = None
+) -> None:
+    """End the spans that a cut run has left open within its own, the innermost first.
+
+    Args:
+        outer: The span around the run, which Strands ends.
+        known: The contexts that the run's calls began in; tools have tasks of their own.
+        error: What came up through the run; None where it is left between two of its events, and
+            the span of what was going on is the current one.
+    """
+    found: list[trace.Span] = [] if error is not None else [trace.get_current_span()]
+    step = None if error is None else error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if str(frame.f_globals.get("__name__")).startswith("strands."):
+            spans = [one for one in frame.f_locals.values() if isinstance(one, trace.Span)]
+            found = [*reversed(spans), *found]
+        step = step.tb_next
+    found += [trace.get_current_span(one) for one in known if one is not None]
+    for span in found:
+        if span is not outer and span.is_recording():
+            span.end()
 
 
 def probe(target: Any) -> None:
@@ -191,11 +260,9 @@ def probe(target: Any) -> None:
     needs = [(target, "_interrupt_state", "a run that waits for a person counts as ended")]
     if isinstance(target, Agent):
         tasks = getattr(target, "_background_tasks", None)
+        outlive = "background tasks outlive a stop"
+        needs += [(tasks, "_manager", outlive), (tasks, "_task_snapshots", outlive)]
         continued = getattr(import_module("strands.agent._continuation"), "_STATE_ATTRIBUTE", None)
-        needs += [
-            (tasks, "_manager", "background tasks outlive a stop"),
-            (tasks, "_task_snapshots", "background tasks outlive a stop"),
-        ]
         if tasks is not None and continued != _CONTINUED:
             # Set by Strands where it is needed, so only its name can be looked for.
             _warn(f"AfterInvocationEvent.{_CONTINUED}", "a run ends before its background tasks")
@@ -208,15 +275,7 @@ def probe(target: Any) -> None:
 
 def _warn(missing: str, without: str) -> None:
     warnings.warn(
-        f"this release of strands-agents has no {missing}: {without}. "
-        "Use a release from 1.62 up to the newest that BudgetGuard names.",
+        f"this release of strands-agents has no {missing}: {without}. {_USE_ANOTHER}",
         RuntimeWarning,
         stacklevel=3,
-    )
-
-
-def _unsupported(missing: str) -> AdapterError:
-    return AdapterError(
-        f"this release of strands-agents must have {missing}, got none. The agent would run "
-        "without its budget. Use a release from 1.62 up to the newest that BudgetGuard names."
     )

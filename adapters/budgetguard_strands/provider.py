@@ -14,9 +14,8 @@ from strands.plugins import Plugin
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_strands._agents import AgentHooks
-from budgetguard_strands._identity import is_a
 from budgetguard_strands._opening import Opener
-from budgetguard_strands._orchestration import Orchestrators
+from budgetguard_strands._orchestration import Orchestrators, is_a
 
 DEFAULT_MAX_ITERATIONS = 25
 """The cap of a provider that is given neither a budget nor a guard."""

@@ -38,6 +38,8 @@ from budgetguard_core.kit.flow import (
 )
 from budgetguard_core.kit.formats import (
     CHAT,
+    CONVERSE,
+    Blocks,
     Message,
     SyntheticMessage,
     content_text,
@@ -71,11 +73,13 @@ from budgetguard_core.kit.watch import CutShort, Watch, cut_short, supervised
 __all__ = [
     "ANSWER_NOW",
     "CHAT",
+    "CONVERSE",
     "FRAME",
     "NOWHERE",
     "PROGRESS_TOOL",
     "Answer",
     "Batch",
+    "Blocks",
     "Call",
     "CutShort",
     "Envelope",

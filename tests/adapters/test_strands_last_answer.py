@@ -11,9 +11,10 @@ from strands.session import FileSessionManager
 
 from budgetguard_core import Budget, FinalizeReserve
 from budgetguard_core.kit import ANSWER_NOW
+from budgetguard_core.kit.history import in_words
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_strands import BudgetHookProvider
-from budgetguard_strands._last import asked
+from budgetguard_strands._messages import DIALECT
 from strands_agents import Counter, made, run
 
 BUDGET = Budget(max_iterations=1, finalize_reserve=FinalizeReserve(tokens=9000))
@@ -72,12 +73,12 @@ def test_a_history_is_told_in_words():
         {"role": "assistant", "content": [{"text": "So far."}]},
     ]
     before = json.dumps(history)
-    assert asked(history) == [
+    assert in_words(history, DIALECT) == [
         {"role": "user", "content": [{"text": "Go."}]},
         {"role": "assistant", "content": [{"text": 'I called look with {"at": "it"}.'}]},
         {
             "role": "user",
-            "content": [{"text": 'look returned: {"a": 1} b'}, {"text": "the tool returned: "}],
+            "content": [{"text": 'look returned: {"a": 1} b'}, {"text": "The tool returned: "}],
         },
         {"role": "assistant", "content": [{"text": "So far."}]},
         {"role": "user", "content": [{"text": ANSWER_NOW}]},

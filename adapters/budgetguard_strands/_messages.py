@@ -1,0 +1,150 @@
+"""The message format of Strands, which is that of Bedrock's Converse with marks of its own."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, cast
+
+from strands.hooks import MessageAddedEvent
+from strands.types.session import encode_bytes_values
+
+from budgetguard_core.kit import (
+    CONVERSE,
+    Answer,
+    Blocks,
+    Call,
+    LastQuestion,
+    Turn,
+    part,
+    token_usage,
+)
+from budgetguard_strands._bounds import bounded, model_name
+
+# Plain dictionaries: the keys differ between Strands releases.
+Message: TypeAlias = dict[str, Any]
+
+STOPPED = "This work was stopped before it finished."
+"""The result of a tool whose body was stopped by a limit of the run around it."""
+
+
+def error_result(tool_use_id: str, text: str) -> dict[str, Any]:
+    """Write the result of a tool call that brought nothing."""
+    return {"toolUseId": tool_use_id, "status": "error", "content": [{"text": text}]}
+
+
+def _result(call: Call, result: Any) -> Message:
+    # A call that has ended has Strands' own result.
+    is_whole = isinstance(result, Mapping)
+    return {"toolResult": result if is_whole else error_result(call.id, str(result))}
+
+
+def _read(block: Message) -> Any:
+    result = block.get("toolResult")
+    if result is None:
+        return CONVERSE.read_block(block)
+    parts = [
+        one.get("text") or json.dumps(one.get("json"), ensure_ascii=False, default=str)
+        for one in result.get("content", ())
+        if "text" in one or "json" in one
+    ]
+    return str(result["toolUseId"]), " ".join(parts)
+
+
+_BLOCKS = Blocks("content", "assistant", _read, CONVERSE.write_text, _result)
+
+
+class Dialect:
+    """The dialect of Strands."""
+
+    results = staticmethod(_BLOCKS.results)
+    words = staticmethod(_BLOCKS.words)
+
+    def read(self, message: Any) -> Turn:
+        """Read a message; what a model thought is signed for one request and in no other."""
+        turn = _BLOCKS.read(message)
+        parts = tuple(one for one in turn.parts if part(one, "reasoningContent") is None)
+        return replace(turn, parts=parts, synthetic=is_synthetic(message))
+
+    def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
+        """Write the synthetic last message."""
+        said: list[Any] = [] if onto is None else onto["content"]
+        content: list[Any] = [*said, {"text": text}]
+        return {"role": "assistant", "content": content, "metadata": dict(metadata)}
+
+    def plain(self, messages: Sequence[Any]) -> list[Any]:
+        """Write messages as plain data."""
+        return list(encode_bytes_values(list(messages)))
+
+
+DIALECT = Dialect()
+
+
+def is_synthetic(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is the synthetic last one of a stopped run."""
+    return part(message.get("metadata"), "synthetic") is True
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text blocks of a message, one to a line."""
+    return "\n".join(block["text"] for block in message.get("content", ()) if "text" in block)
+
+
+def thought(delta: object) -> str:
+    """Return what a piece of an answer has beside text: arguments of a call, or reasoning."""
+    parts = cast("Mapping[str, Any]", delta).values() if isinstance(delta, Mapping) else ()
+    found = [part(one, "input") or part(one, "text") for one in parts]
+    return "".join(one for one in found if isinstance(one, str))
+
+
+def with_text(result: Mapping[str, Any], *texts: str) -> Any:
+    """Copy a tool result and add text blocks to it."""
+    content = [*result.get("content", ()), *({"text": text} for text in texts if text)]
+    return {**result, "content": content}
+
+
+def of_stopped(result: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    """Write the result of a sub-agent that was stopped: its last words, and what it had found."""
+    answers = (text_of(one) for one in reversed(messages[:-1]) if one.get("role") == "assistant")
+    found = next((text for text in answers if text), "")
+    structured = [one for one in result.get("content", ()) if "json" in one]
+    texts = dict.fromkeys((text_of(messages[-1]), found))
+    return {**with_text({**result, "content": structured}, *texts), "status": "error"}
+
+
+async def append(agent: Any, message: Message, report: Callable[[str, Exception], None]) -> None:
+    """Add a message as the agent does: kept by its session manager, seen by every hook.
+
+    Args:
+        agent: The agent.
+        message: The message.
+        report: Takes what a hook or session manager raised; the run ends all the same.
+    """
+    messages = agent.messages
+    if messages and "tracking_id" in messages[-1]:
+        # Younger releases number every message, and the session managers keep the number.
+        message["tracking_id"] = str(uuid.uuid4())
+    messages.append(message)
+    event = MessageAddedEvent(agent=agent, message=cast("Any", message))
+    try:
+        await agent.hooks.invoke_callbacks_async(event)
+    except Exception as error:
+        report("message added", error)
+
+
+def last_question(agent: Any) -> LastQuestion:
+    """Return how to ask an agent's model for a last answer."""
+
+    async def ask(sent: list[Any], opened: Any) -> Answer:
+        most: int | None = opened.max_output_tokens
+        model = agent.model if most is None else bounded(agent.model, most)
+        text: list[str] = []
+        usage: Any = None
+        async for event in model.stream(sent, None, agent.system_prompt):
+            text.append(event.get("contentBlockDelta", {}).get("delta", {}).get("text") or "")
+            usage = event.get("metadata", {}).get("usage") or usage
+        return Answer(text="".join(text), usage=token_usage(usage))
+
+    return LastQuestion(ask_async=ask, model=model_name(agent.model), system=agent.system_prompt)
