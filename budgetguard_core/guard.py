@@ -73,7 +73,7 @@ from budgetguard_core.stop_state import (
     unpriced_model,
 )
 from budgetguard_core.threads import THREADS
-from budgetguard_core.tree import UNPROJECTED, Tree, as_sink
+from budgetguard_core.tree import Tree, as_sink
 from budgetguard_core.usage import Counts, TokenUsage, Usage, check_token_usage
 
 if TYPE_CHECKING:
@@ -507,14 +507,13 @@ class Guard:
             counters.start_time(chain, now)
             kept_tokens, kept_cost, guess = tokens, cost, _NO_GUESS
             if bound is None and self._expects:
-                expected = counters.largest_completion(chain)
-                if expected:
-                    kept_tokens = tokens + expected
-                    kept_cost = projected_cost(call, rates, expected)
-                    guess = expected, kept_cost - cost
-                    # A guess refuses nothing but beside other calls.
-                    if any(one.counters.reserved_tokens for one in chain):
-                        tokens, cost = kept_tokens, kept_cost
+                expected = counters.expected_completion(chain)
+                kept_tokens = tokens + expected
+                kept_cost = projected_cost(call, rates, expected)
+                guess = expected, kept_cost - cost
+                # A guess refuses nothing but beside other calls.
+                if any(one.counters.reserved_tokens for one in chain):
+                    tokens, cost = kept_tokens, kept_cost
             calm = counters.is_calm(chain, now, kept_tokens, kept_cost)
             found = () if calm else counters.violations(chain, now, (call.retry, tokens, cost))
             clamped_by = None
@@ -585,8 +584,6 @@ class Guard:
         if decision is None:
             # Whoever was warned may have raised the cap. A dimension is warned of once.
             return self.admit_model_call(call)
-        if self._expects and not (kept_tokens or kept_cost) and call.cost_usd is None:
-            tree.warn_once(UNPROJECTED)
         return decision
 
     def settle_model_call(
