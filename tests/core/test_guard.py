@@ -33,7 +33,7 @@ from budgetguard_core import (
     replay,
 )
 from budgetguard_core.breakers import VelocityLimits
-from budgetguard_core.events import ContextWindowNearlyFull, LimitNearlyReached
+from budgetguard_core.events import LimitNearlyReached
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.usage import MOST_TOKENS
 
@@ -673,32 +673,6 @@ def test_a_parents_handler_hears_of_the_childs_steps(make):
         spend(child)
     assert told == ["r"]
     assert child.warnings == ()
-
-
-def test_a_prompt_near_its_window_warns_again_after_pruning(make):
-    told = []
-    guard = make(on_warning=lambda guard, event: told.append(event))
-    for tokens in (100, 800, 900, 300, 850):
-        spend(guard, TokenUsage(tokens, 0), model="m")
-    assert [type(event) for event in told] == [ContextWindowNearlyFull] * 2
-    assert [event.input_tokens for event in told] == [800, 850]
-    assert (told[0].model, told[0].context_window) == ("m", 1000)
-    assert guard.warnings == ()
-
-
-def test_a_model_of_no_known_window_in_between_warns_of_none_again(make):
-    told = []
-    guard = make(on_warning=lambda guard, event: told.append(event.input_tokens))
-    for model in ("m", "free-output", "m"):
-        spend(guard, TokenUsage(900, 0), model=model)
-    assert told == [900]
-
-
-def test_a_projected_prompt_warns_before_the_call(make):
-    told = []
-    guard = make(on_warning=lambda guard, event: told.append(event.input_tokens))
-    guard.admit_model_call(ModelCall(model="m", input_tokens=950))
-    assert told == [950]
 
 
 # --- loops ----------------------------------------------------------------------------------
@@ -1506,13 +1480,6 @@ def test_an_observed_run_that_only_looks_on_is_not_warned_of_projections(make):
     assert guard.warnings == ("max_total_tokens",)
     guard.admit_model_call(ModelCall(input_tokens=200, cost_usd=Decimal(200)))
     assert guard.warnings == ("max_total_tokens",)
-
-
-def test_a_recorded_warning_counts_only_at_the_same_cap(make):
-    guard = make(Budget(max_total_tokens=100))
-    guard.note_warning("run_id", "r")
-    guard.note_warning("max_total_tokens", 90)
-    assert guard.warnings == ()
 
 
 # --- what is asked, at its bounds -----------------------------------------------------------
