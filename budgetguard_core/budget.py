@@ -192,7 +192,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
     """Tokens, prompt (cache reads and writes included) plus completion, of all calls.
 
     Checked before each model call and each batch of tool calls: stops when it is reached, or when
-    the next call is projected to pass it. A call without a projection can pass it; it is billed.
+    the next call is projected to exceed it. One answer of unknown length can exceed it, and is
+    billed; beside other calls it reserves 1,024 tokens, or as many as the longest answer so far.
     """
     max_seconds: Seconds = None
     """Wall-clock seconds from the first admission, or from `Guard.start()`."""

@@ -22,6 +22,8 @@ from budgetguard_core.usage import Counts, Usage
 
 INFINITY = math.inf
 """The limit of a dimension without a cap."""
+UNKNOWN_ANSWER = 1024
+"""Tokens that an answer of unknown length is taken for at least, beside other calls."""
 _NOT_ASKED = -INFINITY
 _NAMES_KEPT = 1024
 _SECOND = 1_000_000_000
@@ -459,9 +461,13 @@ def start_time(chain: Chain, now: int) -> None:
             link.counters.started_ns = now
 
 
-def largest_completion(chain: Chain) -> int:
-    """Return the tokens of the run's largest completion; of a run above it, where it has none."""
-    return next((one.counters.largest_output for one in chain if one.counters.largest_output), 0)
+def expected_completion(chain: Chain) -> int:
+    """Return what an answer of unknown length is taken for where calls go out at the same time.
+
+    The longest answer of the run, or of an ancestor where it has none; at least `UNKNOWN_ANSWER`.
+    """
+    longest = (one.counters.largest_output for one in chain if one.counters.largest_output)
+    return max(next(longest, 0), UNKNOWN_ANSWER)
 
 
 def reserve(chain: Chain, retry: bool, tokens: int, cost: int, by: int = 1) -> None:

@@ -270,6 +270,11 @@ class Admit:
             return own if left is None else left
         return min(own, left)
 
+    def started(self) -> None:
+        """Note that the body of a tool call begins now, for how long it takes. Not needed."""
+        if self.breakers is not None:
+            self.breakers.put_off(self.guard.tree.clock.monotonic_ns())
+
     def estimate(self) -> TokenUsage:
         """Return what a model call is charged that reported nothing: its projection."""
         given = self.call.input_tokens

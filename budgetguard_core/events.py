@@ -252,10 +252,6 @@ class ToolCallSettled(EventBase):
     error_fingerprint: str | None = None
     """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
     paths and hexadecimal."""
-    outcomes: tuple[str, ...] = ()
-    """What the call was to each circuit breaker that permitted it."""
-    duration_ns: int | None = None
-    """How long the body took, where a circuit breaker wants to know."""
 
 
 class ToolCallWithdrawn(EventBase):
@@ -370,15 +366,6 @@ class LimitNearlyReached(EventBase):
     used: int | float | str
 
 
-class ContextWindowNearlyFull(EventBase):
-    """A prompt reached the warning share of its model's context window."""
-
-    event: Literal["context_window_nearly_full"] = "context_window_nearly_full"
-    model: str
-    context_window: int
-    input_tokens: int
-
-
 class Tripped(EventBase):
     """The run was stopped."""
 
@@ -491,7 +478,6 @@ Event: TypeAlias = Annotated[
     | StopHeld
     | Checked
     | LimitNearlyReached
-    | ContextWindowNearlyFull
     | Tripped
     | TripObserved
     | CheckpointSaved

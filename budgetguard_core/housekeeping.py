@@ -1,20 +1,52 @@
-"""Work about a run that is no part of it: compaction of its history, a summary, a title."""
+"""Blocks of code that a guard bounds, and those of work about a run that is no part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
-from budgetguard_core.frame import FRAME, Frame, current
+from budgetguard_core.budget import Budget
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.frame import FRAME, Frame, around, current
+from budgetguard_core.threads import THREADS
 
 if TYPE_CHECKING:
     from budgetguard_core.guard import Guard
 
 _G = TypeVar("_G", bound="Guard")
+_LOG: Final = logging.getLogger("budgetguard")
+_NOTHING_ADMITTED: Final = (
+    "guard.activate(): no call was admitted in the block, so nothing in it was bounded. Import the "
+    "adapter of your framework before the block, or give the run to the adapter itself; raw "
+    "clients need budgetguard_http.install()."
+)
 
 
 class _Timer(Protocol):
     def cancel(self) -> object: ...
+
+
+@contextmanager
+def activated(guard: _G) -> Generator[_G]:
+    """Bound every run of every adapter in a block by a guard (`Guard.activate`)."""
+    before = _starts(guard)
+    token = FRAME.set(Frame(guard, above=around()))
+    block = THREADS.opened()
+    try:
+        yield guard
+    finally:
+        THREADS.closed(block)
+        FRAME.reset(token)
+    # In a run that was stopped before, nothing is admitted because it is bounded.
+    if _starts(guard) == before and guard.trip is None and guard.mode != "off":
+        _LOG.warning(_NOTHING_ADMITTED)
+
+
+def _starts(guard: Guard) -> int:
+    used = guard.usage
+    return used.model_calls + used.tool_calls
 
 
 class Housekeeping(Generic[_G]):
@@ -37,13 +69,30 @@ class Housekeeping(Generic[_G]):
         self._seconds = seconds
         self._answers_for = answers_for
 
+    @classmethod
+    def of(cls, guard: _G, seconds: float) -> Self:
+        """Return a block of a run's housekeeping (`Guard.housekeeping`).
+
+        Raises:
+            ConfigurationError: `seconds` is not a number > 0.
+        """
+        try:
+            caps = Budget(max_seconds=seconds, loop_detection=None)
+        except ConfigurationError:
+            caps = None
+        if caps is None or caps.max_seconds is None:
+            raise ConfigurationError(
+                f"seconds must be a number of seconds > 0, got {seconds!r}. Use seconds=30."
+            )
+        return cls(lambda: guard.child(caps), caps.max_seconds)
+
     def __enter__(self) -> _G:
         """Begin; the time starts now."""
         outer = current()
         self._waiting = _calls_around(outer)
         self._guard = self._make()
         self._guard.start()
-        self._guard.begin_housekeeping(self._waiting, answers_for=self._answers_for)
+        self._guard.clock.begin_housekeeping(self._waiting, answers_for=self._answers_for)
         # Its calls are none of the call around it, which is a turn or a tool of the run.
         run, above = (None, None) if outer is None else (outer.run, outer.above)
         if outer is not None and run is None:
@@ -54,7 +103,7 @@ class Housekeeping(Generic[_G]):
     def __exit__(self, *_: object) -> None:
         """End: the run's time counts again."""
         FRAME.reset(self._token)
-        self._guard.end_housekeeping(self._waiting)
+        self._guard.clock.end_housekeeping(self._waiting)
 
     async def __aenter__(self) -> _G:
         """Begin, and watch the time."""

@@ -8,6 +8,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from budgetguard_core.breakers.progress import ProgressReport
+from budgetguard_core.budget import DIMENSIONS as CAPS
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import Admit, ToolCall
@@ -41,6 +42,7 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.run_state import plain
 from budgetguard_core.sinks import Sink
 
 _LARGEST_COST = 10**9
@@ -226,8 +228,6 @@ class Replay:
                     result_fingerprint=event.fingerprint,
                     # Logs of others may hold the text's digest alone.
                     error_fingerprint=event.error_fingerprint or event.fingerprint,
-                    outcomes=event.outcomes or None,
-                    duration_ns=event.duration_ns,
                 )
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)
@@ -236,7 +236,12 @@ class Replay:
         elif isinstance(event, StopHeld):
             guard.hold(event.violation)
         elif isinstance(event, LimitNearlyReached):
-            guard.note_warning(event.dimension, event.limit)
+            if (
+                event.dimension in CAPS
+                and plain(getattr(guard.budget, event.dimension)) == event.limit
+            ):
+                with guard.tree.lock:
+                    guard.state.counters.warn((event.dimension,))
         elif isinstance(event, Aborted):
             guard.abort(event.detail)
         elif isinstance(event, BudgetExtended):
@@ -260,9 +265,9 @@ class Replay:
         elif isinstance(event, RunResumed):
             guard.go_on(self._open(guard, event))
         elif isinstance(event, HousekeepingBegan):
-            guard.begin_housekeeping(self._waiting(event), answers_for=event.answers_for)
+            guard.clock.begin_housekeeping(self._waiting(event), answers_for=event.answers_for)
         elif isinstance(event, HousekeepingEnded):
-            guard.end_housekeeping(self._waiting(event))
+            guard.clock.end_housekeeping(self._waiting(event))
 
     def _waiting(self, event: HousekeepingBegan | HousekeepingEnded) -> list[Admit]:
         """Find the calls by number; they are those of the runs above."""

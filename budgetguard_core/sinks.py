@@ -11,7 +11,6 @@ from typing import IO, Any, Protocol, Self, runtime_checkable
 from budgetguard_core.events import (
     Aborted,
     CircuitBreakerChanged,
-    ContextWindowNearlyFull,
     Event,
     LimitNearlyReached,
     ToolMixUnusual,
@@ -22,7 +21,6 @@ from budgetguard_core.records import encoded_line, line_of
 
 _WARNINGS = (
     LimitNearlyReached,
-    ContextWindowNearlyFull,
     CircuitBreakerChanged,
     ToolMixUnusual,
     Tripped,

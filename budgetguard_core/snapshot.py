@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
@@ -16,11 +16,13 @@ from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import from_usd, to_usd
 from budgetguard_core.records import dump
 from budgetguard_core.stop import Trip, Violation
-from budgetguard_core.stop_state import Mode
 from budgetguard_core.usage import Usage
 
 FORMAT_VERSION = 1
 """The version of the format."""
+
+
+_Mode: TypeAlias = Literal["enforce", "observe", "off"]
 
 
 class OpenCall(BaseModel):
@@ -110,8 +112,8 @@ class Snapshot(BaseModel):
     """The run's name."""
     parent_run_id: str | None
     """The run that it is a part of, or None."""
-    mode: str
-    """ENFORCE, OBSERVE or OFF, in lower case."""
+    mode: _Mode
+    """What the run's guard does with its limits."""
     budget: dict[str, Any] | None
     """The caps, as `Budget.to_json` writes them; None where they are not known, so that the run
     needs a fresh budget to go on."""
@@ -143,12 +145,8 @@ class Snapshot(BaseModel):
     """Limits that are not the engine's own and stand against the next step."""
     warned: tuple[str, ...]
     """The dimensions that have reached their warning share, in order."""
-    window_warned: bool
-    """Whether the latest prompt was near its model's context window."""
     detector: dict[str, Any] | None
     """What the loop detector knows, as fingerprints; None where it is turned off."""
-    breakers: dict[str, Any] | None = None
-    """What the breakers know; None where there are none."""
     occurrences: dict[str, Any] | None = None
     """How often tool calls with the same id, name and arguments were made, by digest."""
     largest_output: NonNegativeInt = 0
@@ -197,7 +195,6 @@ class Snapshot(BaseModel):
             aborted=None,
             held=(),
             warned=(),
-            window_warned=False,
             detector=None,
             open_calls=(),
             earlier=outcome.earlier_usage,
@@ -228,6 +225,8 @@ class Snapshot(BaseModel):
             ConfigurationError: Both `budget` and `stop_when` are given; or neither a budget is,
                 nor are the recorded caps known.
         """
+        if self.mode not in get_args(_Mode):
+            raise self.misfit(ValueError(f"its mode is {self.mode!r}"))
         if budget is not None:
             if stop_when:
                 raise ConfigurationError(
@@ -255,7 +254,7 @@ class Snapshot(BaseModel):
             CheckpointError: Somebody is missing, so ceilings and kill switches would be lost.
         """
         missing = [name for name in self.tenant if name not in payers]
-        if missing and self.mode != Mode.OFF:
+        if missing and self.mode != "off":
             names = ", ".join(map(repr, missing))
             raise CheckpointError(
                 f"a run that a tenant pays for needs its ledger again, got none for {names}: a "
@@ -266,7 +265,10 @@ class Snapshot(BaseModel):
 
     def caps(self, stop_when: Sequence[Callable[..., Any]] = ()) -> Budget:
         """Return the recorded budget, with its conditions, which are no data."""
-        return Budget.from_json({**(self.budget or {}), "stop_when": tuple(stop_when)})
+        try:
+            return Budget.from_json({**(self.budget or {}), "stop_when": tuple(stop_when)})
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+            raise self.misfit(error) from None
 
     def misfit(self, error: Exception) -> CheckpointError:
         """Return the error that says that the snapshot's parts do not fit together."""

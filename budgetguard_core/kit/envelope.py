@@ -362,7 +362,7 @@ class Envelope:
         if resume is not None:
             if resume.run_id != budget.run_id:
                 # Made anew for this request; one that counts already has counted the leg before.
-                budget.adopt(resume)
+                type(budget).restore(resume, onto=budget)
             budget.go_on()
         part = next((one for one in around if budget in one.lineage), None)
         if part is not None:

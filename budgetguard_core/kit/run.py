@@ -104,7 +104,6 @@ class Run(Lifetime):
         prune = self.envelope.prune
         if prune is None or self.guard.mode is not Mode.ENFORCE:
             return None
-        self._prunes = self._prunes or self.guard.window_nearly_full
         if not (self._prunes or self._nearly_fills(messages, model, provider)):
             return None
         try:
@@ -402,7 +401,7 @@ class Run(Lifetime):
             call.state = "started"
             for ticket in call.tickets:
                 if ticket.breakers is not None:
-                    ticket.guard.start_tool_call(ticket)
+                    ticket.started()
         return call.refusal
 
     def finished(
@@ -460,6 +459,10 @@ class Run(Lifetime):
         except ConfigurationError as wrong:
             # The reservation was charged; a provider's wrong figures must not end the run.
             self.guard.tree.report("usage", wrong)
+        else:
+            if usage is not None and ticket.rates is not None and ticket.guard is self.guard:
+                full = ticket.rates.window * self.guard.budget.warn_at
+                self._prunes = self._prunes or usage.input_tokens >= full
 
 
 def _waited(call: OpenModelCall | OpenToolCall, trip: Trip | None) -> Asked:

@@ -15,7 +15,6 @@ from budgetguard_core.budget import ProfileId
 from budgetguard_core.decision import ModelCall
 from budgetguard_core.events import (
     CircuitBreakerChanged,
-    ContextWindowNearlyFull,
     Event,
     HousekeepingBegan,
     HousekeepingEnded,
@@ -149,10 +148,6 @@ class OpenTelemetrySink:
             self._write.breakers.set(_STATES.get(event.to_state, 2), tags)
         elif isinstance(event, LimitNearlyReached):
             self._warned(run, event.wall_ns, event.dimension, event.limit, event.used)
-        elif isinstance(event, ContextWindowNearlyFull):
-            self._warned(
-                run, event.wall_ns, "context_window", event.context_window, event.input_tokens
-            )
         elif isinstance(event, Tripped | TripObserved):
             self._tripped(run, event)
         elif isinstance(event, RunPaused):

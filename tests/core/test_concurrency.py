@@ -274,7 +274,9 @@ def test_10_000_tasks_on_a_cap_of_tokens():
     admitted = []
 
     async def task(number):
-        decision = guard.admit_model_call(ModelCall(input_tokens=10))
+        decision = guard.admit_model_call(
+            ModelCall(input_tokens=8, max_output_tokens=2, output_is_fixed=True)
+        )
         if isinstance(decision, Admit):
             admitted.append(number)
             await asyncio.sleep(0)

@@ -76,7 +76,7 @@ def test_what_is_kept_of_tool_calls_is_bounded():
         guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="read", id=str(number))))
     assert [record.id for record in guard.tool_calls] == [str(n) for n in range(744, 1000)]
     assert guard.snapshot().records[0][0] == "744"
-    assert len(guard._records) <= 512
+    assert len(guard._tool_calls.records) <= 512
 
 
 def test_runs_without_prices_of_their_own_share_a_book_and_others_do_not():

@@ -88,7 +88,6 @@ def test_every_kind_of_event_survives_a_line_of_json():
         "model_call_refused",
         "tool_calls_requested",
         "tool_call_settled",
-        "context_window_nearly_full",
         "limit_nearly_reached",
         "nudge_taken",
         "user_turned",
@@ -205,7 +204,7 @@ def test_levels_of_the_standard_log(caplog):
     logger.removeHandler(handler)
     levels = {record.args[0]: record.levelname for record in caplog.records}
     warnings = {name for name, level in levels.items() if level == "WARNING"}
-    assert warnings == {"aborted", "tripped", "limit_nearly_reached", "context_window_nearly_full"}
+    assert warnings == {"aborted", "tripped", "limit_nearly_reached"}
     assert len(caplog.records) == len(events)
     assert flushed == [1]
 

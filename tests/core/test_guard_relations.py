@@ -164,28 +164,28 @@ class TestTakingOver:
         assert root.usage.reserved_tokens == 0
         assert root.usage.total_tokens == 15
 
-    def test_a_guard_that_counted_nothing_adopts_an_earlier_leg(self):
+    def test_a_guard_that_counted_nothing_goes_on_from_an_earlier_one(self):
         guard, events = logged(Budget(max_model_calls=2))
         spend(guard)
         fresh, told = logged(Budget(max_model_calls=2))
-        assert fresh.adopt(guard.snapshot())
+        assert Guard.restore(guard.snapshot(), onto=fresh) is fresh
         assert fresh.usage.model_calls == 1
         assert isinstance(spend(fresh), type(spend(Guard())))
         assert isinstance(spend(fresh), Stop)
         assert same(replay(told), fresh)
         assert events
 
-    def test_a_guard_that_counts_already_adopts_nothing(self):
+    def test_a_guard_that_counts_already_takes_nothing_over(self):
         guard, fresh = Guard(), Guard()
         spend(guard)
         spend(fresh)
-        assert not fresh.adopt(guard.snapshot())
+        Guard.restore(guard.snapshot(), onto=fresh)
         assert fresh.usage.model_calls == 1
 
-    def test_what_does_not_fit_together_is_not_adopted(self):
+    def test_what_does_not_fit_together_is_not_taken_over(self):
         snapshot = Guard().snapshot().model_copy(update={"counters": {"iterations": 3}})
         with pytest.raises(CheckpointError, match="does not fit together"):
-            Guard().adopt(snapshot)
+            Guard.restore(snapshot, onto=Guard())
 
 
 def test_activate_blocks_are_found_and_left():
@@ -197,10 +197,10 @@ def test_activate_blocks_are_found_and_left():
     assert current() is None
 
 
-def test_a_guard_that_was_aborted_stays_so_when_it_adopts_an_earlier_leg():
+def test_a_guard_that_was_aborted_stays_so_when_it_goes_on_from_an_earlier_one():
     first = Guard(Budget(max_iterations=5))
     first.settle_model_call(first.admit_model_call(), TokenUsage(1, 1))
     guard = Guard(Budget(max_iterations=5))
     guard.abort("no")
-    assert guard.adopt(first.snapshot())
+    Guard.restore(first.snapshot(), onto=guard)
     assert guard.check().reason is StopReason.ABORTED

@@ -137,20 +137,21 @@ def test_each_kind_of_token_is_counted_by_itself(usage, counted):
 
 
 @pytest.mark.parametrize("facts", [{}, {"reasoning_tokens": 1}])
-@pytest.mark.parametrize("outputs", [(70, 20), (20, 70)])
+@pytest.mark.parametrize("outputs", [(7_000, 2_000), (2_000, 7_000)])
 def test_a_completion_without_a_bound_is_expected_to_be_as_large_as_the_largest(outputs, facts):
-    guard = Guard(Budget(max_total_tokens=1_000), price_book=BOOK)
+    guard = Guard(Budget(max_total_tokens=100_000), price_book=BOOK)
     for output in outputs:
         ticket = guard.admit_model_call(ModelCall(model="m", input_tokens=1))
         guard.settle_model_call(ticket, TokenUsage(1, output, **facts))
     guard.admit_model_call(ModelCall(model="m", input_tokens=1))
-    assert guard.usage.reserved_tokens == 1 + 70
+    assert guard.usage.reserved_tokens == 1 + 7_000
 
 
 def test_a_withdrawn_call_gives_back_its_own_reservation():
     guard = Guard(Budget(max_cost_usd=10, max_total_tokens=100))
-    kept = guard.admit_model_call(ModelCall(cost_usd=2 * DOLLAR, input_tokens=20))
-    taken_back = guard.admit_model_call(ModelCall(cost_usd=3 * DOLLAR, input_tokens=30))
+    bound = {"max_output_tokens": 1}
+    kept = guard.admit_model_call(ModelCall(cost_usd=2 * DOLLAR, input_tokens=19, **bound))
+    taken_back = guard.admit_model_call(ModelCall(cost_usd=3 * DOLLAR, input_tokens=30, **bound))
     assert guard.withdraw(taken_back)
     assert (guard.usage.reserved_usd, guard.usage.reserved_tokens) == (2 * DOLLAR, 20)
     assert (guard.usage.model_calls, guard.usage.iterations) == (1, 1)

@@ -500,9 +500,10 @@ def test_a_run_that_a_tenant_pays_for_does_not_go_on_without_its_ledger(sqlite, 
         Envelope(budget=Budget(max_cost_usd=1)).open(resume=snapshot)
     anew = Guard(Budget(max_cost_usd=1))
     with pytest.raises(CheckpointError, match=needed):
-        anew.adopt(snapshot)
+        Guard.restore(snapshot, onto=anew)
     assert anew.usage.model_calls == 0
-    assert Guard(ledger=ledger, tenant=("acme/u7", "acme")).adopt(snapshot)
+    paid = Guard(ledger=ledger, tenant=("acme/u7", "acme"))
+    Guard.restore(snapshot, onto=paid)
 
 
 def test_a_run_whose_tenant_pays_above_it_goes_on_there(sqlite, opened):

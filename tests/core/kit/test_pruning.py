@@ -88,7 +88,6 @@ def test_nothing_is_cut_before_the_window_is_nearly_full_and_everything_after():
     fill(run, 1000)
     assert run.pruned(CHAT) is None
     fill(run)
-    assert run.guard.window_nearly_full
     assert places(CHAT, run.pruned(CHAT)) == [0, 1, 7, 8]
     # A short prompt is no reason to send everything again.
     fill(run, 1000)

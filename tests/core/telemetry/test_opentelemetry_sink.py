@@ -323,7 +323,7 @@ def test_a_guard_that_takes_over_a_run_has_one_span(telemetry):
     earlier = Guard(Budget())
     earlier.settle_model_call(earlier.admit_model_call(CALL), USED)
     guard = Guard(Budget(), sinks=[seen.sink])
-    assert guard.adopt(earlier.snapshot())
+    Guard.restore(earlier.snapshot(), onto=guard)
     end_run(guard, trip=None)
     assert [span.name for span in seen.exporter.get_finished_spans()] == ["invoke_agent"]
 
