@@ -15,14 +15,8 @@ from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_repor
 from budgetguard_core.budget import DIMENSIONS as CAPS
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
-from budgetguard_core.canonical import (
-    KEY_MARKS,
-    arguments_key,
-    digest_of,
-    fingerprint_error,
-    fingerprint_reply,
-    result_key,
-)
+from budgetguard_core.canonical import digest, fingerprint_result, result_text
+from budgetguard_core.canonical import fingerprint as fingerprint_arguments
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.counters import (
     COST,
@@ -57,6 +51,7 @@ from budgetguard_core.errors import AdapterError, ConfigurationError, shown, tex
 from budgetguard_core.frame import FRAME, Frame, around
 from budgetguard_core.housekeeping import Housekeeping
 from budgetguard_core.loops import LoopDetector
+from budgetguard_core.masking import fingerprint_error, fingerprint_reply
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.plugs import Ask, Ended, Plug
 from budgetguard_core.pricing import PriceBook, Rates, shared_prices, usd_text
@@ -104,7 +99,7 @@ RECORDS_KEPT = 256
 _RECORDS_CUT = 2 * RECORDS_KEPT
 _NAME_LENGTH = 200
 _NOTHING: frozenset[str] = frozenset()
-_REFUSED = result_key(NOT_AVAILABLE)
+_REFUSED = fingerprint_result(NOT_AVAILABLE)
 # The kind of error of a call that was answered without its body.
 _REFUSED_KIND = fingerprint_error(NOT_AVAILABLE)
 _WITHDRAWN = Ended(withdrawn=True)
@@ -693,20 +688,15 @@ class Guard:
         if not chain:
             return [Admit().answers(self, call, 0) for call in calls]
         ignored = _NOTHING if detector is None else detector.ignored
-        from_outside = False
         for call in calls:
-            if call.key is None:
-                call.key = arguments_key(call.arguments, ignored)
-            elif call.key[:1] not in KEY_MARKS:
-                from_outside = True
+            if call.fingerprint is None:
+                call.fingerprint = fingerprint_arguments(call.arguments, ignore=ignored)
             # A report is about the run, so it has no place among what the run may do.
             if call.name in self._own_tools and call.kind == "function":
                 call.kind = "output"
         ask = self._reserve(None, calls=calls)
         with tree.lock:
             now = tree.now()
-            if from_outside and detector is not None:
-                detector.settle_on_digests()
             counters.start_time(chain, now)
             calm = counters.is_calm(chain, now, tools=len(calls))
             found = () if calm else counters.violations(chain, now, counters.BATCH)
@@ -743,6 +733,7 @@ class Guard:
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
+        alike: str | None = None,
         outcomes: Sequence[str] | None = None,
         duration_ns: int | None = None,
     ) -> bool:
@@ -754,6 +745,7 @@ class Guard:
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
             error_fingerprint: The `fingerprint_error` of the error's text, likewise.
+            alike: The fingerprint of the result without times and ids, likewise.
             outcomes: What the call is to the circuit breakers that permitted it, likewise.
             duration_ns: How long its body took, likewise.
 
@@ -763,15 +755,20 @@ class Guard:
         guard: Guard = ticket.guard
         tree, detector = guard.tree, guard._detector
         call: ToolCall = ticket.call
-        key, kind = result_fingerprint, None
+        key, kind, text = result_fingerprint, None, ""
         if detector is None and not tree.sinks:
             key = ""  # nobody asks whether it was seen before
-        elif error is not None:
-            text = text_of(error)
-            key = key or result_key(text)
-            kind = error_fingerprint or fingerprint_error(text)
-        elif key is None:
-            key = result_key(result, _NOTHING if detector is None else detector.ignored_results)
+        else:
+            if error is not None:
+                text = text_of(error)
+                kind = error_fingerprint or fingerprint_error(text)
+            elif key is None:
+                ignored = _NOTHING if detector is None else detector.ignored_results
+                text = result_text(result, ignored)
+            if key is None:
+                key = digest(text)
+                if detector is not None:
+                    alike = detector.alike(call, text, failed=error is not None)
         # Outside the lock: the user's code says what a failure is.
         judged, ended = tuple(outcomes or ()), None
         if ticket.holds:
@@ -784,9 +781,7 @@ class Guard:
                 return False
             now = tree.now()
             guard._keep_record(call, "completed" if error is None else "failed")
-            if detector is not None and result_fingerprint is not None:
-                detector.settle_on_digests()
-            guard._show(call, key, kind)
+            guard._show(call, key, kind, alike)
             if ended is not None:
                 guard._end_holds(ticket, ended, now)
             warnings = () if counters.is_calm(guard._chain, now) else guard._look(now)
@@ -795,9 +790,10 @@ class Guard:
                     events.ToolCallSettled,
                     now,
                     call_id=ticket.call_id,
-                    fingerprint=digest_of(key),
+                    fingerprint=key,
                     error=_error_name(error),
                     error_fingerprint=kind,
+                    alike=alike,
                     outcomes=judged,
                     duration_ns=next(
                         (h.duration_ns for h in ticket.holds if h.duration_ns is not None), None
@@ -1511,7 +1507,7 @@ class Guard:
             if refusal is not None:
                 if isinstance(refusal, Refuse):
                     # To ask on for what is refused is an error of a kind.
-                    self._show(call, result_key(refusal.message), _REFUSED_KIND)
+                    self._show(call, fingerprint_result(refusal.message), _REFUSED_KIND)
                 return self._refused(call, refusal)
             self._count_tool(call.name, 1)
         elif call.kind == "hosted":
@@ -1562,10 +1558,12 @@ class Guard:
         for link in self._chain:
             link.counters.count_tool(name, by)
 
-    def _show(self, call: ToolCall, result: str, error: str | None = None) -> None:
+    def _show(
+        self, call: ToolCall, result: str, error: str | None = None, alike: str | None = None
+    ) -> None:
         """Show the loop detector a call that ended; a plug's own tool is repeated as it should."""
         if self._detector is not None and call.name not in self._own_tools:
-            self._detector.take(call.name, call.key or "", result, error)
+            self._detector.observe(call.name, call.fingerprint or "", result, error, alike)
 
     def _keep_record(self, call: ToolCall, status: str) -> None:
         if status == "completed" and call.kind in ("function", "hosted"):

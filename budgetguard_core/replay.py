@@ -226,6 +226,7 @@ class Replay:
                     result_fingerprint=event.fingerprint,
                     # Logs of others may hold the text's digest alone.
                     error_fingerprint=event.error_fingerprint or event.fingerprint,
+                    alike=event.alike,
                     outcomes=event.outcomes or None,
                     duration_ns=event.duration_ns,
                 )
