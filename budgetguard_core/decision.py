@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from pydantic import ConfigDict
 
-from budgetguard_core.canonical import digest_of
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.pricing import Rates, from_usd
 from budgetguard_core.stop import StopReason, Trip
@@ -100,9 +99,9 @@ class ToolCall:
     """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
     provider ran it already; counted when reported, and never refused."""
-    key: str | None = field(repr=False)
-    """What stands for the arguments while the call is open (`arguments_key`). It may show them, so
-    it never leaves the process: `fingerprint` does."""
+    fingerprint: str | None = field(repr=False)
+    """The fingerprint of the arguments: given where it is known (replay), else that of the
+    arguments when the call was admitted, so that a tool that changes them changes nothing here."""
 
     def __init__(
         self,
@@ -122,16 +121,7 @@ class ToolCall:
         self.arguments = arguments
         self.id = id
         self.kind = kind
-        self.key = fingerprint
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of the arguments.
-
-        Given where it is known (replay), else that of the arguments when the call was admitted,
-        so that a tool that changes its arguments changes nothing here. None before.
-        """
-        return None if self.key is None else digest_of(self.key)
+        self.fingerprint = fingerprint
 
 
 class Occurrences:
@@ -179,7 +169,7 @@ class Occurrences:
 
     def count(self, call: ToolCall) -> int:
         """Return how many calls like this one came before it."""
-        alike = call.id, call.name, call.key or ""
+        alike = call.id, call.name, call.fingerprint or ""
         if self._free:
             digest = _alike_digest(*alike)
             free = self._free.get(digest)
@@ -203,7 +193,7 @@ class Occurrences:
 
     def give_back(self, call: ToolCall, number: int) -> None:
         """Let the next call like this one have this number."""
-        digest = _alike_digest(call.id, call.name, call.key or "")
+        digest = _alike_digest(call.id, call.name, call.fingerprint or "")
         if self._free is None:
             self._free = {}
         if len(self._free) < _ALIKE_KEPT:
@@ -211,7 +201,7 @@ class Occurrences:
 
 
 def _alike_digest(id_: str | None, name: str, key: str) -> str:
-    return blake2b(ascii((id_, name, digest_of(key))).encode(), digest_size=8).hexdigest()
+    return blake2b(ascii((id_, name, key)).encode(), digest_size=8).hexdigest()
 
 
 class Admit:

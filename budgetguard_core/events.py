@@ -21,7 +21,6 @@ from typing import (
 from pydantic import ConfigDict, Field
 
 from budgetguard_core.budget import ProfileId
-from budgetguard_core.canonical import digest_of
 from budgetguard_core.decision import (
     Admit,
     ModelCall,
@@ -212,7 +211,7 @@ class ToolCallRequested:
                     "id": call.id,
                     "name": call.name,
                     "kind": call.kind,
-                    "fingerprint": digest_of(call.key or ""),
+                    "fingerprint": call.fingerprint or "",
                     "arguments": call.arguments if log_arguments else None,
                     "decision": _ANSWERS[type(decision)],
                     "reason": _reason_of(decision),
@@ -252,6 +251,9 @@ class ToolCallSettled(EventBase):
     error_fingerprint: str | None = None
     """Of what kind the error was: the fingerprint of its text without numbers, quoted parts,
     paths and hexadecimal."""
+    alike: str | None = None
+    """The fingerprint of the result without times, durations and ids, where the detection of loops
+    asked for it; with `~` before it where the result says "not yet"."""
 
 
 class ToolCallWithdrawn(EventBase):

@@ -361,6 +361,7 @@ class Guard:
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
+        alike: str | None = None,
     ) -> bool:
         """Report how a tool call ended. A call that is never settled counts as interrupted.
 
@@ -370,13 +371,14 @@ class Guard:
             error: What it raised, if it did.
             result_fingerprint: The fingerprint, where it is known already (replay).
             error_fingerprint: The `fingerprint_error` of the error's text, likewise.
+            alike: The fingerprint of the result without times and ids, likewise.
 
         Returns:
             False when the call was settled before.
         """
         guard: Guard = ticket.guard
         return guard._tool_calls.settle(
-            ticket, result, error, result_fingerprint, error_fingerprint
+            ticket, result, error, result_fingerprint, error_fingerprint, alike
         )
 
     def withdraw(self, ticket: Admit, *, waits: bool = False) -> bool:

@@ -43,7 +43,7 @@ _Names: TypeAlias = Annotated[Sequence[str], BeforeValidator(_names)]
 class LoopDetection(BaseModel):
     """When a run that brings nothing new is corrected, and when it is stopped.
 
-    Four kinds of rows are counted, each by itself. At their `nudge_after` the model gets a
+    Seven kinds of rows are counted, each by itself. At their `nudge_after` the model gets a
     corrective message before its next call; at their `stop_after` the run ends before its next
     call, and at least one call or reply comes between the two, so a batch that passes both
     numbers at once is corrected first. The calls that crossed the number are billed.
@@ -81,12 +81,31 @@ class LoopDetection(BaseModel):
     stop_after_errors: _Count = 8
     """Replies in a row whose calls of one tool end with the same error, until the run is
     stopped."""
+    nudge_after_repeats: _Count = 6
+    """Times in a row that the same call, made again at once, brings a result like the one before
+    but for times, durations, ids and line numbers of the shell, after which the model is
+    corrected. Any other call ends the row, and so does the user's next turn."""
+    stop_after_repeats: _Count = 12
+    """Results in a row that differ in times and ids alone, until the run is stopped."""
+    nudge_after_waits: _Count = 6
+    """Times that a call is answered again with the same "not yet", after which the model is
+    corrected: a result of at most 600 characters that says running, pending, queued, processing,
+    in progress, waiting for or not ready. Such a call is to stale calls what the user's turn is,
+    and what was called before, as a sleep, does not end its row. Progress does, which is any new
+    call or result, and so does the user's next turn."""
+    stop_after_waits: _Count = 24
+    """Times that a call is answered again with the same "not yet", until the run is stopped."""
     nudge_after_replies: _Count = 2
-    """Replies in a row without a tool call, each made before by its speaker, after which
-    the model is corrected; from 40 characters on numbers and case do not tell replies apart. A
-    new reply or a new call ends the row, and so does the user's next turn."""
+    """Replies in a row without a tool call, of 40 characters or more and each made before by its
+    speaker, after which the model is corrected. Numbers and case do not tell them apart. A new
+    reply or a new call ends the row, and so does the user's next turn."""
     stop_after_replies: _Count = 4
     """Repeated replies in a row after which the run is stopped."""
+    nudge_after_short_replies: _Count = 6
+    """Replies in a row without a tool call, short ones included and those to the letter, each made
+    before by its speaker, after which the model is corrected."""
+    stop_after_short_replies: _Count = 12
+    """Repeated replies in a row, short ones included, after which the run is stopped."""
     window: Annotated[int, BeforeValidator(_window)] = 64
     """Different calls, with their results, that are remembered, and different replies; the least
     recent goes first."""
@@ -128,8 +147,11 @@ class LoopDetection(BaseModel):
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        for rule in ("", "_same_error", "_errors", "_replies"):
-            nudge, stop = getattr(self, f"nudge_after{rule}"), getattr(self, f"stop_after{rule}")
+        for field in type(self).model_fields:
+            rule = field.removeprefix("nudge_after")
+            if rule == field:
+                continue
+            nudge, stop = getattr(self, field), getattr(self, f"stop_after{rule}")
             if stop <= nudge:
                 msg = (
                     f"stop_after{rule} must be > nudge_after{rule}={nudge}, got {stop}. "

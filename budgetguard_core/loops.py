@@ -1,4 +1,4 @@
-"""The detector of runs that bring nothing new: repeated calls, errors and replies.
+"""The detector of runs that bring nothing new: repeated calls, errors, polls and replies.
 
 Why one rule for calls: a call is *stale* when the same tool, the same arguments and the same
 result were seen at or after the latest new call. Stale calls in a row are what an identical call,
@@ -12,11 +12,19 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
-from budgetguard_core.canonical import KEY_MARKS, digest_of, fingerprint_reply, fingerprint_result
+from budgetguard_core.canonical import digest
+from budgetguard_core.decision import ToolCall
 from budgetguard_core.errors import shown
 from budgetguard_core.loop_detection import LoopDetection
+from budgetguard_core.masking import (
+    SHORT,
+    WAITS,
+    fingerprint_alike,
+    fingerprint_reply,
+    says_not_yet,
+)
 from budgetguard_core.stop import StopReason, Violation
 
 _LONGEST_NAME = 64
@@ -26,9 +34,11 @@ _RECENT_KEPT = 2 * _LONGEST_CYCLE
 _UNSPEAKABLE = re.compile(r"[^\w.:/-]+")
 _UNNAMED = "assistant"
 _ADVICE = "try another approach, or report what blocks you."
+_PATIENCE = "wait longer before you ask again, do something else, or report what blocks you."
 
 _Key: TypeAlias = tuple[str, str, str]
 _Reply: TypeAlias = tuple[str, str]
+_Seen = TypeVar("_Seen", _Key, _Reply)
 
 
 @lru_cache(maxsize=64)
@@ -38,15 +48,16 @@ def _as_set(names: tuple[str, ...]) -> frozenset[str]:
 
 
 class _Row:
-    """How many in a row, and whether the model was told."""
+    """How many in a row, and whether the model was nudged."""
 
-    __slots__ = ("length", "nudge_after", "nudged_at", "patience", "stop_after")
+    __slots__ = ("length", "name", "nudge_after", "nudged_at", "patience", "stop_after")
 
-    def __init__(self, nudge_after: int, stop_after: int, window: int) -> None:
-        self.nudge_after = nudge_after
-        self.stop_after = stop_after
+    def __init__(self, name: str, settings: LoopDetection) -> None:
+        self.name = name
+        self.nudge_after: int = getattr(settings, f"nudge_after{_suffix(name)}")
+        self.stop_after: int = getattr(settings, f"stop_after{_suffix(name)}")
         # Where nobody takes the nudge.
-        self.patience = stop_after + window
+        self.patience: int = self.stop_after + settings.window
         self.length = 0
         self.nudged_at = 0
 
@@ -54,8 +65,13 @@ class _Row:
         self.length = length
         self.nudged_at = nudged_at
 
-    def grow(self) -> None:
-        self.length += 1
+    def step(self, grows: bool, first: int = 0) -> None:
+        """Go on with the row, or start anew."""
+        if grows:
+            self.length += 1
+        else:
+            self.length = first
+            self.nudged_at = 0
 
     def tell(self) -> None:
         """Note that the model knows: it has one more to adapt."""
@@ -78,7 +94,26 @@ class _Rows(NamedTuple):
     same_error: _Row
     errors: _Row
     stale: _Row
+    repeats: _Row
+    waits: _Row
     replies: _Row
+    short_replies: _Row
+
+
+# Of each row, what a violation counts.
+_COUNTED = {
+    "same_error": "times in a row the same call ended with the same error",
+    "errors": "calls in a row ended with the same error",
+    "stale": "calls in a row brought a result already seen for the same arguments",
+    "repeats": "times in a row the same call brought a result that differs in times and ids alone",
+    "waits": "more calls brought the same answer: not yet",
+    "replies": "replies in a row were made before",
+    "short_replies": "replies in a row were made before, word for word",
+}
+
+
+def _suffix(name: str) -> str:
+    return "" if name == "stale" else f"_{name}"
 
 
 class LoopDetector:
@@ -97,54 +132,33 @@ class LoopDetector:
     """
 
     __slots__ = (
-        "_alike",
-        "_digested",
-        "_error",
-        "_error_reply",
-        "_exempt",
-        "_generation",
-        "_quiet",
-        "_recent",
-        "_replies",
-        "_rows",
-        "_said",
-        "_seen",
-        "_window",
-        "due",
-        "ignored",
-        "ignored_results",
-        "reply",
-        "tripped",
+        *("_error", "_error_reply", "_exempt", "_generation", "_masked", "_recent", "_replies"),
+        *("_rows", "_said", "_seen", "_times", "_waiting", "_window"),
+        *("due", "ignored", "ignored_results", "reply", "tripped"),
     )
 
     def __init__(self, settings: LoopDetection) -> None:
-        self._window = window = settings.window
+        self._window = settings.window
         patterns = "|".join(translate(pattern) for pattern in settings.exempt)
         self._exempt = re.compile(patterns).match if patterns else None
         self.ignored = _as_set(tuple(settings.ignore_arguments))
         self.ignored_results = _as_set(tuple(settings.ignore_results))
-        self._rows = _Rows(
-            _Row(settings.nudge_after_same_error, settings.stop_after_same_error, window),
-            _Row(settings.nudge_after_errors, settings.stop_after_errors, window),
-            _Row(settings.nudge_after, settings.stop_after, window),
-            _Row(settings.nudge_after_replies, settings.stop_after_replies, window),
-        )
+        self._rows = _Rows(*(_Row(name, settings) for name in _Rows._fields))
         # The generation in which each call was last seen, the least recent first. A new call
         # begins a generation, so what was seen at or after it is of the current one.
         self._seen: dict[_Key, int] = {}
         self._generation = 0
-        # The latest calls; more of them than are looked at, or each would cost a cut.
         self._recent: list[_Key] = []
         # How often the latest call was made in a row.
-        self._alike = 0
+        self._times = 0
+        # The latest result without times and ids, where its call was a repetition.
+        self._masked: str | None = None
+        # The calls that were answered with "not yet" since the latest progress.
+        self._waiting: dict[_Key, int] = {}
         self._error: tuple[str, str] | None = None
         self._error_reply = 0
-        self._said: dict[_Reply, None] = {}
+        self._said: dict[_Reply, int] = {}
         self._replies: list[_Reply] = []
-        # No row has begun: nothing has to be ended by what is new.
-        self._quiet = True
-        # Keys are fingerprints, because one came from outside or will go there.
-        self._digested = False
         self.due = False
         self.tripped = False
         self.reply = 0
@@ -156,80 +170,87 @@ class LoopDetector:
         """
         self.reply += 1
 
-    def observe(self, tool: str, arguments: str, result: str, error: str | None = None) -> None:
+    def alike(self, call: ToolCall, text: str, *, failed: bool = False) -> str | None:
+        """Digest a result without its times, durations and ids, where a row needs that.
+
+        Args:
+            call: The call that has ended, before it is observed.
+            text: The text of its result or error.
+            failed: It is that of an error.
+
+        Returns:
+            None unless the result says "not yet", or the call is the latest one made again.
+        """
+        if not failed and says_not_yet(text):
+            return f"{WAITS}{fingerprint_alike(text, self.ignored)}"
+        made = (_short(call.name), call.fingerprint)
+        if self._recent and self._recent[-1][:2] == made:
+            return fingerprint_alike(text, self.ignored)
+        return None
+
+    def observe(
+        self,
+        tool: str,
+        arguments: str,
+        result: str,
+        error: str | None = None,
+        alike: str | None = None,
+    ) -> None:
         """Take in a call that has ended, failed ones included.
 
         Args:
             tool: The tool's name, or what stands for it (a handoff, a node of a graph).
-            arguments: The `arguments_key` or the `fingerprint` of its arguments.
-            result: The `result_key` or the `fingerprint_result` of its result, or of the text of
-                its error. Constant where there is none (a handoff).
+            arguments: The `fingerprint` of its arguments.
+            result: The `fingerprint_result` of its result, or of the text of its error. Constant
+                where there is none (a handoff).
             error: The `fingerprint_error` of the text of its error, or where that is not known,
                 what stands in for it. None when the call did not fail.
+            alike: What `alike` returned for it.
         """
-        if arguments[:1] not in KEY_MARKS or result[:1] not in KEY_MARKS:
-            self.settle_on_digests()
-        self.take(tool, arguments, result, error)
-
-    def take(self, tool: str, arguments: str, result: str, error: str | None) -> None:
-        """Do what `observe` does, for keys; after `settle_on_digests`, for fingerprints too."""
         if self._exempt is not None and self._exempt(tool):
             return
-        if len(tool) > _LONGEST_NAME:
-            tool = _short(tool)
-        if self._digested:
-            arguments, result = digest_of(arguments), digest_of(result)
-        key = (tool, arguments, result)
-        seen = self._seen
-        generation = seen.pop(key, 0)
-        if generation:
-            seen[key] = self._generation
-        else:
-            self._generation = newest = self._generation + 1
-            if len(seen) == self._window:
-                del seen[next(iter(seen))]
-            seen[key] = newest
-        recent = self._recent
-        if generation or error is not None or not self._quiet:
-            self._count(key, generation, error)
-        else:
-            self._alike = 1
+        key = (_short(tool), arguments, result)
+        rows, recent = self._rows, self._recent
+        latest = recent[-1] if recent else None
+        seen = self._seen.get(key, 0)
+        self._generation += not seen
+        _remember(self._seen, key, self._generation, self._window)
         recent.append(key)
-        if len(recent) > self._window:
-            del recent[:-_RECENT_KEPT]
+        del recent[:-_RECENT_KEPT]
 
-    def settle_on_digests(self) -> None:
-        """Compare digests from now on: a fingerprint came from outside, or goes there."""
-        if self._digested:
-            return
-        self._digested = True
-        self._seen = {_digested(key): last for key, last in self._seen.items()}
-        self._recent = [_digested(key) for key in self._recent]
-
-    def _count(self, key: _Key, generation: int, error: str | None) -> None:
-        rows = self._rows
-        recent = self._recent
-        again = bool(recent) and key == recent[-1]
-        self._alike = self._alike + 1 if again else 1
-        if again and error is not None and rows.same_error.length > 0:
-            rows.same_error.grow()
-        else:
-            rows.same_error.start(0 if error is None else 1)
+        again = key == latest
+        self._times = self._times + 1 if again else 1
+        failed = error is not None
+        rows.same_error.step(again and failed and rows.same_error.length > 0, first=int(failed))
         kind = None if error is None else (key[0], error)
-        if kind is not None and kind == self._error:
-            if not self.reply or self.reply != self._error_reply:
-                rows.errors.grow()
-        else:
-            rows.errors.start(0 if kind is None else 1)
+        if kind is None or kind != self._error:
+            rows.errors.start(int(failed))
+        elif not self.reply or self.reply != self._error_reply:
+            rows.errors.step(grows=True)
         self._error = kind
         self._error_reply = self.reply
-        if generation != self._generation:
-            rows.stale.start(0)
-        else:
-            rows.stale.grow()
-        if not generation:
+        rows.stale.step(seen == self._generation)
+        if not seen:
             rows.replies.start(0)
+            rows.short_replies.start(0)
+        self._poll(key, alike, repeats=latest is not None and latest[:2] == key[:2], new=not seen)
         self._judge()
+
+    def _poll(self, key: _Key, alike: str | None, *, repeats: bool, new: bool) -> None:
+        rows = self._rows
+        waits = alike is not None and alike.startswith(WAITS)
+        if alike is not None and waits:
+            wait = (key[0], key[1], alike)
+            rows.waits.step(wait in self._waiting)
+            _remember(self._waiting, wait, 0, self._window)
+            # To wait is no repetition, so it is to stale calls what a turn of the user is.
+            self._begin_anew()
+        elif new:
+            rows.waits.start(0)
+            self._waiting.clear()
+        same = alike is not None and alike == self._masked
+        rows.repeats.step(repeats and same and not waits)
+        self._masked = alike
 
     def observe_reply(
         self, speaker: str | None, text: str, *, fingerprint: str | None = None
@@ -250,17 +271,14 @@ class LoopDetector:
             if not text or text.isspace():
                 return
             fingerprint = fingerprint_reply(text)
-        reply = (name if len(name) <= _LONGEST_NAME else _short(name), fingerprint)
-        said = self._said
-        row = self._rows.replies
-        if reply in said:
-            del said[reply]
-            row.grow()
-        else:
-            if len(said) == self._window:
-                del said[next(iter(said))]
-            row.start(0)
-        said[reply] = None
+        reply = (_short(name), fingerprint)
+        known = reply in self._said
+        rows = self._rows
+        rows.short_replies.step(known)
+        # A short one that repeats neither adds to the row of the others nor ends it.
+        if not known or not fingerprint.startswith(SHORT):
+            rows.replies.step(known)
+        _remember(self._said, reply, 0, self._window)
         self._replies.append(reply)
         del self._replies[:-_RECENT_KEPT]
         self._judge()
@@ -274,52 +292,66 @@ class LoopDetector:
         The same call with the same error is no better for it, so that row goes on.
         """
         rows = self._rows
-        self._generation += 1
-        if self._recent:
-            self._seen[self._recent[-1]] = self._generation
-        rows.stale.start(0)
-        rows.errors.start(0)
-        rows.replies.start(0)
+        self._begin_anew()
+        for row in rows:
+            if row is not rows.same_error:
+                row.start(0)
         self._error = None
         # The user's turn is to be answered: one more error ends the run, and not the old ones.
         if rows.same_error.nudged_at:
             rows.same_error.tell()
         self._judge()
 
+    def _begin_anew(self) -> None:
+        """End the row of stale calls; the latest one alone can be stale at once."""
+        self._generation += 1
+        if self._recent:
+            self._seen[self._recent[-1]] = self._generation
+        self._rows.stale.start(0)
+
     def nudge(self) -> str | None:
         """Take the corrective sentence for the model, if one is due; it counts as given then.
 
         It speaks of the work alone, and is due once in a row.
         """
-        if not self.due:
+        due = [row for row in self._rows if row.due]
+        if not due:
             return None
-        rows = self._rows
-        due = [row for row in rows if row.due]
-        first = due[0]
-        if first is rows.same_error:
-            what = (
-                f"You have called {self._latest()} with these arguments {first.length} times and "
-                "got the same error each time"
-            )
-        elif first is rows.errors:
-            what = (
-                f"Your latest {first.length} calls of {self._latest()} ended with the same error, "
-                "whatever the arguments"
-            )
-        elif first is rows.stale:
-            what = self._stale_in_words()
-        else:
-            what = self._replies_in_words()
         for row in due:
             row.tell()
         self._judge()
-        return f"{what}; {_ADVICE}"
+        advice = _PATIENCE if due[0] is self._rows.waits else _ADVICE
+        return f"{self._in_words(due[0])}; {advice}"
+
+    def _in_words(self, row: _Row) -> str:
+        rows, times = self._rows, row.length
+        if row is rows.stale:
+            return self._stale_in_words()
+        if row is rows.replies or row is rows.short_replies:
+            return self._replies_in_words(row)
+        tool = _speakable(self._recent[-1][0])
+        if row is rows.same_error:
+            return (
+                f"You have called {tool} with these arguments {times} times and got the same "
+                "error each time"
+            )
+        if row is rows.errors:
+            return (
+                f"Your latest {times} calls of {tool} ended with the same error, whatever the "
+                "arguments"
+            )
+        if row is rows.repeats:
+            return (
+                f"You have called {tool} with these arguments again and again, and the latest "
+                f"{times + 1} results differ in times and ids alone"
+            )
+        return f"You have asked {tool} again {times} times, and it answers that it is not ready yet"
 
     def _stale_in_words(self) -> str:
-        period, names = _cycle(self._recent[-_RECENT_KEPT:], self._rows.stale.length)
+        period, names = _cycle(self._recent, self._rows.stale.length)
         if period == 1:
             return (
-                f"You have called {names} with these arguments {self._alike} times and got the "
+                f"You have called {names} with these arguments {self._times} times and got the "
                 "same result each time"
             )
         if period:
@@ -332,14 +364,14 @@ class LoopDetector:
             "brought the same results again"
         )
 
-    def _replies_in_words(self) -> str:
-        period, names = _cycle(self._replies, self._rows.replies.length)
+    def _replies_in_words(self, row: _Row) -> str:
+        period, names = _cycle(self._replies, row.length)
         if period > 1:
             return (
                 f"The conversation goes round in a circle ({names}): its latest replies were all "
-                "made before, word for word"
+                "made before"
             )
-        return f"The latest replies ({names}) were all made before, word for word"
+        return f"The latest replies ({names}) were all made before"
 
     def violation(self) -> Violation:
         """Say why the run is stopped; asked when `tripped`.
@@ -349,47 +381,35 @@ class LoopDetector:
         """
         rows = self._rows
         row = next((row for row in rows if row.tripped), rows.stale)
-        period = 0
-        if row is rows.same_error:
-            setting = "stop_after_same_error"
-            what = "times in a row the same call ended with the same error"
-            names = self._latest()
-        elif row is rows.errors:
-            setting = "stop_after_errors"
-            what = "calls in a row ended with the same error"
-            names = self._latest()
-        elif row is rows.stale:
-            setting = "stop_after"
-            what = "calls in a row brought a result already seen for the same arguments"
-            period, names = _cycle(self._recent[-_RECENT_KEPT:], row.length)
-        else:
-            setting = "stop_after_replies"
-            what = "replies in a row were made before, word for word"
+        if row is rows.replies or row is rows.short_replies:
             period, names = _cycle(self._replies, row.length)
+        elif row is rows.stale:
+            period, names = _cycle(self._recent, row.length)
+        else:
+            period, names = 0, _speakable(self._recent[-1][0])
         where = f"cycle of {period}" if period > 1 else "latest"
+        setting = f"stop_after{_suffix(row.name)}={row.stop_after}"
         return Violation(
             reason=StopReason.OSCILLATION if period > 1 else StopReason.NO_PROGRESS,
             limit=row.stop_after,
             used=row.length,
-            detail=f"{row.length} {what}, {setting}={row.stop_after}; {where}: {names}",
+            detail=f"{row.length} {_COUNTED[row.name]}, {setting}; {where}: {names}",
         )
 
     def state(self) -> dict[str, Any]:
         """Return what the detector knows, ready for JSON. It holds no argument and no result."""
-        self.settle_on_digests()
         generation = self._generation
         return {
             "seen": [list(key) for key in self._seen],
             "fresh": sum(last == generation for last in self._seen.values()),
-            "recent": [list(key) for key in self._recent[-_RECENT_KEPT:]],
-            "alike": self._alike,
+            "recent": [list(key) for key in self._recent],
+            "times": self._times,
+            "masked": self._masked,
+            "waiting": [list(key) for key in self._waiting],
             "error": None if self._error is None else list(self._error),
             "said": [list(reply) for reply in self._said],
             "replies": [list(reply) for reply in self._replies],
-            "rows": {
-                name: [row.length, row.nudged_at]
-                for name, row in zip(_Rows._fields, self._rows, strict=True)
-            },
+            "rows": {row.name: [row.length, row.nudged_at] for row in self._rows},
         }
 
     @classmethod
@@ -413,63 +433,65 @@ class LoopDetector:
         return detector
 
     def _load(self, state: dict[str, Any]) -> None:
-        seen = dict.fromkeys(_key(entry) for entry in state["seen"])
-        recent = [_key(entry) for entry in state["recent"]]
-        said = dict.fromkeys(_reply(entry) for entry in state["said"])
-        replies = [_reply(entry) for entry in state["replies"]]
-        error = None if state["error"] is None else _reply(state["error"])
-        fresh, alike = _natural(state["fresh"]), _natural(state["alike"])
+        seen, recent = _keys(state["seen"]), _keys(state["recent"])
+        waiting = _keys(state["waiting"])
+        said, replies = _pairs(state["said"]), _pairs(state["replies"])
+        error = None if state["error"] is None else _pairs([state["error"]])[0]
+        masked = state["masked"]
+        fresh, times = _natural(state["fresh"]), _natural(state["times"])
         lengths = {
             name: (_natural(length), _natural(nudged_at))
             for name, (length, nudged_at) in state["rows"].items()
         }
         sound = (
-            len(state) == 8
-            and len(seen) == len(state["seen"])
-            and len(said) == len(state["said"])
+            len(state) == len(self.state())
+            and all(len(set(these)) == len(these) for these in (seen, waiting, said))
             and len(recent) <= _RECENT_KEPT
             and len(replies) <= _RECENT_KEPT
-            and list(seen)[-1:] == recent[-1:]
-            and list(said)[-1:] == replies[-1:]
-            and bool(fresh) is bool(alike) is bool(seen)
+            and seen[-1:] == recent[-1:]
+            and said[-1:] == replies[-1:]
+            and bool(fresh) is bool(times) is bool(seen)
             and fresh <= len(seen)
+            and (masked is None or type(masked) is str)
             and lengths.keys() == set(_Rows._fields)
             and all(nudged_at <= length for length, nudged_at in lengths.values())
-            and lengths["same_error"][0] <= alike
+            and lengths["same_error"][0] <= times
             and bool(lengths["errors"][0]) is (error is not None)
             and (error is None or error[0] == recent[-1][0])
-            and (bool(seen) or not lengths["stale"][0])
-            and (bool(said) or not lengths["replies"][0])
+            and (bool(seen) or not (lengths["stale"][0] or lengths["repeats"][0]))
+            and (bool(waiting) or not lengths["waits"][0])
+            and (bool(said) or not (lengths["replies"][0] or lengths["short_replies"][0]))
         )
         if not sound:
             raise ValueError
-        kept = list(seen)[-self._window :]
+        kept = seen[-self._window :]
         self._generation = 2
         self._seen = {key: 2 if place >= len(kept) - fresh else 1 for place, key in enumerate(kept)}
-        self._recent.extend(recent)
-        self._alike = alike
+        self._recent, self._replies = recent, replies
+        self._times = times
+        self._masked = masked
+        self._waiting = dict.fromkeys(waiting[-self._window :], 0)
         self._error = error
-        self._said = dict.fromkeys(list(said)[-self._window :])
-        self._replies.extend(replies)
-        for name, (length, nudged_at) in lengths.items():
-            row: _Row = getattr(self._rows, name)
-            row.start(length, nudged_at)
-        self._digested = True
+        self._said = dict.fromkeys(said[-self._window :], 0)
+        for row in self._rows:
+            row.start(*lengths[row.name])
         self._judge()
 
     def _judge(self) -> None:
-        same_error, errors, stale, replies = self._rows
-        self._quiet = not (same_error.length or errors.length or stale.length or replies.length)
-        self.due = same_error.due or errors.due or stale.due or replies.due
-        self.tripped = same_error.tripped or errors.tripped or stale.tripped or replies.tripped
-
-    def _latest(self) -> str:
-        return _speakable(self._recent[-1][0])
+        rows = [row for row in self._rows if row.length]
+        self.due = any(row.due for row in rows)
+        self.tripped = any(row.tripped for row in rows)
 
 
-def _cycle(recent: Iterable[_Key] | Iterable[_Reply], row: int) -> tuple[int, str]:
+def _remember(seen: dict[_Seen, int], one: _Seen, generation: int, window: int) -> None:
+    """Put one of the different calls or replies last; the least recent goes."""
+    if seen.pop(one, None) is None and len(seen) == window:
+        del seen[next(iter(seen))]
+    seen[one] = generation
+
+
+def _cycle(latest: Sequence[_Key] | Sequence[_Reply], row: int) -> tuple[int, str]:
     """Find the shortest cycle that the latest went round twice, 0 for none, and its names."""
-    latest = list(recent)
     period = 0
     for length in range(1, _LONGEST_CYCLE + 1):
         if len(latest) >= 2 * length and latest[-length:] == latest[-2 * length : -length]:
@@ -479,23 +501,18 @@ def _cycle(recent: Iterable[_Key] | Iterable[_Reply], row: int) -> tuple[int, st
     return period, ", ".join(names if period else dict.fromkeys(names))
 
 
-def _digested(key: _Key) -> _Key:
-    tool, arguments, result = key
-    return tool, digest_of(arguments), digest_of(result)
+def _keys(entries: Iterable[Sequence[Any]]) -> list[_Key]:
+    return [(_text(tool), _text(arguments), _text(result)) for tool, arguments, result in entries]
 
 
-def _key(entry: Sequence[object]) -> _Key:
-    tool, arguments, result = entry
-    if not (isinstance(tool, str) and isinstance(arguments, str) and isinstance(result, str)):
+def _pairs(entries: Iterable[Sequence[Any]]) -> list[_Reply]:
+    return [(_text(name), _text(text)) for name, text in entries]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
         raise TypeError
-    return tool, arguments, result
-
-
-def _reply(entry: Sequence[object]) -> _Reply:
-    name, text = entry
-    if not (isinstance(name, str) and isinstance(text, str)):
-        raise TypeError
-    return name, text
+    return value
 
 
 def _natural(value: object) -> int:
@@ -506,7 +523,7 @@ def _natural(value: object) -> int:
 
 def _short(name: str) -> str:
     """Shorten a name that the model wrote: what is kept of it must not grow with it."""
-    return f"{name[:40]}#{fingerprint_result(name)}"
+    return name if len(name) <= _LONGEST_NAME else f"{name[:40]}#{digest(name)}"
 
 
 def _speakable(name: str) -> str:

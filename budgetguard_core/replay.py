@@ -228,6 +228,7 @@ class Replay:
                     result_fingerprint=event.fingerprint,
                     # Logs of others may hold the text's digest alone.
                     error_fingerprint=event.error_fingerprint or event.fingerprint,
+                    alike=event.alike,
                 )
         elif isinstance(event, ToolCallWithdrawn):
             ticket = self._tickets.pop((event.run_id, event.call_id), None)

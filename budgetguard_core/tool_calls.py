@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from budgetguard_core import counters, events
-from budgetguard_core.canonical import (
-    KEY_MARKS,
-    arguments_key,
-    digest_of,
-    fingerprint_error,
-    result_key,
-)
+from budgetguard_core.canonical import digest, fingerprint_result, result_text
+from budgetguard_core.canonical import fingerprint as fingerprint_arguments
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
     Admit,
@@ -23,6 +18,7 @@ from budgetguard_core.decision import (
     ToolDecision,
 )
 from budgetguard_core.errors import text_of
+from budgetguard_core.masking import fingerprint_error
 from budgetguard_core.model_calls import error_name
 from budgetguard_core.outcome import ToolCallRecord
 from budgetguard_core.plugs import Ask, Ended
@@ -34,7 +30,7 @@ RECORDS_KEPT = 256
 _RECORDS_CUT = 2 * RECORDS_KEPT
 NAME_LENGTH = 200
 _NOTHING: frozenset[str] = frozenset()
-_REFUSED = result_key(NOT_AVAILABLE)
+_REFUSED = fingerprint_result(NOT_AVAILABLE)
 # The kind of error of a call that was answered without its body.
 _REFUSED_KIND = fingerprint_error(NOT_AVAILABLE)
 _Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
@@ -64,20 +60,15 @@ class ToolCalls:
         if not chain:
             return [Admit().answers(state.guard, call, 0) for call in calls]
         ignored = _NOTHING if detector is None else detector.ignored
-        from_outside = False
         for call in calls:
-            if call.key is None:
-                call.key = arguments_key(call.arguments, ignored)
-            elif call.key[:1] not in KEY_MARKS:
-                from_outside = True
+            if call.fingerprint is None:
+                call.fingerprint = fingerprint_arguments(call.arguments, ignore=ignored)
             # A report is about the run, so it has no place among what the run may do.
             if call.name in state.own_tools and call.kind == "function":
                 call.kind = "output"
         ask = state.reserve(None, calls=calls)
         with tree.lock:
             now = tree.now()
-            if from_outside and detector is not None:
-                detector.settle_on_digests()
             counters.start_time(chain, now)
             calm = counters.is_calm(chain, now, tools=len(calls))
             found = () if calm else counters.violations(chain, now, counters.BATCH)
@@ -130,7 +121,7 @@ class ToolCalls:
             if refusal is not None:
                 if isinstance(refusal, Refuse):
                     # To ask on for what is refused is an error of a kind.
-                    self._show(call, result_key(refusal.message), _REFUSED_KIND)
+                    self._show(call, fingerprint_result(refusal.message), _REFUSED_KIND)
                 return self._refused(call, refusal)
             self._count(call.name, 1)
         elif call.kind == "hosted":
@@ -181,11 +172,13 @@ class ToolCalls:
         for link in self._state.chain:
             link.counters.count_tool(name, by)
 
-    def _show(self, call: ToolCall, result: str, error: str | None = None) -> None:
+    def _show(
+        self, call: ToolCall, result: str, error: str | None = None, alike: str | None = None
+    ) -> None:
         """Show the loop detector a call that ended; a plug's own tool is repeated as it should."""
         state = self._state
         if state.detector is not None and call.name not in state.own_tools:
-            state.detector.take(call.name, call.key or "", result, error)
+            state.detector.observe(call.name, call.fingerprint or "", result, error, alike)
 
     def _keep(self, call: ToolCall, status: str) -> None:
         if status == "completed" and call.kind in ("function", "hosted"):
@@ -202,20 +195,26 @@ class ToolCalls:
         error: BaseException | str | None,
         result_fingerprint: str | None,
         error_fingerprint: str | None,
+        alike: str | None,
     ) -> bool:
         """Take in how a call of this run ended."""
         state = self._state
         tree, detector = state.tree, state.detector
         call: ToolCall = ticket.call
-        key, kind = result_fingerprint, None
+        key, kind, text = result_fingerprint, None, ""
         if detector is None and not tree.sinks:
             key = ""  # nobody asks whether it was seen before
-        elif error is not None:
-            text = text_of(error)
-            key = key or result_key(text)
-            kind = error_fingerprint or fingerprint_error(text)
-        elif key is None:
-            key = result_key(result, _NOTHING if detector is None else detector.ignored_results)
+        else:
+            if error is not None:
+                text = text_of(error)
+                kind = error_fingerprint or fingerprint_error(text)
+            elif key is None:
+                ignored = _NOTHING if detector is None else detector.ignored_results
+                text = result_text(result, ignored)
+            if key is None:
+                key = digest(text)
+                if detector is not None:
+                    alike = detector.alike(call, text, failed=error is not None)
         ended = None
         if ticket.holds:
             # Outside the lock: the user's code says what a failure is.
@@ -228,15 +227,13 @@ class ToolCalls:
                 return False
             now = tree.now()
             self._keep(call, "completed" if error is None else "failed")
-            if detector is not None and result_fingerprint is not None:
-                detector.settle_on_digests()
-            self._show(call, key, kind)
+            self._show(call, key, kind, alike)
             if ended is not None:
                 state.end_holds(ticket, ended, now)
             warnings = () if counters.is_calm(state.chain, now) else state.look(now)
             if tree.sinks:
-                facts: dict[str, Any] = {"call_id": ticket.call_id, "fingerprint": digest_of(key)}
-                facts |= {"error": error_name(error), "error_fingerprint": kind}
+                facts: dict[str, Any] = {"call_id": ticket.call_id, "fingerprint": key}
+                facts |= {"error": error_name(error), "error_fingerprint": kind, "alike": alike}
                 state.record(events.ToolCallSettled, now, **facts)
         if ended is not None:
             for hold in ticket.holds:

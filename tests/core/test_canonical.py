@@ -18,16 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
-from budgetguard_core.canonical import (
-    arguments_key,
-    canonical,
-    digest_of,
-    fingerprint,
-    fingerprint_error,
-    fingerprint_result,
-    result_key,
-)
+from budgetguard_core.canonical import canonical, fingerprint, fingerprint_result
 from budgetguard_core.loop_detection import LoopDetection
+from budgetguard_core.masking import fingerprint_error
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 
@@ -220,7 +213,7 @@ def test_no_value_crashes_or_hangs():
     cycle += [cycle, cycle]
     deep = nested(100_000)
     for value in (cycle, doubled(100), deep, list(range(200_000)), Endless(), {Endless(): 1}):
-        assert len(canonical(value)) < 10_000
+        assert len(canonical(value)) < 20_000
     while deep:  # taken apart by hand: freeing it at once would recurse
         deep = deep["a"]
     assert len(fingerprint("x" * 5_000_000)) == 16
@@ -236,6 +229,7 @@ def test_what_is_very_large_is_looked_at_in_whole():
 @pytest.fixture
 def few_parts(monkeypatch):
     monkeypatch.setattr("budgetguard_core.canonical._MOST_PARTS", 100)
+    monkeypatch.setattr("budgetguard_core.canonical._LONGEST_TEXT", 400)
 
 
 @pytest.mark.usefixtures("few_parts")
@@ -336,7 +330,7 @@ def test_the_fingerprint_is_the_same_in_every_process():
             check=True,
         )
         assert out.stdout.strip() == expected
-    assert fingerprint({"a": 1}) == "79d2035930470559"
+    assert fingerprint({"a": 1}) == "e1cf71e50e7af073"
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -354,47 +348,6 @@ def test_json_text_in_any_order_equals_the_object(arguments):
     turned = dict(reversed(arguments.items()))
     assert canonical(turned) == canonical(arguments)
     assert canonical(json.dumps(turned)) == canonical(arguments)
-
-
-# Keys: small arguments and results stand for themselves, and are digested only where they leave
-
-
-@fixed
-@given(json_values | st.dictionaries(st.text(), json_values, max_size=4))
-def test_the_digest_of_a_key_is_the_fingerprint(value):
-    assert digest_of(arguments_key(value)) == fingerprint(value)
-    assert digest_of(result_key(value)) == fingerprint_result(value)
-    assert len(fingerprint(value)) == 16
-
-
-@pytest.mark.slow
-@fixed
-@given(
-    st.dictionaries(st.text(), json_values, max_size=4),
-    st.dictionaries(st.text(), json_values, max_size=4),
-)
-def test_two_keys_are_equal_where_the_texts_are(one, other):
-    for first, second in ((one, other), (one, json.loads(json.dumps(one)))):
-        alike = canonical(first) == canonical(second)
-        assert (arguments_key(first) == arguments_key(second)) is alike
-
-
-@pytest.mark.parametrize("text", ["", "#", "=", "x" * 15, "0123456789abcdef", "ä", "\ud800"])
-def test_a_short_text_is_its_own_key(text):
-    assert result_key(f" {text}\n") == f"={text}"
-    assert arguments_key({"a": text}).startswith("={'a': ")
-
-
-def test_keys_are_short():
-    assert len(arguments_key({"a": "x" * 100_000})) == 17
-    assert len(result_key("x" * 100_000)) == 17
-    assert result_key("x" * 256) == "=" + "x" * 256
-    assert result_key("x" * 257) == "#" + fingerprint_result("x" * 257)
-
-
-@pytest.mark.parametrize("given", ["", "0123456789abcdef", "recorded"])
-def test_a_fingerprint_that_was_given_is_its_own_digest(given):
-    assert digest_of(given) == given
 
 
 def test_results_leave_out_the_names_to_be_ignored():

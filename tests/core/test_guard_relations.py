@@ -104,8 +104,12 @@ class TestReplies:
         guard, events = logged()
         for _ in range(6):
             spend(guard)
-            guard.report_reply("One more analysis, please.", speaker="Analyzer")
-            guard.report_reply(" One more check, please.\n", speaker="Verifier")
+            guard.report_reply(
+                "One more analysis of the figures, please, and a longer one.", speaker="Analyzer"
+            )
+            guard.report_reply(
+                " One more check of the analysis, please, and soon.\n", speaker="Verifier"
+            )
         assert guard.trip is not None
         assert guard.trip.reason in (StopReason.OSCILLATION, StopReason.NO_PROGRESS)
         assert same(replay(events), guard)

@@ -406,7 +406,12 @@ class TestModelCalls:
     def test_replies_that_repeat_are_told_to_the_engine(self):
         run = opened(Budget())
         for _ in range(7):
-            model_call(run, text="One more analysis.", speaker="Analyzer", final=True)
+            model_call(
+                run,
+                text="One more analysis of the figures, please.",
+                speaker="Analyzer",
+                final=True,
+            )
         assert run.check() is not None
 
     def test_a_nudge_can_be_taken_for_a_result(self):
