@@ -58,7 +58,7 @@ class ModelCalls:
         """Return the price of a model, where it is known. Outside the lock."""
         if model is None:
             return None
-        if not isinstance(model, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(model, str):
             raise ConfigurationError(wrong_model(model))
         found: Rates | None = self._state.tree.price_book.rates_for(model, provider)
         return found

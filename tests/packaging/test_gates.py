@@ -250,6 +250,8 @@ CORE = sorted((layout.ROOT / "budgetguard_core").glob("*.py"))
 # These move counters; or rows, digests, what a call holds and a finalizer: their own module's.
 MOVING = {
     *("guard.py", "counters.py", "plugs.py", "assembly.py"),
+    # The parts that a guard is composed of: they act on what they share, under its lock.
+    *("run_state.py", "run_clock.py", "model_calls.py", "tool_calls.py", "restoring.py"),
     *("loops.py", "canonical.py"),
     # Wraps methods of the standard library's threads and pools, and has no counters.
     "threads.py",
