@@ -3,60 +3,89 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from budgetguard_cli.measured import Measured
-from budgetguard_cli.recordings import Reading, Unreadable, readable
-from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.verdict import verdicts, whole_runs
-from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve, PriceBook
+from budgetguard_cli.options import AsJson, Logs
+from budgetguard_cli.runs import Run, read_runs, used_of
+from budgetguard_cli.screen import figure, printable, refuse, say, table, write_json
+from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve
 from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.profiles import Profiles, load_profile
 from budgetguard_core.profiles.audit import Finding, audit
 from budgetguard_core.profiles.calibration import FEWEST, Figure, Proposal, propose
+from budgetguard_core.stop import StopReason
 
 _UNNAMED = "default"
 
-Logs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="LOG",
-        help="Recorded runs as JSON Lines, also gzipped, or folders of them; - is standard input. "
-        "BudgetGuard's own event logs, or one trajectory a line.",
-    ),
-]
-ProfileName = Annotated[
-    str,
-    typer.Option("--profile", help="The profile of runs whose recording names none."),
-]
-Good = Annotated[
-    bool,
-    typer.Option(
-        "--labelled",
-        help="The completed runs of event logs are known to be good: somebody has looked.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
+@dataclass
+class Measured:
+    """The runs of one profile.
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command()(calibrate)
+    Attributes:
+        labelled: Somebody has looked: the completed runs are known to be healthy.
+        left_out: Runs that an exception left, that somebody aborted, or that wait.
+        unfinished: Runs whose log breaks off: they go on, or their process was killed.
+        figures: What each healthy run used, by dimension.
+        budget: The budget of the last run.
+        estimated: Runs whose tokens are estimates in part.
+    """
+
+    labelled: bool
+    runs: int = 0
+    stopped: Counter[str] = field(default_factory=Counter[str])
+    left_out: int = 0
+    unfinished: int = 0
+    figures: dict[str, list[Figure]] = field(default_factory=dict[str, list[Figure]])
+    budget: Budget | None = None
+    estimated: int = 0
+
+    def add(self, run: Run) -> None:
+        """Take in one run."""
+        self.runs += 1
+        root, used = run.root, run.usage
+        if root.budget.caps():
+            self.budget = root.budget
+        ended = [*root.earlier, root.ending]
+        limits = [one.partition(", ")[2] for one in ended if one.startswith("terminated, ")]
+        if root.status is None:
+            # What it needed in all is not known: it would only pull the figures down.
+            self.unfinished += 1
+        elif StopReason.ABORTED in limits or root.status in ("failed", "paused"):
+            self.left_out += 1
+        elif limits:
+            # It only repeats the cap that ended it.
+            self.stopped[limits[-1]] += 1
+        else:
+            self.estimated += used.estimated_calls > 0
+            for name in DIMENSIONS:
+                if name != "max_cost_usd" or not used.unpriced_calls:
+                    self.figures.setdefault(name, []).append(used_of(used, name))
+
+    @property
+    def usable(self) -> int:
+        """How many runs the figures are of."""
+        return len(self.figures.get("max_model_calls", ()))
 
 
 def calibrate(
     files: Logs,
-    profile: ProfileName = _UNNAMED,
-    labelled: Good = False,
+    profile: Annotated[
+        str, typer.Option("--profile", help="The profile of runs whose recording names none.")
+    ] = _UNNAMED,
+    labelled: Annotated[
+        bool,
+        typer.Option(
+            "--labelled", help="The completed runs are known to be good: somebody has looked."
+        ),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check the caps that are set, and propose none.")
     ] = False,
@@ -89,8 +118,7 @@ def calibrate(
     """
     if config is not None and not check:
         refuse("--config needs --check: it names the caps to check. Give both.")
-    errors = Console(stderr=True)
-    groups, problems = _measured(files, profile, labelled, errors)
+    groups, problems = _measured(files, profile, labelled)
     if check:
         wrong = [_checked(name, group, config, as_json) for name, group in groups.items()]
         if not groups:
@@ -101,12 +129,16 @@ def calibrate(
     proposals = {name: list(_proposals(group)) for name, group in groups.items()}
     if as_json:
         for name, group in groups.items():
-            for one in proposals[name]:
-                _print_json(type="proposal", profile=name, **_plain_proposal(one, group))
-            _print_json(type="profile", profile=name, **_plain_group(group))
+            write_json(
+                *(
+                    {"type": "proposal", "profile": name, **_plain_proposal(one, group)}
+                    for one in proposals[name]
+                ),
+                {"type": "profile", "profile": name, **_plain_group(group)},
+            )
     else:
         for name, group in groups.items():
-            _show_proposals(errors, name, group, proposals[name])
+            _show_proposals(name, group, proposals[name])
         typer.echo(_toml(groups, proposals), nl=False)
     if not any(proposals.values()):
         refuse(
@@ -124,36 +156,29 @@ def _checked(name: str, group: Measured, config: Path | None, as_json: bool) -> 
         budget = _caps(name, config, group.budget)
     found = list(audit(budget, group.figures, runs=group.runs, stopped=group.stopped))
     if as_json:
-        for one in found:
-            _print_json(type="finding", profile=name, **_text(asdict(one)))
-        _print_json(type="profile", profile=name, findings=len(found), **_plain_group(group))
+        write_json(
+            *({"type": "finding", "profile": name, **asdict(one)} for one in found),
+            {"type": "profile", "profile": name, "findings": len(found), **_plain_group(group)},
+        )
         return bool(found)
-    out = Console()
-    _say(out, f"{name}: {_summary(group)}")
+    say(f"{name}: {_summary(group)}")
     if group.usable < FEWEST:
-        _say(out, f"  not judged: fewer than {FEWEST} runs ended by themselves")
-    for one in found:
-        _say(out, f"  {_sentence(one)}")
+        say(f"  not judged: fewer than {FEWEST} runs ended by themselves")
+    say(*(f"  {_sentence(one)}" for one in found))
     if group.usable >= FEWEST and not found:
-        _say(out, "  nothing wrong")
+        say("  nothing wrong")
     return bool(found)
 
 
 def _measured(
-    files: Sequence[str], profile: str, labelled: bool, errors: Console
+    files: Sequence[str], profile: str, labelled: bool
 ) -> tuple[dict[str, Measured], int]:
     groups: dict[str, Measured] = {}
-    reading = Reading(errors)
-    prices = PriceBook()
-    try:
-        legs = reading.files(readable(files), lambda lines: verdicts(lines, None, prices))
-        for found in whole_runs(legs):
-            named = found.budget.profile
-            name = profile if named is None else named.name
-            groups.setdefault(name, Measured()).add(found, labelled=labelled)
-    except Unreadable as error:
-        refuse(str(error))
-    return dict(sorted(groups.items())), reading.problems
+    found, problems = read_runs(files)
+    for run in found:
+        if run.damaged is None:
+            groups.setdefault(run.root.profile or profile, Measured(labelled)).add(run)
+    return dict(sorted(groups.items())), problems
 
 
 def _proposals(group: Measured) -> Iterator[Proposal]:
@@ -161,7 +186,7 @@ def _proposals(group: Measured) -> Iterator[Proposal]:
         figures = group.figures.get(dimension, ())
         # Half of the runs without a price say nothing of the other half.
         if len(figures) == group.usable:
-            found = propose(dimension, figures, labelled=group.are_labelled)
+            found = propose(dimension, figures, labelled=group.labelled)
             if found is not None:
                 yield found
 
@@ -194,7 +219,7 @@ def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> 
             continue
         group = groups[name]
         lines += [
-            f"# {group.usable} runs measured{'' if group.are_labelled else ', unlabelled'}"
+            f"# {group.usable} runs measured{'' if group.labelled else ', unlabelled'}"
             f"{', provisional: measure more' if found[0].provisional else ''}.",
             f"[profiles.{_quoted(name)}]",
             f'version = "calibrated-{group.usable}"',
@@ -225,57 +250,41 @@ def _basis(one: Proposal) -> str:
     return f"{one.factor:g} x {one.basis}"
 
 
-def _show_proposals(
-    console: Console, name: str, group: Measured, proposals: Iterable[Proposal]
-) -> None:
-    _say(console, f"{name}: {_summary(group)}")
+def _show_proposals(name: str, group: Measured, proposals: Iterable[Proposal]) -> None:
+    say(f"{name}: {_summary(group)}", errors=True)
     if group.usable < FEWEST:
-        _say(console, f"  nothing proposed: fewer than {FEWEST} runs ended by themselves")
+        say(f"  nothing proposed: fewer than {FEWEST} runs ended by themselves", errors=True)
         return
-    table = Table(box=None, padding=(0, 1))
-    for heading in ("cap", "runs", "p50", "p95", "p99", "max", "proposed", "95 % interval", "cuts"):
-        table.add_column(heading, justify="left" if heading == "cap" else "right", overflow="fold")
+    numbers = ("p50", "p95", "p99", "max", "proposed", "at most cut")
+    rows = table("cap", *numbers, right=numbers)
     for one in proposals:
         spread = one.measured
-        table.add_row(
-            Text(one.dimension),
-            f"{spread.runs:,}",
-            *(_short(figure) for figure in (spread.p50, spread.p95, spread.p99, spread.maximum)),
-            f"{_short(one.cap)} ({_basis(one)})",
-            f"{_short(one.low)} to {_short(one.high)}",
-            f"<= {one.exceeds:.2%}",
+        rows.add_row(
+            one.dimension,
+            *map(figure, (spread.p50, spread.p95, spread.p99, spread.maximum, one.cap)),
+            f"{one.exceeds:.2%}",
         )
-    # Not cut to a width that nobody looks at.
-    wide = console if console.is_terminal else Console(file=console.file, width=160)
-    wide.print(table)
+    say(rows, errors=True)
+    for one in proposals:
+        interval = f"{figure(one.low)} to {figure(one.high)}"
+        say(f"  {one.dimension}: {_basis(one)}, 95 % interval {interval}", errors=True)
     for dimension in DIMENSIONS:
         known = len(group.figures.get(dimension, ()))
         if 0 < known < group.usable:
-            _say(
-                console,
-                f"  {dimension}: nothing proposed, it is known of {known:,} of the runs only",
-            )
+            said = "nothing proposed, it is known of"
+            say(f"  {dimension}: {said} {known:,} of the runs only", errors=True)
     if group.estimated:
-        _say(
-            console, f"  the tokens of {group.estimated:,} runs are estimates, in part or in whole"
-        )
-
-
-def _short(figure: Figure) -> str:
-    if isinstance(figure, int):
-        return f"{figure:,}"
-    if isinstance(figure, Decimal):
-        return f"${figure:,.4f}".rstrip("0").rstrip(".")
-    return f"{figure:,.1f}"
+        said = "runs are estimates, in part or in whole"
+        say(f"  the tokens of {group.estimated:,} {said}", errors=True)
 
 
 def _summary(group: Measured) -> str:
     stopped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(group.stopped.items()))
     return (
         f"{group.runs:,} runs, {group.usable:,} used"
-        f"{'' if group.are_labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
+        f"{'' if group.labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
         f"limit{f' ({stopped})' if stopped else ''}, {group.unfinished:,} unfinished and "
-        f"{group.failed:,} that failed or were aborted left out"
+        f"{group.left_out:,} that failed or were aborted left out"
     )
 
 
@@ -283,7 +292,7 @@ def _sentence(one: Finding) -> str:
     if one.dimension is None:
         often = "every one" if one.problem == "limits_always_fire" else "none"
         return f"of {one.runs:,} runs {often} was stopped by a limit"
-    cap, p99 = _short(one.cap or 0), _short(one.p99 or 0)
+    cap, p99 = figure(one.cap or 0), figure(one.p99 or 0)
     if one.problem == "truncates":
         return (
             f"{one.dimension} {cap} truncates real work: p99 of healthy runs is {p99}, "
@@ -293,35 +302,15 @@ def _sentence(one: Finding) -> str:
 
 
 def _plain_proposal(one: Proposal, group: Measured) -> dict[str, Any]:
-    whole = _text({"cap": _whole_cap(one, group)})
-    return {**_text(asdict(one)), **whole, "labelled": group.are_labelled}
+    return {**asdict(one), "cap": _whole_cap(one, group), "labelled": group.labelled}
 
 
 def _plain_group(group: Measured) -> dict[str, Any]:
     return {
         "runs": group.runs,
         "used": group.usable,
-        "labelled": group.are_labelled,
+        "labelled": group.labelled,
         "stopped": dict(sorted(group.stopped.items())),
         "unfinished": group.unfinished,
-        "left_out": group.failed,
+        "left_out": group.left_out,
     }
-
-
-def _text(record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _text(cast("dict[str, Any]", value))
-        if isinstance(value, dict)
-        else str(value)
-        if isinstance(value, Decimal)
-        else value
-        for name, value in record.items()
-    }
-
-
-def _print_json(**record: Any) -> None:
-    typer.echo(json.dumps(record))
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(Text(printable(text)), soft_wrap=True)

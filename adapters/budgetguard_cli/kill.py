@@ -1,4 +1,4 @@
-"""`budgetguard kill`, `revive` and `runs`: who works, and who is stopped."""
+"""`budgetguard kill` and `revive`: who is stopped, in every process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from getpass import getuser
 from typing import Annotated, TypedDict
 
 import typer
-from rich.text import Text
 
-from budgetguard_cli.ledger_option import AsJson, LedgerUrl, opened, print_json, shown
-from budgetguard_cli.ledger_table import console, instant, table
-from budgetguard_cli.terminal import refuse
-from budgetguard_core.ledger import AliveRun
+from budgetguard_cli.options import AsJson, LedgerUrl, opened_ledger
+from budgetguard_cli.screen import refuse, say, write_json
 
 
 class Target(TypedDict):
@@ -20,13 +17,6 @@ class Target(TypedDict):
     tenant: str | None
     run: str | None
     everything: bool
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command(epilog='Example: budgetguard kill --tenant acme --why "spends without end"')(kill)
-    app.command(epilog="Example: budgetguard revive --tenant acme")(revive)
-    app.command(epilog="Example: budgetguard runs --ledger redis://10.0.0.5:6379/0")(runs)
 
 
 def kill(
@@ -41,14 +31,16 @@ def kill(
     """Stop a run, a tenant or everything, in every process.
 
     It holds until it is revived. Processes see it within half a second and a trip to the ledger.
+
+    Example: budgetguard kill --tenant acme --why "spends without end"
     """
     target = _one(tenant, run, everything)
-    with opened(url) as ledger:
+    with opened_ledger(url) as ledger:
         done = ledger.kill(**target, who=who or _user(), why=why)
         if as_json:
-            print_json([done._asdict()])
+            write_json(done._asdict())
         else:
-            console().print(Text(done.detail))
+            say(done.detail)
 
 
 def revive(
@@ -62,44 +54,22 @@ def revive(
 
     What it stopped stays stopped. Other switches stay: a tenant that was killed by name stays
     killed after `revive --all`.
+
+    Example: budgetguard revive --tenant acme
     """
     target = _one(tenant, run, everything)
-    with opened(url) as ledger:
+    with opened_ledger(url) as ledger:
         before = {kill.flag: kill for kill in ledger.kills()}
         ledger.revive(**target)
         left = ledger.kills()
     revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
     if as_json:
-        print_json(kill._asdict() for kill in revived)
+        write_json(*(kill._asdict() for kill in revived))
         return
-    for kill in revived:
-        console().print(Text(f"revived: {kill.detail}"))
     if not revived:
-        console().print(Text("nothing was revived: no such kill switch was set"))
-    for kill in left:
-        console().print(Text(f"still killed: {kill.detail}"))
-
-
-def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """List the runs that are alive, and those whose process is silent."""
-    with opened(url) as ledger:
-        found = ledger.runs()
-    if as_json:
-        print_json(
-            {name: getattr(run, name) for name in AliveRun.__dataclass_fields__} for run in found
-        )
-        return
-    rows = table("run", "tenant", "host", "process", "since", "heard of")
-    for run in found:
-        rows.add_row(
-            shown(run.run),
-            ", ".join(map(shown, run.tenant)),
-            shown(run.host),
-            str(run.pid),
-            instant(run.started),
-            "silent" if run.silent else instant(run.seen),
-        )
-    console().print(rows if found else Text("no run is alive"))
+        say("nothing was revived: no such kill switch was set")
+    say(*(f"revived: {kill.detail}" for kill in revived))
+    say(*(f"still killed: {kill.detail}" for kill in left))
 
 
 def _one(tenant: str | None, run: str | None, everything: bool) -> Target:

@@ -9,28 +9,12 @@ from decimal import Decimal
 from typing import Annotated, TypedDict
 
 import typer
-from rich.text import Text
 
-from budgetguard_cli.kill import register as register_kill
-from budgetguard_cli.kill import runs
-from budgetguard_cli.ledger_option import (
-    AsJson,
-    LedgerUrl,
-    dollars,
-    opened,
-    print_json,
-    shown,
-    whole,
-)
-from budgetguard_cli.ledger_table import both, ceilings, console, instant, share, table, window
-from budgetguard_cli.reconcile import reconcile
-from budgetguard_cli.terminal import refuse
-from budgetguard_core.ledger import WindowUsage
+from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
+from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
+from budgetguard_cli.windows import both, ceilings, instant, share, window
+from budgetguard_core.ledger import AliveRun, WindowUsage
 from budgetguard_core.ledger.amounts import Amount, to_dollars
-
-ledger_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The ledger of all tenants."
-)
 
 
 class _Figures(TypedDict):
@@ -38,16 +22,6 @@ class _Figures(TypedDict):
     tokens: int | None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    ledger_app.command(
-        epilog="Example: budgetguard ledger reconcile --log runs.jsonl --full",
-    )(reconcile)
-    app.add_typer(ledger_app, name="ledger")
-    register_kill(app)
-
-
-@ledger_app.command(epilog="Example: budgetguard ledger show --ledger sqlite:///ledger.sqlite3")
 def show(
     url: LedgerUrl = None,
     tenant: Annotated[str | None, typer.Option(help="Only this one.")] = None,
@@ -57,20 +31,22 @@ def show(
     """Show what tenants spent and reserved in each window, and how many runs are alive.
 
     Stored ceilings of which no window tells yet come below the table.
+
+    Example: budgetguard ledger show --ledger sqlite:///ledger.sqlite3
     """
-    with opened(url) as ledger:
+    with opened_ledger(url) as ledger:
         rows = [row for row in ledger.windows() if tenant in (None, row.key)]
         if not past:
             rows = list(_latest(rows))
         if as_json:
-            print_json(map(_record, rows))
+            write_json(*map(_record, rows))
             return
         alive = [run for run in ledger.runs() if not run.silent]
-        shown_rows = table("tenant", "window", "spent", "reserved", "ceiling", "used", "runs alive")
+        found = table("tenant", "window", "spent", "reserved", "ceiling", "used", "runs alive")
         for row in rows:
             working = sum(row.key in run.tenant for run in alive)
-            shown_rows.add_row(
-                shown(row.key),
+            found.add_row(
+                cell(row.key),
                 window(row.window),
                 both(row.spent_usd, row.spent_tokens),
                 both(row.reserved_usd, row.reserved_tokens),
@@ -78,8 +54,7 @@ def show(
                 share(row),
                 str(working) if row.window[0] == "d" else "",
             )
-        screen = console()
-        screen.print(shown_rows)
+        say(found)
         told = {
             (row.key, row.window[0]): {"usd": row.ceiling_usd, "tokens": row.ceiling_tokens}
             for row in rows  # the latest of a key comes last
@@ -87,14 +62,12 @@ def show(
         for key, stored in sorted(ledger.ceilings().items()):
             holds = {(key, kind): _figures(stored.get(kind, Amount())) for kind in "dm"}
             if tenant in (None, key) and not holds.items() <= told.items():
-                screen.print(Text(_said(key, stored)))
-        screen.print(Text(f"ledger {ledger.id} at {ledger.url}, {instant(ledger.now())}"))
-        for one in ledger.kills():
-            screen.print(Text(f"killed: {one.detail}"))
+                say(_said(key, stored))
+        say(f"ledger {ledger.id} at {ledger.url}, {instant(ledger.now())}")
+        say(*(f"killed: {one.detail}" for one in ledger.kills()))
 
 
-@ledger_app.command("set", epilog="Example: budgetguard ledger set acme --daily-usd 20")
-def set_(
+def set_ceilings(
     tenant: Annotated[
         str | None, typer.Argument(help="A tenant, or any other key.", show_default=False)
     ] = None,
@@ -113,13 +86,15 @@ def set_(
 
     Each process sees them with its next trip to the ledger; what it has reserved by then it may
     spend. A tenant's first own ceilings begin with those of the stored default.
+
+    Example: budgetguard ledger set acme --daily-usd 20
     """
     if (tenant is None) != default:
         refuse("ledger set needs a tenant or --default, got neither or both. Name one.")
     given = (daily_usd, monthly_usd, daily_tokens, monthly_tokens)
     if clear == any(one is not None for one in given):
         refuse("ledger set needs ceilings or --clear, got neither or both. Use --daily-usd 20.")
-    with opened(url, may_be_new=True) as ledger:
+    with opened_ledger(url, may_be_new=True) as ledger:
         if clear:
             ledger.clear_ceilings(tenant)
         else:
@@ -128,10 +103,10 @@ def set_(
             day, month = stored.get("d", Amount()), stored.get("m", Amount())
             ledger.set_ceilings(
                 tenant,
-                daily_usd=_dollars(daily_usd, day, "--daily-usd"),
-                monthly_usd=_dollars(monthly_usd, month, "--monthly-usd"),
-                daily_tokens=_tokens(daily_tokens, day, "--daily-tokens"),
-                monthly_tokens=_tokens(monthly_tokens, month, "--monthly-tokens"),
+                daily_usd=_dollars(daily_usd, day),
+                monthly_usd=_dollars(monthly_usd, month),
+                daily_tokens=_tokens(daily_tokens, day),
+                monthly_tokens=_tokens(monthly_tokens, month),
             )
         now = ledger.ceilings().get(tenant or "", {})
     figures = {
@@ -140,57 +115,75 @@ def set_(
         for unit, figure in _figures(now.get(kind, Amount())).items()
     }
     if as_json:
-        print_json([{"key": tenant, "own": bool(now), **figures}])
-        return
-    console().print(Text(_said(tenant or "", now)))
+        write_json({"key": tenant, "own": bool(now), **figures})
+    else:
+        say(_said(tenant or "", now))
 
 
 def _said(key: str, stored: Mapping[str, Amount]) -> str:
     day, month = (_figures(stored.get(kind, Amount())) for kind in "dm")
     said = f"a day {ceilings(**day)}, a month {ceilings(**month)}" if stored else "none of its own"
-    return f"ceilings of {shown(key) if key else 'the default'}: {said}"
+    return f"ceilings of {printable(key) if key else 'the default'}: {said}"
 
 
-@ledger_app.command("runs", epilog="Example: budgetguard ledger runs --json")
-def ledger_runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """List the runs that are alive; the same as `budgetguard runs`."""
-    runs(url, as_json)
+def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
+    """List the runs that are alive, and those whose process is silent.
+
+    Example: budgetguard ledger runs --ledger redis://10.0.0.5:6379/0
+    """
+    with opened_ledger(url) as ledger:
+        found = ledger.runs()
+    if as_json:
+        names = AliveRun.__dataclass_fields__
+        write_json(*({name: getattr(run, name) for name in names} for run in found))
+        return
+    rows = table("run", "tenant", "host", "process", "since", "heard of")
+    for run in found:
+        seen = "silent" if run.silent else instant(run.seen)
+        cells = (run.run, ", ".join(run.tenant), run.host, run.pid, instant(run.started), seen)
+        rows.add_row(*map(cell, cells))
+    say(rows if found else "no run is alive")
 
 
-@ledger_app.command(epilog="Example: budgetguard ledger export > spent.csv")
 def export(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Write every window that the ledger keeps to the standard output, as CSV or JSON."""
-    with opened(url) as ledger:
+    """Write every window that the ledger keeps to the standard output, as CSV or JSON.
+
+    Example: budgetguard ledger export > spent.csv
+    """
+    with opened_ledger(url) as ledger:
         records = [_record(row) for row in ledger.windows()]
     if as_json:
-        print_json(records)
+        write_json(*records)
         return
     writer = csv.DictWriter(sys.stdout, [*WindowUsage.__dataclass_fields__], lineterminator="\n")
     writer.writeheader()
     writer.writerows({**record, "key": _inert(record["key"])} for record in records)
 
 
-@ledger_app.command(epilog="Example: budgetguard ledger adopt --ledger redis://10.0.0.5:6379/0")
 def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Accept the ledger as it is, after it was wiped or restored; processes that refused go on."""
-    with opened(url) as ledger:
+    """Accept the ledger as it is, after it was wiped or restored; processes that refused go on.
+
+    Example: budgetguard ledger adopt --ledger redis://10.0.0.5:6379/0
+    """
+    with opened_ledger(url) as ledger:
         record = {"ledger": ledger.adopt(), "url": ledger.url}
     if as_json:
-        print_json([record])
+        write_json(record)
     else:
-        console().print(Text(f"adopted: ledger {record['ledger']} at {record['url']}"))
+        say(f"adopted: ledger {record['ledger']} at {record['url']}")
 
 
-@ledger_app.command(epilog="Example: budgetguard ledger check --ledger sqlite:///ledger.sqlite3")
 def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Compare every window with the sum of its reservations (SQLite). Ends with 1 on a gap."""
-    with opened(url) as ledger:
+    """Compare every window with the sum of its reservations (SQLite). Ends with 1 on a gap.
+
+    Example: budgetguard ledger check --ledger sqlite:///ledger.sqlite3
+    """
+    with opened_ledger(url) as ledger:
         wrong = ledger.check()
     if as_json:
-        print_json({"problem": line} for line in wrong)
+        write_json(*({"problem": line} for line in wrong))
     else:
-        for line in wrong or ["every window equals the sum of its reservations"]:
-            console().print(Text(line))
+        say(*(wrong or ["every window equals the sum of its reservations"]))
     if wrong:
         raise typer.Exit(1)
 
@@ -217,13 +210,18 @@ def _figures(ceiling: Amount) -> _Figures:
     }
 
 
-def _dollars(text: str | None, stored: Amount, option: str) -> Decimal | None:
+def _dollars(text: str | None, stored: Amount) -> Decimal | None:
     if text is None:
         return _figures(stored)["usd"]
-    return None if text.lower() == "none" else dollars(text, option)
+    return None if text.lower() == "none" else dollars(text)
 
 
-def _tokens(text: str | None, stored: Amount, option: str) -> int | None:
+def _tokens(text: str | None, stored: Amount) -> int | None:
     if text is None:
         return _figures(stored)["tokens"]
-    return None if text.lower() == "none" else whole(text, option)
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        refuse(f"tokens must be a whole number, got {text[:40]!r}. Use 100000.")

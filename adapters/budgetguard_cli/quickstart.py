@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from budgetguard_cli.terminal import printable, refuse
+from budgetguard_cli.options import AsJson
+from budgetguard_cli.screen import printable, refuse, write_json
 
 
 class Framework(StrEnum):
@@ -22,11 +23,6 @@ class Framework(StrEnum):
     OPENAI = "openai"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command()(quickstart)
-
-
 def quickstart(
     framework: Annotated[Framework, typer.Argument(help="What the agent is built with.")],
     output: Annotated[
@@ -35,6 +31,7 @@ def quickstart(
             "--output", "-o", help="The file to write; else the terminal.", show_default=False
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a bounded agent of 15 lines that runs without a key.
 
@@ -45,12 +42,15 @@ def quickstart(
     Ends with 0, and with 2 when the file is there already or cannot be written.
     """
     text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
+    written = {"framework": str(framework), "file": output, "text": text}
     if output is None:
-        typer.echo(text, nl=False)
+        write_json(written) if as_json else typer.echo(text, nl=False)
         return
     try:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         refuse(f"{printable(str(output))}: {error.strerror}. Name a new file.")
+    if as_json:
+        write_json(written)
     typer.echo(f"Run it: python {printable(str(output))}", err=True)

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.text import Text
 
-from budgetguard_cli.ledger_option import (
-    AsJson,
-    LedgerUrl,
-    dollars,
-    opened,
-    print_json,
-    shown,
-    whole,
-)
-from budgetguard_cli.ledger_table import both, console, instant, table
-from budgetguard_cli.recordings import Unreadable, readable
-from budgetguard_cli.terminal import refuse
+from budgetguard_cli.logs import Unreadable, readable
+from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
+from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
+from budgetguard_cli.windows import both, instant
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
 from budgetguard_core.ledger.reconcile import (
@@ -44,8 +36,8 @@ class Word(NamedTuple):
     """What a person says that one reservation spent; None leaves a dimension at full value."""
 
     hold: str
-    usd: str | None
-    tokens: str | None
+    usd: Decimal | None
+    tokens: int | None
 
 
 def reconcile(
@@ -66,10 +58,11 @@ def reconcile(
         typer.Option(help="Only this one: settle it at --usd and --tokens, your word for it."),
     ] = None,
     usd: Annotated[
-        str | None, typer.Option(help="What --hold really spent; all of it if left out.")
+        Decimal | None,
+        typer.Option(parser=dollars, help="What --hold really spent; all of it if left out."),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="What --hold really used; all of it if left out.")
+        int | None, typer.Option(help="What --hold really used; all of it if left out.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,6 +70,8 @@ def reconcile(
 
     Below full value only after twice their time to live, with a log in which their runs end, or on
     your word. Ends with 1 when some are left.
+
+    Example: budgetguard ledger reconcile --log runs.jsonl --full
     """
     if (usd is not None or tokens is not None) != (hold is not None):
         refuse("--hold needs --usd or --tokens, and they need --hold, got one without the other.")
@@ -85,20 +80,20 @@ def reconcile(
         files = [Path(name) for name in readable(logs or [])]
     except Unreadable as error:
         refuse(str(error))
-    with opened(url) as ledger:
+    with opened_ledger(url) as ledger:
         waiting = expired_holds(ledger)
         if word is not None:
             waiting = [one for one in waiting if one.id == word.hold]
             if not waiting:
                 refuse(
                     f"--hold must be on the list of what is to be reconciled, got "
-                    f"{shown(word.hold)[:200]!r}. See `budgetguard ledger reconcile`."
+                    f"{printable(word.hold)[:200]!r}. See `budgetguard ledger reconcile`."
                 )
         proofs = read_proofs(files)
         now = ledger.now()
         results = [(one, _settle(ledger, one, now, proofs, word, full)) for one in waiting]
     if as_json:
-        print_json(_record(one, result) for one, result in results)
+        write_json(*(_record(*one) for one in results))
     else:
         _print_table(results)
     if any(result.settled is None for _, result in results):
@@ -117,8 +112,8 @@ def _settle(
     amount: Amount | None = None
     if word is not None:
         given = to_amount(
-            to_dollars(hold.charge.usd) if word.usd is None else dollars(word.usd, "--usd"),
-            hold.charge.tokens if word.tokens is None else whole(word.tokens, "--tokens"),
+            to_dollars(hold.charge.usd) if word.usd is None else word.usd,
+            hold.charge.tokens if word.tokens is None else word.tokens,
         )
         if not gone:
             return Result(None, "its process may be alive: wait")
@@ -137,15 +132,15 @@ def _print_table(results: list[tuple[HoldRecord, Result]]) -> None:
     rows = table("reservation", "run or process", "tenant", "charged", "reported", "made", "result")
     for one, result in results:
         rows.add_row(
-            shown(one.id),
-            shown(one.owner),
-            ", ".join(map(shown, _keys(one))),
+            cell(one.id),
+            cell(one.owner),
+            cell(", ".join(_keys(one))),
             both(to_dollars(one.charge.usd), one.charge.tokens),
             both(to_dollars(one.spent.usd), one.spent.tokens),
             instant(one.made),
             result.words,
         )
-    console().print(rows if results else Text("nothing is to be reconciled"))
+    say(rows if results else "nothing is to be reconciled")
 
 
 def _record(one: HoldRecord, result: Result) -> dict[str, object]:

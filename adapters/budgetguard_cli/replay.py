@@ -1,31 +1,37 @@
-"""`budgetguard replay`: what a budget would have made of recorded runs."""
+"""`budgetguard replay`: what another budget would have made of recorded runs."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import IO, Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
-from rich.text import Text
+import typer
+from pydantic import TypeAdapter, ValidationError
 
-from budgetguard_cli.lines import Line, Problem, read_lines
-from budgetguard_cli.money import in_dollars
-from budgetguard_cli.recordings import Reading, opened
-from budgetguard_cli.terminal import printable
-from budgetguard_cli.verdict import REFUSED, Amounts, Verdict, verdicts
-from budgetguard_core import Budget, PriceBook
-from budgetguard_core.stop import PRECEDENCE, StopReason
+from budgetguard_cli.counted import REFUSED, Amounts
+from budgetguard_cli.logs import Unreadable, opened
+from budgetguard_cli.options import (
+    AsJson,
+    CountUnpricedAsZero,
+    Logs,
+    LoopDetectionOn,
+    MaxCostUsd,
+    MaxIterations,
+    MaxModelCalls,
+    MaxSeconds,
+    MaxToolCalls,
+    MaxTotalTokens,
+    budget_fields,
+)
+from budgetguard_cli.runs import Run, read_runs
+from budgetguard_cli.screen import in_dollars, printable, refuse, say, table, write_json
+from budgetguard_core import Budget, BudgetGuardError, ConfigurationError, Trip
+from budgetguard_core.budget import BREAKERS
+from budgetguard_core.stop import PRECEDENCE
 
 _SHOWN = 20
-_LINES_PER_UPDATE = 64
 _BREAKERS = {
     REFUSED: "tool calls refused",
     "call_delayed": "calls delayed",
@@ -33,303 +39,208 @@ _BREAKERS = {
     "circuit_breaker_changed": "circuit breakers changed",
     "tool_mix_unusual": "tool mix told",
 }
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
-@dataclass
-class Tally:
-    """What is reported of one file, or of all."""
+def replay(
+    logs: Logs,
+    max_iterations: MaxIterations = None,
+    max_model_calls: MaxModelCalls = None,
+    max_tool_calls: MaxToolCalls = None,
+    max_total_tokens: MaxTotalTokens = None,
+    max_seconds: MaxSeconds = None,
+    max_cost_usd: MaxCostUsd = None,
+    tool_quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL=N",
+            help="Calls of one tool, by name or pattern: search_web=3. May be given again.",
+        ),
+    ] = None,
+    count_unpriced_as_zero: CountUnpricedAsZero = False,
+    loop_detection: LoopDetectionOn = True,
+    breakers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Breakers as JSON: the fields of a budget, such as velocity or circuit_breaker.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded runs: what a budget would stop, cut and save.
 
-    runs: int = 0
-    succeeded: int = 0
-    runaways: int = 0
-    stopped: Counter[StopReason] = field(default_factory=lambda: Counter())
-    cut: int = 0
-    """Successful runs that would have been stopped."""
-    runaways_stopped: int = 0
-    untimed: int = 0
-    unreported_calls: int = 0
-    recorded: Amounts = field(default_factory=Amounts)
-    saved: Amounts = field(default_factory=Amounts)
-    breakers: Counter[str] = field(default_factory=lambda: Counter())
-    """What breakers would have done, by the names of the events; and calls refused."""
-    problems: int = 0
+    Example: budgetguard replay logs --max-iterations 25 --tool-quota search_web=3
 
-    def add(self, verdict: Verdict) -> None:
-        """Count one run."""
-        self.runs += 1
-        self.succeeded += verdict.succeeded is True
-        self.runaways += verdict.runaway
-        self.untimed += not verdict.timed
-        self.unreported_calls += verdict.unreported_calls
-        self.recorded += verdict.recorded
-        self.breakers += Counter(verdict.breakers)
-        if verdict.trip is not None:
-            self.stopped[verdict.trip.reason] += 1
-            self.cut += verdict.succeeded is True
-            self.runaways_stopped += verdict.runaway
-            self.saved += verdict.saved
-
-    def include(self, other: Tally) -> None:
-        """Add another file's figures."""
-        self.runs += other.runs
-        self.succeeded += other.succeeded
-        self.runaways += other.runaways
-        self.stopped += other.stopped
-        self.cut += other.cut
-        self.runaways_stopped += other.runaways_stopped
-        self.untimed += other.untimed
-        self.unreported_calls += other.unreported_calls
-        self.recorded += other.recorded
-        self.breakers += other.breakers
-        self.saved += other.saved
-        self.problems += other.problems
-
-    def by_reason(self) -> dict[str, int]:
-        """Return the stopped runs by reason, in the order of precedence."""
-        return {
-            str(reason): self.stopped[reason]
-            for reason in sorted(self.stopped, key=PRECEDENCE.__getitem__)
-        }
-
-
-class Report(Protocol):
-    """How the findings are shown."""
-
-    def run(self, file: str, verdict: Verdict) -> None:
-        """Take one run."""
-        ...
-
-    def file(self, file: str, tally: Tally) -> None:
-        """Take the figures of one file that has been read."""
-        ...
-
-    def all(self, files: int, tally: Tally) -> None:
-        """Take the figures of all files."""
-        ...
+    A run goes on as recorded until the budget stops it; that a correction might have brought the
+    model back is not assumed. Ends with 0, with 1 when a line could not be read (the rest is
+    replayed), and with 2 when an option or a file is wrong.
+    """
+    caps = {
+        "max_iterations": max_iterations,
+        "max_model_calls": max_model_calls,
+        "max_tool_calls": max_tool_calls,
+        "max_total_tokens": max_total_tokens,
+        "max_seconds": max_seconds,
+        "max_cost_usd": max_cost_usd,
+        "tool_quotas": _quotas(tool_quota or []),
+    }
+    given = budget_fields(
+        caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
+    )
+    try:
+        budget = Budget(**given, **({} if breakers is None else _read_breakers(breakers)))
+    except (BudgetGuardError, Unreadable) as error:
+        refuse(str(error))
+    found, problems = read_runs(logs, candidate=budget)
+    # What does not fit together is left out: it would only pull the figures down.
+    runs = [run for run in found if run.damaged is None]
+    stopped = [(run, trip) for run in runs if (trip := _trip(run)) is not None]
+    figures = _figures(runs, budget, problems)
+    if as_json:
+        write_json(*(_plain(*one) for one in stopped), figures)
+    else:
+        _show(figures, [run for run, _ in stopped if run.root.status == "completed"], budget)
+    if problems:
+        raise typer.Exit(1)
 
 
-class TextReport:
-    """For people. Successful runs that would be cut are named, the first 20 of each file."""
-
-    def __init__(self, console: Console, budget: Budget) -> None:
-        self._console = console
-        self._budget = budget
-        self._cut: list[str] = []
-        given = [*budget.caps().items(), *budget.tool_quotas.items()]
-        caps = ", ".join(f"{printable(name)}={cap}" for name, cap in given)
-        detection = "off" if budget.loop_detection is None else "on"
-        self._say(f"Budget: {caps or 'no caps'}; loop detection {detection}.")
-
-    def run(self, file: str, verdict: Verdict) -> None:
-        """Remember a successful run that would be cut."""
-        del file
-        if verdict.succeeded and verdict.trip is not None and len(self._cut) < _SHOWN:
-            self._cut.append(
-                f"line {verdict.line}, run {printable(verdict.run_id)}: {verdict.trip.detail}"
-            )
-
-    def file(self, file: str, tally: Tally) -> None:
-        """Show one file."""
-        self._show(printable(file), tally)
-        for line in self._cut:
-            self._say(f"  cut: {line}")
-        if tally.cut > len(self._cut):
-            self._say(f"  cut: {tally.cut - len(self._cut)} more, see --json")
-        self._cut.clear()
-
-    def all(self, files: int, tally: Tally) -> None:
-        """Show the sum, where there is more than one file."""
-        if files > 1:
-            self._show(f"All {files} files", tally)
-        for note in notes(tally, self._budget):
-            self._say(f"Note: {note}")
-
-    def _show(self, title: str, tally: Tally) -> None:
-        recorded, saved = tally.recorded, tally.saved
-        reasons = ", ".join(f"{reason} {count}" for reason, count in tally.by_reason().items())
-        rows = [
-            ("runs", f"{tally.runs:,}"),
-            ("stopped", f"{tally.stopped.total():,}" + (f" ({reasons})" if reasons else "")),
-            ("successful runs cut", f"{tally.cut:,} of {tally.succeeded:,}"),
-            ("model calls saved", f"{saved.model_calls:,} of {recorded.model_calls:,}"),
-            ("tool calls saved", f"{saved.tool_calls:,} of {recorded.tool_calls:,}"),
-            ("tokens saved", f"{saved.tokens:,} of {recorded.tokens:,}"),
-            ("dollars saved", f"{_dollars(saved)} of {_dollars(recorded)}"),
-        ]
-        if tally.runaways:
-            rows.insert(
-                3, ("runaways stopped", f"{tally.runaways_stopped:,} of {tally.runaways:,}")
-            )
-        for name, one, whole in (
-            ("usage estimated", saved.estimated_calls, recorded.estimated_calls),
-            ("price unknown", saved.unpriced_calls, recorded.unpriced_calls),
-        ):
-            if whole:
-                rows.append((name, f"{one:,} of {whole:,} calls"))
-        rows += [
-            (what, f"{tally.breakers[name]:,}")
-            for name, what in _BREAKERS.items()
-            if tally.breakers[name]
-        ]
-        if tally.problems:
-            rows.append(("lines not read", f"{tally.problems:,}"))
-        self._say(f"\n{title}")
-        table = Table.grid(padding=(0, 1))
-        table.add_column(no_wrap=True)
-        table.add_column()
-        for name, value in rows:
-            table.add_row(Text(f"  {name}"), Text(value))
-        self._console.print(table)
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False)
+def _quotas(given: Sequence[str]) -> dict[str, int]:
+    quotas: dict[str, int] = {}
+    for text in given:
+        tool, _, number = text.rpartition("=")
+        if not tool or not number.isascii() or not number.isdigit() or len(number) > 18:
+            msg = f"must be a tool and a whole number, such as search_web=3, got {text[:40]!r}."
+            raise typer.BadParameter(msg, param_hint="--tool-quota")
+        quotas[tool] = int(number)
+    return quotas
 
 
-class JsonReport:
-    """For programs: JSON Lines. Each stopped run, then its file, and at the end all files."""
-
-    def __init__(self, out: IO[str], budget: Budget) -> None:
-        self._out = out
-        self._budget = budget
-
-    def run(self, file: str, verdict: Verdict) -> None:
-        """Write a run that would be stopped."""
-        if verdict.trip is not None:
-            self._write(
-                type="stopped_run",
-                file=file,
-                line=verdict.line,
-                run_id=verdict.run_id,
-                reason=str(verdict.trip.reason),
-                detail=verdict.trip.detail,
-                succeeded=verdict.succeeded,
-                runaway=verdict.runaway,
-                recorded=_plain(verdict.recorded),
-                saved=_plain(verdict.saved),
-            )
-
-    def file(self, file: str, tally: Tally) -> None:
-        """Write the figures of one file."""
-        self._write(type="file", file=file, **self._figures(tally))
-
-    def all(self, files: int, tally: Tally) -> None:
-        """Write the sum."""
-        self._write(
-            type="all",
-            files=files,
-            budget=self._budget.to_json(),
-            **self._figures(tally),
-            notes=notes(tally, self._budget),
+def _read_breakers(file: str) -> dict[str, Any]:
+    """Read the breakers of a budget: a JSON object with its fields."""
+    with opened(file) as raw:
+        try:
+            given = _OBJECT.validate_json(raw.read())
+        except (OSError, ValidationError):
+            msg = f"{printable(file)}: it holds no JSON object. Write the fields of a budget."
+            raise Unreadable(msg) from None
+    if "progress" in given:
+        raise ConfigurationError(
+            "breakers must not have progress, because the recorded model was not asked to report, "
+            "got it. Leave it out."
         )
-
-    def _figures(self, tally: Tally) -> dict[str, Any]:
-        return {
-            "runs": tally.runs,
-            "succeeded": tally.succeeded,
-            "runaways": tally.runaways,
-            "stopped": tally.by_reason(),
-            "successful_runs_cut": tally.cut,
-            "runaways_stopped": tally.runaways_stopped,
-            "recorded": _plain(tally.recorded),
-            "saved": _plain(tally.saved),
-            "breakers": dict(tally.breakers),
-            "unreported_calls": tally.unreported_calls,
-            "lines_not_read": tally.problems,
-        }
-
-    def _write(self, **record: Any) -> None:
-        print(json.dumps(record), file=self._out)
+    unknown = next((name for name in given if name not in BREAKERS), None)
+    if unknown is not None:
+        raise ConfigurationError(
+            f"breakers must be among {', '.join(BREAKERS)}, got {printable(unknown)!r}. "
+            "Other caps have options of their own."
+        )
+    return given
 
 
-def notes(tally: Tally, budget: Budget) -> list[str]:
+def _trip(run: Run) -> Trip | None:
+    return None if run.candidate is None else run.candidate.trip
+
+
+def _saved(run: Run) -> Amounts:
+    # A candidate that allows more than the recorded budget goes on where the log ends.
+    if run.candidate is None or run.candidate.trip is None:
+        return Amounts()
+    return run.recorded.amounts - run.candidate.amounts
+
+
+def _figures(runs: Sequence[Run], budget: Budget, problems: int) -> dict[str, Any]:
+    """Return the figures of all runs together."""
+    stopped = [(run, trip.reason) for run in runs if (trip := _trip(run)) is not None]
+    reasons = Counter(reason for _, reason in stopped)
+    statuses = Counter(run.root.status for run in runs)
+    of_stopped = Counter(run.root.status for run, _ in stopped)
+    recorded = sum((run.recorded.amounts for run in runs), Amounts())
+    return {
+        "type": "all",
+        "runs": len(runs),
+        "budget": budget.to_json(),
+        "succeeded": statuses["completed"],
+        "runaways": statuses["terminated"],
+        "stopped": {str(one): reasons[one] for one in sorted(reasons, key=PRECEDENCE.__getitem__)},
+        "successful_runs_cut": of_stopped["completed"],
+        "runaways_stopped": of_stopped["terminated"],
+        "recorded": asdict(recorded),
+        "saved": asdict(sum(map(_saved, runs), Amounts())),
+        "breakers": sum((run.candidate.refused for run in runs if run.candidate), Counter[str]()),
+        "lines_not_read": problems,
+        "notes": list(_notes(runs, recorded, problems)),
+    }
+
+
+def _show(found: dict[str, Any], cut: Sequence[Run], budget: Budget) -> None:
+    given = [*budget.caps().items(), *budget.tool_quotas.items()]
+    caps = ", ".join(f"{printable(name)}={cap}" for name, cap in given)
+    detection = "off" if budget.loop_detection is None else "on"
+    say(f"Budget: {caps or 'no caps'}; loop detection {detection}.")
+    saved, of, refused = found["saved"], found["recorded"], found["breakers"]
+    why = ", ".join(f"{reason} {count}" for reason, count in found["stopped"].items())
+    figures = {
+        "runs": f"{found['runs']:,}",
+        "stopped": f"{sum(found['stopped'].values()):,}" + (f" ({why})" if why else ""),
+        "successful runs cut": f"{found['successful_runs_cut']:,} of {found['succeeded']:,}",
+        "runaways stopped": f"{found['runaways_stopped']:,} of {found['runaways']:,}",
+        "model calls saved": f"{saved['model_calls']:,} of {of['model_calls']:,}",
+        "tool calls saved": f"{saved['tool_calls']:,} of {of['tool_calls']:,}",
+        "tokens saved": f"{saved['tokens']:,} of {of['tokens']:,}",
+        "dollars saved": f"{_dollars(saved)} of {_dollars(of)}",
+        **{what: f"{refused[name]:,}" for name, what in _BREAKERS.items() if refused[name]},
+    }
+    rows = table("", "")
+    rows.show_header = False
+    for name, value in figures.items():
+        rows.add_row(name, value)
+    say(rows)
+    for run in cut[:_SHOWN]:
+        trip = _trip(run)
+        say(f"cut: {run.file}:{run.line}, run {run.root.run_id}: {trip and trip.detail}")
+    if len(cut) > _SHOWN:
+        say(f"cut: {len(cut) - _SHOWN} more, see --json")
+    for note in found["notes"]:
+        say(f"Note: {note}")
+
+
+def _plain(run: Run, trip: Trip) -> dict[str, object]:
+    return {
+        "type": "stopped_run",
+        "file": run.file,
+        "line": run.line,
+        "run_id": run.root.run_id,
+        "reason": str(trip.reason),
+        "detail": trip.detail,
+        "succeeded": run.root.status == "completed",
+        "runaway": run.root.status == "terminated",
+        "recorded": asdict(run.recorded.amounts),
+        "saved": asdict(_saved(run)),
+    }
+
+
+def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[str]:
     """Say what the figures do not hold."""
-    found: list[str] = []
-    recorded = tally.recorded
     if recorded.estimated_calls:
-        found.append(
+        yield (
             f"{recorded.estimated_calls:,} of {recorded.model_calls:,} model calls have no "
-            "recorded usage. Their tokens, and the dollars that follow, are estimated from the "
-            "recorded texts alone, without system prompts and tool definitions."
+            "recorded usage. Their tokens, and the dollars that follow, are estimates."
         )
     if recorded.unpriced_calls:
-        found.append(
-            f"{recorded.unpriced_calls:,} model calls have neither a recorded cost nor a known "
-            "price. They are not in the dollars."
+        yield (
+            f"{recorded.unpriced_calls:,} of {recorded.model_calls:,} model calls have neither a "
+            "recorded cost nor a known price. They are not in the dollars."
         )
-    if tally.unreported_calls:
-        found.append(
-            f"{tally.unreported_calls:,} model calls never reported back. What they used is in "
-            "no figure."
-        )
-    if budget.max_seconds is not None and tally.untimed:
-        found.append(
-            f"max_seconds was not judged for {tally.untimed:,} runs: their recordings have no "
-            "times."
-        )
-    if (budget.velocity or budget.rate_limits) and tally.untimed:
-        found.append(
-            f"velocity and rate_limits were not judged for {tally.untimed:,} runs: their "
-            "recordings have no times."
-        )
-    return found
+    unreported = sum(run.recorded.unreported_calls for run in runs)
+    if unreported:
+        yield f"{unreported:,} model calls never reported back. They are in no figure."
+    if problems:
+        yield f"{problems:,} lines were not read."
 
 
-def replay_files(
-    files: Sequence[str], budget: Budget, report: Report, errors: Console, *, progress: bool
-) -> bool:
-    """Judge every run of every file, and report.
-
-    Returns:
-        Whether every line could be read.
-
-    Raises:
-        Unreadable: A file went away since `readable` looked at it.
-    """
-    prices = PriceBook()
-    whole = Tally()
-    reading = Reading(errors)
-    for file in files:
-        tally = Tally()
-        before = reading.problems
-        with opened(file) as raw, _watched(raw, printable(file), errors, progress) as lines:
-            for verdict in reading.without_problems(file, verdicts(lines, budget, prices)):
-                tally.add(verdict)
-                report.run(file, verdict)
-        tally.problems = reading.problems - before
-        report.file(file, tally)
-        whole.include(tally)
-    report.all(len(files), whole)
-    return not whole.problems
-
-
-@contextmanager
-def _watched(
-    raw: io.BufferedReader, shown: str, errors: Console, progress: bool
-) -> Generator[Iterator[Line | Problem]]:
-    if not progress:
-        yield read_lines(raw)
-        return
-    size = os.fstat(raw.fileno()).st_size
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
-        name = shown if len(shown) <= 30 else f"...{shown[-27:]}"
-        task = bar.add_task(name, total=size or None)
-
-        def watched() -> Iterator[Line | Problem]:
-            for number, line in enumerate(read_lines(raw)):
-                if size and number % _LINES_PER_UPDATE == 0:
-                    bar.update(task, completed=raw.tell())
-                yield line
-
-        yield watched()
-
-
-def _dollars(amounts: Amounts) -> str:
+def _dollars(amounts: dict[str, Any]) -> str:
     # Nothing priced is not the same as nothing spent.
-    if amounts.unpriced_calls and amounts.unpriced_calls == amounts.model_calls:
+    if amounts["unpriced_calls"] and amounts["unpriced_calls"] == amounts["model_calls"]:
         return "unknown"
-    return ("at least " if amounts.unpriced_calls else "") + in_dollars(amounts.cost_usd)
-
-
-def _plain(amounts: Amounts) -> dict[str, int | str]:
-    return {**asdict(amounts), "cost_usd": str(amounts.cost_usd)}
+    return ("at least " if amounts["unpriced_calls"] else "") + in_dollars(amounts["cost_usd"])

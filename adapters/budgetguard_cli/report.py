@@ -12,35 +12,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from budgetguard_cli.money import in_dollars
-from budgetguard_cli.recordings import Reading, Unreadable, readable
+from budgetguard_cli.options import Logs
+from budgetguard_cli.runs import Run, read_runs
+from budgetguard_cli.screen import at_minute, in_dollars, printable, refuse, write_json
 from budgetguard_cli.show import as_text
-from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.timeline import Timeline, Timelines, at_minute
-from budgetguard_core import PriceBook
 from budgetguard_core.budget import DIMENSIONS
 
 _MOST_LINES = 40
 _MOST_BARS = 12
 _MOST_ROWS = 200
 _NONE = "(none)"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command()(report)
+_HANDOFFS = "(handoffs)"
 
 
 def report(
-    logs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="LOG",
-            help="Event logs, also gzipped, or folders of them; - is standard input.",
-        ),
-    ],
+    logs: Logs,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path(
         "report.html"
     ),
@@ -63,18 +50,12 @@ def report(
             "the page needs plotly, not installed here. Install the extra from the checkout: "
             'pip install ".[report]"'
         )
-    reading = Reading(Console(stderr=True))
-    told = Timelines(PriceBook())
-    try:
-        reading.into(told.read, readable(logs))
-    except Unreadable as error:
-        refuse(str(error))
-    problems, runs = reading.problems, told.roots
+    runs, problems = read_runs(logs, points=True)
     if not runs:
         refuse("the logs hold no run. Name event logs of BudgetGuard's.")
     figures = _figures(sorted(runs, key=lambda run: run.started_ns), problems)
     if as_json:
-        typer.echo(json.dumps(figures))
+        write_json(figures)
     else:
         try:
             output.write_text(_page(figures), encoding="utf-8")
@@ -93,7 +74,7 @@ def _page(figures: dict[str, Any]) -> str:
     return page.replace("__PLOTLY__", plotly).replace("__DATA__", data)
 
 
-def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
+def _figures(runs: Sequence[Run], problems: int) -> dict[str, Any]:
     cost = sum((run.spent.cost_usd for run in runs), Decimal(0))
     unpriced = sum(run.usage.unpriced_calls for run in runs)
     near = [(run, name, share) for run in runs for name, share in run.near_misses().items()]
@@ -123,8 +104,11 @@ def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
         "days": sorted(_spent(runs, lambda run: at_minute(run.started_ns)[:10])),
         "tenants": _spent(runs, lambda run: ", ".join(run.root.tenant) or _NONE),
         "profiles": _spent(runs, lambda run: run.root.profile or _NONE),
-        "models": _by_part(runs, "models"),
-        "tools": _by_part(runs, "tools"),
+        "models": _by_model(runs),
+        "tools": _by_tool(runs),
+        "handoffs": _counted(
+            name for run in runs for node in run.nodes.values() for name in node.handoffs.elements()
+        ),
         "near": [
             [printable(run.root.run_id)[:40], name, f"{share:.0%}", run.root.profile or ""]
             for run, name, share in sorted(near, key=lambda one: -one[2])[:_MOST_ROWS]
@@ -135,7 +119,7 @@ def _figures(runs: Sequence[Timeline], problems: int) -> dict[str, Any]:
     }
 
 
-def _burn(dimension: str, runs: Sequence[Timeline]) -> dict[str, Any] | None:
+def _burn(dimension: str, runs: Sequence[Run]) -> dict[str, Any] | None:
     """Return what was left of a cap over time, of the latest runs that had it."""
     capped = [run for run in runs if run.points and dimension in run.root.budget.caps()]
     if not capped:
@@ -171,24 +155,29 @@ def _counted(names: Iterable[str]) -> list[list[Any]]:
     return [[name, count] for name, count in Counter(names).most_common(_MOST_BARS)]
 
 
-def _spent(runs: Sequence[Timeline], key: Callable[[Timeline], str]) -> list[list[Any]]:
+def _spent(runs: Sequence[Run], key: Callable[[Run], str]) -> list[list[Any]]:
+    return _largest((key(run), run.spent.cost_usd) for run in runs)
+
+
+def _by_model(runs: Sequence[Run]) -> list[list[Any]]:
+    nodes = [node for run in runs for node in run.nodes.values()]
+    return _largest((name, one.cost_usd) for node in nodes for name, one in node.models.items())
+
+
+def _by_tool(runs: Sequence[Run]) -> list[list[Any]]:
+    """Return what each tool cost; a handoff is no tool, and what led to one is none of theirs."""
+    nodes = [node for run in runs for node in run.nodes.values()]
+    return _largest(
+        (_HANDOFFS if name in node.handoffs else name, one.cost_usd)
+        for node in nodes
+        for name, one in node.tools.items()
+    )
+
+
+def _largest(parts: Iterable[tuple[str, Decimal]]) -> list[list[Any]]:
     sums: dict[str, Decimal] = {}
-    for run in runs:
-        name = key(run)
-        sums[name] = sums.get(name, Decimal(0)) + run.spent.cost_usd
-    return _largest(sums)
-
-
-def _by_part(runs: Sequence[Timeline], part: str) -> list[list[Any]]:
-    sums: dict[str, Decimal] = {}
-    for run in runs:
-        for node in run.nodes.values():
-            for name, spent in getattr(node, part).items():
-                sums[name] = sums.get(name, Decimal(0)) + spent.cost_usd
-    return _largest(sums)
-
-
-def _largest(sums: dict[str, Decimal]) -> list[list[Any]]:
+    for name, amount in parts:
+        sums[name] = sums.get(name, Decimal(0)) + amount
     ordered = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
     rows: list[list[Any]] = [
         [printable(name)[:80], float(sum_)] for name, sum_ in ordered[:_MOST_BARS]
@@ -199,15 +188,12 @@ def _largest(sums: dict[str, Decimal]) -> list[list[Any]]:
     return [*rows, [f"{len(ordered) - _MOST_BARS} others", float(rest)]] if rest else rows
 
 
-def _row(run: Timeline) -> list[str]:
+def _row(run: Run) -> list[str]:
     root, used = run.root, run.usage
-    ending = root.status or "not ended"
-    if root.stop_reason is not None and root.status == "terminated":
-        ending = f"{ending}, {root.stop_reason}{', last answer' if root.finalized else ''}"
     return [
         printable(root.run_id)[:40],
         at_minute(run.started_ns),
-        ending,
+        root.ending + (", last answer" if root.finalized else ""),
         printable(", ".join(run.models())),
         root.profile or "",
         printable(", ".join(root.tenant)),

@@ -1,35 +1,34 @@
-"""`budgetguard show`: one run as a tree, and how to go on."""
+"""`budgetguard show`: the runs of a folder, or one as a tree, and how to go on."""
 
 from __future__ import annotations
 
 import io
-import json
+import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 from rich.tree import Tree
 
-from budgetguard_cli.recordings import Reading, Unreadable, by_leg, is_there, readable
-from budgetguard_cli.terminal import printable, refuse, table
-from budgetguard_cli.timeline import (
-    SPENT_ON_ANSWERS,
-    Node,
-    Spent,
-    Timeline,
-    Timelines,
+from budgetguard_cli.logs import STDIN, by_attempt, is_there
+from budgetguard_cli.options import AsJson
+from budgetguard_cli.runs import SPENT_ON_ANSWERS, Node, Run, Spent, read_runs, used_of
+from budgetguard_cli.screen import (
     at_minute,
-    log_folder,
-    short_number,
-    used_of,
+    cell,
+    figure,
+    printable,
+    refuse,
+    say,
+    table,
+    write_json,
 )
-from budgetguard_core import PriceBook
-from budgetguard_core.run_log import file_name
+from budgetguard_core.run_log import FOLDER, file_name
 
 _MOST_LISTED = 40
 _BAR = 20
@@ -44,11 +43,6 @@ _GO_ON = {
     None: "It has not ended: it is still going, or its process was killed. Its checkpoint can be "
     "resumed.",
 }
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command()(show)
 
 
 def show(
@@ -69,7 +63,7 @@ def show(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="To paste into an issue: no arguments, no secrets.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List runs, or show one: its spend, why it stopped, how to go on.
 
@@ -78,19 +72,12 @@ def show(
     A log with several runs is listed, the newest first. Ends with 0, with 1 when a line could not
     be read, and with 2 when there is no such log or run, or several begin with the letters given.
     """
-    reading = Reading(Console(stderr=True))
     folder = log_folder()
     name = log or folder
     if name is None:
         refuse("nothing to show. Name a log or a run, or set BUDGETGUARD_LOG.")
-    by_id = log is not None and log != "-" and folder is not None and not is_there(log)
-    told = Timelines(PriceBook())
-    try:
-        files = (_legs(Path(str(folder)), name) if by_id else []) or readable([name])
-        reading.into(told.read, files)
-    except Unreadable as error:
-        refuse(str(error))
-    found = told.roots
+    by_id = log is not None and log != STDIN and folder is not None and not is_there(log)
+    found, problems = read_runs((_logs_of(Path(str(folder)), name) if by_id else []) or [name])
     wanted = run or (name if by_id else None)
     if wanted is not None:
         found = _named(found, wanted, name)
@@ -99,27 +86,32 @@ def show(
     if wanted is None and (len(found) > 1 or log is None):
         _list(found, as_json)
     elif as_json:
-        typer.echo(json.dumps(_plain(found[-1])))
+        write_json(_plain(found[-1]))
     elif markdown:
         _markdown(found[-1])
     else:
         # A file or a pipe has no width: soft_wrap would cut a tree at 80 columns.
-        _show(Console(width=None if sys.stdout.isatty() else _WHOLE_LINES), found[-1])
-    if reading.problems:
+        Console(width=None if sys.stdout.isatty() else _WHOLE_LINES).print(_tree(found[-1]))
+    if problems:
         raise typer.Exit(1)
 
 
-def _legs(folder: Path, run: str) -> list[str]:
-    """Return the logs of all legs of a run; of all runs where none has the whole name."""
-    logs = sorted(folder.glob("*.jsonl*"), key=by_leg)
+def log_folder() -> str | None:
+    """Return the folder that `BUDGETGUARD_LOG` names."""
+    return os.environ.get(FOLDER) or None
+
+
+def _logs_of(folder: Path, run: str) -> list[str]:
+    """Return the logs of all attempts of a run; of all runs where none has the whole name."""
+    logs = sorted(folder.glob("*.jsonl*"), key=by_attempt)
     name = file_name(run)
-    legs = [one for one in logs if one.name.startswith((f"{name}.jsonl", f"{name}-"))]
-    if not any(one.name.startswith(f"{name}.jsonl") for one in legs):
-        legs = [one for one in logs if one.name.startswith(run)] or logs
-    return [str(one) for one in legs]
+    own = [one for one in logs if one.name.startswith((f"{name}.jsonl", f"{name}-"))]
+    if not any(one.name.startswith(f"{name}.jsonl") for one in own):
+        own = [one for one in logs if one.name.startswith(run)] or logs
+    return [str(one) for one in own]
 
 
-def _named(found: Sequence[Timeline], wanted: str, log: str) -> list[Timeline]:
+def _named(found: Sequence[Run], wanted: str, log: str) -> list[Run]:
     """Return the run of an id, or the only one whose id begins so."""
     exact = [one for one in found if wanted in one.nodes]
     begins = exact or [one for one in found if any(id_.startswith(wanted) for id_ in one.nodes)]
@@ -135,14 +127,12 @@ def _named(found: Sequence[Timeline], wanted: str, log: str) -> list[Timeline]:
     return begins
 
 
-def _list(found: Sequence[Timeline], as_json: bool) -> None:
+def _list(found: Sequence[Run], as_json: bool) -> None:
     newest = sorted(found, key=lambda one: -one.started_ns)
     if as_json:
-        for one in newest:
-            typer.echo(json.dumps(_plain(one)))
+        write_json(*map(_plain, newest))
         return
     rows = table("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
-    rows.box, rows.pad_edge = None, False
     # The end of a run keeps the room; a folded id is still whole.
     rows.columns[0].no_wrap, rows.columns[1].max_width = True, 10
     for one in newest[:_MOST_LISTED]:
@@ -153,28 +143,26 @@ def _list(found: Sequence[Timeline], as_json: bool) -> None:
             ", ".join(one.models()),
             root.profile or "",
             ", ".join(root.tenant),
-            short_number(one.spent.cost_usd),
-            _ending(root),
+            figure(one.spent.cost_usd),
+            root.ending,
         )
-        rows.add_row(*map(_text, cells))
-    console = Console()
-    console.print(rows)
+        rows.add_row(*map(cell, cells))
     more = f", the newest {_MOST_LISTED}" if len(found) > _MOST_LISTED else ""
-    _say(console, f"{len(found):,} runs{more}. Show one by the beginning of its id.")
+    say(rows, f"{len(found):,} runs{more}. Show one by the beginning of its id.")
 
 
-def _markdown(run: Timeline) -> None:
+def _markdown(run: Run) -> None:
     """Write what an issue needs; names are escaped, arguments and texts left out."""
     root, used = run.root, run.usage
     facts = [
         ("run", root.run_id),
         ("started (UTC)", at_minute(run.started_ns)),
-        ("ended", _ending(root)),
+        ("ended", root.ending),
         ("profile", root.profile or "none"),
         ("models", ", ".join(run.models()) or "none"),
         (
             "used",
-            f"{short_number(used.cost_usd)}, {used.total_tokens:,} tokens, "
+            f"{figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
             f"{used.model_calls} model calls, {used.tool_calls} tool calls",
         ),
         *((f"cap {name}", f"{share:.0%}") for name, share in run.shares().items()),
@@ -185,80 +173,80 @@ def _markdown(run: Timeline) -> None:
         facts += [("stopped by", str(one.reason)) for one in root.trip.violations]
     typer.echo("| | |\n|---|---|")
     for name, value in facts:
-        typer.echo(f"| {_cell(name)} | {_cell(value)} |")
+        typer.echo(f"| {_escaped(name)} | {_escaped(value)} |")
 
 
-def _cell(text: str) -> str:
+def _escaped(text: str) -> str:
     return _SPECIAL.sub(r"\\\g<0>", printable(text)).replace("@", "@\u200b")
 
 
-def as_text(run: Timeline) -> str:
+def as_text(run: Run) -> str:
     """Return the tree of a run as whole lines."""
     written = io.StringIO()
-    _show(Console(file=written, width=_WHOLE_LINES), run)
+    Console(file=written, width=_WHOLE_LINES).print(_tree(run))
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def _show(console: Console, run: Timeline) -> None:
+def _tree(run: Run) -> Tree:
     root = run.root
-    tree = Tree(_text(f"run {root.run_id}: {_ending(root)}", "bold"))
+    tree = Tree(cell(f"run {root.run_id}: {root.ending}", "bold"))
     _facts(tree, run)
-    caps = tree.add(_text("caps"))
+    caps = tree.add("caps")
     for name, share in run.shares().items():
-        used, cap = used_of(run.usage, name), root.budget.caps().get(name)
-        if cap is not None:
-            caps.add(_text(f"{name}: {_bar(share)} {short_number(used)} of {short_number(cap)}"))
+        full = min(_BAR, round(share * _BAR))
+        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%}"
+        used, cap = figure(used_of(run.usage, name)), figure(root.budget.caps()[name])
+        caps.add(cell(f"{name}: {bar} {used} of {cap}"))
     if not run.shares():
-        caps.add(_text("none"))
+        caps.add("none")
     _spent(tree, root)
     for child in root.children:
         _branch(tree, child)
     if root.trip is not None:
-        stop = tree.add(_text(f"stopped: {root.trip.reason}", "bold red"))
+        stop = tree.add(cell(f"stopped: {root.trip.reason}", "bold red"))
         for one in root.trip.violations:
-            stop.add(_text(one.detail or str(one.reason)))
+            stop.add(cell(one.detail or str(one.reason)))
         if root.next_step is not None:
-            stop.add(_text(f"it was about to: {root.next_step}"))
+            stop.add(cell(f"it was about to: {root.next_step}"))
         if root.finalized:
-            stop.add(_text("the model gave a last answer, from the reserve"))
+            stop.add("the model gave a last answer, from the reserve")
         for call in root.may_have_taken_effect:
-            stop.add(_text(f"may have taken effect: {call}"))
+            stop.add(cell(f"may have taken effect: {call}"))
     if root.observed is not None:
-        tree.add(_text(f"would have been stopped (observed): {root.observed.detail}"))
+        tree.add(cell(f"would have been stopped (observed): {root.observed.detail}"))
     if run.damaged is not None:
-        tree.add(_text(f"the log does not fit together: {run.damaged}"))
+        tree.add(cell(f"the log does not fit together: {run.damaged}"))
     if root.status != "completed":
-        tree.add(_text(f"to go on: {_GO_ON[root.status]}"))
-    console.print(tree)
+        tree.add(f"to go on: {_GO_ON[root.status]}")
+    return tree
 
 
-def _facts(tree: Tree, run: Timeline) -> None:
-    root = run.root
-    used = run.usage
-    facts = [f"mode {root.mode}", f"{run.seconds:,.1f} seconds"]
+def _facts(tree: Tree, run: Run) -> None:
+    root, used = run.root, run.usage
+    facts = [f"started {at_minute(run.started_ns)} UTC, mode {root.mode}"]
+    facts.append(f"{run.seconds:,.1f} seconds")
     if root.budget.profile is not None:
         label = root.budget.profile
         overlay = "" if label.overlay is None else f", overlay {label.overlay}"
         facts.append(f"profile {label.name} version {label.version}{overlay}")
     if root.tenant:
         facts.append(f"tenant {', '.join(root.tenant)}")
-    tree.add(_text(", ".join(facts)))
+    tree.add(cell(", ".join(facts)))
+    for ending in root.earlier:
+        tree.add(cell(f"it went on after: {ending}"))
     estimated = f", {used.estimated_calls} calls estimated" if used.estimated_calls else ""
     unpriced = f", {used.unpriced_calls} calls of unknown price" if used.unpriced_calls else ""
     tree.add(
-        _text(
-            f"used {short_number(used.cost_usd)}, {used.total_tokens:,} tokens, "
-            f"{used.iterations} iterations, {used.model_calls} model calls, "
-            f"{used.tool_calls} tool calls{estimated}{unpriced}"
-        )
+        f"used {figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
+        f"{used.iterations} iterations, {used.model_calls} model calls, "
+        f"{used.tool_calls} tool calls{estimated}{unpriced}"
     )
 
 
 def _branch(tree: Tree, node: Node) -> None:
-    name = f"run {node.run_id}: {_ending(node)}" if node.housekeeping is None else node.housekeeping
-    branch = tree.add(_text(name))
+    branch = tree.add(cell(node.housekeeping or f"run {node.run_id}: {node.ending}"))
     if node.trip is not None:
-        branch.add(_text(f"stopped: {node.trip.detail}"))
+        branch.add(cell(f"stopped: {node.trip.detail}"))
     _spent(branch, node)
     for child in node.children:
         _branch(branch, child)
@@ -266,21 +254,23 @@ def _branch(tree: Tree, node: Node) -> None:
 
 def _spent(tree: Tree, node: Node) -> None:
     if node.models:
-        models = tree.add(_text("models"))
+        models = tree.add("models")
         for name, spent in _by_cost(node.models):
-            models.add(_text(f"{name}: {_calls(spent)}, {spent.tokens:,} tokens, {_cost(spent)}"))
+            cost = figure(spent.cost_usd)
+            models.add(cell(f"{name}: {_calls(spent)}, {spent.tokens:,} tokens, {cost}"))
     if node.tools:
-        tools = tree.add(_text("tools, with the model calls that asked for them"))
+        tools = tree.add("tools, with the model calls that asked for them")
         for name, spent in _by_cost(node.tools):
             calls = "" if name == SPENT_ON_ANSWERS else f"{_calls(spent)}, "
-            tools.add(_text(f"{name}: {calls}{_cost(spent)}"))
+            kind = " (handoff)" if name in node.handoffs else ""
+            tools.add(cell(f"{name}{kind}: {calls}{figure(spent.cost_usd)}"))
     if node.refusals:
         refused = ", ".join(f"{count} {reason}" for reason, count in node.refusals.most_common())
-        tree.add(_text(f"refused: {refused}"))
+        tree.add(cell(f"refused: {refused}"))
     if node.delayed:
-        tree.add(_text(f"delayed by rate limits: {node.delayed:,} calls"))
+        tree.add(f"delayed by rate limits: {node.delayed:,} calls")
     if node.warned:
-        tree.add(_text(f"warned: {', '.join(node.warned)}"))
+        tree.add(cell(f"warned: {', '.join(node.warned)}"))
 
 
 def _by_cost(spent: dict[str, Spent]) -> list[tuple[str, Spent]]:
@@ -293,26 +283,9 @@ def _calls(spent: Spent) -> str:
     return f"{spent.calls} calls" + (f" ({', '.join(extra)})" if extra else "")
 
 
-def _cost(spent: Spent) -> str:
-    return short_number(spent.cost_usd)
-
-
-def _ending(node: Node) -> str:
-    if node.status is None:
-        return "not ended"
-    if node.status == "terminated":
-        return f"terminated, {node.stop_reason}"
-    return node.status + (f", {node.error}" if node.error else "")
-
-
-def _bar(share: float) -> str:
-    full = min(_BAR, round(share * _BAR))
-    return f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%}"
-
-
-def _plain(run: Timeline) -> dict[str, Any]:
+def _plain(run: Run) -> dict[str, Any]:
     return {
-        "line": run.line,
+        "started": at_minute(run.started_ns),
         "seconds": run.seconds,
         "shares": run.shares(),
         "usage": run.usage.model_dump(mode="json"),
@@ -323,43 +296,16 @@ def _plain(run: Timeline) -> dict[str, Any]:
 
 def _plain_node(node: Node) -> dict[str, Any]:
     profile = node.budget.profile
+    same = ["run_id", "status", "stop_reason", "finalized", "housekeeping", "delayed", "mode"]
+    same += ["next_step", "may_have_taken_effect", "tenant", "refusals", "warned", "earlier"]
     return {
-        "run_id": node.run_id,
-        "status": node.status,
-        "stop_reason": node.stop_reason,
-        "finalized": node.finalized,
-        "housekeeping": node.housekeeping,
-        "delayed": node.delayed,
-        "mode": node.mode,
+        **{name: getattr(node, name) for name in same},
         "profile": None if profile is None else profile.model_dump(),
-        "tenant": list(node.tenant),
         "violations": []
         if node.trip is None
         else [one.model_dump(mode="json") for one in node.trip.violations],
-        "next_step": node.next_step,
-        "may_have_taken_effect": list(node.may_have_taken_effect),
-        "models": {name: _plain_spent(spent) for name, spent in node.models.items()},
-        "tools": {name: _plain_spent(spent) for name, spent in node.tools.items()},
-        "refusals": dict(node.refusals),
-        "warned": node.warned,
+        "models": {name: asdict(spent) for name, spent in node.models.items()},
+        "tools": {name: asdict(spent) for name, spent in node.tools.items()},
         "to_go_on": None if node.housekeeping else _GO_ON.get(node.status),
         "runs": [_plain_node(child) for child in node.children],
     }
-
-
-def _plain_spent(spent: Spent) -> dict[str, Any]:
-    return {
-        "calls": spent.calls,
-        "failed": spent.failed,
-        "refused": spent.refused,
-        "tokens": spent.tokens,
-        "cost_usd": str(spent.cost_usd),
-    }
-
-
-def _text(text: str, style: str = "") -> Text:
-    return Text(printable(text), style)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(_text(text), soft_wrap=True)

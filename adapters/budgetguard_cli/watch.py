@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from budgetguard_cli.ledger_option import opened
-from budgetguard_cli.ledger_table import share_of, window
-from budgetguard_cli.lines import LONGEST_LINE, Line
-from budgetguard_cli.recordings import by_leg, is_there
-from budgetguard_cli.terminal import printable, refuse
-from budgetguard_cli.timeline import Timeline, Timelines, log_folder, short_number, used_of
-from budgetguard_core import PriceBook, SystemClock
+from budgetguard_cli.logs import LONGEST_LINE, Line, by_attempt, is_there
+from budgetguard_cli.options import opened_ledger
+from budgetguard_cli.runs import Run, Runs, used_of
+from budgetguard_cli.screen import cell, figure, printable, refuse, say, write_json
+from budgetguard_cli.show import log_folder
+from budgetguard_cli.windows import share_of, window
+from budgetguard_core import SystemClock
 from budgetguard_core.ledger import AliveRun, WindowUsage
 
 _MOST_RUNS = 12
@@ -31,11 +30,6 @@ _BAR_WIDTH = 24
 _SILENT_S = 30
 _CHUNK = 2**20
 _NS = 1_000_000_000
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command()(watch)
 
 
 def watch(
@@ -86,10 +80,9 @@ def watch(
     if once:
         view.look()
         if as_json:
-            for run in view.shown():
-                typer.echo(json.dumps(_plain(run, view.now_ns)))
+            write_json(*(_plain(run, view.now_ns) for run in view.shown()))
         else:
-            Console().print(view.render())
+            say(view.render())
         return
     _live(interval, view.refreshed)
 
@@ -109,7 +102,7 @@ class _Tail:
     """A log that grows; only whole lines are read."""
 
     path: Path
-    runs: Timelines
+    runs: Runs
     offset: int = 0
     number: int = 0
     rest: bytes = b""
@@ -134,11 +127,12 @@ class _Tail:
                     *lines, self.rest = (self.rest + data).split(b"\n")
                     if len(self.rest) > LONGEST_LINE:
                         self.rest = b""
-                    for line in lines:
+                    for text in lines:
                         self.number += 1
-                        if line.strip():
-                            told = self.runs.take(Line(self.number, line, last=False))
-                            self.problems += told is not None
+                        if text.strip():
+                            line = Line(self.number, text, last=False)
+                            problem = self.runs.take(str(self.path), line)
+                            self.problems += problem is not None
             self.unreadable = ""
         except FileNotFoundError:
             return  # it went away: what it said stays
@@ -152,7 +146,7 @@ class _Logs:
 
     paths: Sequence[Path]
     tails: dict[Path, _Tail] = field(default_factory=lambda: dict[Path, _Tail]())
-    told: Timelines = field(default_factory=lambda: Timelines(PriceBook()))
+    told: Runs = field(default_factory=lambda: Runs())
     clock: SystemClock = field(default_factory=SystemClock)
     now_ns: int = 0
 
@@ -160,7 +154,7 @@ class _Logs:
         """Read what is new in every log, and find new logs."""
         self.now_ns = self.clock.wall_ns()
         for path in self.paths:
-            for log in sorted(path.glob("*.jsonl"), key=by_leg) if path.is_dir() else [path]:
+            for log in sorted(path.glob("*.jsonl"), key=by_attempt) if path.is_dir() else [path]:
                 if log not in self.tails:
                     self.tails[log] = _Tail(log, self.told)
         for tail in self.tails.values():
@@ -171,7 +165,7 @@ class _Logs:
         self.look()
         return self.render()
 
-    def shown(self) -> list[Timeline]:
+    def shown(self) -> list[Run]:
         """Return the runs that go on, the longest first, then those that have ended."""
         runs = self.told.roots
         going = sorted((run for run in runs if _goes_on(run)), key=lambda run: run.started_ns)
@@ -185,8 +179,7 @@ class _Logs:
         spent = sum((run.spent.cost_usd for run in runs), Decimal(0))
         parts: list[Any] = [
             Text(
-                f"{going:,} runs go on, {len(runs) - going:,} have ended, "
-                f"{short_number(spent)} spent",
+                f"{going:,} runs go on, {len(runs) - going:,} have ended, {figure(spent)} spent",
                 "bold",
             )
         ]
@@ -195,24 +188,19 @@ class _Logs:
             parts.append(Text(f"and {len(runs) - _MOST_RUNS:,} more"))
         if not runs:
             parts.append(Text("no run yet"))
-        parts += [
-            Text(f"{printable(str(log))}: {tail.problems:,} lines could not be read", "red")
-            for log, tail in self.tails.items()
-            if tail.problems
-        ]
-        parts += [
-            Text(f"{printable(str(log))}: {tail.unreadable}", "red")
-            for log, tail in self.tails.items()
-            if tail.unreadable
-        ]
+        for log, tail in self.tails.items():
+            if tail.problems:
+                parts.append(cell(f"{log}: {tail.problems:,} lines could not be read", "red"))
+            if tail.unreadable:
+                parts.append(cell(f"{log}: {tail.unreadable}", "red"))
         return Group(*parts)
 
 
-def _goes_on(run: Timeline) -> bool:
+def _goes_on(run: Run) -> bool:
     return run.root.status in (None, "paused")
 
 
-def _run(run: Timeline, now_ns: int) -> Group:
+def _run(run: Run, now_ns: int) -> Group:
     root = run.root
     labels = [root.profile or "", *root.tenant]
     title = Text()
@@ -236,31 +224,29 @@ def _run(run: Timeline, now_ns: int) -> Group:
                 complete_style=style,
                 finished_style=style,
             ),
-            Text(
-                f"{share:4.0%}  {short_number(used)} of {'' if cap is None else short_number(cap)}"
-            ),
+            Text(f"{share:4.0%}  {figure(used)} of {'' if cap is None else figure(cap)}"),
         )
     return Group(title, table)
 
 
-def _state(run: Timeline, now_ns: int) -> str:
+def _state(run: Run, now_ns: int) -> str:
     root = run.root
     if root.status is None:
         silent = (now_ns - run.last_ns) / _NS
         return f"silent for {silent:,.0f} s" if silent > _SILENT_S else "goes on"
-    return f"{root.status}, {root.stop_reason}" if root.trip is not None else root.status
+    return root.ending
 
 
 def _style(status: str | None) -> str:
     return {"terminated": "red", "failed": "red", None: "cyan"}.get(status, "green")
 
 
-def _seconds(run: Timeline, now_ns: int) -> float:
+def _seconds(run: Run, now_ns: int) -> float:
     since = (now_ns - run.last_ns) / _NS if run.root.status is None else 0.0
     return run.usage.seconds + max(since, 0.0)
 
 
-def _shares(run: Timeline, now_ns: int) -> dict[str, float]:
+def _shares(run: Run, now_ns: int) -> dict[str, float]:
     shares = run.shares()
     if run.root.budget.max_seconds is not None and "max_seconds" in shares:
         # Time goes on while nothing is written.
@@ -268,7 +254,7 @@ def _shares(run: Timeline, now_ns: int) -> dict[str, float]:
     return shares
 
 
-def _plain(run: Timeline, now_ns: int) -> dict[str, Any]:
+def _plain(run: Run, now_ns: int) -> dict[str, Any]:
     return {
         "run_id": run.root.run_id,
         "status": run.root.status,
@@ -285,23 +271,23 @@ def _plain(run: Timeline, now_ns: int) -> dict[str, Any]:
 
 
 def _watch_ledger(url: str, interval: float, *, once: bool, as_json: bool) -> None:
-    with opened(url) as found:
+    with opened_ledger(url) as found:
         if not once:
             _live(interval, lambda: _ledger_view(found.windows(), found.runs()))
         elif as_json:
             for run in found.runs():
                 record = {"run_id": run.run, "tenant": list(run.tenant), "host": run.host}
-                typer.echo(json.dumps({**record, "pid": run.pid, "silent": run.silent}))
+                write_json({**record, "pid": run.pid, "silent": run.silent})
         else:
-            Console().print(_ledger_view(found.windows(), found.runs()))
+            say(_ledger_view(found.windows(), found.runs()))
 
 
 def _used(row: WindowUsage) -> str:
     """Return what is used, spent and reserved, of each ceiling; dollars where there is none."""
     parts: list[str] = []
     if row.ceiling_usd is not None or row.ceiling_tokens is None:
-        of = "" if row.ceiling_usd is None else f" of {short_number(row.ceiling_usd)}"
-        parts.append(f"{short_number(row.spent_usd + row.reserved_usd)}{of}")
+        of = "" if row.ceiling_usd is None else f" of {figure(row.ceiling_usd)}"
+        parts.append(f"{figure(row.spent_usd + row.reserved_usd)}{of}")
     if row.ceiling_tokens is not None:
         used = row.spent_tokens + row.reserved_tokens
         parts.append(f"{used:,} of {row.ceiling_tokens:,} tokens")

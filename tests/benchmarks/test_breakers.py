@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import layout
-from budgetguard_cli.trajectories import Trajectory
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.breakers import ToolMix, ToolMixBaseline, VelocityLimits, VelocityMeter
 from budgetguard_core.events import (
@@ -22,6 +21,7 @@ from budgetguard_core.events import (
     ToolMixUnusual,
 )
 from recorded_runs import STARTING_VALUES, judged, tools
+from trajectories import Trajectory
 
 TRAJECTORIES = Path(
     os.environ.get("BUDGETGUARD_TRAJECTORIES") or layout.ROOT.parent / "shared" / "trajectories"

@@ -1,7 +1,7 @@
 """What the detector makes of recorded runs: those it leaves alone, and where it stops the others.
 
 The runs are not part of this repository: BUDGETGUARD_TRAJECTORIES names the folder of their
-`.jsonl.gz` files, one run a line (`budgetguard_cli.trajectories` reads the same form).
+`.jsonl.gz` files, one run a line (`trajectories.py` of the tests reads the same form).
 """
 
 import gzip

@@ -9,11 +9,11 @@ import json
 
 import pytest
 
-from budgetguard_cli.trajectories import Trajectory
 from budgetguard_core import Budget, PriceBook
 from budgetguard_core.breakers import ToolMix, ToolMixBaseline
 from budgetguard_core.events import ToolMixUnusual
 from recorded_runs import STARTING_VALUES, judged, tools
+from trajectories import Trajectory
 
 
 def turn(number, *names, error=False, result=None):

@@ -115,25 +115,6 @@ def test_logs_are_unlabelled_until_somebody_says_otherwise(budgetguard, tmp_path
     assert (one["labelled"], one["basis"], one["cap"]) == (False, "p95", 95)
 
 
-def trajectory(number, length, **facts):
-    step = {"role": "assistant", "usage": {"input": 90, "output": 10}}
-    return {"run_id": f"t{number}", "model": "gpt-4o", "steps": [step] * length, **facts}
-
-
-@pytest.mark.slow
-def test_recorded_runs_are_labelled_by_their_success(budgetguard, tmp_path):
-    runs = [trajectory(n, n + 1, success=True) for n in range(12)]
-    runs += [trajectory(20 + n, 90, success=False) for n in range(5)]
-    runs += [trajectory(30, 99, success=True, termination="max_steps")]
-    log = tmp_path / "runs.jsonl"
-    log.write_text("".join(f"{json.dumps(run)}\n" for run in runs))
-    done = budgetguard("calibrate", log, "--profile", "recorded")
-    caps = tomllib.loads(done.stdout.decode())["profiles"]["recorded"]
-    assert caps["max_iterations"] == 36
-    assert "max_seconds" not in caps
-    assert b"provisional" in done.stdout
-
-
 def test_with_fewer_than_ten_runs_nothing_is_proposed(budgetguard, tmp_path):
     done = budgetguard("calibrate", record(tmp_path / "log.jsonl", [1] * 9))
     assert done.returncode == 2

@@ -60,16 +60,6 @@ def test_what_would_have_been_turned_away_and_stopped_is_reported(tmp_path, log)
     assert "circuit breakers changed" in text
 
 
-def test_recordings_without_times_have_no_pace(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    step = {"role": "user", "content_len": 4}
-    path.write_text(
-        json.dumps({"run_id": "r", "task": "t", "model": "m", "success": True, "steps": [step]})
-    )
-    found = figures(tmp_path, path, {"velocity": {"max_tool_calls_per_minute": 1}})
-    assert any("velocity and rate_limits were not judged for 1 runs" in n for n in found["notes"])
-
-
 @pytest.mark.parametrize(
     ("breakers", "sentence"),
     [

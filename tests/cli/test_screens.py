@@ -1,25 +1,116 @@
-"""The screens in the command line's SCREENS.md are those that the commands show."""
+"""The screens in the command line's SCREENS.md are those that the commands show.
+
+`PYTHONPATH=tests python tests/cli/test_screens.py` writes the file anew.
+"""
 
 from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import layout
 from budgetguard_cli.app import app
+from budgetguard_core import Budget, Guard, JsonLinesSink, ModelCall, TokenUsage, end_run
+from budgetguard_core.profiles import ProfileId
+from budgetguard_core.testing import ManualClock
 from run_logs import write
 
 SCREENS = layout.ROOT / "adapters" / "budgetguard_cli" / "SCREENS.md"
-COMMANDS = ("show log.jsonl", "show log.jsonl --run stopped", "replay log.jsonl")
+LEDGER = "--ledger sqlite:///ledger.sqlite3"
+COMMANDS = (
+    "--help",
+    "demo --quick --framework loop",
+    "quickstart loop",
+    "doctor agent.py --model gpt-4o",
+    "run --max-seconds 60 agent.py",
+    "show log.jsonl",
+    "show log.jsonl --run stopped",
+    "show log.jsonl --run stopped --markdown",
+    "watch log.jsonl --once",
+    "report log.jsonl",
+    "calibrate forty.jsonl --labelled",
+    "calibrate forty.jsonl --check",
+    "replay log.jsonl --max-model-calls 4",
+    f"ledger set acme --daily-usd 20 {LEDGER}",
+    f"kill --tenant acme --who ann --why loops {LEDGER}",
+    f"ledger show {LEDGER}",
+    f"revive --tenant acme {LEDGER}",
+    f"ledger runs {LEDGER}",
+    f"ledger reconcile {LEDGER}",
+    f"ledger check {LEDGER}",
+    f"ledger export {LEDGER}",
+    f"ledger adopt {LEDGER}",
+)
+# What is another each time, at the same width.
+VARIES = (
+    (r"20[2-9]\d-\d\d-\d\d", "2026-03-02"),
+    (r"\d\d:\d\d:\d\d(?= UTC)", "12:00:00"),
+    (r"\b[0-9a-f]{12}([0-9a-f]{20})?\b", "0" * 12),
+    (r"silent for [\d,]+ s", "silent for 99 s"),
+    (r"sqlite:///\S*/ledger", "sqlite:////home/ann/ledger"),
+    (r"(max_seconds +)\d\.\d(?= +60)", "\\g<1>0.5"),
+)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def forty(path):
+    """Healthy runs of 1 to 40 calls."""
+    with JsonLinesSink(path) as sink:
+        for calls in range(1, 41):
+            profile = ProfileId(name="research", version="1")
+            clock = ManualClock()
+            budget = Budget(max_iterations=1000, loop_detection=None, profile=profile)
+            guard = Guard(budget, run_id=f"r{calls}", sinks=[sink], clock=clock)
+            for _ in range(calls):
+                ticket = guard.admit_model_call(ModelCall(model="gpt-4o"))
+                clock.advance(2)
+                guard.settle_model_call(ticket, TokenUsage(90, 10))
+            end_run(guard, trip=None)
+
+
+def screens(folder, columns):
+    """Every command's screen, at a width."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        write(Path("log.jsonl"))
+        forty(Path("forty.jsonl"))
+        Path("agent.py").write_text("import ollama\n")
+        for command in COMMANDS:
+            environment = {"COLUMNS": str(columns), "BUDGETGUARD_LOG": ""}
+            done = CliRunner().invoke(
+                app, command.split(), env=environment, prog_name="budgetguard"
+            )
+            text = "\n".join(line.rstrip() for line in done.output.strip("\n ").splitlines())
+            for pattern, same in VARIES:
+                text = re.sub(pattern, same, text)
+            yield command, text
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 140])
-def test_the_screen_is_the_one_that_is_shown(tmp_path, monkeypatch, command, columns):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "log.jsonl")
-    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": str(columns)})
-    assert done.exit_code == 0, done.output
-    lines = "\n".join(line.rstrip() for line in done.stdout.strip("\n ").splitlines())
-    screen = f"`budgetguard {command}`, {columns} columns:\n\n```text\n{lines}\n```\n"
-    assert screen in SCREENS.read_text(encoding="utf-8"), screen
+def test_the_screens_are_those_that_are_shown(tmp_path, columns):
+    written = SCREENS.read_text(encoding="utf-8")
+    for command, text in screens(tmp_path, columns):
+        block = written.partition(f"`budgetguard {command}`, ")[2].partition("\n`budgetguard ")[0]
+        assert f"{columns} columns" in block
+        assert f"\n\n```text\n{text}\n```\n" in block, text
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        parts = ["# Screens\n\nWhat commands show, narrow and wide. A test compares them.\n"]
+        found = [list(screens(one, 80)), list(screens(other, 140))]
+        for (command, narrow), (_, wide) in zip(*found, strict=True):
+            both = {"80 columns and 140 columns": narrow}
+            if narrow != wide:
+                both = {"80 columns": narrow, "140 columns": wide}
+            blocks = (f"{width}:\n\n```text\n{text}\n```\n" for width, text in both.items())
+            parts.append(f"`budgetguard {command}`, " + "\nand ".join(blocks))
+    SCREENS.write_text("\n".join(parts), encoding="utf-8")

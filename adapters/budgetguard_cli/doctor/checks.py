@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from budgetguard_cli.doctor.declared import Covered, Declared, Uncovered
 from budgetguard_cli.doctor.source import Source
-from budgetguard_cli.ledger_option import missing_file
+from budgetguard_cli.options import missing_file
 from budgetguard_core import BudgetGuardError, PriceBook
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import Profiles, find_file, load_profile

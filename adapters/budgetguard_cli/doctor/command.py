@@ -11,17 +11,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from budgetguard_cli.ledger_option import AsJson, LedgerUrl, print_json, shown
-from budgetguard_cli.recordings import is_there
-from budgetguard_cli.terminal import printable, refuse, table
+from budgetguard_cli.logs import is_there
+from budgetguard_cli.options import AsJson, LedgerUrl
+from budgetguard_cli.screen import printable, refuse, table, write_json
 
 if TYPE_CHECKING:
     from budgetguard_cli.doctor.checks import Finding
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command()(doctor)
 
 
 def doctor(
@@ -67,7 +62,7 @@ def doctor(
     source = None
     if script is not None:
         if not is_there(script) or not Path(script).is_file():
-            refuse(f"the script must be a file, got {shown(script)}. Check the path.")
+            refuse(f"the script must be a file, got {printable(script)}. Check the path.")
         source = read_source(Path(script))
     everything = declared()
     found = list(checks.packages(everything, source))
@@ -93,7 +88,7 @@ def doctor(
     if ledger is not None:
         found.append(checks.ledger(ledger))
     if as_json:
-        print_json(asdict(one) for one in found)
+        write_json(*map(asdict, found))
     else:
         looked = [script or "all that is installed", *(f"model {name}" for name in models)]
         looked += [f"profile {profile}"] if profile else []

@@ -11,19 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from budgetguard_cli.ledger_option import dollars, shown
-from budgetguard_cli.recordings import is_there
-from budgetguard_cli.terminal import refuse
+from budgetguard_cli.logs import is_there
+from budgetguard_cli.options import dollars
+from budgetguard_cli.screen import printable, refuse
 from budgetguard_core import Budget, BudgetGuardError, Guard
 from budgetguard_core.profiles import load_profile
 
 STOPPED = 3
 NOTHING_SEEN = 4
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def run(
@@ -117,7 +112,7 @@ def run(
         "max_tool_calls": max_tool_calls,
         "max_total_tokens": max_total_tokens,
         "max_seconds": max_seconds,
-        "max_cost_usd": None if max_cost_usd is None else dollars(max_cost_usd, "--max-cost-usd"),
+        "max_cost_usd": None if max_cost_usd is None else dollars(max_cost_usd),
         "max_output_tokens_per_call": max_output_tokens_per_call,
     }
     given = {name: cap for name, cap in caps.items() if cap is not None}
@@ -196,6 +191,6 @@ def _check_script(name: str, *, is_module: bool) -> None:
     if is_module:
         top = name.partition(".")[0]
         if PathFinder.find_spec(top, ["", *sys.path]) is None:
-            refuse(f"-m must name a module, got {shown(name)}, which is not installed here.")
+            refuse(f"-m must name a module, got {printable(name)}, which is not installed here.")
     elif not is_there(name):
-        refuse(f"the script must be a file, got {shown(name)}, which does not exist. Check it.")
+        refuse(f"the script must be a file, got {printable(name)}, which does not exist. Check it.")

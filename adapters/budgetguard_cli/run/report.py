@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.run.supervisor import Findings
-from budgetguard_cli.terminal import printable, table
-from budgetguard_cli.timeline import short_number, used_of
+from budgetguard_cli.runs import used_of
+from budgetguard_cli.screen import figure as short_number
+from budgetguard_cli.screen import printable, table
 from budgetguard_core import Budget, Outcome, Trip
 
 

@@ -5,26 +5,10 @@ from __future__ import annotations
 import datetime as dt
 from decimal import Decimal
 
-from rich.console import Console
-from rich.table import Table
-
 from budgetguard_core.ledger import WindowUsage
 
 _SMALLEST_SHOWN = Decimal("0.000001")
 _KINDS = {"d": "day", "m": "month"}
-
-
-def console() -> Console:
-    """Return a console that shows names as they are: `[red]x` and `:smile:` are tenants, too."""
-    return Console(markup=False, emoji=False, highlight=False)
-
-
-def table(*columns: str) -> Table:
-    """Return an empty table whose columns fold what is long."""
-    made = Table(box=None, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
 
 
 def window(label: str) -> str:

@@ -1,0 +1,1 @@
+"""`budgetguard demo`: a real runaway in each adapter that is installed, and its end."""

@@ -1,0 +1,283 @@
+"""`budgetguard demo`: its options, the two runaways of each agent, and what they would cost."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import count
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from budgetguard_cli.demo.agents import AGENTS, Agent
+from budgetguard_cli.demo.server import MODEL, StickyServer
+from budgetguard_cli.options import AsJson
+from budgetguard_cli.screen import printable, refuse, table, write_json
+from budgetguard_core import Budget, Event, Guard, Outcome, PriceBook, TokenUsage
+from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
+from budgetguard_core.pricing import to_usd
+from budgetguard_core.run_log import FOLDER
+
+CALLS_PER_MINUTE = 20
+HOURS = 9
+
+_BUDGET = Budget(
+    max_iterations=25,
+    max_tool_calls=40,
+    max_total_tokens=100_000,
+    max_seconds=20,
+    max_cost_usd=Decimal("0.05"),
+)
+_WINDOW = 128_000
+_MADE = ("from budgetguard_core import Budget", "budget = Budget(max_iterations=25)")
+_LOG = "".join(
+    f"2026-03-02 23:{minute:02}:07 deploy[4711]: waiting for the health check of web-{minute % 3}\n"
+    for minute in range(14)
+)
+
+
+def _same() -> Callable[[str], str]:
+    return lambda path: f"{path}:\n{_LOG}"
+
+
+def _growing() -> Callable[[str], str]:
+    numbers = count(1)
+    return lambda path: f"{path}:\n{_LOG}attempt {next(numbers)} of the health check failed\n"
+
+
+_ACTS = {
+    "The tool says the same thing every time": _same,
+    "The tool says something new every time": _growing,
+}
+
+
+@dataclass(slots=True)
+class Shown:
+    """What became of the runaways of one agent.
+
+    Attributes:
+        failed: Why it did not show what it has to show.
+        by_morning: What the first would have cost had nobody stopped it; None where unknown.
+        details: What was seen on the way, line by line.
+    """
+
+    agent: Agent
+    calls: int = 0
+    spent: Decimal = Decimal(0)
+    failed: str = ""
+    by_morning: Unbounded | None = None
+    details: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, slots=True)
+class Unbounded:
+    """What a run would have cost had nobody stopped it, in US dollars.
+
+    Attributes:
+        cached: With every earlier token read from the provider's prompt cache.
+        growth: Tokens that each call adds to the next prompt.
+    """
+
+    full: Decimal
+    cached: Decimal
+    calls: int
+    growth: int
+    window: int
+
+
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="One runaway of each framework.")] = False,
+    framework: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Show this one: {', '.join(agent.name for agent in AGENTS)}. May be given again.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a runaway of each framework, on this machine alone.
+
+    A real loop over HTTP against a model that never changes its mind.
+
+    Example: budgetguard demo --quick
+
+    Ends with 0, with 1 when a runaway was not stopped, and with 2 when a framework is not known.
+    """
+    known = [agent.name for agent in AGENTS]
+    unknown = [name for name in framework or () if name not in known]
+    if unknown:
+        refuse(f"--framework must be one of {', '.join(known)}, got {printable(unknown[0])}.")
+    chosen = [agent for agent in AGENTS if not framework or agent.name in framework]
+    shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
+    if as_json:
+        write_json(*map(_plain, shown))
+    else:
+        # FORCE_COLOR must not bring a cursor's codes into a file.
+        console = Console(force_terminal=None if sys.stdout.isatty() else False)
+        _print(console, shown, [agent.title for agent in chosen if not agent.is_installed()])
+    if not shown or any(one.failed for one in shown):
+        raise typer.Exit(1)
+
+
+def run_agents(agents: Sequence[Agent], *, quick: bool = False) -> list[Shown]:
+    """Run the runaways of agents; one that fails does not keep the others.
+
+    The folder that `BUDGETGUARD_LOG` names is left alone: these runs are nobody's.
+    """
+    shown = [Shown(agent) for agent in agents]
+    folder = os.environ.pop(FOLDER, None)
+    try:
+        for one in shown:
+            try:
+                for title in list(_ACTS)[: 1 if quick else None]:
+                    _run_away(one, title)
+            except Exception as error:
+                one.failed = one.failed or f"{type(error).__name__}: {error}"
+    finally:
+        if folder is not None:
+            os.environ[FOLDER] = folder
+    return shown
+
+
+def _run_away(shown: Shown, title: str) -> None:
+    shown.details.append(f"{title}:")
+    used: list[TokenUsage] = []
+
+    def take(event: Event) -> None:
+        message = event.nudge if isinstance(event, ModelCallAdmitted) else None
+        if isinstance(event, NudgeTaken):
+            message = event.message
+        if message is not None:
+            shown.details.append(f"  nudge to the model: {printable(message)}")
+        if isinstance(event, ModelCallSettled) and event.usage is not None:
+            used.append(event.usage)
+
+    guard = Guard(_BUDGET, sinks=[take])
+    with StickyServer() as server:
+        outcome = shown.agent.run(server.base_url, guard, _ACTS[title]())
+    if outcome is None:
+        shown.failed = "the run ended without an outcome."
+        return
+    calls, requests = outcome.usage.model_calls, server.requests
+    shown.details += [f"  {printable(line)}" for line in _ending(outcome, requests)]
+    if outcome.status != "terminated":
+        shown.failed = (
+            f"the runaway must be stopped, got {outcome.status} after {requests} requests."
+        )
+    elif requests != calls:
+        shown.failed = (
+            f"the guard must count every request, got {calls} of {requests} that the server saw."
+        )
+    elif outcome.errors:
+        shown.failed = f"nothing may fail on the way, got {outcome.errors[0]}"
+    shown.calls += calls
+    shown.spent += outcome.usage.cost_usd
+    if shown.by_morning is None:
+        shown.by_morning = until_morning(used, guard.tree.price_book)
+
+
+def _ending(outcome: Outcome, requests: int) -> list[str]:
+    usage = outcome.usage
+    return [
+        f"stopped: {outcome.stop_reason} ({outcome.detail})",
+        f"outcome: {outcome.status}, {len(outcome.messages)} messages kept, "
+        f"{usage.tool_calls} tool calls, {usage.total_tokens:,} tokens, ${usage.cost_usd:.4f}",
+        f'last message: "{outcome.final}"',
+        f"model calls: {usage.model_calls} counted by the guard, {requests} by the server",
+    ]
+
+
+def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Unbounded | None:
+    """Return what a run would have cost from 23:00 to 08:00; None where too little was measured.
+
+    Args:
+        calls: What each call of the run used, in order: its context grows from call to call.
+        prices: Where the price comes from.
+    """
+    rates = prices.rates_for(MODEL)
+    if rates is None or len(calls) < 2:
+        return None
+    window = rates.context_window or _WINDOW
+    growth = (calls[-1].input_tokens - calls[0].input_tokens) // (len(calls) - 1)
+    output = sum(call.output_tokens for call in calls) // len(calls)
+    number = HOURS * 60 * CALLS_PER_MINUTE
+    full = cached = before = 0
+    for place in range(number):
+        prompt = min(calls[0].input_tokens + place * growth, window - output)
+        full += rates.cost(TokenUsage(prompt, output))
+        cached += rates.cost(TokenUsage(prompt, output, cache_read_tokens=before))
+        before = prompt
+    return Unbounded(to_usd(full), to_usd(cached), number, growth, window)
+
+
+def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> None:
+    def say(text: str, indent: int = 0) -> None:
+        # A folded line keeps its indent.
+        console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+
+    say(
+        'The model of this demonstration answers everything with the tool call read_file("deploy'
+        f'.log"). It is a server on this machine that speaks the OpenAI format; it is priced as '
+        f"{MODEL}, a token for every four characters. Nothing leaves the machine."
+    )
+    if missing:
+        say(f"Not installed here, so not shown: {', '.join(missing)}.")
+    if not shown:
+        say("No adapter is installed: nothing was shown.")
+        return
+    rows = table("runaway in", "calls", "spent", "by 08:00", right=("calls", "spent", "by 08:00"))
+    for one in shown:
+        morning = "unknown" if one.by_morning is None else f"${one.by_morning.full:,.0f}"
+        cells = ("failed", "", "") if one.failed else (f"{one.calls}", f"${one.spent:.4f}", morning)
+        rows.add_row(one.agent.title, *cells)
+    console.print()
+    console.print(rows)
+    for one in shown:
+        console.print()
+        console.rule(one.agent.title, align="left", style="bold", characters="-")
+        for line in one.details:
+            say(line.strip(), indent=len(line) - len(line.lstrip()))
+        if one.failed:
+            say(f"FAILED: {printable(one.failed)}")
+        elif one.by_morning is not None:
+            say(_by_morning(one.by_morning))
+    console.print()
+    failed = [one.agent.title for one in shown if one.failed]
+    if failed:
+        say(f"FAILED: {', '.join(failed)}.")
+        return
+    say("Every runaway ended as a normal result. No exception, no call unaccounted for.")
+    console.print()
+    say("For an agent of your own, the budget and two lines:")
+    for lines in (_MADE, *((f"import {one.agent.adapter} as bg", one.agent.use) for one in shown)):
+        console.print()
+        for line in lines:
+            # A line that is folded could not be pasted.
+            console.print(Text(line), soft_wrap=True)
+
+
+def _by_morning(found: Unbounded) -> str:
+    return (
+        f"By the morning: from 23:00 to 08:00, at {CALLS_PER_MINUTE} calls a minute, "
+        f"{found.calls:,} calls. Each adds {found.growth:,} tokens to the next prompt, as measured "
+        f"above, until the window of {found.window:,} tokens is full; then the oldest are dropped. "
+        f"At the prices of {MODEL} that is ${found.full:,.0f}; at best ${found.cached:,.0f}, with "
+        "every earlier token read from the provider's prompt cache."
+    )
+
+
+def _plain(one: Shown) -> dict[str, Any]:
+    return {
+        "framework": one.agent.name,
+        "calls": one.calls,
+        "spent_usd": one.spent,
+        "by_morning_usd": None if one.by_morning is None else one.by_morning.full,
+        "failed": one.failed or None,
+    }

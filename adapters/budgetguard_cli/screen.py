@@ -1,0 +1,89 @@
+"""The terminal: texts, tables, amounts and times as a person reads them, and JSON for machines."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_LONGEST = 300
+
+
+def printable(text: str) -> str:
+    """Make a text from outside fit for a terminal: one line, no control characters, 300 at most."""
+    line = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text[: _LONGEST + 1]
+    )
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End the command with 2 and a sentence."""
+    typer.echo(f"budgetguard: {sentence}", err=True)
+    raise typer.Exit(2)
+
+
+def cell(text: object, style: str = "") -> Text:
+    """Return a text from outside for a table or a tree: no markup in it is obeyed."""
+    return Text(printable(str(text)), style)
+
+
+def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
+    """Return an empty table, which folds what is too long: nothing of it is cut.
+
+    Args:
+        columns: Their headings.
+        right: The headings of columns of figures, which are never folded.
+        title: What stands over it.
+    """
+    made = Table(box=None, pad_edge=False, title=title)
+    for column in columns:
+        is_figure = column in right
+        made.add_column(
+            column, overflow="fold", no_wrap=is_figure, justify="right" if is_figure else "left"
+        )
+    return made
+
+
+def say(*parts: object, errors: bool = False) -> None:
+    """Print tables, and texts as whole lines: a line that is folded could not be pasted."""
+    console = Console(stderr=errors)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(cell(part), soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def write_json(*records: Mapping[str, object]) -> None:
+    """Write one object a line; amounts are strings, so that no digit is lost."""
+    for record in records:
+        sys.stdout.write(json.dumps(record, default=str) + "\n")
+
+
+def in_dollars(amount: Decimal) -> str:
+    """Write an amount with four significant digits at least, and whole cents."""
+    places = max(2, 3 - amount.adjusted()) if amount else 2
+    whole, _, cents = f"{amount:,.{places}f}".partition(".")
+    return f"${whole}.{cents.rstrip('0'):0<2}"
+
+
+def figure(value: float | Decimal) -> str:
+    """Write a number, an amount of dollars or seconds."""
+    if isinstance(value, Decimal):
+        return in_dollars(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def at_minute(wall_ns: int) -> str:
+    """Write a time of a log, in UTC."""
+    return dt.datetime.fromtimestamp(wall_ns // 1_000_000_000, dt.UTC).strftime("%Y-%m-%d %H:%M")
