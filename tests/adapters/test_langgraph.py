@@ -492,6 +492,7 @@ def test_tasks_of_the_functional_interface(way):
     assert script.calls == 6
 
 
+@pytest.mark.slow
 def test_sub_agents_of_deep_agents_spend_the_same_budget():
     deepagents = pytest.importorskip("deepagents", reason="not in an extra of ours")
     inner = Script([calls("search"), calls("search"), calls("search"), says("found")])

@@ -838,6 +838,7 @@ def test_outcome_says_when_there_is_none():
 # Teams as packages build them
 
 
+@pytest.mark.slow
 def test_deep_agents_end_within_a_budget():
     deepagents = pytest.importorskip("deepagents")
     inner, outer = sticky(), Script([])
@@ -872,6 +873,7 @@ def test_deep_agents_end_within_a_budget():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("package", ["langgraph_supervisor", "langgraph_swarm"])
+@pytest.mark.slow
 async def test_teams_of_packages_end_within_a_budget(package):
     module = pytest.importorskip(package)
     with warnings.catch_warnings():

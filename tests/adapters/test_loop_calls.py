@@ -221,7 +221,9 @@ def test_a_call_of_each_sdk_is_read_in_full(sdk):
     check_read(CALLS[sdk])
 
 
+@pytest.mark.slow
 def test_a_call_of_gemini_is_read_in_full():
+    pytest.importorskip("google.genai", reason="comes with the dependency group `sdks`")
     from google.genai.types import Part
 
     told = {"functionCall": {"id": "c", "name": "look", "args": {"value": 1}}}

@@ -216,7 +216,7 @@ def test_detached_by_its_own_tool_the_run_ends_as_it_began():
 
 @pytest.fixture
 def strands_tools():
-    return pytest.importorskip("strands_tools", reason="comes with the dependency group `slow`")
+    return pytest.importorskip("strands_tools", reason="comes with the dependency group `sdks`")
 
 
 PROMPTS = {"prompt": "Work.", "system_prompt": "You work."}

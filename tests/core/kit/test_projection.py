@@ -138,7 +138,9 @@ def test_media_count_as_one_of_their_kind(block, allowance):
     assert estimate([{"role": "user", "content": [block]}]) == allowance
 
 
+@pytest.mark.slow
 def test_media_of_the_sdks_count_as_one_of_their_kind():
+    pytest.importorskip("google.genai", reason="comes with the dependency group `sdks`")
     from anthropic.types import ImageBlockParam
     from google.genai.types import Content, File, Part
     from langchain_core.messages import HumanMessage
@@ -270,7 +272,9 @@ def test_encrypted_reasoning_counts_by_what_it_holds():
     assert estimate({"encrypted_content": None}) == 0
 
 
+@pytest.mark.slow
 def test_messages_of_the_frameworks_are_read():
+    pytest.importorskip("google.genai", reason="comes with the dependency group `sdks`")
     from google.genai.types import Content, Part
     from langchain_core.messages import AIMessage, ToolMessage
     from openai.types.chat import ChatCompletionMessage
@@ -372,7 +376,9 @@ def test_schemas_count(tool):
     assert SCHEMA <= estimate_schema(tool) <= SCHEMA + 25
 
 
+@pytest.mark.slow
 def test_tools_of_the_frameworks_count_with_their_schemas():
+    pytest.importorskip("google.genai", reason="comes with the dependency group `sdks`")
     import strands
     from agents import Agent as OpenAIAgent
     from agents import AgentOutputSchema, WebSearchTool, function_tool, handoff

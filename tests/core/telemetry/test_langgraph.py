@@ -9,6 +9,8 @@ from sticky_runs import langgraph
 
 pytest.importorskip("langgraph")
 openinference = pytest.importorskip("openinference.instrumentation.langchain")
+# Its instrumentation comes with the dependency group `sdks`.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -76,11 +76,10 @@ def messages_helper(server):
 
 @pytest.mark.parametrize("helper", [chat_helper, responses_helper, messages_helper])
 def test_a_streamed_answer_of_a_form_is_refused_by_a_status_and_not_tried_again(helper):
-    with ProviderServer(calls=0) as server:
-        with bounded_clients(Budget(max_model_calls=1)) as block:
-            create(flows.openai_client(server))
-            with pytest.raises(Exception, match="stopped before this call") as raised:
-                helper(server)
+    with ProviderServer(calls=0) as server, bounded_clients(Budget(max_model_calls=1)) as block:
+        create(flows.openai_client(server))
+        with pytest.raises(Exception, match="stopped before this call") as raised:
+            helper(server)
     assert raised.value.status_code == 402
     assert server.hits == 1
     assert (block.outcome.stop_reason, block.outcome.usage.model_calls) == ("max_model_calls", 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version
-from pathlib import Path
 
 import openai
 import pytest
@@ -72,7 +71,7 @@ def table():
 
 def test_the_table_names_the_flows_that_are_tested():
     flows, _ = table()
-    bedrock = (Path(__file__).parent / "test_http_bedrock.py").read_text(encoding="utf-8")
+    bedrock = (ROOT / "tests/adapters/test_http_bedrock.py").read_text(encoding="utf-8")
     operations = set(
         re.findall(r"client(?:_of\(server\))?\.(converse\w*|invoke_model\w*)\(", bedrock)
     )
