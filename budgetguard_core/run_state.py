@@ -7,13 +7,13 @@ from decimal import Decimal
 from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core import counters, events
-from budgetguard_core.masking import fingerprint_reply
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import Budget
 from budgetguard_core.counters import Chain, Counters, Found, Link
 from budgetguard_core.decision import Admit, ModelCall, ToolCall
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.loops import LoopDetector
+from budgetguard_core.masking import fingerprint_reply
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.plugs import Ask, Ended, Plug
 from budgetguard_core.stop import Trip, Violation
