@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import partial
@@ -52,16 +54,20 @@ class Amounts:
         return cls(tokens=usage.total_tokens, **{name: getattr(usage, name) for name in names})
 
     def __add__(self, other: Amounts) -> Amounts:
-        return self._with(other, lambda mine, its: mine + its)
+        return self._with(other, operator.add)
 
     def __sub__(self, other: Amounts) -> Amounts:
         """Return the difference, and nothing where the other is larger."""
-        return self._with(other, lambda mine, its: max(mine - its, type(mine)(0)))
+        return self._with(other, _less)
 
-    def _with(self, other: Amounts, combined: Any) -> Amounts:
+    def _with(self, other: Amounts, combined: Callable[[Any, Any], Any]) -> Amounts:
         names = [f.name for f in fields(self)]
         pairs = {name: combined(getattr(self, name), getattr(other, name)) for name in names}
         return Amounts(**pairs)
+
+
+def _less(mine: Any, its: Any) -> Any:
+    return max(mine - its, type(mine)(0))
 
 
 class Counted:

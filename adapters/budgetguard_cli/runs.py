@@ -343,7 +343,7 @@ class Runs:
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = {"prices": PriceBook(), **options}
+        self._options: dict[str, Any] = {"prices": PriceBook(), **options}
         self._of: dict[str, Run] = {}
         self.roots: list[Run] = []
 

@@ -29,8 +29,8 @@ def in_words(text):
 
 
 @pytest.mark.slow
-def test_the_demonstration_stops_every_runaway_and_the_server_agrees(budgetguard):
-    done = budgetguard("demo")
+def test_the_demonstration_stops_every_runaway_and_the_server_agrees(budgetguard_process):
+    done = budgetguard_process("demo")
     text = done.stdout.decode()
     assert done.returncode == 0, text
     shown = [agent for agent in AGENTS if agent.is_installed()]

@@ -443,7 +443,7 @@ def test_a_module_in_which_no_call_is_seen(start):
         (["--profile", "resaerch", __file__], "did you mean 'research'?"),
         ([__file__], "a run must have a budget"),
         (["--max-iterations", "0", __file__], "max_iterations must be >= 1, got 0"),
-        (["--max-cost-usd", "much", __file__], "--max-cost-usd must be a number"),
+        (["--max-cost-usd", "much", __file__], "must be an amount of US dollars, got 'much'"),
         (["--max-iterations", "1", "--tenant", "acme", __file__], "--ledger and --tenant"),
     ],
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from budgetguard_core import Guard, Outcome
@@ -125,8 +125,9 @@ def _langgraph(base_url: str, guard: Guard, read_file: ReadFile) -> Outcome | No
             return "openai-http"
 
         def _generate(self, messages: Any, *_: Any, **__: Any) -> ChatResult:
-            sent = convert_to_openai_messages(messages)
-            body = {"model": self.model_name, "messages": sent, "tools": tools}
+            convert: Any = convert_to_openai_messages
+            sent: Any = convert(messages)
+            body: dict[str, Any] = {"model": self.model_name, "messages": sent, "tools": tools}
             reply = complete(base_url, body)
             (message,) = convert_to_messages([reply["choices"][0]["message"]])
             usage = reply["usage"]
@@ -158,8 +159,11 @@ def _openai_agents(base_url: str, guard: Guard, read_file: ReadFile) -> Outcome:
 
     from budgetguard_openai_agents import bounded_run, outcome
 
+    def _read(path: str) -> str:
+        return read_file(path)
+
     tool = agents.function_tool(
-        lambda path: read_file(path),
+        _read,
         name_override="read_file",
         description_override="Read a file.",
         strict_mode=False,
@@ -202,7 +206,8 @@ def _strands(base_url: str, guard: Guard, read_file: ReadFile) -> Outcome | None
     from budgetguard_strands import BudgetHookProvider
 
     provider = BudgetHookProvider(guard)
-    tool: Any = strands.tool(name="read_file", description="Read a file.")
+    make = cast("Any", strands).tool
+    tool = make(name="read_file", description="Read a file.")
     agent = strands.Agent(
         model=OpenAIModel(client=_client(base_url), model_id="gpt-4o"),
         tools=[tool(read_file)],

@@ -107,7 +107,7 @@ def _chunks(answer: dict[str, Any]) -> list[str]:
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": 0, **delta["tool_calls"][0]}]
     common = {**answer, "object": "chat.completion.chunk", "usage": None}
-    ends = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    ends: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     parts: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {"choices": [ends]},

@@ -12,7 +12,18 @@ from typing import Annotated, Any
 import typer
 
 from budgetguard_cli.logs import is_there
-from budgetguard_cli.options import dollars
+from budgetguard_cli.options import (
+    CountUnpricedAsZero,
+    LoopDetectionOn,
+    MaxCostUsd,
+    MaxIterations,
+    MaxModelCalls,
+    MaxSeconds,
+    MaxToolCalls,
+    MaxTotalTokens,
+    ProfileName,
+    budget_fields,
+)
 from budgetguard_cli.screen import printable, refuse
 from budgetguard_core import Budget, BudgetGuardError, Guard
 from budgetguard_core.profiles import load_profile
@@ -31,36 +42,18 @@ def run(
         ),
     ],
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="The profile that the caps come from; the options below win over it.",
-            envvar="BUDGETGUARD_PROFILE",
-            show_envvar=True,
-            show_default=False,
-        ),
-    ] = None,
-    max_iterations: Annotated[int | None, typer.Option(help="Turns of the loops.")] = None,
-    max_model_calls: Annotated[int | None, typer.Option(help="Model calls, with retries.")] = None,
-    max_tool_calls: Annotated[int | None, typer.Option(help="Tool calls.")] = None,
-    max_total_tokens: Annotated[
-        int | None, typer.Option(help="Tokens, prompt plus completion.")
-    ] = None,
-    max_seconds: Annotated[float | None, typer.Option(help="Seconds from the start on.")] = None,
-    max_cost_usd: Annotated[str | None, typer.Option(help="US dollars, exact.")] = None,
+    profile: ProfileName = None,
+    max_iterations: MaxIterations = None,
+    max_model_calls: MaxModelCalls = None,
+    max_tool_calls: MaxToolCalls = None,
+    max_total_tokens: MaxTotalTokens = None,
+    max_seconds: MaxSeconds = None,
+    max_cost_usd: MaxCostUsd = None,
     max_output_tokens_per_call: Annotated[
         int | None, typer.Option(help="Completion tokens of one call.")
     ] = None,
-    count_unpriced_as_zero: Annotated[
-        bool,
-        typer.Option(
-            "--count-unpriced-as-zero",
-            help="Let models of unknown price pass under --max-cost-usd.",
-        ),
-    ] = False,
-    loop_detection: Annotated[
-        bool, typer.Option(help="Stop conversations that bring nothing new.")
-    ] = True,
+    count_unpriced_as_zero: CountUnpricedAsZero = False,
+    loop_detection: LoopDetectionOn = True,
     ledger: Annotated[
         str | None,
         typer.Option(
@@ -112,14 +105,12 @@ def run(
         "max_tool_calls": max_tool_calls,
         "max_total_tokens": max_total_tokens,
         "max_seconds": max_seconds,
-        "max_cost_usd": None if max_cost_usd is None else dollars(max_cost_usd),
+        "max_cost_usd": max_cost_usd,
         "max_output_tokens_per_call": max_output_tokens_per_call,
     }
-    given = {name: cap for name, cap in caps.items() if cap is not None}
-    if count_unpriced_as_zero:
-        given["on_unpriced"] = "count_zero"
-    if not loop_detection:
-        given["loop_detection"] = None
+    given = budget_fields(
+        caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
+    )
     try:
         budget = _budget(profile, given)
         if tenant is not None:
