@@ -318,6 +318,7 @@ CONVERSE: Final = Blocks(
     lambda text: {"text": text},
     _converse_result,
 )
+"""The dialect of Bedrock's Converse, and of Strands."""
 ANTHROPIC: Final = Blocks(
     "content",
     "assistant",
