@@ -76,12 +76,19 @@ class EnvelopeRuns:
         self._envelope = envelope
         self._lock = threading.Lock()
         self._outside: Run | None = None
+        self._latest: Run | None = None
         self._arounds: weakref.WeakSet[Run] = weakref.WeakSet()
 
     @property
     def outside(self) -> Run | None:
         """The run of the calls that are part of no other; None before the first."""
         return self._outside
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome of that run, or of the latest one within another; None before its end."""
+        run = self._outside or self._latest
+        return None if run is None else run.outcome
 
     def here(self) -> Run:
         """Return the run that a call from this code is a part of."""
@@ -96,7 +103,8 @@ class EnvelopeRuns:
             return around
         with self._lock:
             self._arounds.add(around)
-        return around.part(self, self)
+        self._latest = around.part(self, self)
+        return self._latest
 
     def open(self, *, loose: bool = False) -> Run:
         """Open the run of the calls within another: beside that, and not within.

@@ -9,7 +9,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome
+from budgetguard_core import (
+    AdapterError,
+    Budget,
+    BudgetExceeded,
+    ConfigurationError,
+    Guard,
+    Outcome,
+)
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
@@ -27,6 +34,7 @@ from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
 
 _DEFAULT = Policy()
+_BOUNDS = frozenset({"ledger", "profile"})
 _LOCK = threading.Lock()
 _POLICIES: weakref.WeakKeyDictionary[Run, Policy] = weakref.WeakKeyDictionary()
 
@@ -118,7 +126,8 @@ class bounded_clients:
             block, past every `except Exception` inside, and the block raises `BudgetExceeded`.
 
     Raises:
-        ConfigurationError: The budget or an option makes no sense.
+        ConfigurationError: The budget or an option makes no sense; or, on entering, there is
+            neither a budget, a ledger nor a profile, and no run that the block is a part of.
         AdapterError: On entering: another block is everywhere already.
         BudgetExceeded: On leaving: the run was stopped and `on_trip` is `raise`, or the limit is
             that of a run around the block.
@@ -136,6 +145,7 @@ class bounded_clients:
     ) -> None:
         self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
         self._envelope = envelope_of(budget, default=Budget(), **options)
+        self._is_bound = budget is not None or not _BOUNDS.isdisjoint(options)
         self._everywhere = everywhere
         self._run: Run | None = None
         self._stack = ExitStack()
@@ -186,6 +196,11 @@ class bounded_clients:
         return traffic_of(self.run).conversations.unsent_input()
 
     def __enter__(self) -> Self:
+        if not self._is_bound and joined() is None:
+            raise ConfigurationError(
+                "bounded_clients needs a budget, got none, and there is no run that the block is "
+                "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
+            )
         run = self._run = own(self._envelope.open())
         _POLICIES[run] = self._policy
         if self._everywhere:

@@ -47,9 +47,8 @@ class Bounded:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How that run ended; None before the client was closed."""
-        run = self._runs.outside
-        return None if run is None else run.outcome
+        """The outcome of that run, or of the latest one within another run; None before its end."""
+        return self._runs.outcome
 
     def unsent_input(self) -> list[Any]:
         """List what OpenAI lacks of the conversation that it keeps; as `bounded_clients` has it."""

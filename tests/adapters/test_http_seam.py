@@ -447,6 +447,28 @@ def test_a_transport_inside_a_block_is_charged_beside_it():
 
 
 @pytest.mark.parametrize("around", [bounded_clients, bounded, Guard.activate])
+def test_its_outcome_tells_of_its_own_cap_there(around):
+    transport = BudgetTransport(Budget(max_iterations=2))
+    with ProviderServer(calls=0) as server, around(Guard(FREE)):
+        http = openai.DefaultHttpxClient(transport=transport)
+        with client_of(server, http_client=http) as client:
+            for number in range(4):
+                create(client, str(number))
+    assert server.hits == 2
+    assert str(transport.outcome.stop_reason) == "max_iterations"
+
+
+def test_a_block_without_a_budget_is_refused_unless_it_is_a_part_of_a_run():
+    with pytest.raises(ConfigurationError, match="bounded_clients needs a budget"):
+        bounded_clients().__enter__()
+    assert not is_installed()
+    with bounded_clients(FREE), bounded_clients() as inner:
+        assert inner.run is not None
+    with Guard(FREE).activate(), bounded_clients() as inner:
+        assert inner.run is not None
+
+
+@pytest.mark.parametrize("around", [bounded_clients, bounded, Guard.activate])
 @pytest.mark.parametrize("is_closed_first", [True, False], ids=["client", "block"])
 def test_its_run_there_ends_with_the_client_or_with_the_run_around(around, is_closed_first):
     told, outcomes = [], []

@@ -577,3 +577,26 @@ def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_open(how):
     usage = transport.outcome.usage
     assert (usage.model_calls, usage.estimated_calls, usage.reserved_tokens) == (1, 1, 0)
     assert transport.run.guard.open_calls() == ()
+
+
+@pytest.mark.parametrize("where", ["last", "each"])
+def test_usage_that_a_server_sends_unasked_is_left_to_the_client(where):
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+    pieces = [({"content": "o"}, None), ({"content": "k"}, None), ({}, "stop")]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+        for delta, finish in pieces
+    ]
+    for chunk in chunks if where == "each" else chunks[-1:]:
+        chunk["usage"] = usage
+    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+    def answered(_):
+        headers = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, content=text.encode(), headers=headers)
+
+    transport = BudgetTransport(Budget(), httpx2.MockTransport(answered))
+    with httpx2.Client(transport=transport) as client:
+        ask = {"model": "gpt-4o", "messages": [], "stream": True}
+        assert client.post("http://provider/v1/chat/completions", json=ask).text == text
+    assert transport.outcome.usage.total_tokens == 11

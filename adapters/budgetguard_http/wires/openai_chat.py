@@ -226,6 +226,8 @@ class ChatEditor(Editor):
     def take(self, name: str, data: Body) -> list[Event] | None:
         """Take a chunk."""
         answer, choices = self.answer, items(data.get("choices"))
+        # A server that has sent it with the answer sends it unasked.
+        was_told = answer.usage is not None
         answer.usage = merge_usage(answer.usage, usage_in(data))
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
@@ -240,11 +242,8 @@ class ChatEditor(Editor):
                 self._take_part(place, number, record(piece))
             if choice.get("finish_reason"):
                 self._finished.add(place)
-        if self._hides_usage and not choices and data.get("usage"):
+        if self._hides_usage and not (choices or was_told) and data.get("usage"):
             return []
-        if self._hides_usage and data.get("usage"):
-            # Some servers put it into the last chunk of the answer; the caller did not ask.
-            data = {key: value for key, value in data.items() if key != "usage"}
         if len(self._parts) > len(self._kept):
             over = len(self._finished) >= self._choices
             if self.ask is None:
