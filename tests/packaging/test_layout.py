@@ -117,6 +117,6 @@ def test_ci_runs_the_command_of_the_readme():
     shown = [line for block in blocks for line in block.splitlines()]
     assert command in shown
     assert (
-        'python3 -m venv .venv && .venv/bin/pip install ".[all]" && .venv/bin/budgetguard demo'
+        'python3 -m venv .venv && .venv/bin/pip install -e ".[all]" && .venv/bin/budgetguard demo'
         in shown
     )
