@@ -11,7 +11,7 @@ from rich.table import Table
 from budgetguard_core.ledger import WindowUsage
 
 _SMALLEST_SHOWN = Decimal("0.000001")
-_KINDS = {"d": "day", "m": "month"}
+_KINDS = {"d": "day", "m": "month", "r": "of"}
 
 
 def console() -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pytest_examples import CodeExample, EvalExample, find_examples
 
-from budgetguard_core.ledger import by_url
+from budgetguard_core.ledger import ledger as ledger_module
 from layout import ROOT
 
 README = ROOT / "budgetguard_core" / "ledger" / "README.md"
@@ -17,9 +17,9 @@ def test_block_runs(block: CodeExample, eval_example: EvalExample, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     eval_example.set_config(line_length=120)
     eval_example.run_print_check(block)
-    for ledger in by_url._BY_URL.values():
+    for ledger in ledger_module._BY_URL.values():
         ledger.close()
-    by_url._BY_URL.clear()
+    ledger_module._BY_URL.clear()
 
 
 def test_every_command_that_is_named_is_there():
