@@ -205,14 +205,18 @@ class Reservations:
             self._exceeded = True
             with suppress(LedgerUnreachable):
                 self._outbox.record(step, synced=False)
-            if part.local and self._allowance is not None:
-                self._allowance.count(spent.larger(part.amount).minus(part.amount))
+        self._count_beyond(part, spent)
         self._outbox.add(step)
         self._wake()
+
+    def _count_beyond(self, part: Part, spent: Amount) -> None:
+        if part.local and self._allowance is not None:
+            self._allowance.count(spent.larger(part.amount).minus(part.amount))
 
     def settle_now(self, part: Part, spent: Amount) -> None:
         """Settle with one trip; later, where the store does not answer."""
         step = _settlement(part, spent)
+        self._count_beyond(part, spent)
         try:
             if part.local:
                 self._outbox.add(step)

@@ -129,6 +129,30 @@ def test_tool_calls_are_reserved_where_a_ceiling_is_set_for_them(place, opened):
     assert ledger.trips == trips
 
 
+def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place, tmp_path):
+    with Ledger(place.url, queue=tmp_path / "q", timeout=60.0) as ledger:
+        words = (
+            r"^a ceiling must be set for 'acme' in \S+, got none, so nothing would bound the run. "
+            r"Set one with `budgetguard ledger set acme --daily-usd 20`, or a default for all "
+            r"tenants with Ledger\(url, daily_usd=20\)\.$"
+        )
+        for make in (
+            lambda: Guard(ledger=ledger, tenant="acme"),
+            lambda: Guard().child(ledger=ledger, tenant="acme"),
+            lambda: Envelope(budget=Budget(), ledger=ledger, tenant="acme").open(),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                make()
+        assert ledger._runs.all() == []
+        Guard(mode="observe", ledger=ledger, tenant="acme")  # bounds nothing anyhow
+        ledger.set_ceilings("acme", monthly_tool_calls=5)
+        assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
+        ledger.set_ceilings("beta")  # none, and somebody said so
+        assert isinstance(spend(Guard(ledger=ledger, tenant="beta")), Admit)
+        ledger.set_ceilings(None, daily_usd=1)
+        assert isinstance(spend(Guard(ledger=ledger, tenant="gamma")), Admit)
+
+
 def test_two_runs_of_a_tenant_share_its_ceiling(sqlite, opened):
     ledger = opened(sqlite, daily_usd=1)
     guards = [Guard(ledger=ledger, tenant="acme") for _ in range(2)]
@@ -438,11 +462,11 @@ def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, 
 
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        assert any(ledger._ceilings.of(account))  # an unknown ceiling may be there
-    assert not any(map(any, ledger._ceilings.of(account)))
+        assert all(one.usd for one in ledger._ceilings.of(account))  # one may be there
+    assert not any(one.usd for one in ledger._ceilings.of(account))
     clock.advance(2)
     monkeypatch.setattr(ledger.connection, "ask", silent)
-    assert not any(map(any, ledger._ceilings.of(account)))
+    assert not any(one.usd for one in ledger._ceilings.of(account))
     monkeypatch.undo()
 
 
