@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,9 @@ from urllib.parse import quote
 import pytest
 
 from budgetguard_core.clock import SystemClock
-from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
-from budgetguard_core.ledger.redis_store import RedisLedgerStore
-from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+from budgetguard_core.ledger.postgres import PostgresLedgerStore
+from budgetguard_core.ledger.redis import RedisLedgerStore
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 
 REDIS = os.environ.get("BUDGETGUARD_TEST_REDIS", "redis://127.0.0.1:6379/0")
 POSTGRES = os.environ.get(
@@ -92,7 +93,7 @@ class Quiet:
     def wake(self):
         pass
 
-    def stop(self):
+    def stop(self, seconds):
         pass
 
     def restart(self):
@@ -127,6 +128,14 @@ class Place:
         if self.kind == "redis":
             return RedisLedgerStore(self._redis, name=self.name, **options)
         return PostgresLedgerStore(self.url, **options)
+
+    @contextlib.contextmanager
+    def held(self):
+        """Hold the write lock of a SQLite file, as a process that stands still in a step."""
+        self.store().close()
+        with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            yield
 
     def wipe(self):
         """Empty the store, as a server does that keeps nothing over a restart."""

@@ -14,7 +14,6 @@ import threading
 from decimal import Decimal
 
 from budgetguard_core import Guard, ModelCall
-from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 from ledger_servers import ZONE
@@ -63,12 +62,12 @@ def pairs(url, keys, ceiling, count, by_run, seed, queue, out):
                 continue
             reservation.settle(to_dollars(real))
         else:
-            part = run.obtain(usd, 0)
+            part = run.obtain(Amount(usd))
             if isinstance(part, Refusal):
                 assert part.reason.startswith("tenant"), part
                 refused += 1
                 continue
-            run.settle(part, Amount(usd, 0), Amount(real, 0))
+            run.settle(part, Amount(real))
         spent += real
     run.close()
     ledger.close()
@@ -116,11 +115,11 @@ def bill_for_ever(url, keys, by_run, path, seed, queue):
             os.write(fd, b"%d\n" % (usd // 2))
             reservation.settle(to_dollars(usd // 2))
         else:
-            part = run.obtain(usd, 0)
+            part = run.obtain(Amount(usd))
             if isinstance(part, Refusal):
                 continue
             os.write(fd, b"%d\n" % (usd // 2))
-            run.settle(part, Amount(usd, 0), Amount(usd // 2, 0))
+            run.settle(part, Amount(usd // 2))
 
 
 def first_use(url, barrier, out):
@@ -157,7 +156,7 @@ def allowed_and_killed(url, queue):
     options = {"on_ledger_error": "allow", "timeout": 0.1, "time_zone": ZONE, "queue": queue}
     ledger = Ledger(url, **options)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
-    run.settle(run.obtain(2 * 10**8, 5), Amount(2 * 10**8, 5), Amount(10**8, 5))
+    run.settle(run.obtain(Amount(2 * 10**8, 5)), Amount(10**8, 5))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -181,22 +180,18 @@ def timed_pairs(url, count, seed, barrier, out):
 
 
 def timed_bare_pairs(path, count, seed, barrier, out):
-    """Two transactions of one row each, under the same lock as the ledger's."""
-    lock = FileLock(path.with_name(path.name + ".lock"), 30.0)
+    """Two transactions of one row each."""
     with contextlib.closing(sqlite3.connect(path, timeout=30, isolation_level=None)) as db:
-        with lock:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("CREATE TABLE IF NOT EXISTS bare(id INTEGER PRIMARY KEY, n INT)")
-            db.execute("INSERT OR IGNORE INTO bare VALUES(1, 0)")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("CREATE TABLE IF NOT EXISTS bare(id INTEGER PRIMARY KEY, n INT)")
+        db.execute("INSERT OR IGNORE INTO bare VALUES(1, 0)")
         barrier.wait()
         started = processor_seconds()
         for _ in range(2 * count):
-            with lock:
-                db.execute("BEGIN IMMEDIATE")
-                db.execute("UPDATE bare SET n = n + 5 WHERE id = 1")
-                db.execute("COMMIT")
-    lock.close()
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("UPDATE bare SET n = n + 5 WHERE id = 1")
+            db.execute("COMMIT")
     out.put(processor_seconds() - started)
 
 

@@ -107,6 +107,11 @@ def set_ceilings(
                 monthly_usd=_dollars(monthly_usd, month),
                 daily_tokens=_tokens(daily_tokens, day),
                 monthly_tokens=_tokens(monthly_tokens, month),
+                # Set in Python alone; what is not named stays.
+                daily_model_calls=day.model_calls or None,
+                daily_tool_calls=day.tool_calls or None,
+                monthly_model_calls=month.model_calls or None,
+                monthly_tool_calls=month.tool_calls or None,
             )
         now = ledger.ceilings().get(tenant or "", {})
     figures = {

@@ -8,7 +8,7 @@ from decimal import Decimal
 from budgetguard_core.ledger import WindowUsage
 
 _SMALLEST_SHOWN = Decimal("0.000001")
-_KINDS = {"d": "day", "m": "month"}
+_KINDS = {"d": "day", "m": "month", "r": "of"}
 
 
 def window(label: str) -> str:

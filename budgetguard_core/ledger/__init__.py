@@ -3,19 +3,18 @@
 See README.md beside this file for when SQLite is enough, and what survives what.
 """
 
-from budgetguard_core.ledger.alive import AliveRun
-from budgetguard_core.ledger.attached import LedgerRun
-from budgetguard_core.ledger.by_url import as_ledger
 from budgetguard_core.ledger.errors import (
     LedgerChanged,
     LedgerError,
     LedgerRefused,
     LedgerUnreachable,
+    Refusal,
+    Warned,
 )
-from budgetguard_core.ledger.exact import Reservation
 from budgetguard_core.ledger.kill_switch import Kill
-from budgetguard_core.ledger.ledger import Ledger
-from budgetguard_core.ledger.refusal import Refusal, Warned
+from budgetguard_core.ledger.ledger import Ledger, as_ledger
+from budgetguard_core.ledger.reservation import Reservation
+from budgetguard_core.ledger.runs import AliveRun, LedgerRun
 from budgetguard_core.ledger.usage import TenantUsage, WindowUsage
 from budgetguard_core.ledger.windows import Key, Tenant
 

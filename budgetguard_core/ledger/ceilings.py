@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from budgetguard_core.clock import Clock
-from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import Amount, check_ceiling
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import Store
-from budgetguard_core.ledger.windows import KINDS, Window
+from budgetguard_core.ledger.windows import Account, Window, quoted
 
 _KNOWN_SECONDS = 1.0
 
@@ -29,51 +29,73 @@ class Ceilings:
         self._known: Mapping[tuple[str, str], Amount] | None = None
         self._known_ns = 0
 
-    def store(self, key: str, *ceilings: Amount | None) -> None:
-        """Store the ceilings of a key, one for each kind of window; None takes it away.
+    def store(self, key: str, ceilings: Mapping[str, Amount | None]) -> None:
+        """Store the ceilings of a key by kind of window; None takes it away.
 
         Raises:
-            ConfigurationError: A ceiling is larger than the store can count.
             LedgerUnreachable: The store does not answer.
         """
 
         def put(store: Store) -> None:
-            for ceiling in ceilings:
-                if ceiling is not None:
-                    check_ceiling(ceiling, store.largest_ceiling)
-            for kind, ceiling in zip(KINDS, ceilings, strict=True):
+            for kind, ceiling in ceilings.items():
                 store.set_ceiling(key, kind, ceiling)
 
         self._connection.ask(put)
         self._known = None
 
-    def by_key(self) -> dict[str, dict[str, Amount]]:
-        """Return all of them, by key and by kind.
+    def all(self) -> Mapping[tuple[str, str], Amount]:
+        """Return all of them, by key and kind.
 
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        found: dict[str, dict[str, Amount]] = {}
-        for (key, kind), ceiling in self._connection.ask(lambda store: store.ceilings()).items():
-            found.setdefault(key, {})[kind] = ceiling
-        return found
+        return self._connection.ask(lambda store: store.ceilings())
+
+    def _recent(self) -> Mapping[tuple[str, str], Amount] | None:
+        """Return them as the store said within the last second, or when it last answered."""
+        now = self._clock.monotonic_ns()
+        if self._known is None or now - self._known_ns > _KNOWN_SECONDS * 1e9:
+            try:
+                self._known = self.all()
+            except LedgerUnreachable:
+                if self._known is None:
+                    return None
+            self._known_ns = now
+        return self._known
 
     def of(self, account: Account) -> list[Amount]:
-        """Return the ceilings that hold for an account's keys, now.
+        """Return the ceilings that hold for an account's windows, now.
 
-        As the store said within the last second. A store that does not answer leaves it at what
-        it said before; if it never did, an unknown ceiling is none that a call may pass.
+        If the store never answered, an unknown ceiling is none that a call may exceed.
         """
-        now = self._clock.monotonic_ns()
-        stored = self._known
-        if stored is None or now - self._known_ns > _KNOWN_SECONDS * 1e9:
-            try:
-                stored = self._connection.ask(lambda store: store.ceilings())
-            except LedgerUnreachable:
-                if stored is None:
-                    return [Amount(1, 1)]
-            self._known, self._known_ns = stored, now
-        return [ceiling_of(one, stored) for one in account.windows(self._connection.now())]
+        stored = self._recent()
+        windows = account.windows(self._connection.now())
+        if stored is None:
+            return [Amount(1, 1, 1, 1)] * len(windows)
+        return [ceiling_of(one, stored) for one in windows]
+
+    def require(self, account: Account, shown: str) -> None:
+        """Refuse a run that nothing would bound.
+
+        A ceiling of none that is stored for a key, or as the default, was meant so.
+
+        Raises:
+            ConfigurationError: No ceiling is set for any key of the account.
+        """
+        windows = account.windows(self._connection.now())
+        if any(any(window.ceiling) for window in windows):
+            return
+        stored = self._recent()
+        if stored is None or any(
+            (key, window.label[0]) in stored for window in windows for key in (window.key, "")
+        ):
+            return
+        name = quoted(account.names[0])
+        raise ConfigurationError(
+            f"a ceiling must be set for {name} in {shown}, got none, so nothing would bound the "
+            f"run. Set one with `budgetguard ledger set {account.names[0]} --daily-usd 20`, or a "
+            "default for all tenants with Ledger(url, daily_usd=20)."
+        )
 
 
 def ceiling_of(window: Window, stored: Mapping[tuple[str, str], Amount]) -> Amount:

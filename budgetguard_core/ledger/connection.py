@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from budgetguard_core.clock import Clock
-from budgetguard_core.ledger.account import Account
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
-from budgetguard_core.ledger.refusal import Warned, warned_of
-from budgetguard_core.ledger.step import SEPARATOR, Answer, Step, Store
-from budgetguard_core.ledger.windows import Window
+from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step, Store
+from budgetguard_core.ledger.windows import Account, Window
 
 _R = TypeVar("_R")
 
@@ -37,17 +34,18 @@ class Connection:
         self.opener = open_store
         self._clock = clock
         self._known = known
+        self._sequence = 0
+        self._seen = 0.0
+        """The store's clock, when it last was the ledger that is known."""
         self._pause_ns = int(pause * 1e9)
         self._failed_ns: int | None = None
-        self._failed_why = ""
+        self._failure = LedgerUnreachable("")
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._skew = 0.0
         self.trips = 0
         self.holder = uuid.uuid4().hex
         """This process, in the lists that the store keeps."""
-        self.warned: deque[Warned] = deque()
-        """Windows that steps of this process brought to 80 %, until somebody is told."""
 
     def store(self) -> Store:
         """Return the store, opened.
@@ -72,33 +70,42 @@ class Connection:
     def _open(self) -> Store:
         opened = self._guarded(self.opener)
         try:
-            self._meet(self._guarded(opened.identity), opened)
+            self._meet(self._guarded(opened.identity))
         except BaseException:
             opened.close()
             raise
         return opened
 
-    def _meet(self, met: str, store: Store) -> None:
-        if (
-            self._known
-            and met != self._known
-            and self._guarded(store.read, ("adopted",))[0] is None
-        ):
-            raise _changed(self._known, met)
-        self._known = met
+    def _meet(self, met: Identity) -> None:
+        """Go on with the ledger that was met, if it is the one that is known, or was adopted.
+
+        Raises:
+            LedgerChanged: It is another, or an earlier state of the one that is known.
+        """
+        known = self._known
+        if known and met.id == known and met.sequence < self._sequence:
+            raise LedgerChanged(
+                f"the ledger must be at change {self._sequence}, got {met.sequence}: it was rolled "
+                "back. Restore it, or accept it as it is with `budgetguard ledger adopt`."
+            )
+        if known and met.id != known and (not met.adopted or met.adopted < self._seen):
+            raise LedgerChanged(
+                f"the ledger must be {known}, got {met.id or 'an empty store'}: it was wiped, or "
+                "is another. Restore it, or accept it as it is with `budgetguard ledger adopt`."
+            )
+        if met.id != known:
+            self._known, self._sequence = met.id, met.sequence
 
     def _fail_fast(self) -> None:
         failed = self._failed_ns
         if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
-            error = LedgerUnreachable(self._failed_why)
-            error.was_sent = False
-            raise error
+            raise self._failure.again()
 
     def _guarded(self, call: Callable[..., _R], *arguments: object) -> _R:
         try:
             result = call(*arguments)
         except LedgerUnreachable as error:
-            self._failed_ns, self._failed_why = self._clock.monotonic_ns(), str(error)
+            self._failed_ns, self._failure = self._clock.monotonic_ns(), error.again()
             raise
         self._failed_ns = None
         return result
@@ -130,23 +137,22 @@ class Connection:
                 "a hold must be reported in the windows that it was made in, got others. "
                 "Settle a reservation with the object that `reserve` returned."
             )
-        if answer.warn:
-            self.warned.extend(warned_of(answer, step.windows))
         return answer
 
     def _send(self, step: Step) -> Answer:
         store = self.store()
         self._fail_fast()
-        self.trips += 1
-        answer = self._guarded(store.step, step.within(self._known))
-        while answer.status == "foreign":
-            met, _, adopted = answer.detail.partition(SEPARATOR)
-            if not (met and adopted):
-                raise _changed(self._known, met)
-            self._known = met
+        while True:
             self.trips += 1
-            answer = self._guarded(store.step, step.within(met))
-        return answer
+            known = step._replace(ledger=self._known, sequence=self._sequence)
+            answer = self._guarded(store.step, known)
+            if answer.status != "foreign":
+                # Of several threads one may set it back: then less is asked of the store.
+                self._sequence = max(self._sequence, answer.sequence)
+                self._seen = answer.now
+                return answer
+            met, adopted, sequence = answer.detail.split(SEPARATOR)
+            self._meet(Identity(met, float(adopted), int(sequence)))
 
     def now(self) -> float:
         """Return what this process takes for the store's time."""
@@ -155,7 +161,7 @@ class Connection:
     def take(
         self, account: Account, make: Callable[[Sequence[Window]], Step]
     ) -> tuple[Answer, Sequence[Window]]:
-        """Make a step that asks for money, in the windows of now.
+        """Make a reservation in the windows of now.
 
         Ours is a guess, the store's clock decides: one more trip at an edge, none otherwise.
 
@@ -186,7 +192,6 @@ class Connection:
         """Leave the connection to the parent process."""
         self._lock = threading.Lock()
         self.holder = uuid.uuid4().hex
-        self.warned.clear()  # the parent tells
         if self._store is not None:
             self._store.forked()
 
@@ -196,10 +201,3 @@ class Connection:
             if self._store is not None:
                 self._store.close()
                 self._store = None
-
-
-def _changed(known: str, met: str) -> LedgerChanged:
-    return LedgerChanged(
-        f"the ledger must be {known}, got {met or 'an empty store'}: it was wiped, or is another. "
-        "Restore it, or accept it as it is with `budgetguard ledger adopt`."
-    )

@@ -1,4 +1,4 @@
-"""What a ledger raises.
+"""What a ledger raises, and why it does not give what was asked for.
 
 Messages never hold a driver's own text: it may quote the URL, and with it the password.
 """
@@ -6,10 +6,18 @@ Messages never hold a driver's own text: it may quote the URL, and with it the p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from decimal import Decimal
+from typing import Any, NamedTuple
 
 from budgetguard_core.errors import BudgetGuardError
-from budgetguard_core.ledger.windows import Window
+from budgetguard_core.ledger.amounts import DIMENSIONS, to_dollars
+from budgetguard_core.ledger.kill_switch import kill_of
+from budgetguard_core.ledger.step import SEPARATOR, Answer
+from budgetguard_core.ledger.windows import KINDS, Window, quoted
+
+ABORTED = "aborted"
+_REASONS = {"d": "tenant_daily", "m": "tenant_monthly"}
+_RUN_REASONS = ("max_cost_usd", "max_total_tokens", "max_model_calls", "max_tool_calls")
 
 
 class LedgerError(BudgetGuardError):
@@ -20,12 +28,26 @@ class LedgerUnreachable(LedgerError):
     """The store did not answer within the time-out, or answered with a failure of its own.
 
     Whether the step took effect is not known; every step may be repeated.
+
+    Attributes:
+        is_absent: Nothing answered: what `on_ledger_error="allow"` is about. A server that answers
+            with an error, such as a replica that only reads, is not absent.
+        was_sent: Whether the step may have reached the store.
+        windows: Those of the step: by the time that the error comes, another day may have begun.
     """
 
     was_sent = True
-    """Whether the step may have reached the store."""
     windows: Sequence[Window] = ()
-    """Those of the step: by the time that the error comes, another day may have begun."""
+
+    def __init__(self, message: str, *, is_absent: bool = True) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
+
+    def again(self) -> LedgerUnreachable:
+        """Return the same for another call that was not sent."""
+        error = LedgerUnreachable(str(self), is_absent=self.is_absent)
+        error.was_sent = False
+        return error
 
 
 class OtherWindows(LedgerError):
@@ -33,23 +55,26 @@ class OtherWindows(LedgerError):
 
 
 class LedgerChanged(LedgerUnreachable):
-    """The store is not the one that this process knows: it was wiped, or restored from elsewhere.
+    """The store is not the one that this process knows: wiped, restored or rolled back.
 
-    An empty store would hand the whole ceiling out again, so nothing is admitted until
-    `budgetguard ledger adopt` says that the new one is meant, whatever `on_ledger_error` says: the
-    store answers.
+    Such a store would hand out again what was spent already, so nothing is admitted until
+    `budgetguard ledger adopt` says that it is meant, whatever `on_ledger_error` says.
     """
 
     was_sent = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, is_absent=False)
 
 
 class LedgerRefused(LedgerError):
     """A reservation does not fit under a ceiling, or a kill switch is set.
 
     Attributes:
-        reason: `tenant_daily`, `tenant_monthly` or `aborted`.
+        reason: `tenant_daily`, `tenant_monthly`, `aborted`, or of a ledger for one run the name of
+            the cap.
         detail: One sentence for people.
-        limit: The ceiling, in US dollars or tokens; None for a kill switch.
+        limit: The ceiling, in US dollars, tokens or calls; None for a kill switch.
         used: What counts against it already, in the same unit.
     """
 
@@ -62,3 +87,66 @@ class LedgerRefused(LedgerError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail, self.limit, self.used)
+
+
+class Refusal(NamedTuple):
+    """The answer to a call that may not start."""
+
+    reason: str
+    """As in `LedgerRefused`."""
+    detail: str
+    """One sentence for people."""
+    limit: Decimal | int | None = None
+    """The ceiling, in US dollars, tokens or calls."""
+    used: Decimal | int | None = None
+    """What counts against it: spent and reserved."""
+
+    def error(self) -> LedgerRefused:
+        """Return it as an exception."""
+        return LedgerRefused(*self)
+
+
+class Warned(NamedTuple):
+    """A window that reached 80 % of its ceiling; told once to one process."""
+
+    key: str
+    reason: str
+    """`tenant_daily` or `tenant_monthly`."""
+    window: str
+    """The label, `d:2026-11-22` or `m:2026-11`."""
+    limit: Decimal | int = 0
+    """The ceiling, in US dollars, tokens or calls."""
+    used: Decimal | int = 0
+    """What counts against it: spent and reserved."""
+
+
+def reason_of(label: str, dimension: int) -> str:
+    """Return the stop reason of a window's ceiling."""
+    return _REASONS.get(label[0]) or _RUN_REASONS[dimension]
+
+
+def in_units(figure: int, dimension: int) -> Decimal | int:
+    """Return a figure as people write it: dollars, or a count."""
+    return figure if dimension else to_dollars(figure)
+
+
+def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
+    """Return why a step was refused or killed, or came too late."""
+    if answer.status == "refused":
+        place, dimension, charged, ceiling = map(int, answer.detail.split(SEPARATOR))
+        window = windows[place]
+        used, limit = in_units(charged, dimension), in_units(ceiling, dimension)
+        unit = f" {DIMENSIONS[dimension].replace('_', ' ')}" if dimension else ""
+        sign = "" if dimension else "$"
+        when = KINDS[window.label[0]] + (f" {window.label[2:]}" if window.oldest else "")
+        return Refusal(
+            reason_of(window.label, dimension),
+            f"tenant {quoted(window.key)} has used or reserved {sign}{used} of {sign}{limit}{unit} "
+            f"of the {when}",
+            limit,
+            used,
+        )
+    if answer.status == "killed":
+        flag, _, text = answer.detail.partition(SEPARATOR)
+        return Refusal(ABORTED, kill_of(flag, text).detail)
+    return Refusal(ABORTED, "this reservation was settled or taken back already")

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.alive import AliveRun, AliveRuns
-from budgetguard_core.ledger.amounts import ZERO, Amount, check_ceiling, to_amount, to_ceiling
-from budgetguard_core.ledger.attached import AttachedRuns, LedgerRun
-from budgetguard_core.ledger.beat import Beat
-from budgetguard_core.ledger.ceiling_warnings import CeilingWarnings
+from budgetguard_core.ledger.amounts import Amount, CeilingOptions, to_amount, to_ceilings, to_nano
 from budgetguard_core.ledger.ceilings import Ceilings
 from budgetguard_core.ledger.connection import Connection
-from budgetguard_core.ledger.exact import Exact, Reservation
-from budgetguard_core.ledger.heartbeat import Heartbeat
+from budgetguard_core.ledger.errors import Refusal, Warned
+from budgetguard_core.ledger.heartbeat import Beat, Heartbeat
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.process import end_with_process
-from budgetguard_core.ledger.refusal import Refusal, Warned
-from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
-from budgetguard_core.ledger.step import HoldRecord, new_id
+from budgetguard_core.ledger.reservation import Allowance, Reservation, Reservations
+from budgetguard_core.ledger.runs import AliveRun, AliveRuns, LedgerRun, Runs
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
+from budgetguard_core.ledger.step import HoldRecord
 from budgetguard_core.ledger.url import default_path, parse_url
-from budgetguard_core.ledger.usage import TenantUsage, WindowUsage, usage_now, usage_of
-from budgetguard_core.ledger.windows import Key, Tenant, as_keys, check_name, zone_of
+from budgetguard_core.ledger.usage import TenantUsage, WindowUsage, usage_of
+from budgetguard_core.ledger.windows import Account, Key, Tenant, as_keys, check_name, zone_of
 
 _TENANTS_AT_HAND = 1000
+_ALLOWED_CALLS = 100
+_BY_URL: dict[str, Ledger] = {}
+
+
+def as_ledger(given: Ledger | str) -> Ledger:
+    """Return the process's ledger of a URL, one for each, or the one that is given.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(given, Ledger):
+        return given
+    if isinstance(given, str) and given in _BY_URL:
+        return _BY_URL[given]
+    return _BY_URL.setdefault(given, Ledger(given))
 
 
 class Ledger:
@@ -41,20 +52,22 @@ class Ledger:
 
     Args:
         url: `sqlite:///file`, `redis://...`, `rediss://...` or `postgresql://...`; None is a file
-            in the home directory.
-        daily_usd: The ceiling of a day for each tenant, in US dollars; None is none. What the
-            ledger itself holds (`set_ceilings`) wins.
-        monthly_usd: The same of a month.
-        daily_tokens: The same in tokens, prompt and completion.
-        monthly_tokens: The same of a month.
+            in the home directory. With `?windows=run` it has one window that never ends, in place
+            of days and months: the ceilings of one run of many processes.
         time_zone: Where days and months begin, unless the tenant's `Key` says otherwise.
-        on_ledger_error: What becomes of a call when the store cannot be reached: "refuse" it, or
-            "allow" it and have it charged as soon as the store answers. A store that was wiped
-            refuses it.
+        on_ledger_error: What becomes of a call when the store is absent: "refuse" it, or "allow" it
+            and have it charged as soon as the store answers. A store that was wiped, rolled back or
+            only reads refuses it.
+        allow_usd: With "allow", the most US dollars that a process may spend while the store is
+            absent; it may make 100 calls.
         timeout: Seconds until a step gives up.
         ledger_id: The id that `budgetguard ledger show` tells; another ledger is refused.
         queue: The folder where unsent reports are kept; in the home directory if left out.
         clock: Where time comes from.
+        ceilings: What each tenant may use that has no ceiling of its own in the ledger
+            (`set_ceilings`): `daily_usd`, `monthly_usd`, `daily_tokens`, `monthly_tokens`,
+            `daily_model_calls`, `monthly_model_calls`, `daily_tool_calls`, `monthly_tool_calls`;
+            with `?windows=run`, `run_usd`, `run_tokens`, `run_model_calls`, `run_tool_calls`.
 
     Attributes:
         url: The store's, without a password.
@@ -68,18 +81,20 @@ class Ledger:
         self,
         url: str | None = None,
         *,
-        daily_usd: Decimal | float | None = None,
-        monthly_usd: Decimal | float | None = None,
-        daily_tokens: int | None = None,
-        monthly_tokens: int | None = None,
         time_zone: str = "UTC",
         on_ledger_error: Literal["refuse", "allow"] = "refuse",
+        allow_usd: Decimal | float = 1,
         timeout: float = 1.0,
         ledger_id: str | None = None,
         queue: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
+        **ceilings: Unpack[CeilingOptions],
     ) -> None:
-        _check_choice("on_ledger_error", on_ledger_error, ("refuse", "allow"))
+        if on_ledger_error not in ("refuse", "allow"):
+            raise ConfigurationError(
+                f"on_ledger_error must be one of refuse, allow, got {str(on_ledger_error)[:40]!r}. "
+                "Use 'refuse'."
+            )
         if type(timeout) not in (int, float) or not 0 < timeout <= 60:
             raise ConfigurationError(
                 f"timeout must be > 0 and <= 60 seconds, got {timeout!r}. Use 1.0."
@@ -88,27 +103,37 @@ class Ledger:
         address = parse_url(url, timeout=timeout, clock=clock)
         self.url = address.shown
         self._clock = clock or SystemClock()
-        self._defaults = (
-            check_ceiling(to_ceiling(daily_usd, daily_tokens), address.largest_ceiling),
-            check_ceiling(to_ceiling(monthly_usd, monthly_tokens), address.largest_ceiling),
-        )
+        self._kinds, self._largest = address.windows, address.largest_ceiling
+        self._defaults = self._checked(ceilings)
         self._time_zone = time_zone
-        self._allow = on_ledger_error == "allow"
+        self._timeout = timeout
+        self._allowance = None
+        if on_ledger_error == "allow":
+            most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
+            self._allowance = Allowance(most)
         self.connection = Connection(address.open, self._clock, ledger_id or "", pause=timeout)
         folder = Path(queue) if queue is not None else default_path().parent / "ledger-queue"
         self._outbox = Outbox(folder / address.fingerprint)
-        self._heartbeat = Heartbeat(lambda: self._beat.tick())
         self._ceilings = Ceilings(self.connection, self._clock)
-        self._attached = AttachedRuns(
-            self.connection, self._outbox, self._ceilings, self._heartbeat.wake
+        self._runs = Runs(
+            self.connection, self._outbox, self._ceilings, lambda: self._heartbeat.wake()
         )
-        self._warnings = CeilingWarnings(self.connection, self._attached)
         self._alive = AliveRuns(self.connection, self._clock)
-        self._beat = Beat(
-            self.connection, self._outbox, self._attached, self._warnings, self._alive
-        )
-        self._exact_of = lru_cache(_TENANTS_AT_HAND)(self._new_exact)
+        self._beat = Beat(self.connection, self._outbox, self._runs, self._alive)
+        self._heartbeat = Heartbeat(self._beat.tick, self._beat.is_needed)
+        self._reservations_of = lru_cache(_TENANTS_AT_HAND)(self._reservations)
         end_with_process(self)
+
+    def _checked(self, options: CeilingOptions) -> dict[str, Amount]:
+        """Return ceilings for each kind of window that the ledger has."""
+        found = to_ceilings(options, self._largest)
+        for kind, ceiling in found.items():
+            if any(ceiling) and kind not in self._kinds:
+                raise ConfigurationError(
+                    "ceilings must be of the ledger's windows, got others: those of a run are for "
+                    "a URL with ?windows=run, and of a day and a month for any other. Use either."
+                )
+        return {kind: found[kind] for kind in self._kinds}
 
     def __repr__(self) -> str:
         return f"Ledger({self.url!r})"
@@ -128,7 +153,7 @@ class Ledger:
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        return self.connection.ask(lambda store: store.identity())
+        return self.connection.ask(lambda store: store.identity()).id
 
     # Reservations
 
@@ -139,17 +164,22 @@ class Ledger:
         *,
         usd: Decimal | float = 0,
         tokens: int = 0,
+        model_calls: int = 1,
+        tool_calls: int = 0,
         reservation_id: str | None = None,
     ) -> Reservation:
-        """Set money aside under every ceiling of the tenant, in one round trip.
+        """Set an amount aside under every ceiling of the tenant, in one round trip.
 
         Args:
             tenant: A name, a `Key`, or several that are reserved together.
             run: The run that asks; a kill switch for it refuses.
             usd: The most that the call may cost, in US dollars.
             tokens: The most tokens that it may use. With neither, one unit of each is reserved.
+            model_calls: How many model calls are made.
+            tool_calls: How many tool calls are made.
             reservation_id: A name for this reservation: a retry with the same name is the same
-                reservation, for a day.
+                reservation, for a day. It stays charged if the store did not answer and nobody
+                tries again.
 
         Returns:
             The reservation, to be settled or released.
@@ -159,16 +189,17 @@ class Ledger:
                 and `on_ledger_error` is "refuse".
             ConfigurationError: An argument makes no sense.
         """
-        amount = to_amount(usd, tokens)
-        if amount == ZERO:  # one unit of each, or a used-up ceiling would admit it
-            amount = Amount(1, 1)
-        name = new_id() if reservation_id is None else check_name(reservation_id, "reservation_id")
-        known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
-        exact = self._exact_of(known)
-        obtained = exact.reserve(amount, check_name(run, "run") if run else "", name)
+        amount = to_amount(usd, tokens, model_calls, tool_calls)
+        if model_calls and not usd and not tokens:  # or a used-up ceiling would admit it
+            amount = amount._replace(usd=1, tokens=1)
+        name = reservation_id
+        if name is not None:
+            check_name(name, "reservation_id")
+        reservations = self._of(tenant)
+        obtained = reservations.reserve(amount, check_name(run, "run") if run else "", name)
         if isinstance(obtained, Refusal):
             raise obtained.error()
-        return Reservation(exact, obtained, amount)
+        return Reservation(reservations, obtained)
 
     def attach(
         self,
@@ -184,62 +215,57 @@ class Ledger:
             run: The run's id.
             tenant: As in `reserve`.
             on_kill: Called with a sentence, from another thread, when a kill switch is set.
-            on_warning: Called when a window of the tenant reaches 80 % of its ceiling, by what was
-                set aside or by what a call cost; one process is told, once per window.
+            on_warning: Called when a reservation brings a window of the tenant to 80 % of its
+                ceiling; one process is told, once per window.
 
         Raises:
-            ConfigurationError: The tenant or the run makes no sense.
+            ConfigurationError: An argument makes no sense.
         """
-        check_name(run, "run")
-        keys = as_keys(tenant, self._time_zone)
-        exact = self._exact_of(keys)
-        attached = LedgerRun(self._attached, run, exact, on_kill, on_warning)
+        reservations = self._of(tenant)
+        attached = LedgerRun(self._runs, check_name(run, "run"), reservations, on_kill, on_warning)
         attached.open()
         return attached
 
-    def _account(self, tenant: Tenant) -> Account:
-        return Account(as_keys(tenant, self._time_zone), *self._defaults)
+    def require_ceiling(self, tenant: Tenant) -> None:
+        """Refuse a run that no ceiling of its tenant would bound.
 
-    def _new_exact(self, tenant: Tenant) -> Exact:
-        return Exact(
+        Makes a trip, at most once a second, where this process names no ceilings of its own.
+
+        Raises:
+            ConfigurationError: No ceiling is set for the tenant.
+        """
+        self._ceilings.require(self._of(tenant).account, self.url)
+
+    def _of(self, tenant: Tenant) -> Reservations:
+        known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
+        return self._reservations_of(known)
+
+    def _reservations(self, tenant: Tenant) -> Reservations:
+        keys = as_keys(tenant, self._time_zone)
+        return Reservations(
             self.connection,
-            self._account(tenant),
+            Account(keys, self._defaults, self._kinds),
             self._outbox,
-            allow=self._allow,
+            allowance=self._allowance,
             wake=self._heartbeat.wake,
-            tell=self._warnings.tell,
+            warn=self._runs.warn,
         )
 
-    # Ceilings and usage
+    # Ceilings and reports
 
-    def set_ceilings(
-        self,
-        tenant: str | None,
-        *,
-        daily_usd: Decimal | float | None = None,
-        monthly_usd: Decimal | float | None = None,
-        daily_tokens: int | None = None,
-        monthly_tokens: int | None = None,
-    ) -> None:
-        """Store a tenant's ceilings, all four of them; None is no ceiling.
-
-        Seen by each process with its next trip to the store. What is reserved by then
-        may still be spent, also where the new ceiling is below it.
+    def set_ceilings(self, tenant: str | None, **ceilings: Unpack[CeilingOptions]) -> None:
+        """Store the ceilings of a tenant; they hold for every process from the next step on.
 
         Args:
             tenant: The key; None for the default of all keys that have none of their own.
-            daily_usd: US dollars of a day.
-            monthly_usd: US dollars of a month.
-            daily_tokens: Tokens of a day.
-            monthly_tokens: Tokens of a month.
+            ceilings: As of `Ledger`; what is left out has none.
 
         Raises:
             ConfigurationError: A figure makes no sense, or is larger than the store can count.
             LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
-        daily = to_ceiling(daily_usd, daily_tokens)
-        self._ceilings.store(key, daily, to_ceiling(monthly_usd, monthly_tokens))
+        self._ceilings.store(key, self._checked(ceilings))
 
     def clear_ceilings(self, tenant: str | None) -> None:
         """Let a tenant have the default again; with None, take the stored default away.
@@ -249,32 +275,61 @@ class Ledger:
             LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
-        self._ceilings.store(key, None, None)
+        self._ceilings.store(key, dict.fromkeys(self._kinds))
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
-        """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m").
+        """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m", "r").
 
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        return self._ceilings.by_key()
+        found: dict[str, dict[str, Amount]] = {}
+        for (key, kind), ceiling in self._ceilings.all().items():
+            found.setdefault(key, {})[kind] = ceiling
+        return found
 
     def usage(self, tenant: str | Key) -> TenantUsage:
         """Return what a tenant has used today and this month.
 
         Raises:
             LedgerUnreachable: The store does not answer.
+            ConfigurationError: The ledger has no days and months.
         """
-        account = self._account(tenant)
-        return self.connection.ask(lambda store: usage_now(store, account))
+        if self._kinds != "dm":
+            raise ConfigurationError(
+                "usage must be of a day and a month, got a ledger of a run. Use run_usage."
+            )
+        return TenantUsage(*self._usage(tenant))
 
-    def windows(self) -> list[WindowUsage]:
-        """Return every window that the ledger keeps, with the ceiling that was last applied.
+    def run_usage(self, tenant: str | Key) -> WindowUsage:
+        """Return what was used in a ledger for one run.
 
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        return [usage_of(record) for record in self.connection.ask(lambda store: store.windows())]
+        return self._usage(tenant)[0]
+
+    def _usage(self, tenant: str | Key) -> list[WindowUsage]:
+        account, stored = self._of(tenant).account, self._ceilings.all()
+        now = self.now()
+        return [
+            usage_of(
+                self.connection.ask(lambda store, one=one: store.window(*one[:2])),
+                stored,
+                one.ceiling,
+            )
+            for one in account.windows(now)
+        ]
+
+    def windows(self) -> list[WindowUsage]:
+        """Return every window that the ledger keeps, with the ceiling that holds now.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        stored: Mapping[tuple[str, str], Amount] = self._ceilings.all()
+        records = self.connection.ask(lambda store: store.windows())
+        return [usage_of(record, stored) for record in records]
 
     def holds(self) -> list[HoldRecord]:
         """Return the reservations that the store keeps: open ones, and those of a day.
@@ -311,7 +366,7 @@ class Ledger:
         """Accept the ledger as it is, in every process, after it was wiped or restored.
 
         Returns:
-            Its id.
+            Its id from now on.
 
         Raises:
             LedgerUnreachable: The store does not answer.
@@ -391,17 +446,19 @@ class Ledger:
         Raises:
             LedgerUnreachable: The store does not answer.
         """
-        self._beat.do()
+        while self._beat.do():
+            pass
 
     # The end
 
     def close(self) -> None:
-        """Send what waits, and end the thread.
+        """Send what waits, and end the thread; within a few time-outs.
 
-        What cannot be sent stays on the disk for the next process. The ledger can be used again.
+        What cannot be sent by then stays on the disk for the next process. The ledger can be used
+        again.
         """
-        self._heartbeat.stop()
-        self._beat.finish()
+        self._heartbeat.stop(2 * self._timeout)
+        self._beat.finish(2 * self._timeout)
         self._outbox.close()
         self.connection.close()
 
@@ -413,18 +470,11 @@ class Ledger:
 
     def forked(self) -> None:
         """Begin anew in a child process: connection and thread stay with the parent."""
-        self._attached.begin()
+        self._runs.begin()
         self.connection.forked()
         self._outbox.forked()
         self._heartbeat.restart()
-        self._warnings.begin()
         self._alive.begin()
         self._beat.begin()
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name} must be one of {', '.join(choices)}, got {str(value)[:40]!r}. "
-            f"Use {choices[0]!r}."
-        )
+        if self._allowance is not None:
+            self._allowance.begin()

@@ -1,4 +1,4 @@
-"""Reports that could not be sent: kept on the disk, sent by this process or the next one."""
+"""Settlements that could not be sent: kept on the disk, sent by this process or the next one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from filelock import FileLock, Timeout
+
+from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger.amounts import LARGEST_STEP, Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
 from budgetguard_core.ledger.step import Step
@@ -24,7 +26,7 @@ _LOG = logging.getLogger("budgetguard")
 
 
 class Outbox:
-    """What the store has still to be told, the latest of each hold.
+    """What the store has still to be told.
 
     Args:
         folder: Where a file is made when it is needed. One file for each process, locked while it
@@ -33,29 +35,43 @@ class Outbox:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._inherited: list[FileLock] = []
+        self._held: FileLock | None = None
+        self.forked()
+
+    def forked(self) -> None:
+        """Begin anew in a child process; the file stays with the parent."""
+        if self._held is not None:
+            os.close(self._fd)
+            # Collected here, it would free the parent's lock.
+            self._inherited.append(self._held)
         self._lock = threading.Lock()
         self._waiting: dict[str, Step] = {}
-        self._recorded: dict[str, int] = {}
+        self._recorded: dict[str, Step] = {}
         """On the disk: the latest message of each hold."""
         self._path: Path | None = None
         self._fd = -1
-        self._held: FileLock | None = None
+        self._held = None
 
     def __len__(self) -> int:
-        """Return how many reports wait."""
+        """Return how many settlements wait."""
         return len(self._waiting)
 
-    def record(self, step: Step) -> None:
-        """Write down what is to be charged if this process dies before it knows better.
+    def record(self, step: Step, *, synced: bool = True) -> None:
+        """Write down what is to be charged if this process dies before it is sent.
+
+        Args:
+            step: The settlement.
+            synced: Wait for the disk; without, it survives a kill and no loss of power.
 
         Raises:
             LedgerUnreachable: The disk does not take it.
         """
         with self._lock:
-            self._write(step)
+            self._write(step, synced)
 
     def add(self, step: Step) -> None:
-        """Have a report sent as soon as the store answers; in memory until then."""
+        """Have a settlement sent as soon as the store answers; in memory until then."""
         with self._lock:
             self._waiting[step.id] = step
 
@@ -67,31 +83,38 @@ class Outbox:
         """
         with self._lock:
             for step in self._waiting.values():
-                if self._recorded.get(step.id, 0) < step.op:
-                    self._write(step)
+                if self._recorded.get(step.id) is not step:
+                    self._write(step, synced=True)
 
-    def deliver(self, send: Callable[[Step], object]) -> None:
-        """Send what waits. What the store refuses to hear is dropped: it is a mistake of ours.
+    def deliver(self, send: Callable[[Step], object], seconds: float | None = None) -> bool:
+        """Send what waits; False where it was too much for so many seconds.
+
+        What the store refuses to hear is dropped: it is a mistake of ours.
 
         Raises:
             LedgerUnreachable: The store does not answer; what was not sent waits on.
         """
+        started = SystemClock.monotonic_ns()
         with self._lock:
             waiting = list(self._waiting.values())
         for step in waiting:
+            if seconds is not None and SystemClock.monotonic_ns() - started > seconds * 1e9:
+                return False
             _send(send, step)
             with self._lock:
                 if self._waiting.get(step.id) is step:
                     del self._waiting[step.id]
-                if step.id in self._recorded:
+                if self._recorded.pop(step.id, None) is None:
+                    continue
+                if self._recorded or self._waiting:
                     # Else what was written as a precaution would be charged after all.
                     self._append(json.dumps({"id": step.id, "done": True}))
-                    del self._recorded[step.id]
-                if not self._recorded and not self._waiting:
-                    self._remove()
+                else:
+                    os.ftruncate(self._fd, 0)
+        return True
 
     def deliver_orphans(self, send: Callable[[Step], object]) -> int:
-        """Send what dead processes left; return how many reports that were.
+        """Send what dead processes left; return how many settlements that were.
 
         Raises:
             LedgerUnreachable: The store does not answer; what was not sent stays on the disk.
@@ -100,79 +123,71 @@ class Outbox:
         for path in sorted(self._folder.glob("*.jsonl")):
             if path == self._path:
                 continue
+            lock = _lock_of(path)
             try:
-                lock = FileLock(path, 0.0)
-            except OSError:
-                continue
+                lock.acquire()
+            except (OSError, RuntimeError, Timeout):
+                continue  # its process lives, or it is not ours to open
             try:
-                if lock.acquire():
-                    steps, rejected = _read(path)
-                    for step in steps:
-                        _send(send, step)
-                        sent += 1
-                    if rejected:
-                        _LOG.warning("ledger: %s: %d reports no store can count", path, rejected)
-                        path.rename(path.with_suffix(".rejected"))
-                    else:
-                        path.unlink(missing_ok=True)
+                steps, rejected = _read(path)
+                for step in steps:
+                    _send(send, step)
+                    sent += 1
+                if rejected:
+                    _LOG.warning("ledger: %s: %d reports no store can count", path, rejected)
+                    path.rename(path.with_suffix(".rejected"))
+                else:
+                    path.unlink()
+                Path(lock.lock_file).unlink(missing_ok=True)
             except LedgerUnreachable:
                 raise
             except Exception as error:
                 _LOG.warning("ledger: %s cannot be sent, and stays: %s", path, type(error).__name__)
             finally:
-                lock.close()
+                lock.release()
         return sent
 
-    def _write(self, step: Step) -> None:
-        self._append(_to_line(step))
-        self._recorded[step.id] = step.op
+    def _write(self, step: Step, synced: bool) -> None:
+        self._append(_to_line(step), synced)
+        self._recorded[step.id] = step
 
-    def _append(self, line: str) -> None:
+    def _append(self, line: str, synced: bool = False) -> None:
         try:
-            while self._path is None:
+            if self._held is None:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path = self._folder / f"{uuid.uuid4().hex}.jsonl"
-                held = FileLock(path, 0.0)
-                # Before it was locked, another process may have taken it for a dead one's.
-                if held.acquire() and path.exists():
-                    self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-                    self._held, self._path = held, path
-                else:
-                    held.close()
+                held = _lock_of(path)
+                held.acquire()  # before the file is there for others to find
+                self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+                self._path, self._held = path, held
             # A line break first: a line that was cut short takes no other with it.
             _write_whole(self._fd, b"\n" + line.encode() + b"\n")
-            os.fsync(self._fd)
+            if synced:
+                os.fsync(self._fd)
         except OSError as error:
             raise LedgerUnreachable(
                 f"the queue of unsent reports must be writable, got {error.strerror}. "
                 "Name another folder with queue=."
             ) from None
 
-    def _remove(self) -> None:
-        if self._path is not None and self._held is not None:
-            self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._held.close()
-            self._path = self._held = None
-
-    def forked(self) -> None:
-        """Leave the file to the parent process."""
-        self._lock = threading.Lock()
-        if self._held is not None:
-            # Closing the child's copy keeps the parent's lock; keeping it would outlive the parent.
-            os.close(self._fd)
-            self._held.close()
-        self._path = self._held = None
-        self._waiting = {}
-        self._recorded = {}
-
     def close(self) -> None:
         """Close the file; what it holds stays for the next process."""
         with self._lock:
-            if self._held is not None:
-                os.close(self._fd)
-                self._held.close()
-                self._path = self._held = None
+            held, path = self._held, self._path
+            if held is None or path is None:
+                return
+            if not self._recorded:
+                path.unlink(missing_ok=True)
+                Path(held.lock_file).unlink(missing_ok=True)
+            os.close(self._fd)
+            self._path = self._held = None
+            self._recorded = {}
+            held.release()
+
+
+def _lock_of(path: Path) -> FileLock:
+    # Any thread of the process frees it.
+    return FileLock(path.with_suffix(".lock"), timeout=0, thread_local=False)
 
 
 def _send(send: Callable[[Step], object], step: Step) -> None:
@@ -193,16 +208,15 @@ def _to_line(step: Step) -> str:
     return json.dumps(
         {
             "id": step.id,
-            "op": step.op,
             "windows": [[window.key, window.label] for window in step.windows],
-            "spent": [*step.spent],
+            "spent": step.amount,
             "owner": step.owner,
         }
     )
 
 
 def _read(path: Path) -> tuple[list[Step], int]:
-    """Return the latest report of each hold, and how many reports no store can take.
+    """Return the latest settlement of each hold, and how many no store can take.
 
     A line that was cut off by a kill is left out.
     """
@@ -218,31 +232,25 @@ def _read(path: Path) -> tuple[list[Step], int]:
                 found.pop(str(record["id"]), None)
                 continue
             step = Step(
-                id=str(record["id"]),
-                op=int(record["op"]),
-                windows=tuple(
-                    Window(str(key), str(label), 0.0, 0.0) for key, label in record["windows"]
-                ),
-                spent=Amount(*map(int, record["spent"])),
-                close=True,
+                "settle",
+                str(record["id"]),
+                tuple(Window(str(key), str(label), 0.0, 0.0) for key, label in record["windows"]),
+                Amount(*map(int, record["spent"])),
                 owner=str(record["owner"]),
             )
-            if not _can_be_sent(step):
-                rejected += 1
-                continue
-            known = found.get(step.id)
-            if known is None or step.op > known.op:
+            if _can_be_sent(step):
                 found[step.id] = step
+            else:
+                rejected += 1
     return list(found.values()), rejected
 
 
 def _can_be_sent(step: Step) -> bool:
-    """Return whether every store can take a report that was read from a file."""
+    """Return whether every store can take a settlement that was read from a file."""
     try:
         for name in (step.id, *(name for window in step.windows for name in window[:2])):
             check_name(name, "a name")
         check_name(step.owner or "-", "a run")
     except ConfigurationError:
         return False
-    figures = (*step.spent, step.op)
-    return bool(step.windows) and all(0 <= figure <= LARGEST_STEP for figure in figures)
+    return bool(step.windows) and all(0 <= figure <= LARGEST_STEP for figure in step.amount)

@@ -18,9 +18,8 @@ from typing import Any, cast
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_amount
-from budgetguard_core.ledger.exact import TTL_SECONDS
 from budgetguard_core.ledger.ledger import Ledger
-from budgetguard_core.ledger.step import HoldRecord, Step
+from budgetguard_core.ledger.step import TTL_SECONDS, HoldRecord, Step
 from budgetguard_core.ledger.windows import Window
 
 _GZIP = b"\x1f\x8b"
@@ -46,9 +45,8 @@ def expired_holds(ledger: Ledger) -> list[HoldRecord]:
 
 
 def is_long_gone(hold: HoldRecord, now: float) -> bool:
-    """Tell whether twice the time to live has passed since the holder was heard of."""
-    ttl = TTL_SECONDS
-    return now >= hold.expires + ttl
+    """Return whether twice the time to live has passed since the reservation."""
+    return now >= hold.expires + TTL_SECONDS
 
 
 def settle_hold(ledger: Ledger, hold: HoldRecord, spent: Amount | None = None) -> Amount:
@@ -65,8 +63,8 @@ def settle_hold(ledger: Ledger, hold: HoldRecord, spent: Amount | None = None) -
     """
     amount = hold.charge if spent is None else spent
     windows = tuple(Window(key, label, 0.0, 0.0) for key, label in hold.windows)
-    step = Step(hold.id, hold.op + 1, windows, spent=amount, close=True, owner=hold.owner)
-    return ledger.connection.send(step).granted
+    step = Step("settle", hold.id, windows, amount, owner=hold.owner)
+    return ledger.connection.send(step).amount
 
 
 def read_proofs(files: Iterable[Path]) -> Mapping[str, Proof]:
@@ -102,8 +100,7 @@ def read_proofs(files: Iterable[Path]) -> Mapping[str, Proof]:
                 if used is None:
                     broken.add(hold)
                 else:
-                    before = spent[hold]
-                    spent[hold] = Amount(before.usd + used.usd, before.tokens + used.tokens)
+                    spent[hold] = spent[hold].plus(used)
         elif kind in ("run_ended", "housekeeping_ended"):
             ended.add(run)
     broken.update(hold for holds in calls.values() for hold in holds)
@@ -121,7 +118,7 @@ def _used(event: Mapping[str, Any]) -> Amount | None:
         return None
     try:
         prompt, completion, *_ = cast("list[Any]", usage)
-        return to_amount(Decimal(str(cost)), _whole(prompt) + _whole(completion))
+        return to_amount(Decimal(str(cost)), _whole(prompt) + _whole(completion), 1)
     except (ValueError, ArithmeticError, ConfigurationError):
         return None
 

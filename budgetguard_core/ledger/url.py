@@ -12,9 +12,9 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
-from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore, check_synchronous
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore, check_synchronous
 from budgetguard_core.ledger.step import Store
-from budgetguard_core.ledger.windows import check_name
+from budgetguard_core.ledger.windows import CALENDAR, RUN, check_name
 
 _REDIS = frozenset({"redis", "rediss", "unix"})
 _POSTGRES = frozenset({"postgresql", "postgres"})
@@ -32,6 +32,8 @@ class Address(NamedTuple):
     """Tells ledgers apart on the disk, without saying which."""
     open: Callable[[], Store]
     largest_ceiling: int = LARGEST_CEILING
+    windows: str = CALENDAR
+    """The kinds of its windows."""
 
 
 def default_path() -> Path:
@@ -45,7 +47,8 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
     Args:
         url: `sqlite:///relative.sqlite3` or `sqlite:////absolute/path`, with `?synchronous=normal`;
             `redis://`, `rediss://`, with `?name=` for several ledgers in one data base;
-            `postgresql://`, with libpq's own options. None is a file in the home directory.
+            `postgresql://`, with libpq's own options. All of them with `?windows=run` for a ledger
+            of one run. None is a file in the home directory.
         timeout: Seconds until a step gives up.
         clock: The ledger's clock, for SQLite; servers have their own.
 
@@ -70,11 +73,13 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         raise _wrong("another") from None
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     shown = f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path}"
+    windows, url = _windows(options, url)
     name = options.pop("name", "budgetguard") if parts.scheme in _REDIS else ""
     if name:
         shown += f"?name={check_name(name, 'name')}"
     if parts.scheme == "sqlite":
-        return _sqlite(parts.netloc, unquote(parts.path), options, shown, timeout, clock)
+        path = unquote(parts.path)
+        return _sqlite(parts.netloc, path, options, shown, timeout, clock)._replace(windows=windows)
     if parts.scheme in _REDIS:
         _need("redis", "redis", "Redis")
         number = parts.path.strip("/")
@@ -88,18 +93,18 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         bare = f"{url.partition('?')[0]}?{urlencode(options)}"  # urlunsplit knows no unix://
 
         def open_redis() -> Store:
-            from budgetguard_core.ledger.redis_store import RedisLedgerStore
+            from budgetguard_core.ledger.redis import RedisLedgerStore
 
             return RedisLedgerStore(bare, name=name, timeout=timeout)
 
         return _address(shown, open_redis, _which(options, ("db",)))._replace(
-            largest_ceiling=LARGEST_CEILING_IN_LUA
+            largest_ceiling=LARGEST_CEILING_IN_LUA, windows=windows
         )
     if parts.scheme in _POSTGRES:
         _need("psycopg", "postgres", "PostgreSQL")
 
         def open_postgres() -> Store:
-            from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
+            from budgetguard_core.ledger.postgres import PostgresLedgerStore
 
             return PostgresLedgerStore(url, timeout=timeout)
 
@@ -107,8 +112,23 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         which = options.pop("options", "") + _which(options, _OF_LIBPQ)
         if not (parts.path.strip("/") or "dbname" in options or "service" in options):
             which += parts.username or options.get("user", "")
-        return _address(shown, open_postgres, which)
+        return _address(shown, open_postgres, which)._replace(windows=windows)
     raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
+
+
+def _windows(options: dict[str, str], url: str) -> tuple[str, str]:
+    """Return the kinds of windows that a URL asks for, and the URL without that option."""
+    given = options.pop("windows", None)
+    if given is None:
+        return CALENDAR, url
+    if given != "run":
+        raise ConfigurationError(
+            f"windows must be run, or left out for days and months, got {given[:20]!r}. "
+            "Use ?windows=run."
+        )
+    base, _, query = url.partition("?")
+    rest = "&".join(one for one in query.split("&") if one != "windows=run")
+    return RUN, f"{base}?{rest}" if rest else base
 
 
 def _sqlite(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
-from budgetguard_core.ledger.account import Account
-from budgetguard_core.ledger.amounts import to_dollars
-from budgetguard_core.ledger.ceilings import ceiling_of
-from budgetguard_core.ledger.step import Store, WindowRecord
+from budgetguard_core.ledger.amounts import Amount, to_dollars
+from budgetguard_core.ledger.step import WindowRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +16,7 @@ class WindowUsage:
 
     key: str
     window: str
-    """The label: `d:2026-11-22` or `m:2026-11`."""
+    """The label: `d:2026-11-22`, `m:2026-11`, or `r:run` of a ledger for one run."""
     spent_usd: Decimal
     """Measured."""
     reserved_usd: Decimal
@@ -26,6 +25,12 @@ class WindowUsage:
     spent_tokens: int
     reserved_tokens: int
     ceiling_tokens: int | None
+    spent_model_calls: int
+    reserved_model_calls: int
+    ceiling_model_calls: int | None
+    spent_tool_calls: int
+    reserved_tool_calls: int
+    ceiling_tool_calls: int | None
 
     @property
     def remaining_usd(self) -> Decimal | None:
@@ -50,28 +55,27 @@ class TenantUsage:
     monthly: WindowUsage
 
 
-def usage_now(store: Store, account: Account) -> TenantUsage:
-    """Return what the key of an account has used in the windows of now, by the store's clock."""
-    stored = store.ceilings()
-    return TenantUsage(
-        *(
-            usage_of(
-                store.window(window.key, window.label)._replace(ceiling=ceiling_of(window, stored))
-            )
-            for window in account.windows(store.now())
-        )
-    )
+def usage_of(
+    record: WindowRecord, stored: Mapping[tuple[str, str], Amount], default: Amount | None = None
+) -> WindowUsage:
+    """Return a store's record of a window with the ceiling that holds now.
 
-
-def usage_of(record: WindowRecord) -> WindowUsage:
-    """Return a store's record of a window in the units that people use."""
+    Args:
+        record: The window.
+        stored: The ceilings that the store holds.
+        default: Of this process; that of the process that reserved last if left out.
+    """
+    kind = record.label[0]
+    given = record.ceiling if default is None else default
+    ceiling = stored.get((record.key, kind), stored.get(("", kind), given))
+    reserved = record.charged.minus(record.spent)
     return WindowUsage(
         record.key,
         record.label,
         to_dollars(record.spent.usd),
-        to_dollars(record.charged.usd - record.spent.usd),
-        to_dollars(record.ceiling.usd) if record.ceiling.usd else None,
-        record.spent.tokens,
-        record.charged.tokens - record.spent.tokens,
-        record.ceiling.tokens or None,
+        to_dollars(reserved.usd),
+        to_dollars(ceiling.usd) if ceiling.usd else None,
+        *(record.spent.tokens, reserved.tokens, ceiling.tokens or None),
+        *(record.spent.model_calls, reserved.model_calls, ceiling.model_calls or None),
+        *(record.spent.tool_calls, reserved.tool_calls, ceiling.tool_calls or None),
     )

@@ -1,4 +1,4 @@
-"""Keys and their windows: days and months in the key's time zone.
+"""Keys and their windows: days and months in the key's time zone, or one for a whole run.
 
 Nothing is ever reset. A window is a row with a label of its own; at its edge another row begins.
 """
@@ -6,7 +6,7 @@ Nothing is ever reset. A window is a row with a label of its own; at its edge an
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -16,8 +16,13 @@ from budgetguard_core.ledger.amounts import ZERO, Amount
 
 LONGEST_KEY = 200
 """Bytes of a key in UTF-8."""
-KINDS = ("d", "m")
-"""Day and month: the first letter of a label."""
+KINDS = {"d": "day", "m": "month", "r": "run"}
+"""The kinds of windows: the first letter of a label."""
+CALENDAR = "dm"
+"""The windows of a usual ledger."""
+RUN = "r"
+"""The window of a ledger for one run, `?windows=run`: it never ends."""
+_FOR_EVER = 4e10
 
 # A clock that jumps back must meet the row of that day again, so rows stay for long.
 _DAYS_KEPT = 62
@@ -29,7 +34,8 @@ class Window(NamedTuple):
 
     key: str
     label: str
-    """`d:2026-11-22` or `m:2026-11`; without the zone, so that a change of zone frees nothing."""
+    """`d:2026-11-22`, `m:2026-11` or `r:run`; without the zone, so that a change of zone frees
+    nothing."""
     start: float
     """Seconds since the epoch."""
     end: float
@@ -134,9 +140,51 @@ def as_keys(tenant: Tenant, time_zone: str = "UTC") -> tuple[Key, ...]:
     return keys
 
 
-def windows_at(
-    key: str, now: float, zone: dt.tzinfo, daily: Amount = ZERO, monthly: Amount = ZERO
-) -> tuple[Window, Window]:
+class Account:
+    """The keys that one run is charged to, and their windows of now.
+
+    Args:
+        keys: The tenant first.
+        ceilings: The default of each kind of window, for each key.
+        kinds: The kinds of windows: `CALENDAR` or `RUN`.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[Key, ...],
+        ceilings: Mapping[str, Amount] | None = None,
+        kinds: str = CALENDAR,
+    ) -> None:
+        self.keys = keys
+        self.names = tuple(key.name for key in keys)
+        self.flags = tuple(sorted(("all", *(f"t:{name}" for name in self.names))))
+        self._zones = tuple((key.name, zone_of(key.time_zone)) for key in keys)
+        self._ceilings = ceilings or {}
+        self._kinds = kinds
+        self._cached: tuple[float, float, tuple[Window, ...]] = (0.0, 0.0, ())
+
+    def windows(self, now: float) -> tuple[Window, ...]:
+        """Return the windows of each key, sorted by key and label."""
+        start, end, windows = self._cached
+        if not start <= now < end:
+            windows = tuple(
+                sorted(
+                    window._replace(ceiling=self._ceilings.get(window.label[0], ZERO))
+                    for name, zone in self._zones
+                    for window in (
+                        windows_at(name, now, zone)
+                        if self._kinds == CALENDAR
+                        else (Window(name, "r:run", 0.0, _FOR_EVER),)
+                    )
+                )
+            )
+            start = max(window.start for window in windows)
+            end = min(window.end for window in windows)
+            self._cached = (start, end, windows)
+        return windows
+
+
+def windows_at(key: str, now: float, zone: dt.tzinfo) -> tuple[Window, Window]:
     """Return the day and the month of `key` that hold the instant `now`."""
     day = dt.datetime.fromtimestamp(now, zone).date()
     start, end = _midnight(day, zone), _midnight(_after(day), zone)
@@ -148,17 +196,21 @@ def windows_at(
         day -= dt.timedelta(days=1)
         start, end = _midnight(day, zone), start
     first = day.replace(day=1)
+    month_end = _midnight(_months_after(first, 1), zone)
+    labels = (f"d:{day}", f"m:{first:%Y-%m}")
     return (
-        Window(key, f"d:{day}", start, end, daily, f"d:{day - dt.timedelta(days=_DAYS_KEPT)}"),
-        Window(
-            key,
-            f"m:{first:%Y-%m}",
-            _midnight(first, zone),
-            _midnight(_months_after(first, 1), zone),
-            monthly,
-            f"m:{_months_after(first, -_MONTHS_KEPT):%Y-%m}",
-        ),
+        Window(key, labels[0], start, end, oldest=oldest_kept(labels[0])),
+        Window(key, labels[1], _midnight(first, zone), month_end, oldest=oldest_kept(labels[1])),
     )
+
+
+def oldest_kept(label: str) -> str:
+    """Return the label of the oldest window that is kept beside one of this label."""
+    if label[0] == "d":
+        return f"d:{dt.date.fromisoformat(label[2:]) - dt.timedelta(days=_DAYS_KEPT)}"
+    if label[0] == "m":
+        return f"m:{_months_after(dt.date.fromisoformat(f'{label[2:]}-01'), -_MONTHS_KEPT):%Y-%m}"
+    return ""
 
 
 def _after(day: dt.date) -> dt.date:

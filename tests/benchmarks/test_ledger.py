@@ -12,7 +12,7 @@ import pytest
 
 import ledger_workers as workers
 from budgetguard_core.ledger.amounts import Amount
-from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import windows_at
 from ledger_servers import Place, RedisServer, need

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import to_amount, to_ceiling, to_dollars, to_nano
+from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_dollars, to_nano
 
 
 @given(st.integers(-(10**25), 10**25))
@@ -51,4 +51,4 @@ def test_a_step_that_no_store_can_count_is_refused(step):
 def test_a_ceiling_is_more_than_nothing(ceiling):
     with pytest.raises(ConfigurationError):
         to_ceiling(*ceiling)
-    assert to_ceiling(None, None) == (0, 0)
+    assert to_ceiling(None, None) == Amount()

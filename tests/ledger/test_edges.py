@@ -42,10 +42,10 @@ def join(sqlite, opened, clock):
 
 
 def spend(run, usd=CENT):
-    part = run.obtain(usd, 1)
+    part = run.obtain(Amount(usd, 1))
     if isinstance(part, Refusal):
         return part
-    run.settle(part, Amount(usd, 1), Amount(usd, 1))
+    run.settle(part, Amount(usd, 1))
     return None
 
 
@@ -82,10 +82,10 @@ def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(join, clock, on_
 
     clock.advance(82_799)  # a second before
     store.step = lost
-    asked = run.obtain(CENT, 1)
+    asked = run.obtain(Amount(CENT, 1))
     store.step = real
     if not isinstance(asked, Refusal):
-        run.settle(asked, (CENT, 1), (CENT, 1))
+        run.settle(asked, Amount(CENT, 1))
     assert spend(run) is None
     ledger.close()
     assert {row.reserved_usd for row in ledger.windows()} == {Decimal(0)}
@@ -99,7 +99,7 @@ def test_many_tenants_are_not_all_kept_at_hand(sqlite, opened, monkeypatch):
     ledger = opened(sqlite, daily_usd=1)
     for number in range(10):
         ledger.reserve(f"tenant-{number}", usd=0.5).settle(0.25)
-        assert ledger._exact_of.cache_info().currsize <= 3
+        assert ledger._reservations_of.cache_info().currsize <= 3
     assert {row.spent_usd for row in ledger.windows()} == {Decimal("0.25")}
 
 
@@ -120,10 +120,13 @@ def test_a_connection_that_was_never_opened_crosses_a_fork():
 
 def roll_back(store):
     """Fail as where the disk is full: SQLite has rolled back by itself."""
-    with store._writing() as db:
+
+    def work(db):
         db.execute("DELETE FROM windows")
         db.execute("ROLLBACK")
         raise RuntimeError("rolled back")
+
+    store._write(work)
 
 
 def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(sqlite, opened, monkeypatch):
@@ -134,7 +137,7 @@ def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(sqlite, opened, mo
         raise RuntimeError("half way")
 
     with monkeypatch.context() as patch:
-        patch.setattr("budgetguard_core.ledger.sqlite_store.decide", fail)
+        patch.setattr("budgetguard_core.ledger.sqlite.decide", fail)
         with pytest.raises(RuntimeError, match="half way"):
             reservation.settle(0.25)
     with pytest.raises(RuntimeError, match="rolled back"):

@@ -282,31 +282,13 @@ def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_p
 
 
 def test_a_process_that_stands_still_in_the_file_holds_nobody(sqlite, opened):
-    from budgetguard_core.file_lock import FileLock
-
     ledger = opened(sqlite, timeout=0.2)
     ledger.reserve("acme", usd=1)
-    lock = FileLock(Path(f"{sqlite.path}.lock"), 0.2)
-    with lock:
+    with sqlite.held():
         started = seconds()
         with pytest.raises(LedgerRefused, match="process that held it"):
             ledger.reserve("acme", usd=1)
         assert seconds() - started < 30
-    lock.close()
-
-
-def test_a_thread_that_takes_long_holds_nobody(place, opened):
-    if place.kind == "redis":
-        return  # its client has a connection for each thread
-    ledger = opened(place)
-    store = ledger.connection.store()
-    store._timeout = 0.2
-    store._mutex.acquire()
-    try:
-        with pytest.raises(LedgerRefused, match="another thread's step"):
-            ledger.reserve("acme", usd=1)
-    finally:
-        store._mutex.release()
 
 
 def test_a_full_disk_is_refused_and_the_file_stays_sound(sqlite, tmp_path):
@@ -374,7 +356,7 @@ def test_a_damaged_file_shows(sqlite, opened):
     ledger.reserve("acme", usd=1).settle(1)
     assert ledger.check() == []
     with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
-        db.execute("UPDATE windows SET cu = 0 WHERE label LIKE 'd%'")
+        db.execute("UPDATE windows SET c0 = 0 WHERE label LIKE 'd%'")
         db.execute("DELETE FROM windows WHERE label LIKE 'm%'")
         db.commit()
     wrong = ledger.check()
@@ -385,7 +367,7 @@ def test_a_damaged_file_shows(sqlite, opened):
 def test_what_was_folded_into_its_window_is_still_there(sqlite, opened, monkeypatch):
     from budgetguard_core.testing import ManualClock
 
-    monkeypatch.setattr("budgetguard_core.ledger.sqlite_store._STEPS_BETWEEN_CLEANINGS", 3)
+    monkeypatch.setattr("budgetguard_core.ledger.sqlite._STEPS_BETWEEN_CLEANINGS", 3)
     clock = ManualClock()
     ledger = opened(sqlite, clock=clock)
     for _ in range(4):
@@ -417,7 +399,7 @@ def test_a_data_base_of_another_encoding_is_refused(tmp_path):
     import psycopg
 
     from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
+    from budgetguard_core.ledger.postgres import PostgresLedgerStore
 
     with PostgresServer() as server:
         with psycopg.connect(server.url, autocommit=True) as db:

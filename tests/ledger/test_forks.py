@@ -80,10 +80,12 @@ def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, 
     said = []
 
     def step():
-        with store._writing():
+        def work(_):
             in_a_step.set()
             may_end.wait(PATIENT)
             said.append("step")
+
+        store._write(work)
 
     def next_step():
         asked.set()
@@ -114,9 +116,7 @@ def test_a_child_of_a_fork_that_could_not_wait_is_refused(sqlite, opened):
         with pytest.raises(LedgerRefused, match="must not be in use while its process forks"):
             ledger.reserve("acme", usd=1)
 
-    with store._writing():
-        ended = in_a_child(work)
-    assert ended() == 0
+    assert store._write(lambda _: in_a_child(work))() == 0
     ledger.reserve("acme", usd=1).settle(1)
     ended = in_a_child(lambda: ledger.reserve("acme", usd=1).release())
     assert ended() == 0

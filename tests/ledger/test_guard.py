@@ -48,13 +48,12 @@ def day(ledger, key="acme"):
 def ledger_code_of_a_step(guard):
     """The functions of the ledger's modules that a model call and a tool call run."""
     package = Path(budgetguard_core.__file__).parent
-    ours = {str(package / "tenancy.py"), str(package / "charges.py")}
     found = set()
 
     def profile(frame, event, _):
         code = frame.f_code
         name = code.co_filename
-        if event == "call" and (name in ours or name.startswith(str(package / "ledger"))):
+        if event == "call" and name.startswith(str(package / "ledger")):
             found.add(code.co_name)
 
     before = sys.getprofile()
@@ -107,6 +106,51 @@ def test_a_month_and_a_token_ceiling_have_their_reasons(sqlite, opened):
     reasons = [spend(guard) for _ in range(6)]
     assert reasons[-1] == "tenant_monthly"
     assert guard.trip.violations[0].limit == 100
+
+
+def test_tool_calls_are_reserved_where_a_ceiling_is_set_for_them(place, opened):
+    ledger = opened(place, daily_tool_calls=3, daily_usd=5)
+    first, second = (Guard(ledger=ledger, tenant="acme") for _ in range(2))
+    calls = lambda: [ToolCall(name="search", arguments={"q": n}) for n in range(2)]  # noqa: E731
+    taken = first.admit_tool_calls(calls())
+    assert all(isinstance(one, Admit) for one in taken)
+    first.settle_tool_call(taken[0], "found")
+    first.withdraw(taken[1])
+    _, admitted_too = second.admit_tool_calls(calls())
+    assert isinstance(admitted_too, Admit)
+    third = first.admit_tool_call(ToolCall(name="search", arguments={"q": 9}))
+    assert third.trip.reason == "tenant_daily"
+    assert "3 of 3 tool calls of the day" in third.trip.detail
+    used = day(ledger)
+    assert (used.spent_tool_calls, used.reserved_tool_calls) == (1, 2)
+    trips = ledger.trips
+    free = Guard(ledger=opened(place, daily_usd=5), tenant="beta")
+    assert isinstance(free.admit_tool_call(ToolCall(name="search")), Admit)
+    assert ledger.trips == trips
+
+
+def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place, tmp_path):
+    with Ledger(place.url, queue=tmp_path / "q", timeout=60.0) as ledger:
+        words = (
+            r"^a ceiling must be set for 'acme' in \S+, got none, so nothing would bound the run. "
+            r"Set one with `budgetguard ledger set acme --daily-usd 20`, or a default for all "
+            r"tenants with Ledger\(url, daily_usd=20\)\.$"
+        )
+        for make in (
+            lambda: Guard(ledger=ledger, tenant="acme"),
+            lambda: Guard().child(ledger=ledger, tenant="acme"),
+            lambda: Envelope(budget=Budget(), ledger=ledger, tenant="acme").open(),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                make()
+        assert ledger._runs.all() == []
+        Guard(mode="observe", ledger=ledger, tenant="acme")  # bounds nothing anyhow
+        ledger.set_ceilings("acme", monthly_tool_calls=5)
+        assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
+        ledger.set_ceilings("beta")  # none, and somebody said so
+        assert isinstance(spend(Guard(ledger=ledger, tenant="beta")), Admit)
+        ledger.set_ceilings(None, daily_usd=1)
+        assert isinstance(spend(Guard(ledger=ledger, tenant="gamma")), Admit)
 
 
 def test_two_runs_of_a_tenant_share_its_ceiling(sqlite, opened):
@@ -230,7 +274,8 @@ def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
     spend(guard, tokens=390)
     spend(guard)
     tokens.beat()
-    assert told[1:] == [(400, 390)]  # known before the second call asks
+    assert guard.trip.reason == "tenant_daily"
+    assert told[1:] == []  # beyond 80 % and refused at once
 
 
 @pytest.mark.slow
@@ -341,7 +386,6 @@ def test_a_store_that_cannot_be_reached_ends_the_run_gracefully(opened):
 
 def test_or_lets_it_go_on_and_charges_it_later(sqlite, opened, tmp_path):
     ledger = opened(sqlite, on_ledger_error="allow", timeout=0.1, daily_usd=0.5)
-    folder = sqlite.path.parent
     sqlite.path.mkdir()  # a folder where the file should be
     guard = Guard(ledger=ledger, tenant="acme")
     assert isinstance(spend(guard), Admit)
@@ -349,8 +393,9 @@ def test_or_lets_it_go_on_and_charges_it_later(sqlite, opened, tmp_path):
     assert len(list((tmp_path / "queue").rglob("*.jsonl"))) == 1
     sqlite.path.rmdir()
     wait_until(lambda: _is_charged(ledger, "0.2"))
-    assert list((tmp_path / "queue").rglob("*.jsonl")) == []
-    assert folder.exists()
+    assert [path.stat().st_size for path in (tmp_path / "queue").rglob("*.jsonl")] == [0]
+    ledger.close()
+    assert list((tmp_path / "queue").rglob("*.*")) == []
 
 
 def _is_charged(ledger, usd):
@@ -410,18 +455,18 @@ def test_another_processs_ceiling_is_seen_after_a_second(sqlite, opened):
 def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, monkeypatch):
     clock = ManualClock()
     ledger = opened(sqlite, clock=clock)
-    account = ledger._account("acme")
+    account = ledger._of("acme").account
 
     def silent(_):
         raise LedgerUnreachable("nothing")
 
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        assert any(ledger._ceilings.of(account))  # an unknown ceiling may be there
-    assert not any(map(any, ledger._ceilings.of(account)))
+        assert all(one.usd for one in ledger._ceilings.of(account))  # one may be there
+    assert not any(one.usd for one in ledger._ceilings.of(account))
     clock.advance(2)
     monkeypatch.setattr(ledger.connection, "ask", silent)
-    assert not any(map(any, ledger._ceilings.of(account)))
+    assert not any(one.usd for one in ledger._ceilings.of(account))
     monkeypatch.undo()
 
 
@@ -554,16 +599,16 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     spend(guard)
     conclude(guard, "paused", None)
-    assert len(ledger._attached.all()) == 1
+    assert len(ledger._runs.all()) == 1
     conclude(guard, "completed", "completed")
-    assert len(ledger._attached.all()) == 0
+    assert len(ledger._runs.all()) == 0
     spend(guard)  # shared by another run
-    assert len(ledger._attached.all()) == 1
+    assert len(ledger._runs.all()) == 1
     lost = Guard(ledger=ledger, tenant="acme")
     del guard, lost
     gc.collect()
     ledger.beat()
-    wait_until(lambda: not ledger._attached.all())
+    wait_until(lambda: not ledger._runs.all())
 
 
 def test_the_stop_is_in_the_log(sqlite, opened):

@@ -18,11 +18,10 @@ from budgetguard_core.ledger import (
     LedgerRefused,
     LedgerUnreachable,
     as_ledger,
-    by_url,
-    ceiling_warnings,
 )
+from budgetguard_core.ledger import ledger as ledger_module
 from budgetguard_core.ledger.amounts import Amount
-from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.step import Identity, Step
 from budgetguard_core.ledger.url import parse_url
 from budgetguard_core.testing import ManualClock
 
@@ -109,8 +108,8 @@ def test_stored_ceilings_win_over_defaults(place, opened):
     with pytest.raises(LedgerRefused):
         ledger.reserve("acme", tokens=11)
     assert ledger.ceilings() == {
-        "": {"d": Amount(2 * 10**9, 0), "m": Amount(0, 0)},
-        "acme": {"d": Amount(3 * 10**9, 0), "m": Amount(0, 10)},
+        "": {"d": Amount(2 * 10**9), "m": Amount()},
+        "acme": {"d": Amount(3 * 10**9), "m": Amount(0, 10)},
     }
     ledger.clear_ceilings("acme")
     ledger.clear_ceilings(None)
@@ -118,7 +117,7 @@ def test_stored_ceilings_win_over_defaults(place, opened):
     with pytest.raises(LedgerRefused):
         ledger.reserve("acme", usd=0.1)
     shown = {(row.key, row.window[0]): row.ceiling_usd for row in ledger.windows()}
-    assert shown["acme", "d"] == 3  # as it was when money was last given
+    assert shown["acme", "d"] == 1  # the one that holds now
 
 
 def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
@@ -129,7 +128,7 @@ def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
     ledger.set_ceilings("acme", daily_tokens=most - 1)
     ledger.reserve("acme", tokens=1).settle(0, 3)  # with more than was reserved, and of a run
     run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
-    run.settle(run.obtain(0, 2), (0, 2), (0, 2))
+    run.settle(run.obtain(Amount(0, 2)), Amount(0, 2))
     ledger.close()
     assert ledger.usage("acme").daily.spent_tokens == 5
 
@@ -202,8 +201,8 @@ def test_a_kill_switch_has_one_target(sqlite, opened, target):
 
 def test_a_report_that_the_store_has_lost_is_taken(place, opened, store):
     ledger = opened(place)
-    windows = ledger._account("acme").windows(ledger.now())
-    answer = store.step(Step("lost", 2, windows, spent=Amount(7, 3), close=True))
+    windows = ledger._of("acme").account.windows(ledger.now())
+    answer = store.step(Step("settle", "lost", windows, Amount(7, 3)))
     assert answer.status == "ok"
     assert ledger.usage("acme").daily.spent_tokens == 3
 
@@ -211,9 +210,9 @@ def test_a_report_that_the_store_has_lost_is_taken(place, opened, store):
 def test_a_reservation_is_settled_in_the_windows_that_it_was_made_in(place, opened):
     ledger = opened(place)
     reservation = ledger.reserve("acme", usd=1)
-    windows = ledger._account("beta").windows(ledger.now())
+    windows = ledger._of("beta").account.windows(ledger.now())
     with pytest.raises(LedgerError, match="must be reported in the windows"):
-        ledger.connection.send(Step(reservation.id, 2, windows, close=True))
+        ledger.connection.send(Step("settle", reservation.id, windows))
     assert charged(ledger) == 1
 
 
@@ -235,8 +234,7 @@ def test_sixteen_keys_are_one_step(place, opened):
     assert all(ledger.usage(key).daily.reserved_usd == 0 for key in keys)
 
 
-def test_what_another_process_sets_is_seen_by_the_next_step(place, opened, monkeypatch):
-    monkeypatch.setattr("budgetguard_core.ledger.sqlite_store._NAMES_AT_HAND", 2)
+def test_what_another_process_sets_is_seen_by_the_next_step(place, opened):
     ledger, operator = opened(place, daily_usd=10), opened(place)
     for number in range(4):
         for tenant in ("acme", "beta"):
@@ -275,50 +273,20 @@ def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
     ]
 
 
-def test_a_call_that_cost_more_than_it_set_aside_warns_without_another(place, opened):
+def test_a_window_that_a_call_brought_beyond_80_percent_warns_with_the_next(place, opened):
     ledger, told = opened(place, daily_usd=10), []
     run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
     other = ledger.attach("other", ("acme", "u"), on_kill=told.append, on_warning=told.append)
-    part = run.obtain(10**9, 0)
-    run.settle(part, (10**9, 0), (8 * 10**9, 0))
+    beta = ledger.attach("of another", "beta", on_kill=told.append, on_warning=told.append)
+    run.settle(run.obtain(Amount(10**9)), Amount(8 * 10**9))
     other.close()
     assert told == []
-    ledger.beat()
+    for _ in range(2):
+        run.obtain(Amount(10**8))
     assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
-        ("tenant_daily", 10, 8)
+        ("tenant_daily", 10, Decimal("8.1"))
     ]
-    reservation = ledger.reserve("acme", usd=1)
-    reservation.settle(1.5)
-    ledger.beat()
-    assert len(told) == 1
-
-
-@pytest.mark.slow
-def test_a_warning_that_no_run_was_left_to_hear_is_told_to_the_next(place, opened):
-    ledger, told = opened(place, daily_usd=10), []
-    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
-    part = run.obtain(10**9, 0)
-    run.close()
-    run.settle(part, (10**9, 0), (9 * 10**9, 0))
-    ledger.beat()
-    assert told == []
-    beta = ledger.attach("of another", "beta", on_kill=told.append, on_warning=told.append)
-    ledger.beat()
-    assert told == []
-    ledger.attach("next", ("acme", "u"), on_kill=told.append, on_warning=told.append)
-    ledger.beat()
-    assert [(warned.key, warned.used) for warned in told] == [("acme", 9)]
     beta.close()
-
-
-def test_of_many_warnings_that_nobody_heard_the_latest_are_kept(sqlite, opened, monkeypatch):
-    monkeypatch.setattr(ceiling_warnings, "_WARNINGS_KEPT", 1)
-    ledger, told = opened(sqlite, daily_usd=10), []
-    for tenant in ("acme", "beta"):
-        ledger.reserve(tenant, usd=9).settle(9)
-    ledger.attach("next", ("acme", "beta"), on_kill=told.append, on_warning=told.append)
-    ledger.beat()
-    assert [warned.key for warned in told] == ["beta"]
 
 
 def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
@@ -334,7 +302,7 @@ def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
         ledger.reserve("acme", usd=1)
     with pytest.raises(LedgerChanged):
         opened(place, ledger_id=known).usage("acme")
-    assert ledger.adopt() == other.id
+    assert ledger.adopt() == other.id == opened(place).id != known
     ledger.reserve("acme", usd=1)
     opened(place, ledger_id=known).usage("acme")
 
@@ -344,7 +312,9 @@ def test_a_store_that_was_wiped_answers_so_nothing_is_allowed_for_its_absence(pl
     ledger.reserve("acme", usd=1).settle(1)
     place.wipe()
     run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
-    assert run.obtain(1, 1).detail.endswith("accept it as it is with `budgetguard ledger adopt`.")
+    assert run.obtain(Amount(1, 1)).detail.endswith(
+        "accept it as it is with `budgetguard ledger adopt`."
+    )
     with pytest.raises(LedgerRefused, match="it was wiped, or is another"):
         ledger.reserve("acme", usd=1)
 
@@ -354,9 +324,9 @@ def test_the_stores_clock_decides(sqlite, opened):
 
     ours, theirs = ManualClock(), ManualClock()
     theirs.advance(3 * 86400)
-    account = opened(sqlite, time_zone="UTC")._account("acme")
+    account = opened(sqlite, time_zone="UTC")._of("acme").account
     connection = Connection(lambda: sqlite.store(clock=theirs), ours)
-    make = lambda w: Step(uuid.uuid4().hex, 1, w, need=Amount(5, 0), want=Amount(5, 0))  # noqa: E731
+    make = lambda w: Step("reserve", uuid.uuid4().hex, w, Amount(5))  # noqa: E731
     answer, windows = connection.take(account, make)
     assert (answer.status, windows[0].label) == ("ok", "d:1970-01-04")
     assert connection.trips == 2
@@ -369,7 +339,7 @@ def test_the_stores_clock_decides(sqlite, opened):
             return store.step(step)
 
         def identity(self):
-            return ""
+            return Identity("")
 
     store = sqlite.store(clock=theirs)
     with pytest.raises(LedgerUnreachable, match="clock must stand still"):
@@ -409,7 +379,8 @@ def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
     now = dt.datetime(2026, 11, 22, tzinfo=dt.UTC).timestamp()
     for days in (500, 63, 62, 30, 0):
         windows = windows_at("acme", now - days * 86400, dt.UTC)
-        store.step(Step(uuid.uuid4().hex, 1, windows, spent=Amount(1, 1), close=True))
+        one = Step("reserve", uuid.uuid4().hex, _always(windows), Amount(1, 1))
+        assert store.step(one).status == "ok"
     labels = sorted(row.label for row in store.windows())
     assert labels == [
         "d:2026-09-21",
@@ -421,22 +392,25 @@ def test_old_windows_are_forgotten_when_a_new_one_is_made(place, store):
     ]
 
 
-@pytest.mark.parametrize("want", [Amount(9, 9), Amount(9, 99)], ids=["exact", "lease"])
-def test_a_refusal_leaves_no_trace(place, store, want):
+def _always(windows):
+    return tuple(window._replace(start=0.0, end=4e10) for window in windows)
+
+
+def test_a_refusal_leaves_no_trace(place, store):
     import datetime as dt
 
     from budgetguard_core.ledger.windows import windows_at
 
-    now, need = store.now(), Amount(9, 9)
-    ceiling = Amount(8, 8)
+    now, need, ceiling = store.now(), Amount(9, 9), Amount(8, 8)
     for at in (now, now + 1000 * 86400):
-        windows = windows_at("acme", at, dt.UTC, ceiling, ceiling)
-        asked = store.step(Step(uuid.uuid4().hex, 1, windows, need=need, want=want))
+        windows = [one._replace(ceiling=ceiling) for one in windows_at("acme", at, dt.UTC)]
+        asked = store.step(Step("reserve", uuid.uuid4().hex, windows, need))
         assert asked.status == ("refused" if at == now else "clock")
-    taken = Step("held", 1, windows_at("acme", now, dt.UTC), need=need, want=want)
+    taken = Step("reserve", "held", windows_at("acme", now, dt.UTC), need)
     assert store.step(taken).status == "ok"
-    other = windows_at("beta", now, dt.UTC)
-    assert store.step(Step("held", 2, other, keep=need, want=want)).status == "windows"
+    for verb in ("reserve", "settle"):
+        other = Step(verb, "held", windows_at("beta", now, dt.UTC), need)
+        assert store.step(other).status == "windows"
     assert {row.key for row in store.windows()} == {"acme"}
     assert len(store.windows()) == 2
 
@@ -447,15 +421,68 @@ def test_a_client_whose_clock_is_years_ahead_has_nothing_forgotten(place, store)
     from budgetguard_core.ledger.windows import windows_at
 
     windows = windows_at("acme", store.now(), dt.UTC)
-    store.step(Step(uuid.uuid4().hex, 1, windows, spent=Amount(1, 1), close=True))
+    store.step(Step("settle", uuid.uuid4().hex, windows, Amount(1, 1)))
     ahead = windows_at("acme", store.now() + 1000 * 86400, dt.UTC)
-    for want in (Amount(1, 1), Amount(2, 2)):  # an exact one and a lease
-        asked = Step(uuid.uuid4().hex, 1, ahead, need=Amount(1, 1), want=want)
-        assert store.step(asked).status == "clock"
+    asked = Step("reserve", uuid.uuid4().hex, ahead, Amount(1, 1))
+    assert store.step(asked).status == "clock"
     for named in (ahead, [window._replace(start=0.0, end=0.0, oldest="") for window in ahead]):
-        store.step(Step(uuid.uuid4().hex, 1, named, spent=Amount(1, 1), close=True))
+        store.step(Step("settle", uuid.uuid4().hex, named, Amount(1, 1)))
     for window in windows:
         assert store.window(*window[:2]).spent == Amount(1, 1)
+
+
+def test_each_dimension_has_its_ceilings(place, opened):
+    options = {"daily_model_calls": 4, "monthly_tool_calls": 2, "daily_tokens": 50}
+    ledger = opened(place, **options)
+    kept = ledger.reserve("acme", tokens=10, model_calls=3, tool_calls=1)
+    for asked, reason, words in (
+        ({"tokens": 41}, "tenant_daily", "10 of 50 tokens of the day"),
+        ({"model_calls": 2, "tokens": 1}, "tenant_daily", "3 of 4 model calls of the day"),
+        ({"tool_calls": 2, "model_calls": 0}, "tenant_monthly", "1 of 2 tool calls of the month"),
+    ):
+        with pytest.raises(LedgerRefused, match=words) as refused:
+            ledger.reserve("acme", **asked)
+        assert refused.value.reason == reason
+    kept.settle(tokens=12)
+    day = ledger.usage("acme").daily
+    assert (day.spent_tokens, day.spent_model_calls, day.spent_tool_calls) == (12, 3, 1)
+    assert (day.reserved_model_calls, day.ceiling_model_calls, day.ceiling_tool_calls) == (
+        0,
+        4,
+        None,
+    )
+    with pytest.raises(TypeError, match="'daily_dollars'"):
+        opened(place, daily_dollars=1)
+
+
+def test_a_ledger_of_a_run_has_the_caps_of_the_run_in_every_process(place, opened):
+    url = f"{place.url}{'&' if '?' in place.url else '?'}windows=run"
+    caps = {"run_usd": 2, "run_tokens": 100, "run_model_calls": 3, "run_tool_calls": 2}
+    opened(url).set_ceilings(None, **caps)
+    ledger = opened(url)  # another process, that knows the URL only
+    ledger.reserve("run", usd=1.5, tokens=90, tool_calls=2).settle(1.5, 90)
+    for asked, reason, words in (
+        ({"usd": 1}, "max_cost_usd", r"\$1.5 of \$2 of the run"),
+        ({"tokens": 11}, "max_total_tokens", "90 of 100 tokens of the run"),
+        ({"model_calls": 3}, "max_model_calls", "1 of 3 model calls of the run"),
+        ({"tool_calls": 1}, "max_tool_calls", "2 of 2 tool calls of the run"),
+    ):
+        with pytest.raises(LedgerRefused, match=words) as refused:
+            ledger.reserve("run", **asked)
+        assert refused.value.reason == reason
+    used = ledger.run_usage("run")
+    assert (used.spent_usd, used.spent_model_calls, used.ceiling_model_calls) == (
+        Decimal("1.5"),
+        1,
+        3,
+    )
+    for wrong in ({"daily_usd": 1}, {"monthly_tokens": 1}):
+        with pytest.raises(ConfigurationError, match="must be of the ledger's windows"):
+            opened(url, **wrong)
+    with pytest.raises(ConfigurationError, match="must be of the ledger's windows"):
+        opened(place, run_usd=1)
+    with pytest.raises(ConfigurationError, match="windows must be run"):
+        opened(url.replace("windows=run", "windows=day"))
 
 
 def test_the_runs_that_processes_work_on_are_shown(place, opened):
@@ -579,7 +606,7 @@ def test_the_ledger_of_a_url_is_one_per_process(tmp_path, monkeypatch):
         assert default.url == f"sqlite:///{tmp_path}/.budgetguard/ledger.sqlite3"
         default.reserve("acme", usd=1)
     assert (tmp_path / ".budgetguard" / "ledger.sqlite3").stat().st_mode & 0o77 == 0
-    by_url._BY_URL.clear()
+    ledger_module._BY_URL.clear()
     ledger.close()
 
 

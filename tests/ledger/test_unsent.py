@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from decimal import Decimal
 
 import pytest
 
-from budgetguard_core.file_lock import FileLock
 from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, Warned, process
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
@@ -24,18 +24,18 @@ def silent(*_):
     raise LedgerUnreachable("nothing")
 
 
-def report(name, op=1, usd=CENT):
-    return Step(name, op, WINDOWS, spent=Amount(usd, 1), close=True)
+def report(name, usd=CENT):
+    return Step("settle", name, WINDOWS, Amount(usd, 1))
 
 
 def test_the_next_process_sends_the_latest_report_of_each_hold(tmp_path):
     first, sent = Outbox(tmp_path), []
-    first.record(report("a", 2, 2 * CENT))
-    first.record(report("a", 1))  # overtaken
+    first.record(report("a"))
+    first.record(report("a", 2 * CENT))
     first.record(report("b"))
     first.close()
     assert Outbox(tmp_path).deliver_orphans(sent.append) == 2
-    assert [(step.id, step.spent.usd) for step in sent] == [("a", 2 * CENT), ("b", CENT)]
+    assert [(step.id, step.amount.usd) for step in sent] == [("a", 2 * CENT), ("b", CENT)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,7 +64,7 @@ def test_a_queue_that_no_store_takes_stays_and_holds_up_nothing_else(
     for name in "ac":
         (folder / f"{name}.jsonl").write_text(json.dumps(damaged))
     dead = Outbox(folder)
-    dead.record(Step("b", 1, report("b").windows, spent=Amount(CENT, 1), close=True))
+    dead.record(report("b"))
     dead.close()
     ledger.beat()
     assert [hold.id for hold in ledger.holds()] == ["b"]
@@ -79,7 +79,7 @@ def test_what_dead_processes_left_does_not_go_before_what_waits_here(sqlite, ope
     with monkeypatch.context() as patch:
         patch.setattr(Outbox, "deliver_orphans", silent)
         run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
-        run.settle(run.obtain(CENT, 1), (CENT, 1), (CENT, 1))
+        run.settle(run.obtain(Amount(CENT, 1)), Amount(CENT, 1))
         with pytest.raises(LedgerUnreachable):
             ledger.beat()
     day = ledger.usage("acme").daily
@@ -92,27 +92,23 @@ def test_what_another_process_may_not_open_is_left_alone(tmp_path):
     assert (tmp_path / "folder.jsonl").exists()
 
 
-@pytest.mark.parametrize("removed", [False, True])
-def test_a_new_file_is_not_taken_for_a_dead_processes(tmp_path, monkeypatch, removed):
-    outbox, sent, looked_at = Outbox(tmp_path), [], []
-    acquire = FileLock.acquire
+def test_a_file_is_locked_before_another_process_finds_it(tmp_path, monkeypatch):
+    outbox, sent, found = Outbox(tmp_path), [], []
+    real = os.open
 
-    def too_late(lock):
-        """Another process looks for what dead ones left before this one has its lock."""
-        if not looked_at:
-            looked_at.append(next(tmp_path.iterdir()))
-            other = FileLock(looked_at[0], 0.0)
-            assert acquire(other)
-            if removed:
-                looked_at[0].unlink()
-                other.close()
-        return acquire(lock)
+    def looked_for(path, *arguments):
+        found.append(Outbox(tmp_path).deliver_orphans(sent.append))
+        made = real(path, *arguments)
+        if str(path).endswith(".jsonl"):
+            found.append(Outbox(tmp_path).deliver_orphans(sent.append))
+        return made
 
-    monkeypatch.setattr(FileLock, "acquire", too_late)
-    outbox.record(report("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr("budgetguard_core.ledger.outbox.os.open", looked_for)
+        outbox.record(report("a"))
+    assert (set(found), sent) == ({0}, [])
     outbox.close()
-    looked_at[0].unlink(missing_ok=True)  # it was empty when it was read
-    Outbox(tmp_path).deliver_orphans(sent.append)
+    assert Outbox(tmp_path).deliver_orphans(sent.append) == 1
     assert [step.id for step in sent] == ["a"]
 
 
@@ -151,11 +147,12 @@ def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, cap
     queue.write_text("a file where the folder should be")
     with unreachable(sqlite, tmp_path, queue=queue) as ledger:
         run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
-        assert "must be writable" in run.obtain(CENT, 1).detail
+        assert "must be writable" in run.obtain(Amount(CENT, 1)).detail
         with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
             ledger.reserve("acme", usd=1)
-        run.report((CENT, 1))
-        assert ledger._beat.tick()
+        run.report(Amount(CENT, 1))
+        assert not ledger._beat.tick()
+        assert ledger._beat.is_needed()
     assert "queue of unsent reports must be writable" in caplog.text
 
 
@@ -165,7 +162,7 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ledger._beat, "_poll", fail)
+    monkeypatch.setattr(ledger._runs, "all", fail)
     assert ledger._beat.tick() is False
     assert "the heartbeat failed: RuntimeError" in caplog.text
     assert "secret" not in caplog.text
@@ -174,15 +171,15 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
 def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, monkeypatch):
     ledger = opened(place)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
-    run.obtain(CENT, 1)
-    ledger._heartbeat.stop()
+    run.obtain(Amount(CENT, 1))
+    ledger._heartbeat.stop(60)
     holder, store = ledger.connection.holder, ledger.connection.store()
     monkeypatch.setattr(process, "_LEDGERS", [ledger])
     process._before_fork()
     process._forked()
     assert ledger.connection.holder != holder
     assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
-    for left in getattr(store, "_inherited", ()):
+    for left in getattr(store, "_inherited", ()):  # a connection, or a pool
         left.close()
     process._close_all()
     assert ledger.connection._store is None
@@ -190,13 +187,14 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
 
 def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opened, monkeypatch):
     ledger = opened(sqlite)
+    run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
     told = Warned("acme", "tenant_daily", "d:2026-11-22")
 
     def silent(_):
         raise LedgerUnreachable("nothing")
 
     monkeypatch.setattr(ledger.connection, "ask", silent)
-    assert ledger._warnings._with_figures(told) is told
+    assert ledger._runs._with_figures(told, run) is told
     monkeypatch.undo()
 
 
@@ -208,8 +206,8 @@ def test_a_store_names_the_driver_that_is_missing(kind, driver, package, monkeyp
     import sys
 
     from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.postgres_store import PostgresLedgerStore
-    from budgetguard_core.ledger.redis_store import RedisLedgerStore
+    from budgetguard_core.ledger.postgres import PostgresLedgerStore
+    from budgetguard_core.ledger.redis import RedisLedgerStore
 
     class Absent:
         def __init__(self, name):
@@ -233,7 +231,7 @@ def test_a_store_names_the_driver_that_is_missing(kind, driver, package, monkeyp
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0?socket_timeout=x", "redis://h?nobody=1"])
 def test_a_redis_url_that_its_client_does_not_take_is_refused(url):
     from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.redis_store import RedisLedgerStore
+    from budgetguard_core.ledger.redis import RedisLedgerStore
 
     with pytest.raises(ConfigurationError, match="must be one that redis-py understands"):
         RedisLedgerStore(url)
@@ -241,7 +239,7 @@ def test_a_redis_url_that_its_client_does_not_take_is_refused(url):
 
 def test_sqlite_has_three_ways_to_write(tmp_path):
     from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+    from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 
     with pytest.raises(ConfigurationError, match="synchronous must be one of"):
         SqliteLedgerStore(tmp_path / "a", synchronous="sometimes")
@@ -251,7 +249,7 @@ def test_sqlite_has_three_ways_to_write(tmp_path):
 
 
 def test_a_relative_file_stays_the_same_ledger_wherever_its_process_goes(tmp_path, monkeypatch):
-    from budgetguard_core.ledger.sqlite_store import SqliteLedgerStore
+    from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, unquote
@@ -13,11 +12,13 @@ from urllib.parse import quote, unquote
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import LARGEST_CEILING_IN_LUA, Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
+from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     TOMBSTONE_SECONDS,
     Answer,
     HoldRecord,
+    Identity,
     Step,
     WindowRecord,
 )
@@ -32,7 +33,7 @@ _AT_ONCE = 500
 class RedisLedgerStore:
     """A `Store` in Redis 6 or later, or Valkey.
 
-    All keys have one hash tag, so that on a cluster tenant, user and kill switches are one step.
+    All keys have one hash tag, so that a step is one script on one server.
 
     Args:
         url: As redis-py takes it.
@@ -42,7 +43,7 @@ class RedisLedgerStore:
     Raises:
         ConfigurationError: The URL makes no sense, or redis-py is missing.
         LedgerUnreachable: The server does not answer.
-        LedgerError: The server would throw keys away.
+        LedgerError: The server would throw keys away, or is a part of a cluster.
     """
 
     largest_ceiling = LARGEST_CEILING_IN_LUA
@@ -51,7 +52,7 @@ class RedisLedgerStore:
         try:
             import redis
             from redis.backoff import NoBackoff
-            from redis.exceptions import NoScriptError
+            from redis.exceptions import NoScriptError, ReadOnlyError
             from redis.retry import Retry
         except ModuleNotFoundError as error:
             if error.name != "redis":
@@ -61,21 +62,26 @@ class RedisLedgerStore:
                 'Install the extra from the checkout: pip install ".[redis]"'
             ) from None
         self._url = url
-        # redis-py's own defaults hold a caller for a minute: 5 s, and ten attempts.
+        # redis-py's own defaults hold a caller for a minute: 5 s, and ten attempts. Here a second
+        # try on a new connection, within the time-out: a server was restarted or has become a
+        # replica, or something between has dropped what was idle. Every command counts once,
+        # however often it is sent.
         self._options: dict[str, Any] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": timeout / 2,
+            "socket_connect_timeout": timeout / 2,
+            "retry": Retry(NoBackoff(), 1),
+            "retry_on_error": [ReadOnlyError],
         }
         self._errors = (redis.RedisError, OSError)
-        self._cut: type[Exception] = redis.ConnectionError
+        self._absent = (redis.ConnectionError, redis.TimeoutError, OSError)
         self._missing: type[Exception] = NoScriptError
         self._class: Any = redis.Redis
         self._prefix = "{" + quote(name, safe="") + "}"
-        self._conf = f"{self._prefix}:conf"
+        self._conf, self._flags = f"{self._prefix}:conf", f"{self._prefix}:flags"
+        self._in_thread = InThread()
         self._client = self._connect()
         try:
-            self._check_policy()
+            self._check_server()
         except TypeError:  # an option that redis-py's connections do not take
             raise _wrong_url() from None
 
@@ -87,21 +93,25 @@ class RedisLedgerStore:
 
     def _call(self, *command: Any) -> Any:
         try:
-            try:
-                return self._client.execute_command(*command)
-            except self._cut:
-                # A server that was restarted, or a proxy that ends what was idle. Once more on a
-                # new connection: every command counts once, however often it is sent. A time-out
-                # is not among these errors.
-                return self._client.execute_command(*command)
+            return self._in_thread(lambda: self._client.execute_command(*command))
         except self._missing:
             raise
         except self._errors as error:
-            raise _unreachable(error) from None
+            # Never the text: it may hold the URL, and with it the password.
+            raise LedgerUnreachable(
+                f"the ledger's Redis must answer in time, got {type(error).__name__}. "
+                "Check that it runs and can be reached.",
+                is_absent=isinstance(error, self._absent),
+            ) from None
 
-    def _check_policy(self) -> None:
+    def _check_server(self) -> None:
         # INFO, because CONFIG is often forbidden.
         facts = {**self._call("INFO", "memory"), **self._call("INFO", "persistence")}
+        if int(self._call("INFO", "cluster").get("cluster_enabled", 0)):
+            raise LedgerError(
+                "the ledger's Redis must be one server, got a part of a cluster, which may move "
+                "the ledger's keys away. Give the ledger a server of its own."
+            )
         policy = str(facts.get("maxmemory_policy", _SAFE_POLICY))
         if int(facts.get("maxmemory", 0)) and policy != _SAFE_POLICY:
             raise LedgerError(
@@ -119,72 +129,65 @@ class RedisLedgerStore:
     def step(self, step: Step) -> Answer:
         """Apply a step once, in one script."""
         windows = step.windows
-        names = [quote(window.key, safe="") for window in windows[::2]]
+        names = [quote(window.key, safe="") for window in windows]
         keys = [
             self._conf,
+            self._flags,
             f"{self._prefix}:h:{quote(step.id, safe='')}",
-            f"{self._prefix}:o:{names[0]}",
             *[f"{self._prefix}:w:{name}" for name in names],
         ]
-        made_in: list[str] = []
-        of_keys: list[Any] = []
-        for name, day, month in zip(names, windows[::2], windows[1::2], strict=True):
-            made_in += (name, day.label, month.label)
-            of_keys += (name, day.label, *day.ceiling, day.oldest)
-            of_keys += (month.label, *month.ceiling, month.oldest)
-        arguments = [
-            step.id,
-            step.op,
-            int(step.close),
-            step.ttl,
-            step.share,
-            TOMBSTONE_SECONDS,
-            *step.spent,
-            *step.keep,
-            *step.need,
-            *step.want,
+        named = " ".join(f"{name} {w.label}" for name, w in zip(names, windows, strict=True))
+        arguments: list[Any] = [
+            *(step.verb, step.ledger, step.sequence, *step.amount),
             max([window.start for window in windows]),
             min([window.end for window in windows]),
-            len(step.flags),
-            len(names),
-            step.ledger,
-            step.owner,
-            " ".join(made_in),
-            *step.flags,
-            *of_keys,
+            *(step.ttl, TOMBSTONE_SECONDS, step.owner, named),
+            *(len(step.flags), len(windows), *step.flags),
         ]
+        for name, window in zip(names, windows, strict=True):
+            arguments += (name, window.label, window.label[0], window.oldest, *window.ceiling)
         try:
             got = self._call("EVALSHA", _SHA, len(keys), *keys, *arguments)
         except self._missing:
             got = self._call("EVAL", _SCRIPT, len(keys), *keys, *arguments)
-        status, usd, tokens, detail, now, warn = got
-        return Answer(status.decode(), Amount(usd, tokens), detail.decode(), float(now), int(warn))
+        status, amount, detail, now, warn, sequence = got
+        return Answer(
+            status.decode(),
+            Amount(*map(int, amount.split())),
+            detail.decode(),
+            float(now),
+            int(warn),
+            int(sequence),
+        )
 
-    # Notes, ceilings, reports
+    # Identity, notes, ceilings, reports
 
     def now(self) -> float:
         """Return the server's clock."""
         seconds, micros = self._call("TIME")
         return float(seconds) + float(micros) / 1e6
 
-    def identity(self) -> str:
-        """Return the id of the ledger, made at first use."""
+    def identity(self) -> Identity:
+        """Return which ledger it is; made at first use."""
         self._call("HSETNX", self._conf, "id", uuid.uuid4().hex)
-        return str(self._call("HGET", self._conf, "id").decode())
+        found, adopted, sequence = self._call("HMGET", self._conf, "id", "adopted", "sequence")
+        return Identity(found.decode(), float(adopted or 0), int(sequence or 0))
 
     def adopt(self) -> str:
-        """Say that this ledger is meant; return its id."""
-        found = self.identity()
-        self._call("HSET", self._conf, "adopted", "1")
-        return found
+        """Accept the ledger as it is under a new id, also for processes that know another one."""
+        made = uuid.uuid4().hex
+        self._call("HSET", self._conf, "id", made, "adopted", repr(self.now()))
+        return made
 
-    def read(self, names: Sequence[str]) -> list[str | None]:
-        """Return notes by name."""
-        found = self._call("HMGET", self._conf, *names)
-        return [None if text is None else text.decode() for text in found]
+    def _hash_of(self, name: str) -> str:
+        # The switches alone: every process reads all of them, twice a second.
+        return self._flags if name.startswith("f:") else self._conf
 
     def scan(self, prefix: str) -> dict[str, str]:
         """Return the notes whose name begins so."""
+        if prefix == "f:":
+            found = self._call("HGETALL", self._flags)
+            return {f"f:{name.decode()}": text.decode() for name, text in found.items()}
         notes: dict[str, str] = {}
         cursor: Any = 0
         while True:
@@ -197,23 +200,23 @@ class RedisLedgerStore:
 
     def write(self, name: str, text: str | None) -> None:
         """Set a note, or take it away."""
+        where, name = self._hash_of(name), name.removeprefix("f:")
         if text is None:
-            self._call("HDEL", self._conf, name)
+            self._call("HDEL", where, name)
         else:
-            self._call("HSET", self._conf, name, text)
+            self._call("HSET", where, name, text)
 
     def ceilings(self) -> dict[tuple[str, str], Amount]:
         """Return the stored ceilings by key and kind; key "" is the default."""
         found: dict[tuple[str, str], Amount] = {}
         for name, text in self.scan("c:").items():
             key, _, kind = name[2:].rpartition(":")
-            usd, tokens = map(int, text.split())
-            found[unquote(key), kind] = Amount(usd, tokens)
+            found[unquote(key), kind] = Amount(*map(int, text.split()))
         return found
 
     def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
         """Store a ceiling, or take it away."""
-        text = None if ceiling is None else f"{ceiling.usd} {ceiling.tokens}"
+        text = None if ceiling is None else " ".join(map(str, ceiling))
         self.write(f"c:{quote(key, safe='')}:{kind}", text)
 
     def windows(self) -> list[WindowRecord]:
@@ -228,7 +231,7 @@ class RedisLedgerStore:
     def window(self, key: str, label: str) -> WindowRecord:
         """Return one window, also one that was never used."""
         row = self._call("HGET", f"{self._prefix}:w:{quote(key, safe='')}", label)
-        return _window(key, label, row or b"0 0 0 0 0 0 0")
+        return WindowRecord(key, label) if row is None else _window(key, label, row)
 
     def holds(self) -> list[HoldRecord]:
         """Return every hold. Looks through all keys; closed ones have no windows any more."""
@@ -258,11 +261,13 @@ class RedisLedgerStore:
 
     def forked(self) -> None:
         """Leave the connections to the parent process; called in a forked child."""
+        self._in_thread = InThread()
         self._client = self._connect()
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+        self._in_thread.close()
 
 
 def _wrong_url() -> ConfigurationError:
@@ -272,37 +277,25 @@ def _wrong_url() -> ConfigurationError:
     )
 
 
-def _unreachable(error: Exception) -> LedgerUnreachable:
-    # Never the text: it may hold the URL, and with it the password.
-    return LedgerUnreachable(
-        f"the ledger's Redis must answer in time, got {type(error).__name__}. "
-        "Check that it runs and can be reached."
-    )
-
-
 def _window(key: str, label: str, row: bytes) -> WindowRecord:
-    cu, ct, su, st, _, lu, lt = map(int, row.split())
-    return WindowRecord(key, label, Amount(cu, ct), Amount(su, st), Amount(lu, lt))
+    figures = [*map(int, row.split())]
+    amounts = (Amount(*figures[place : place + 4]) for place in (0, 4, 8))
+    return WindowRecord(key, label, *amounts)
 
 
 def _hold(hold_id: str, text: str) -> HoldRecord:
     figures, *memo = text.split(SEPARATOR)
-    gu, gt, su, st, op, closed, lease, *expires = figures.split()
+    state, *numbers = figures.split()
     made, owner, names = memo or ("0", "", "")
     parts = names.split(" ") if names else []
     return HoldRecord(
         id=hold_id,
         owner=owner,
-        granted=Amount(int(gu), int(gt)),
-        spent=Amount(int(su), int(st)),
-        op=int(op),
-        closed=closed == "1",
-        lease=lease == "1",
+        charge=Amount(*map(int, numbers[:4])),
+        closed=state == "c",
         made=float(made),
-        expires=float(expires[0]) if expires else 0.0,
+        expires=float(numbers[4]) if state == "o" else 0.0,
         windows=tuple(
-            (unquote(parts[place]), label)
-            for place in range(0, len(parts), 3)
-            for label in parts[place + 1 : place + 3]
+            (unquote(key), label) for key, label in zip(parts[::2], parts[1::2], strict=True)
         ),
     )

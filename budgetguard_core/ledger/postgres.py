@@ -1,0 +1,423 @@
+"""The ledger in PostgreSQL: one function call for each step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterable, Sequence
+from importlib.resources import files
+from typing import Any, TypeVar, cast
+
+from budgetguard_core.clock import SystemClock
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.amounts import LARGEST_CEILING, Amount
+from budgetguard_core.ledger.errors import LedgerUnreachable
+from budgetguard_core.ledger.in_thread import InThread
+from budgetguard_core.ledger.step import (
+    SEPARATOR,
+    Answer,
+    HoldRecord,
+    Identity,
+    Status,
+    Step,
+    WindowRecord,
+)
+
+_R = TypeVar("_R")
+
+_FORMAT = "1"
+# Of the advisory lock under which the schema is made: IF NOT EXISTS alone races in the catalogues.
+_MIGRATION = 7305803
+_RECORD = "\x1e"
+_RESERVE = (
+    "SELECT * FROM bg_reserve_v1(%s, %s::bigint[], %s::float8, %s, %s, %s, %s, %s::float8, "
+    "%s::float8, %s::bigint[], %s, %s::bigint, %s)"
+)
+_SETTLE = "SELECT * FROM bg_settle_v1(%s, %s::bigint[], %s, %s, %s, %s::bigint, %s)"
+_FORGET = (
+    "DELETE FROM bg_holds WHERE id IN (SELECT id FROM bg_holds WHERE closed "
+    "AND expires < clock_timestamp() LIMIT 2000 FOR UPDATE SKIP LOCKED)"
+)
+_WINDOW = "SELECT key, label, charged, spent, ceiling FROM bg_windows"
+_NOTE = "INSERT INTO bg_notes VALUES(%s, %s) ON CONFLICT(name) DO UPDATE SET text = excluded.text"
+_REFUSALS: dict[str, Status] = {
+    "BG001": "refused",
+    "BG002": "clock",
+    "BG003": "killed",
+    "BG004": "foreign",
+}
+_STEPS_BETWEEN_CLEANINGS = 500
+_CONNECTIONS = 8
+_IDLE_SECONDS = 30.0
+_LEAST_CONNECT_SECONDS = 2  # libpq's own
+_READ_ONLY = "25006"
+_ABSENT = ("08", "57", "55P03", "53300")  # no connection, stopped or timed out, a lock, too many
+
+
+class PostgresLedgerStore:
+    """A `Store` in PostgreSQL 12 or later.
+
+    Args:
+        url: As libpq takes it.
+        timeout: Seconds until a step gives up.
+
+    Raises:
+        ConfigurationError: psycopg is missing, or the data base is not UTF-8.
+        LedgerUnreachable: The server does not answer.
+    """
+
+    largest_ceiling = LARGEST_CEILING
+
+    def __init__(self, url: str, *, timeout: float = 1.0) -> None:
+        try:
+            import psycopg
+            import psycopg_pool
+        except ModuleNotFoundError as error:
+            if error.name not in ("psycopg", "psycopg_pool"):
+                raise
+            raise ConfigurationError(
+                f"a ledger in PostgreSQL needs {error.name}, which is not installed. "
+                'Install the extra from the checkout: pip install ".[postgres]"'
+            ) from None
+        self._psycopg: Any = psycopg
+        self._pools: Any = psycopg_pool
+        logging.getLogger("psycopg.pool").addFilter(_without_arguments)
+        self._url = url
+        self._timeout = timeout
+        # A little more: the server's own time-outs come first.
+        self._class = _bounded(psycopg.Connection, timeout / 2 + 0.1)
+        self._in_thread = InThread()
+        self._steps = 0
+        self._inherited: list[Any] = []
+        self._lock = threading.Lock()
+        self._pool: Any = None
+        self._connections()
+
+    # Connections
+
+    def _connections(self) -> Any:
+        with self._lock:
+            if self._pool is None:
+                self._pool = self._open()
+            return self._pool
+
+    def _open(self) -> Any:
+        # The pool would only say that it could not connect.
+        try:
+            with self._class.connect(self._url, **self._options()) as db:
+                self._set_up(db)
+                self._migrate(db)
+        except self._psycopg.Error as error:
+            raise self._unreachable(error) from None
+        return self._pools.ConnectionPool(
+            self._url,
+            connection_class=self._class,
+            kwargs=self._options(),
+            configure=self._set_up,
+            min_size=0,
+            max_size=_CONNECTIONS,
+            max_idle=_IDLE_SECONDS,
+            timeout=self._timeout,
+            reconnect_timeout=self._timeout,
+            num_workers=2,
+            open=True,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "autocommit": True,
+            "connect_timeout": max(_LEAST_CONNECT_SECONDS, int(self._timeout)),
+            "application_name": "budgetguard",
+            "client_encoding": "utf8",  # whatever the URL or the environment says
+        }
+
+    def _set_up(self, db: Any) -> None:
+        milliseconds = max(1, int(self._timeout * 500))
+        # A default of `repeatable read` would make most concurrent steps fail.
+        db.execute(
+            "SET default_transaction_isolation = 'read committed'; "
+            f"SET statement_timeout = {milliseconds}; SET lock_timeout = {milliseconds}; "
+            f"SET idle_in_transaction_session_timeout = {milliseconds * 10}; "
+            "SET synchronous_commit = on; SET extra_float_digits = 1"
+        )
+
+    def _migrate(self, db: Any) -> None:
+        encoding = db.info.parameter_status("server_encoding")
+        if encoding != "UTF8":
+            raise ConfigurationError(
+                f"a ledger's data base must have the encoding UTF8, got {encoding}. "
+                "Make one with ENCODING 'UTF8'."
+            )
+        if _format(db) is None:
+            with db.transaction():
+                db.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
+                db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION,))
+                if not _is_made(db):
+                    schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+                    db.execute(schema.read_text("utf-8"))
+                    db.execute("INSERT INTO bg_notes VALUES('format', %s)", (_FORMAT,))
+        found = _format(db)
+        if found != _FORMAT:
+            raise LedgerUnreachable(
+                f"the ledger's format must be {_FORMAT}, got {str(found)[:20]}. "
+                "Upgrade BudgetGuard.",
+                is_absent=False,
+            )
+
+    def _ask(self, work: Callable[[Any], _R]) -> _R:
+        return self._in_thread(lambda: self._try_twice(work))
+
+    def _try_twice(self, work: Callable[[Any], _R]) -> _R:
+        """Do some work on a connection, and once more on a new one where it was lost.
+
+        A server was restarted or has become a replica, or something between has dropped what was
+        idle: only the next statement tells. All of it counts once, however often it is sent.
+        """
+        try:
+            try:
+                return self._try(work)
+            except (self._psycopg.OperationalError, self._psycopg.InternalError) as error:
+                if error.sqlstate is not None and not (
+                    error.sqlstate == _READ_ONLY or error.sqlstate.startswith(("57P", "08"))
+                ):
+                    raise
+            self._connections().drain()
+            return self._try(work)
+        except self._psycopg.Error as error:
+            raise self._unreachable(error) from None
+
+    def _try(self, work: Callable[[Any], _R]) -> _R:
+        pool = self._connections()
+        db = pool.getconn()
+        try:
+            return work(db)
+        except BaseException as error:
+            if getattr(error, "sqlstate", None) == _READ_ONLY:
+                db.close()
+            raise
+        finally:
+            pool.putconn(db)
+
+    def _unreachable(self, error: Any) -> LedgerUnreachable:
+        state = error.sqlstate or ""
+        code = f" {state}" if state else ""
+        # Never the text: it may hold the URL, and with it the password.
+        return LedgerUnreachable(
+            f"the ledger's PostgreSQL must answer in time, got {type(error).__name__}{code}. "
+            "Check that it runs and can be reached.",
+            is_absent=not state or state.startswith(_ABSENT),
+        )
+
+    # The step
+
+    def step(self, step: Step) -> Answer:
+        """Apply a step once, in one statement."""
+        windows = step.windows
+        keys = SEPARATOR.join([window.key for window in windows])
+        labels = SEPARATOR.join([window.label for window in windows])
+        known = (step.ledger, str(step.sequence), step.owner)
+        if step.verb == "settle":
+            statement = _SETTLE
+            arguments = (step.id, _array(step.amount), keys, labels, *known)
+        else:
+            statement = _RESERVE
+            arguments = (
+                *(step.id, _array(step.amount), repr(step.ttl)),
+                *(SEPARATOR.join([f"f:{flag}" for flag in step.flags]), keys, labels),
+                SEPARATOR.join([window.oldest for window in windows]),
+                repr(max([window.start for window in windows])),
+                repr(min([window.end for window in windows])),
+                _array([figure for window in windows for figure in window.ceiling]),
+                *known,
+            )
+        return self._ask(lambda db: self._step(db, statement, arguments))
+
+    def _step(self, db: Any, statement: str, arguments: Sequence[Any]) -> Answer:
+        self._steps += 1
+        if self._steps % _STEPS_BETWEEN_CLEANINGS == 1:  # the first one, for processes of a few
+            db.execute(_FORGET)
+        try:
+            status, amount, now, warn, number = db.execute(statement, arguments).fetchone()
+        except self._psycopg.Error as error:
+            refused = _REFUSALS.get(error.sqlstate or "")
+            if refused is None:
+                raise
+            text = error.diag.message_primary or ""
+            if refused == "clock":
+                return Answer("clock", now=float(text))
+            return Answer(refused, detail=text)
+        return Answer(status, Amount(*amount), now=now, warn=warn, sequence=number)
+
+    # Identity, notes, ceilings, reports
+
+    def _all(self, statement: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        rows = self._ask(lambda db: db.execute(statement, arguments).fetchall())
+        return cast("list[tuple[Any, ...]]", rows)
+
+    def _do(self, statement: str, *arguments: Any) -> None:
+        self._ask(lambda db: db.execute(statement, arguments))
+
+    def now(self) -> float:
+        """Return the server's clock."""
+        return float(self._all("SELECT extract(epoch FROM clock_timestamp())")[0][0])
+
+    def identity(self) -> Identity:
+        """Return which ledger it is; made at first use."""
+        made = uuid.uuid4().hex
+        self._do("INSERT INTO bg_notes VALUES('id', %s) ON CONFLICT DO NOTHING", made)
+        ((found, adopted, number),) = self._all(
+            "SELECT a.text, b.text, (SELECT last_value FROM bg_sequence) FROM bg_notes a "
+            "LEFT JOIN bg_notes b ON b.name = 'adopted' WHERE a.name = 'id'"
+        )
+        return Identity(found, float(adopted or 0), number)
+
+    def adopt(self) -> str:
+        """Accept the ledger as it is under a new id, also for processes that know another one."""
+        made = uuid.uuid4().hex
+        self.write("adopted", repr(self.now()))
+        self.write("id", made)
+        return made
+
+    def scan(self, prefix: str) -> dict[str, str]:
+        """Return the notes whose name begins so."""
+        end = prefix + "\U0010ffff"
+        statement = "SELECT name, text FROM bg_notes WHERE name >= %s AND name < %s"
+        return dict(self._all(statement, prefix, end))
+
+    def write(self, name: str, text: str | None) -> None:
+        """Set a note, or take it away."""
+        if text is None:
+            self._do("DELETE FROM bg_notes WHERE name = %s", name)
+        else:
+            self._do(_NOTE, name, text)
+
+    def ceilings(self) -> dict[tuple[str, str], Amount]:
+        """Return the stored ceilings by key and kind; key "" is the default."""
+        rows = self._all("SELECT key, kind, ceiling FROM bg_ceilings")
+        return {(key, kind): Amount(*ceiling) for key, kind, ceiling in rows}
+
+    def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
+        """Store a ceiling, or take it away."""
+        if ceiling is None:
+            self._do("DELETE FROM bg_ceilings WHERE key = %s AND kind = %s", key, kind)
+        else:
+            self._do(
+                "INSERT INTO bg_ceilings VALUES(%s, %s, %s::bigint[]) ON CONFLICT(key, kind) "
+                "DO UPDATE SET ceiling = excluded.ceiling",
+                *(key, kind, _array(ceiling)),
+            )
+
+    def windows(self) -> list[WindowRecord]:
+        """Return every window."""
+        return [_window(row) for row in self._all(f"{_WINDOW} ORDER BY key, label")]
+
+    def window(self, key: str, label: str) -> WindowRecord:
+        """Return one window, also one that was never used."""
+        rows = self._all(f"{_WINDOW} WHERE key = %s AND label = %s", key, label)
+        return _window(rows[0]) if rows else WindowRecord(key, label)
+
+    def holds(self) -> list[HoldRecord]:
+        """Return every hold of the last day, and all that are open."""
+        rows = self._all(
+            "SELECT id, owner, amount, closed, extract(epoch FROM made)::float8, "
+            "extract(epoch FROM expires)::float8, windows FROM bg_holds ORDER BY made"
+        )
+        return [
+            HoldRecord(name, owner, Amount(*amount), closed, made, expires, _pairs(windows))
+            for name, owner, amount, closed, made, expires, windows in rows
+        ]
+
+    def before_fork(self) -> bool:
+        """Do nothing: what a child takes along is closed for nobody."""
+        return False
+
+    def after_fork(self) -> None:
+        """Do nothing."""
+
+    def forked(self) -> None:
+        """Leave the connections to the parent process; called in a forked child."""
+        if self._pool is not None:
+            # Collected here, they would say good-bye to the server in the parent's name.
+            self._inherited.append(self._pool)
+        self._pool = None
+        self._lock = threading.Lock()
+        self._in_thread = InThread()
+
+    def close(self) -> None:
+        """Close the connections."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close(timeout=self._timeout)
+        self._in_thread.close()
+
+
+def _without_arguments(record: logging.LogRecord) -> bool:
+    """Keep what psycopg's pool logs of errors, which may quote the URL, out of the logs."""
+    record.args = tuple(type(one).__name__ for one in record.args or ())
+    record.exc_info = None
+    return record.levelno < logging.WARNING
+
+
+def _bounded(connection: Any, seconds: float) -> Any:
+    """Make a connection class whose reads end after so many seconds.
+
+    No option of libpq ends a read from a server that stands still but whose kernel answers:
+    `tcp_user_timeout`, keepalives and `statement_timeout` all wait for it.
+    """
+
+    def wait(self: Any, gen: Any, *args: Any, **options: Any) -> Any:
+        deadline = SystemClock.monotonic_ns() + int(seconds * 1e9)
+        return connection.wait(self, _until(gen, deadline, self.pgconn.finish), *args, **options)
+
+    return type("Bounded", (connection,), {"wait": wait})
+
+
+def _until(
+    gen: Generator[Any, Any, _R], deadline: int, give_up: Callable[[], object]
+) -> Generator[Any, Any, _R]:
+    from psycopg import OperationalError
+
+    try:
+        state = next(gen)
+        while True:
+            ready = yield state
+            if not ready and SystemClock.monotonic_ns() > deadline:
+                give_up()
+                raise OperationalError("nothing came in time")
+            state = gen.send(ready)
+    except StopIteration as end:
+        return cast("_R", end.value)
+
+
+def _is_made(db: Any) -> bool:
+    # The catalogue itself: what a name means is cached for the whole of a transaction, and this
+    # one began before another process made the tables.
+    (count,) = db.execute(
+        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE c.relname = 'bg_notes' AND n.nspname = ANY(current_schemas(false))"
+    ).fetchone()
+    return bool(count)
+
+
+def _format(db: Any) -> str | None:
+    (table,) = db.execute("SELECT to_regclass('bg_notes')").fetchone()
+    if table is None:
+        return None
+    row = db.execute("SELECT text FROM bg_notes WHERE name = 'format'").fetchone()
+    return None if row is None else str(row[0])
+
+
+def _array(figures: Iterable[int]) -> str:
+    # psycopg's own lists are slow.
+    return "{" + ",".join(map(str, figures)) + "}"
+
+
+def _window(row: Sequence[Any]) -> WindowRecord:
+    key, label, *vectors = row
+    return WindowRecord(key, label, *[Amount(*vector) for vector in vectors])
+
+
+def _pairs(windows: str) -> tuple[tuple[str, str], ...]:
+    keys, _, labels = windows.partition(_RECORD)
+    return tuple(zip(keys.split(SEPARATOR), labels.split(SEPARATOR), strict=True))

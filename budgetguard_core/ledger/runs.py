@@ -1,0 +1,322 @@
+"""The runs of this process, and of all processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from budgetguard_core.clock import Clock
+from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.ceilings import Ceilings
+from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.ledger.errors import LedgerUnreachable, Refusal, Warned, in_units
+from budgetguard_core.ledger.kill_switch import kill_of
+from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.reservation import Part, Reservations
+from budgetguard_core.ledger.step import Step, Store, new_id
+
+_LOG = logging.getLogger("budgetguard")
+_ANNOUNCE_SECONDS = 10.0
+_SILENT_SECONDS = 30.0
+_FORGOTTEN_SECONDS = 86_400.0
+_RUNS_SHOWN = 1000
+
+
+class LedgerRun:
+    """One run's place in the ledger: what its guard asks, and what it is told.
+
+    `obtain` makes a trip; `settle` works in memory, and the trip is made by another thread.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        run: str,
+        reservations: Reservations,
+        on_kill: Callable[[str], object],
+        on_warning: Callable[[Warned], object],
+    ) -> None:
+        self._runs = runs
+        self._reservations = reservations
+        self.account = reservations.account
+        self.payer = (id(runs), self.account.names)
+        """The same for all runs that are charged to the same keys."""
+        self.is_open = False
+        self.run = run
+        self.started = runs.connection.now()
+        self.on_kill = on_kill
+        self.on_warning = on_warning
+        self.settle = reservations.settle
+
+    def obtain(self, amount: Amount) -> Part | Refusal:
+        """Reserve an amount, with a trip to the store; bounded, never under a lock."""
+        answer = self._reservations.reserve(amount, self.run)
+        if isinstance(answer, Refusal) and self._runs.deliver():
+            # What was on its way to the store has made room.
+            answer = self._reservations.reserve(amount, self.run)
+        return answer
+
+    def caps(self) -> Amount:
+        """Return the ceilings that hold for the run, 0 for none; a trip at most once a second."""
+        caps = Amount()
+        for ceiling in self._runs.ceilings.of(self.account):
+            caps = caps.larger(ceiling)
+        return caps
+
+    def report(self, spent: Amount) -> None:
+        """Charge what nothing was reserved for: the run only observes, and was not refused."""
+        self._runs.report(self, spent)
+
+    def open(self) -> None:
+        """Say that the run begins, or goes on after it was said to have ended."""
+        self.is_open = True
+        self._runs.add(self)
+
+    def close(self) -> None:
+        """Say that the run has ended; what it reserved can still be settled."""
+        self.is_open = False
+        self._runs.remove(self)
+
+    def abandon(self) -> None:
+        """Say that nobody keeps the run any more: from a finalizer, so no lock is taken."""
+        self._runs.forget(self)
+
+
+class Runs:
+    """The runs of this process that go on.
+
+    Args:
+        connection: To the store.
+        outbox: For what a run reports.
+        ceilings: What may hold for a run.
+        wake: Called when there is something to do for the heartbeat.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        outbox: Outbox,
+        ceilings: Ceilings,
+        wake: Callable[[], object],
+    ) -> None:
+        self.connection = connection
+        self.ceilings = ceilings
+        self._outbox = outbox
+        self._wake = wake
+        self._runs: dict[int, LedgerRun] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew in a child process. A guard that crossed the fork goes on asking."""
+        for run in self._runs.values():
+            run.is_open = False
+        # Another thread of the parent may have held it.
+        self._lock = threading.Lock()
+        self._runs = {}
+        self._gone: deque[LedgerRun] = deque()
+
+    def add(self, run: LedgerRun) -> None:
+        """Look after a run from now on."""
+        with self._lock:
+            self._runs[id(run)] = run
+        self._wake()
+
+    def remove(self, run: LedgerRun) -> None:
+        """Look after a run no longer: it has ended."""
+        with self._lock:
+            self._runs.pop(id(run), None)
+
+    def forget(self, run: LedgerRun) -> None:
+        """Remove a run at the next beat."""
+        self._gone.append(run)
+
+    def report(self, run: LedgerRun, spent: Amount) -> None:
+        """Charge a run what nothing was reserved for, as soon as the store answers."""
+        windows = run.account.windows(self.connection.now())
+        self._outbox.add(Step("settle", new_id(), windows, spent, owner=run.run))
+        self._wake()
+
+    def deliver(self) -> bool:
+        """Send what waits for the ledger's thread; False where nothing did, or no store answers."""
+        if not len(self._outbox):
+            return False
+        try:
+            self._outbox.deliver(self.connection.send)
+        except LedgerUnreachable:
+            return False
+        return True
+
+    def all(self) -> list[LedgerRun]:
+        """Return the runs that go on, without those that nobody keeps any more."""
+        while self._gone:
+            self.remove(self._gone.popleft())
+        with self._lock:
+            return list(self._runs.values())
+
+    def leave(self) -> None:
+        """Look after no run; one that goes on all the same says so by opening itself."""
+        with self._lock:
+            for run in self._runs.values():
+                run.is_open = False
+            self._runs.clear()
+
+    def tell_killed(self, flags: Mapping[str, str]) -> None:
+        """Tell the runs that a kill switch is set for, by its flag and text."""
+        for run in self.all() if flags else ():
+            for flag in (*run.account.flags, f"r:{run.run}"):
+                if flag in flags:
+                    _call(run.on_kill, kill_of(flag, flags[flag]).detail)
+                    break
+
+    def warn(self, warned: Sequence[Warned]) -> None:
+        """Tell the runs that are charged in a window that it reached 80 % of a ceiling."""
+        now = self.connection.now()
+        for one in warned:
+            _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
+            runs = [
+                run
+                for run in self.all()
+                if any(window[:2] == (one.key, one.window) for window in run.account.windows(now))
+            ]
+            if runs:
+                shown = self._with_figures(one, runs[0])
+                for run in runs:
+                    _call(run.on_warning, shown)
+
+    def _with_figures(self, warned: Warned, run: LedgerRun) -> Warned:
+        try:
+            record = self.connection.ask(lambda store: store.window(warned.key, warned.window))
+            windows = run.account.windows(self.connection.now())
+            ceilings = self.ceilings.of(run.account)
+        except LedgerUnreachable:
+            return warned
+        for window, ceiling in zip(windows, ceilings, strict=True):
+            if window[:2] == (warned.key, warned.window):
+                for dimension, (limit, used) in enumerate(
+                    zip(ceiling, record.charged, strict=True)
+                ):
+                    if limit and used * 5 >= limit * 4:
+                        return warned._replace(
+                            limit=in_units(limit, dimension), used=in_units(used, dimension)
+                        )
+        return warned
+
+
+def _call(listener: Callable[[Any], object], fact: object) -> None:
+    """Tell a run's listener something; that it fails changes nothing."""
+    try:
+        listener(fact)
+    except Exception as error:
+        _LOG.warning("ledger: a listener failed: %s", type(error).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AliveRun:
+    """A run that some process is working on."""
+
+    run: str
+    tenant: tuple[str, ...]
+    host: str
+    pid: int
+    started: float
+    """Seconds since the epoch."""
+    seen: float
+    """When its process was last heard of. Silent for 30 s, it is probably dead."""
+    silent: bool
+
+
+class AliveRuns:
+    """One note of each process in the store, about the runs that it works on.
+
+    Args:
+        connection: To the store.
+        clock: Monotonic time.
+    """
+
+    def __init__(self, connection: Connection, clock: Clock) -> None:
+        self._connection = connection
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew in a child process, which has said nothing yet."""
+        self._announced_ns: int | None = None
+        self._announced: frozenset[tuple[object, ...]] = frozenset()
+
+    def announce(self, runs: Sequence[LedgerRun]) -> None:
+        """Say which runs this process works on, where they changed or it is time to say it again.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        now = self._clock.monotonic_ns()
+        names = frozenset((run.run, run.account.names, run.started) for run in runs)
+        last = self._announced_ns
+        due = last is None or now - last > _ANNOUNCE_SECONDS * 1e9
+        if names == self._announced and not (due and runs):
+            return
+        text = None
+        if runs:
+            note = {
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "seen": self._connection.ask(_now),
+                "runs": [[run.run, run.account.names, run.started] for run in runs[:_RUNS_SHOWN]],
+            }
+            text = json.dumps(note)
+            if last is None:
+                self._connection.ask(_forget_the_dead)
+        name = f"p:{self._connection.holder}"
+        self._connection.ask(lambda store: store.write(name, text))
+        self._announced, self._announced_ns = names, now
+
+    def all(self) -> list[AliveRun]:
+        """Return the runs of all processes, also of those that went silent.
+
+        Raises:
+            LedgerUnreachable: The store does not answer.
+        """
+        notes = self._connection.ask(lambda store: store.scan("p:"))
+        now = self._connection.ask(_now)
+        found: list[AliveRun] = []
+        for text in notes.values():
+            note = _note(text)
+            if note is None:
+                continue
+            seen = float(note["seen"])
+            silent = now - seen > _SILENT_SECONDS
+            where = (str(note["host"]), int(note["pid"]))
+            found += [
+                AliveRun(run, tuple(tenant), *where, float(started), seen, silent)
+                for run, tenant, started in note["runs"]
+            ]
+        return sorted(found, key=lambda one: (one.started, one.run))
+
+
+def _now(store: Store) -> float:
+    return store.now()
+
+
+def _forget_the_dead(store: Store) -> None:
+    """Take away what processes said that have been silent for a day, and so never will."""
+    now = store.now()
+    for name, text in store.scan("p:").items():
+        note = _note(text)
+        if note is None or now - float(note["seen"]) > _FORGOTTEN_SECONDS:
+            store.write(name, None)
+
+
+def _note(text: str) -> dict[str, Any] | None:
+    """Read what a process said of its runs."""
+    try:
+        note = cast("dict[str, Any]", json.loads(text))
+        return note if {"host", "pid", "seen", "runs"} <= note.keys() else None
+    except (ValueError, AttributeError):
+        return None
