@@ -190,7 +190,7 @@ class Context:
 async def test_two_tenants_of_one_ledger_are_bounded_apart(mode, tmp_path):
     hooks = BudgetHooks(
         Budget(max_iterations=9),
-        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", daily_usd=1000),
+        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", daily_model_calls=1000),
         tenant=lambda context: context.tenant,
         price_book=PRICES,
     )
@@ -211,7 +211,7 @@ async def test_two_tenants_of_one_ledger_are_bounded_apart(mode, tmp_path):
 async def test_a_run_for_nobody_is_not_begun(mode, tmp_path):
     hooks = BudgetHooks(
         Budget(),
-        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", daily_usd=1000),
+        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", daily_model_calls=1000),
         tenant=lambda context: context.tenant,
     )
     with hooks.envelope.ledger:

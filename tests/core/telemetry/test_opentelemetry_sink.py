@@ -286,7 +286,7 @@ def test_a_tenant_is_a_tag(telemetry, tmp_path):
     guard = Guard(
         Budget(max_iterations=1),
         sinks=[seen.sink],
-        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}", daily_usd=1000),
+        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}", daily_model_calls=1000),
         tenant="acme",
     )
     guard.settle_model_call(guard.admit_model_call(CALL), USED)
