@@ -26,6 +26,7 @@ from budgetguard_core import (
     SqliteStore,
     StopReason,
 )
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.testing import MODEL, Call
 from budgetguard_openai_agents import BudgetHooks, bounded_run, outcome
 from conformance.budgetguard_openai_agents_driver import MemorySession
@@ -189,7 +190,7 @@ class Context:
 async def test_two_tenants_of_one_ledger_are_bounded_apart(mode, tmp_path):
     hooks = BudgetHooks(
         Budget(max_iterations=9),
-        ledger=f"sqlite:///{tmp_path / 'ledger.db'}",
+        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", daily_model_calls=1000),
         tenant=lambda context: context.tenant,
         price_book=PRICES,
     )
@@ -210,7 +211,7 @@ async def test_two_tenants_of_one_ledger_are_bounded_apart(mode, tmp_path):
 async def test_a_run_for_nobody_is_not_begun(mode, tmp_path):
     hooks = BudgetHooks(
         Budget(),
-        ledger=f"sqlite:///{tmp_path / 'ledger.db'}",
+        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", daily_model_calls=1000),
         tenant=lambda context: context.tenant,
     )
     with hooks.envelope.ledger:

@@ -23,7 +23,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: the page was
 
 @pytest.fixture
 def log(tmp_path):
-    with Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as ledger:
+    with Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}", daily_model_calls=1000) as ledger:
         write(tmp_path / "one.jsonl", tenant="acme", ledger=ledger)
     return tmp_path / "one.jsonl"
 

@@ -88,7 +88,7 @@ def test_a_run_for_machines(budgetguard, tmp_path):
 @pytest.mark.slow
 def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
     url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    with Ledger(url) as ledger:
+    with Ledger(url, daily_model_calls=1000) as ledger:
         ledger.set_ceilings("acme", daily_usd=1)
         guard = Guard(Budget(max_iterations=3), run_id="working", ledger=ledger, tenant="acme")
         guard.settle_model_call(guard.admit_model_call(ModelCall(model="gpt-4o")), USED)

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from budgetguard_core import Budget, Guard, Mode, ModelCall, TokenUsage, ToolCall, end_run
 from budgetguard_core.breakers import CircuitBreakerConfig
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.telemetry import OpenTelemetrySink
 from budgetguard_core.testing import ManualClock
@@ -36,7 +37,8 @@ def scraped(tmp_path_factory):
     reader = PrometheusMetricReader()
     meters = MeterProvider([reader])
     sink = OpenTelemetrySink(meter_provider=meters, task="nightly")
-    ledger = f"sqlite:///{tmp_path_factory.mktemp('ledger') / 'ledger.sqlite3'}"
+    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite3"
+    ledger = Ledger(f"sqlite:///{path}", daily_model_calls=1000)
     for mode, model in ((Mode.ENFORCE, "gpt-4o"), (Mode.OBSERVE, "no-such-model")):
         guard = Guard(
             Budget(

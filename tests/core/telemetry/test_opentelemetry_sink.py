@@ -24,6 +24,7 @@ from budgetguard_core import (
     end_run,
 )
 from budgetguard_core.breakers import CircuitBreakerConfig
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.telemetry import conventions
 from budgetguard_core.testing import ManualClock
@@ -285,7 +286,7 @@ def test_a_tenant_is_a_tag(telemetry, tmp_path):
     guard = Guard(
         Budget(max_iterations=1),
         sinks=[seen.sink],
-        ledger=f"sqlite:///{tmp_path / 'ledger.sqlite3'}",
+        ledger=Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}", daily_model_calls=1000),
         tenant="acme",
     )
     guard.settle_model_call(guard.admit_model_call(CALL), USED)
