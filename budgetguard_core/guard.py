@@ -210,7 +210,7 @@ class Guard:
         Raises:
             ConfigurationError: `seconds` is not a number > 0.
         """
-        return Housekeeping[Self].of(self, seconds)
+        return Housekeeping.of(self, seconds)
 
     def __copy__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -312,12 +313,9 @@ class Ledger:
     def _usage(self, tenant: str | Key) -> list[WindowUsage]:
         account, stored = self._of(tenant).account, self._ceilings.all()
         now = self.now()
+        connection = self.connection
         return [
-            usage_of(
-                self.connection.ask(lambda store, one=one: store.window(*one[:2])),
-                stored,
-                one.ceiling,
-            )
+            usage_of(connection.ask(methodcaller("window", *one[:2])), stored, one.ceiling)
             for one in account.windows(now)
         ]
 

@@ -39,6 +39,8 @@ class Outbox:
         self._held: FileLock | None = None
         self.forked()
 
+    _fd: int
+
     def forked(self) -> None:
         """Begin anew in a child process; the file stays with the parent."""
         if self._held is not None:

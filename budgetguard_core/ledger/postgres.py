@@ -219,7 +219,7 @@ class PostgresLedgerStore:
         known = (step.ledger, str(step.sequence), step.owner)
         if step.verb == "settle":
             statement = _SETTLE
-            arguments = (step.id, _array(step.amount), keys, labels, *known)
+            arguments: tuple[str, ...] = (step.id, _array(step.amount), keys, labels, *known)
         else:
             statement = _RESERVE
             arguments = (

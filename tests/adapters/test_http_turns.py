@@ -183,9 +183,9 @@ def of_converse(body):
     ],
 )
 def test_replies_that_repeat_are_a_loop_whatever_is_beside_them(where, answer, turns_of):
-    asked, _, outcome = talk(*where, answer, turns_of, Budget())
+    asked, _, outcome = talk(*where, answer, turns_of, Budget(), turns=20)
     assert outcome.stop_reason == "no_progress"
-    assert len(asked) < 12
+    assert len(asked) <= 13
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ guard = Guard(
 )
 child: Guard = guard.child(Budget(max_tool_calls=3))
 guard.extend(max_iterations=40, max_seconds=90, max_cost_usd=Decimal(2))
-guard.extend(max_iteration=40)  # type: ignore[arg-type]
+guard.extend(max_iteration=40)  # type: ignore[call-arg]
 guard.extend(max_iterations="40")  # type: ignore[arg-type]
 guard.extend(max_iterations=None)  # type: ignore[arg-type]
 guard.extend(40)  # type: ignore[call-arg]

@@ -135,8 +135,7 @@ class SharedGuard(Guard):
         error: BaseException | str | None = None,
         result_fingerprint: str | None = None,
         error_fingerprint: str | None = None,
-        outcomes: Sequence[str] | None = None,
-        duration_ns: int | None = None,
+        alike: str | None = None,
     ) -> bool:
         """Report how a tool call ended, to the supervisor as well."""
         place = self.link.places.pop(ticket.call_id, None)
@@ -148,8 +147,7 @@ class SharedGuard(Guard):
             error=error,
             result_fingerprint=result_fingerprint,
             error_fingerprint=error_fingerprint,
-            outcomes=outcomes,
-            duration_ns=duration_ns,
+            alike=alike,
         )
 
     def withdraw(self, ticket: Admit, *, waits: bool = False) -> bool:
