@@ -38,7 +38,8 @@ def check_request(messages):
         if isinstance(message, AIMessage):
             if isinstance(before, AIMessage):
                 raise InvalidRequest("two answers in a row")
-            open_calls = [call["id"] for call in message.tool_calls]
+            asked = (*message.tool_calls, *message.invalid_tool_calls)
+            open_calls = [call["id"] for call in asked]
         before = message
     if open_calls:
         raise InvalidRequest(f"calls without a result: {open_calls}")

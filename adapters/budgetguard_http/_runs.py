@@ -49,6 +49,7 @@ def is_off(run: Run) -> bool:
 def own(run: Run) -> Run:
     """Note that a run is that of a block of clients."""
     _BLOCKS.add(run)
+    run.is_of_clients = True
     return run
 
 

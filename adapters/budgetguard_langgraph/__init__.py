@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from budgetguard_core.kit import required
@@ -45,6 +46,10 @@ _FILES = {"BudgetMiddleware": "middleware", "bounded_executor": "executor"}
 
 del _ambient, _first
 
+for _name, (_, _module) in _LAZY.items():
+    if find_spec(_module) is None:
+        __all__.remove(_name)
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
@@ -52,5 +57,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     framework, module = _LAZY[name]
-    with required(framework, module=module, extra="langchain"):
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    try:
+        with required(framework, module=module, extra="langchain"):
+            return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    except ModuleNotFoundError as error:
+        # So that `hasattr` says no.
+        raise AttributeError(str(error), name=name) from error

@@ -68,7 +68,8 @@ class _AmbientCallback:
 
     def get(self) -> BaseCallbackHandler | None:
         frame = current()
-        if frame is None:
+        if frame is None or (frame.run is not None and frame.run.is_of_clients):
+            # Of a block of clients each call is counted where it is sent.
             return None
         if type(frame) is Step:
             opener: BaseCallbackHandler = frame.graph_run.opener

@@ -142,6 +142,14 @@ class AskedCalls:
                 return OpenToolCall(ticket.call, (ticket,))
         return None
 
+    def are_due(self) -> bool:
+        """Tell whether calls were admitted whose bodies have not started, or not ended."""
+        with self._lock:
+            if self._waiting:
+                return True
+            batches = [one.batch for many in self._asked.values() for one in many]
+            return any(one is not None and one.unstarted for one in batches)
+
     def leave(self) -> None:
         """Take back what was admitted and never started."""
         for asked in [one for many in self._asked.values() for one in many]:

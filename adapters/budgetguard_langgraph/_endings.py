@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from langchain_core.messages import BaseMessage, messages_to_dict
+from langchain_core.messages import AIMessage, BaseMessage, messages_to_dict
 
 from budgetguard_core import (
     BudgetExceeded,
@@ -14,12 +15,32 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
+from budgetguard_core.kit import remember as kept_with
 from budgetguard_langgraph._history import closed, final_text, messages_of, placed, results_for
 from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._run import GraphRun
+from budgetguard_langgraph._seams import is_drained
 from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
 
 RESUME: Final = "resume(graph, config, budget), with a checkpointer"
+
+
+_LIMITS: Final = re.compile(
+    "Model call limits exceeded: |('.*' tool|Tool) call limit reached: "
+    "|Sorry, need more steps to process this request[.]$"
+)
+"""The words with which LangChain's own limits end an agent, in a message that no model wrote."""
+
+
+def limit_of(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> Trip | None:
+    """Return the stop of a graph that ended by a limit of the framework's, without an exception."""
+    last = messages[-1] if messages else None
+    if not isinstance(last, AIMessage) or last.usage_metadata or last.response_metadata:
+        return None
+    text = last.content
+    if not isinstance(text, str) or _LIMITS.match(text) is None:
+        return None
+    return graph_run.run.framework_limit(text[:200]) if graph_run.run.is_enforced else None
 
 
 def closing_of(
@@ -59,13 +80,18 @@ def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessa
     return outcome
 
 
-def pause(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> Outcome:
-    """Say that a run waits for a person."""
-    return graph_run.run.pause(
+def pause(
+    graph_run: GraphRun, messages: Sequence[BaseMessage], drained: BaseException | None = None
+) -> Outcome:
+    """Say that a run waits for a person, or to go on where it was drained."""
+    outcome = graph_run.run.pause(
         messages,
         saved_messages=_saved(graph_run, messages),
         resume="Command(resume=answer), on the same thread",
     )
+    if drained is not None:
+        kept_with(drained, outcome)
+    return outcome
 
 
 def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterrupt | BudgetStop:
@@ -92,18 +118,20 @@ def end(
 ) -> BudgetExceeded | None:
     """End a run whose graph or chain is over; return what its caller gets instead of a result."""
     messages = messages_of(outputs, messages_key) or graph_run.conversation
-    if error is not None and not isinstance(error, BudgetExceeded):
-        fail(graph_run, error, messages)
-        return None
-    if graph_run.waits and error is None:
-        outcome = pause(graph_run, messages)
+    if graph_run.waits and (error is None or is_drained(error)):
+        outcome = pause(graph_run, messages, error)
         if graph_run.thread is not None:
             graph_run.thread.keep(graph_run.run.guard, graph_run.slot)
         remember(outputs, messages_key, outcome)
         return None
+    if error is not None and not isinstance(error, BudgetExceeded):
+        fail(graph_run, error, messages)
+        return None
     trip = graph_run.run.stopped_by or graph_run.stopped_inside
     if trip is not None:
         messages = closing_of(graph_run, trip, messages)
+    elif error is None:
+        trip = limit_of(graph_run, messages)
     outcome = conclude(graph_run, messages, trip)
     if graph_run.thread is not None:
         graph_run.thread.forget(outcome)

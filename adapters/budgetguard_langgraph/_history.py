@@ -41,12 +41,17 @@ def unanswered(messages: Sequence[BaseMessage]) -> list[tuple[str, str]]:
     answered = Counter(m.tool_call_id for m in messages if isinstance(m, ToolMessage))
     left: list[tuple[str, str]] = []
     for message in messages:
-        for call in message.tool_calls if isinstance(message, AIMessage) else ():
+        asked: tuple[Any, ...] = ()
+        if isinstance(message, AIMessage):
+            # Packages send those that nobody could read as well.
+            invalid = [one for one in message.invalid_tool_calls if one.get("id")]
+            asked = (*message.tool_calls, *invalid)
+        for call in asked:
             id_ = str(call["id"])
             if answered[id_] > 0:
                 answered[id_] -= 1
             else:
-                left.append((id_, call["name"]))
+                left.append((id_, call["name"] or ""))
     return left
 
 

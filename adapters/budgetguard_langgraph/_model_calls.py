@@ -29,6 +29,7 @@ from budgetguard_langgraph._usage import (
     own_bound,
     request_of,
     schema_of,
+    totals_in,
     used_by,
     was_cut,
     written,
@@ -194,12 +195,15 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         frame = current()
 
 
-def token(graph_run: GraphRun, run_id: RunId, text: str) -> Trip | None:
+def token(graph_run: GraphRun, run_id: RunId, text: str, chunk: Any) -> Trip | None:
     """Measure a stream; return why it has to end now."""
     flying = graph_run.models.get(run_id)
     if flying is None:
         return None
     flying.streamed.append(text)
+    usage = getattr(getattr(chunk, "message", None), "usage_metadata", None)
+    if usage:
+        flying.reported.append(usage)
     run = graph_run.run
     return run.check() if run.aborted or run.time_left() == 0 else None
 
@@ -226,6 +230,7 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
     used, cost = used_by(record)
+    used = totals_in(flying.reported) or used
     if used is None or used.estimated or not used.input_tokens:
         _project(graph_run, flying)
     told = used is not None and not used.estimated and used.output_tokens > 0

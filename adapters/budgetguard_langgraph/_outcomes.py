@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, cast
 
-from budgetguard_core import AdapterError, Outcome, StopReason
+from budgetguard_core import AdapterError, Outcome
 from budgetguard_core.kit import outcome_of
 from budgetguard_core.kit import remember as _remember
 from budgetguard_langgraph._history import (
@@ -18,7 +18,7 @@ from budgetguard_langgraph._history import (
     messages_of,
     results_for,
 )
-from budgetguard_langgraph._seams import INTERRUPT, TASK, configuration
+from budgetguard_langgraph._seams import TASK, configuration
 
 _NEXT: Final[ContextVar[Told | None]] = ContextVar("budgetguard_next_told", default=None)
 
@@ -34,11 +34,14 @@ class Told:
     """Where the outcome of one streamed run goes: to the stream that its caller holds.
 
     Attributes:
-        status: How the run ended.
+        outcome: How the run ended, without its messages.
+        is_on_messages: Its result has messages, by which it is found.
     """
 
+    is_on_messages = False
+
     def __init__(self) -> None:
-        self.status: str | None = None
+        self.outcome: Outcome | None = None
         self._stream: weakref.ref[Any] | None = None
 
     def by(self, stream: Any) -> Any:
@@ -48,7 +51,7 @@ class Told:
 
     def take(self, outcome: Outcome) -> None:
         """Take the outcome, for as long as somebody holds the stream."""
-        self.status = outcome.status
+        self.outcome = outcome.model_copy(update={"messages": (), "final": None})
         stream = None if self._stream is None else self._stream()
         if stream is not None:
             _remember(stream, outcome)
@@ -73,26 +76,32 @@ def next_told() -> Told:
     return told
 
 
-def with_reason(graph: Any, result: Any, options: dict[str, Any], told: Told) -> Any:
-    """Give the result of a run that completed the key that a stopped one has.
+class Result(dict[str, Any]):
+    """A result without messages: a plain dictionary takes no reference to its outcome."""
 
-    Not inside another graph, which would take the key for a part of its own state; nor where
-    the caller asked for certain keys, or where the state is no table.
+
+def with_outcome_of(graph: Any, result: Any, options: dict[str, Any], told: Told) -> Any:
+    """Return a result by which its outcome is found; of a stopped run with `stop_reason`.
+
+    Inside another graph it is a part of that one's state.
     """
-    keys, inside = graph.stream_channels_asis, configuration().get(TASK) is not None
-    if options.get("output_keys") is not None or isinstance(keys, str) or inside:
-        return result
-    values = getattr(result, "value", result)
-    if not isinstance(values, dict) or options.get("stream_mode", "values") != "values":
+    ended, values = told.outcome, getattr(result, "value", result)
+    if ended is None or not isinstance(values, dict) or configuration().get(TASK) is not None:
         return result
     known = cast("dict[str, Any]", values)
-    interrupts: Any = getattr(result, "interrupts", None)
-    if INTERRUPT in known or interrupts:
+    is_state = options.get("output_keys") is None and options.get("stream_mode") in (None, "values")
+    is_state = is_state and not isinstance(graph.stream_channels_asis, str)
+    if ended.status == "terminated" and is_state:
+        known.setdefault("stop_reason", str(ended.stop_reason))
+    if values is not result or told.is_on_messages:
         return result
-    if told.status == "paused":
-        return result
-    if known.get("stop_reason") is None:
-        known["stop_reason"] = str(StopReason.COMPLETED)
+    return with_own_outcome(known, ended)
+
+
+def with_own_outcome(values: dict[str, Any], ended: Outcome) -> dict[str, Any]:
+    """Return values that know how the run ended that made them."""
+    result = Result(values)
+    _remember(result, ended)
     return result
 
 
@@ -111,6 +120,8 @@ def outcome(result: Any, *, messages_key: str = "messages") -> Outcome:
         AdapterError: The result is not that of a run with a budget, or holds no messages.
     """
     found = outcome_of(result)
+    if found is not None and isinstance(result, Result):
+        found = found.model_copy(update={"final": result.get("output")})
     values = getattr(result, "values", None)
     if found is not None and isinstance(values, dict):
         found = _with_messages(found, messages_of(values, messages_key)) or found

@@ -153,7 +153,7 @@ class Thread:
         """Leave how a run ended, and its counters where it waits."""
         if outcome.status == "paused":
             self.keep(guard, slot)
-        if slot == 0:
+        if slot == 0 and outcome.status != "completed":
             self.tell(guard, outcome)
         self.forget(outcome)
 
@@ -161,7 +161,7 @@ class Thread:
         """Leave how a run ended, and its counters where it waits."""
         if outcome.status == "paused":
             await self.akeep(guard, slot)
-        if slot == 0:
+        if slot == 0 and outcome.status != "completed":
             await self.atell(guard, outcome)
         await self.aforget(outcome)
 

@@ -17,7 +17,7 @@ from budgetguard_core import Budget, ModelCall, RunFencedError, Stop, Trip
 from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt, Run
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread, pending
-from budgetguard_langgraph._seams import GraphCall
+from budgetguard_langgraph._seams import GraphCall, is_drained
 from budgetguard_langgraph.interrupts import NotRetried, is_budget_interrupt
 
 _REPLIES: Final = 16
@@ -116,6 +116,7 @@ class ModelCallInFlight:
     bounded: bool = False
     forget: Callable[[], None] = _nothing
     streamed: list[str] = field(default_factory=list[str])
+    reported: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
 
 @dataclass(slots=True)
@@ -171,6 +172,8 @@ class GraphRun:
         self.outer = outer
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)
+        self._is_answered = answered
+        self._first_steps: dict[RunId | None, Any] = {}
         self.asked = AskedCalls(run, self.lock, answered=answered)
         self.models: dict[RunId, ModelCallInFlight] = {}
         self.tools: dict[RunId, ToolCallInFlight] = {}
@@ -227,6 +230,30 @@ class GraphRun:
         while outer is not None and self.root is not None and outer.root == self.root:
             outer.stopped_inside = outer.stopped_inside or trip
             outer = outer.outer
+
+    def goes_on_with(self, graph: RunId | None, step: int | None) -> bool:
+        """Tell whether a step of a graph had begun when a person was asked: it is no further one.
+
+        Args:
+            graph: The id of the graph's own chain.
+            step: The number of its step.
+        """
+        if not self._is_answered or self.run.has_to_end:
+            return False
+        return self._first_steps.setdefault(graph, step) == step
+
+    def has_to_end(self) -> Trip | None:
+        """Return the stop that keeps further steps from starting; None while they may.
+
+        Tool calls that were admitted before it still run, each of them in a step of its own.
+        """
+        run = self.run
+        trip = run.stopped_by
+        if trip is None and (
+            run.has_to_end or any(one.trip for guard in run.guards for one in guard.lineage)
+        ):
+            trip = run.check()
+        return None if trip is None or self.asked.are_due() else trip
 
     # Prompts
 
@@ -317,7 +344,7 @@ class GraphRun:
             if self.thread is not None and place is not None:
                 self.thread.moved(place)
             asked = any(not is_budget_interrupt(one) for one in found)
-            self.waits = asked or (at_breakpoint and not found)
+            self.waits = asked or is_drained(error) or (at_breakpoint and not found)
 
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""

@@ -93,15 +93,15 @@ _READ: Final[tuple[tuple[str, str, frozenset[str]], ...]] = tuple(
     )
 )
 
-# The framework's own caps; the later ones only since LangGraph 1.2.
-FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (
-    GraphRecursionError,
-    *(
-        getattr(langgraph.errors, name)
-        for name in ("GraphDrained", "NodeTimeoutError")
-        if hasattr(langgraph.errors, name)
-    ),
-)
+FRAMEWORK_LIMITS: Final[tuple[type[Exception], ...]] = (GraphRecursionError,)
+"""The framework's own caps."""
+_DRAINED: Final[Any] = getattr(langgraph.errors, "GraphDrained", None)  # since LangGraph 1.2
+
+
+def is_drained(error: BaseException | None) -> bool:
+    """Tell whether a graph was asked to leave off, between two steps, to go on elsewhere."""
+    return _DRAINED is not None and isinstance(error, _DRAINED)
+
 
 _DEEPEST: Final = 150
 _NEAREST: Final = 12
@@ -239,6 +239,17 @@ def close_pending_hooks() -> None:
 
 
 # Hooks
+
+_STEP: Final = "graph:step:"
+
+
+def node_of(tags: list[str] | None, metadata: Mapping[str, Any] | None) -> str | None:
+    """Return the node whose task a chain is, by its tags; None for any other chain."""
+    for tag in tags or ():
+        if tag.startswith(_STEP):
+            return str((metadata or _NOTHING).get("langgraph_node"))
+    return None
+
 
 _AWAITS: Final = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__
 

@@ -45,6 +45,7 @@ from budgetguard_langgraph._seams import (
     TASK,
     configuration,
     graph_call,
+    is_drained,
     recursion_limit,
     surrounding_callbacks,
     with_callback,
@@ -99,6 +100,7 @@ class _Ending:
     messages: list[BaseMessage] = field(default_factory=list[BaseMessage])
     closing: list[BaseMessage] = field(default_factory=list[BaseMessage])
     values: Any = None
+    state: StateSnapshot | None = None
 
 
 class Session:
@@ -237,10 +239,23 @@ class Session:
         limit = recursion_limit(self.graph, config, needed)
         if limit is not None:
             config["recursion_limit"] = limit
-        if self.checkpointed and not self.nested and self.options.get("durability") is None:
+        if self._is_to_outlive_a_kill and self.options.get("durability") is None:
             self.options["durability"] = "sync"
         for name in [name for name, value in self.options.items() if value is None]:
             del self.options[name]
+
+    @property
+    def _is_to_outlive_a_kill(self) -> bool:
+        """Whether each step is to be on the disk before the next: what it used is, in a store.
+
+        A state that is one table too: LangGraph writes interrupts into it while it is saved. It
+        hands this down, and a subgraph that has no checkpointer cannot wait for one.
+        """
+        is_one_value = isinstance(self.graph.stream_channels_asis, str)
+        has_store = self.terms.envelope.store is not None
+        if not (has_store or is_one_value) or self.nested or not self.checkpointed:
+            return False
+        return all(one.checkpointer is not False for _, one in self.graph.get_subgraphs())
 
     # After
 
@@ -349,20 +364,27 @@ class Session:
             ended[key] = list(whole)
         return {**ended, "stop_reason": str(trip.reason)}
 
+    def written(self, state: StateSnapshot) -> None:
+        """Take the thread as it is closed, for the streams of checkpoints."""
+        self._end.state = state
+
     def conclude(self, trip: Trip | None) -> Outcome:
         """End the run: checkpoint, record, outcome."""
+        graph_run = self.graph_run
         if trip is None:
             messages = conversation_in(self.view.state() or self.view.latest, self.key)
-            self._end.messages = messages or self.graph_run.conversation
+            self._end.messages = messages or graph_run.conversation
             self._end.values = self.view.latest
         else:
-            self.graph_run.tell(trip)
-        if trip is None and self.graph_run.waits:
-            outcome = _endings.pause(self.graph_run, self._end.messages)
+            graph_run.tell(trip)
+        if trip is None and graph_run.waits:
+            outcome = _endings.pause(graph_run, self._end.messages)
         else:
-            outcome = _endings.conclude(self.graph_run, self._end.messages, trip)
+            trip = trip or _endings.limit_of(graph_run, self._end.messages)
+            outcome = _endings.conclude(graph_run, self._end.messages, trip)
         remember(self._end.values, self.key or self.terms.messages_key, outcome)
         if self._told is not None:
+            self._told.is_on_messages = bool(self._end.messages) and self.key is not None
             self._told.take(outcome)
         return outcome
 
@@ -378,9 +400,21 @@ class Session:
 
     def fail(self, error: BaseException) -> Outcome:
         """End a run that an exception or a cancellation left."""
-        self.graph_run.leave(error)
+        graph_run = self.graph_run
+        graph_run.leave(error)
         messages = conversation_in(self.view.state() or self.view.latest, self.key)
-        return _endings.fail(self.graph_run, error, messages or self.graph_run.conversation)
+        messages = messages or graph_run.conversation
+        if not is_drained(error):
+            return _endings.fail(graph_run, error, messages)
+        outcome = _endings.pause(graph_run, messages, error)
+        self.thread.keep(graph_run.run.guard, self.slot)
+        return outcome
+
+    def raise_where_asked(self) -> None:
+        """Raise where a limit of the framework's has ended the run, and the caller asked for it."""
+        run = self.graph_run.run
+        if run.trip is not None and run.is_to_raise:
+            raise BudgetExceeded(run.trip, run.outcome)
 
     def last_chunks(self, trip: Trip, outcome: Outcome) -> Iterator[Any]:
         """Yield the end of a stopped stream, in each mode that was asked for.
@@ -395,5 +429,5 @@ class Session:
         if run.is_to_raise:
             raise BudgetExceeded(trip, outcome)
         yield from self.view.last_chunks(
-            self.key, self._end.closing, self._end.values, str(trip.reason)
+            self.key, self._end.closing, self._end.values, str(trip.reason), self._end.state
         )

@@ -53,6 +53,8 @@ def ask(
         _is_handoff(graph_run, name)
     else:
         opened = graph_run.asked.take(graph_of(namespace_of(metadata)), id_, name)
+    if opened is None and id_ is not None:
+        opened = _admitted_below(graph_run, id_, name)
     if opened is None:
         call = ToolCall(
             name=name,
@@ -62,6 +64,21 @@ def ask(
         )
         opened = graph_run.run.tool_call(call)
     return ToolCallInFlight(run_id, opened)
+
+
+def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | None:
+    """Return a call that was admitted with the answer of a client in a node, by its id."""
+    guard = graph_run.run.guard
+    with graph_run.lock:
+        ours = [ticket for one in graph_run.tools.values() for ticket in one.call.tickets]
+    with guard.tree.lock:
+        tickets = list(guard.tree.open.values())
+    for ticket in tickets:
+        call = ticket.call
+        is_same = isinstance(call, ToolCall) and (call.id, call.name) == (id_, name)
+        if is_same and ticket not in ours and guard in ticket.guard.lineage:
+            return OpenToolCall(call, (ticket,))
+    return None
 
 
 def begin(graph_run: GraphRun, flying: ToolCallInFlight) -> Exception | Trip | None:
@@ -106,7 +123,8 @@ def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
         return refused.trip
     run = graph_run.run
     reason = refused.reason or StopReason.TOOL_QUOTA
-    violation = Violation(reason=reason, detail=f"the quota of {refused.call.name} is used up")
+    detail = refused.detail or f"a call of {refused.call.name} was refused"
+    violation = Violation(reason=reason, detail=detail)
     run.guard.hold(violation)
     return run.check() or Trip(reason=reason, violations=(violation,), run_id=run.guard.run_id)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import reduce
 from typing import Any, Final, TypeGuard, cast
 
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 
 from budgetguard_core import TokenUsage, ToolCall
-from budgetguard_core.kit import reported_cost, token_usage
+from budgetguard_core.kit import merge_usage, reported_cost, token_usage
 
 _BOUNDS: Final = (
     "max_completion_tokens",
@@ -97,6 +98,26 @@ def used_by(record: Any) -> tuple[TokenUsage | None, Decimal | None]:
     if used is not None and _tells_no_cost(record):
         return used, None
     return token_usage(record), reported_cost(record)
+
+
+def totals_in(reported: Sequence[Mapping[str, Any]]) -> TokenUsage | None:
+    """Return the usage of a stream whose chunks have totals so far; None where they are shares.
+
+    LangChain adds up what chunks report. Totals never fall, and each of them has the prompt again,
+    or the prompt comes first and the completion grows with each chunk.
+    """
+    if len(reported) < 2:
+        return None
+    parts = [token_usage(one) for one in reported]
+    given = [(one.input_tokens, one.output_tokens) for one in parts if one is not None]
+    answered = [output for _, output in given]
+    if len(given) < 2 or answered != sorted(answered):
+        return None
+    prompts = [prompt for prompt, _ in given]
+    is_total = 0 not in prompts and prompts == sorted(prompts)
+    later = answered[1:]
+    is_one_sided = answered[0] == 0 and not any(prompts[1:]) and len(set(later)) == len(later) > 1
+    return reduce(merge_usage, parts) if is_total or is_one_sided else None
 
 
 def _plainly(told: dict[str, Any]) -> TokenUsage | None:

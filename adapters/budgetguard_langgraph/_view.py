@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
+from langgraph.types import StateSnapshot
+
 from budgetguard_langgraph._seams import INTERRUPT, ROOT
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 NODE: Final = "budgetguard"
 """The name under which the closing messages show up in `updates` and `messages` streams."""
 _STATES: Final = frozenset({"updates", "values"})
+_THREADS: Final = frozenset({"checkpoints", "debug"})
 _LISTS: Final = frozenset({"debug", "tasks", "checkpoints"})
 
 
@@ -48,6 +51,11 @@ class View:
         options["stream_mode"] = (
             self._modes if "values" in self._modes else [*self._modes, "values"]
         )
+
+    @property
+    def shows_checkpoints(self) -> bool:
+        """Whether the caller follows the thread by the stream."""
+        return not _THREADS.isdisjoint(self._modes)
 
     def seen(self, chunk: Any) -> Sequence[Any]:
         """Take note of a chunk, and return what the caller gets of it: one chunk or none."""
@@ -139,7 +147,12 @@ class View:
         return {key: known[key] for key in self.keys if key in known}
 
     def last_chunks(
-        self, key: str | None, closing: Sequence[Any], values: Any, reason: str
+        self,
+        key: str | None,
+        closing: Sequence[Any],
+        values: Any,
+        reason: str,
+        state: StateSnapshot | None,
     ) -> Iterator[Any]:
         """Yield the end of a stopped stream, in each mode that was asked for."""
         shown = key is not None and (self.keys == key or key in self.keys)
@@ -153,6 +166,23 @@ class View:
             yield self.chunk("updates", {NODE: update})
         if "values" in self._modes:
             yield self.chunk("values", values)
+        if state is not None:
+            # By these a server tells whether the thread waits, and what is in it.
+            payload = {
+                "config": state.config,
+                "parent_config": state.parent_config,
+                "values": state.values,
+                "metadata": state.metadata,
+                "next": list(state.next),
+                "tasks": [],
+            }
+            if "checkpoints" in self._modes:
+                yield self.chunk("checkpoints", payload)
+            if "debug" in self._modes:
+                event: dict[str, Any] = {"type": "checkpoint", "payload": payload}
+                event["step"] = (state.metadata or {}).get("step")
+                event["timestamp"] = state.created_at
+                yield self.chunk("debug", event)
 
 
 def _without_stops(payload: Any) -> Any:

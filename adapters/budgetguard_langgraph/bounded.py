@@ -9,13 +9,16 @@ from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
+from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStubs]
+    PregelProtocol,
+)
 from langgraph.types import StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
 from budgetguard_core.kit import CutShort, Envelope, EnvelopeOptions, entered, envelope_of
 from budgetguard_langgraph._closing import FOLD
 from budgetguard_langgraph._flow import Flow, arun, run
-from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_reason
+from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_outcome_of
 from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
 from budgetguard_langgraph._session import Session, Terms
@@ -74,6 +77,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         trip = call.trip(error)
         if trip is None:
             call.leave(call.conclude(None))
+            call.raise_where_asked()
             return
         outcome = run(self._ended(call, trip, error))
         call.leave(outcome)
@@ -148,6 +152,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         trip = call.trip(error, cut)
         if trip is None:
             await call.aleave(await bounds.in_thread(lambda: call.conclude(None)))
+            call.raise_where_asked()
             return
         outcome = await arun(self._ended(call, trip, error))
         await call.aleave(outcome)
@@ -200,21 +205,23 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         plan = call.close(trip, state, answer)
         if plan is not None:
             call.thread.moved((yield *write, (call.address, plan)))
+            if call.view.shows_checkpoints:
+                call.written((yield read))
         conclude = partial(call.conclude, trip)
         outcome: Outcome = yield conclude, partial(call.graph_run.run.in_thread, conclude), ()
         return outcome
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
-        """Return what the graph does, with a key `stop_reason`, also of a run that completed."""
+        """Return what the graph does; of a stopped run with a key `stop_reason`."""
         with told_of_stream() as told:
             result = self._plain.invoke(input, config, **options)
-        return with_reason(self, result, options, told)
+        return with_outcome_of(self, result, options, told)
 
     async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> Any:
-        """Return what the graph does, with a key `stop_reason`, also of a run that completed."""
+        """Return what the graph does; of a stopped run with a key `stop_reason`."""
         with told_of_stream() as told:
             result = await self._plain.ainvoke(input, config, **options)
-        return with_reason(self, result, options, told)
+        return with_outcome_of(self, result, options, told)
 
     def get_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
         """Return the state of a thread; `outcome` takes it, where a run ended at it."""
@@ -252,9 +259,8 @@ def bounded(
 
     Every entry point (`invoke`, `stream`, `batch`, `astream_events`, ...) returns what it normally
     does. A stopped run returns its state so far: all tool calls answered, a synthetic last message
-    with `response_metadata["stop_reason"]`. The results of `invoke` and `ainvoke` have a key
-    `stop_reason`, `"completed"` where no limit stopped the run. With a checkpointer the
-    thread is closed in the same way and each step is on the disk before the next begins. A graph
+    with `response_metadata["stop_reason"]`, and a key `stop_reason`. With a checkpointer the
+    thread is closed in the same way. A run that completes gives what it gives unguarded. A graph
     that is bounded already is then bounded by both budgets.
 
     Args:
@@ -266,8 +272,8 @@ def bounded(
         grace: Seconds that tools in flight are given to finish when the run is stopped, except by
             its deadline or an abort.
         options: As `budgetguard_core.kit.Envelope` takes them. With a `store` the guard is saved
-            on every step, so that a run that was killed goes on in another process with all that
-            it used.
+            on every step, and each step is on the disk before the next begins: a run that was
+            killed goes on in another process with all that it used.
 
     Raises:
         AdapterError: The graph is not a compiled graph, or the releases are not supported.
@@ -275,10 +281,10 @@ def bounded(
     """
     envelope = envelope_of(budget, **options)
     if not isinstance(cast("object", graph), Pregel):
-        raise AdapterError(
-            f"bounded takes a compiled graph, got {type(graph).__name__}. "
-            "Compile it first, or pass BudgetCallback in the config."
-        )
+        way_out = "Compile it first, or pass BudgetCallback in the config."
+        if isinstance(graph, PregelProtocol):
+            way_out = "Its steps are taken elsewhere: bound the graph there, where it runs."
+        raise AdapterError(f"bounded takes a compiled graph, got {type(graph).__name__}. {way_out}")
     probe()
     budgets = (*terms_of(graph), Terms(envelope, messages_key, grace))
     return cast("_G", bind(plain(graph), budgets))
@@ -300,7 +306,8 @@ def plain(graph: Any) -> Any:
 def bind(graph: Any, budgets: tuple[Terms, ...]) -> Any:
     """Return a plain graph, bounded by these."""
     plain_kind = cast("type[Any]", type(graph))
-    kind = type(f"Bounded{plain_kind.__name__}", (BoundedGraph, plain_kind), {})
+    name, module = f"Bounded{plain_kind.__name__}", {"__module__": __name__}
+    kind = type(name, (BoundedGraph, plain_kind), module)
     return _made(kind, {**vars(graph), "_budgetguard": budgets})
 
 

@@ -44,9 +44,10 @@ from budgetguard_langgraph._seams import (
     closing_pending_hooks,
     configuration,
     graph_call,
+    node_of,
     probe,
 )
-from budgetguard_langgraph.interrupts import ANSWERED, was_stopped
+from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
 
 
 def _keys(run_id: UUID, facts: Mapping[str, Any]) -> tuple[RunId, RunId | None]:
@@ -82,6 +83,8 @@ class BudgetCallback(BaseCallbackHandler):
 
     ends_elsewhere = False
     """Whether somebody else writes the ending of this callback's runs."""
+    ends_in_a_node = False
+    """Whether a node of the graph itself writes it, which has to start for that."""
 
     def __init__(
         self,
@@ -120,20 +123,24 @@ class BudgetCallback(BaseCallbackHandler):
         run_id: UUID,
         parent_run_id: UUID | None = None,
         metadata: dict[str, Any] | None = None,
+        tags: list[str] | None = None,
         **_: Any,
     ) -> None:
-        """Note whose run a chain belongs to."""
+        """Note whose run a chain belongs to, and start no step of a run that was stopped."""
         key: RunId = getattr(run_id, "int", run_id)
         above: RunId | None = getattr(parent_run_id, "int", parent_run_id)
+        node = node_of(tags, metadata)
         owner = self._nearest(above)
         if owner is not None:
             # In code of the run already, and of no call in it.
+            self._start_step(owner, node, above, metadata)
             owner.chains.setdefault(key, None)
             OWNERS[key] = owner
             return
         owner = None if above is None else OWNERS.get(above)
         if owner is not None and owner.opener is self and key not in OWNERS and not FRAME.get():
             # A node of the run, and nothing of ours is around its code.
+            self._start_step(owner, node, above, metadata)
             OWNERS[key] = owner
             step = owner.chains[key] = Step(owner, None, key)
             step.enter()
@@ -145,6 +152,8 @@ class BudgetCallback(BaseCallbackHandler):
             owner = mine = self._begin(key, inputs, owner, metadata)
         if owner is None:
             return
+        if mine is owner:
+            self._start_step(owner, node, above, metadata)
         owner.chains.setdefault(key, None)
         OWNERS[key] = owner
         if mine is None or mine is not owner:
@@ -154,6 +163,22 @@ class BudgetCallback(BaseCallbackHandler):
             step = Step(mine, call_around(frame), key)
             step.enter()
             mine.chains[key] = step
+
+    def _start_step(
+        self,
+        owner: GraphRun,
+        node: str | None,
+        above: RunId | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        """Raise where a step of a run begins that was stopped, whatever its node calls."""
+        if node is None or (self.ends_in_a_node and above == owner.root):
+            return
+        step = (metadata or {}).get("langgraph_step")
+        trip = None if owner.goes_on_with(above, step) else owner.has_to_end()
+        if trip is not None:
+            owner.next_step = owner.next_step or f"run the node {node}"
+            raise _endings.stop(owner, trip, ())
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
@@ -165,9 +190,19 @@ class BudgetCallback(BaseCallbackHandler):
         else:
             self._over(key, outputs, None)
 
-    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        """End the run when its root has failed; a stop gets its outcome."""
-        self._over(getattr(run_id, "int", run_id), None, error)
+    def on_chain_error(
+        self, error: BaseException, *, run_id: UUID, tags: list[str] | None = None, **_: Any
+    ) -> None:
+        """End the run when its root has failed; a stop gets its outcome.
+
+        What was refused to a client in a node ends the graph as a refused tool does.
+        """
+        key: RunId = getattr(run_id, "int", run_id)
+        mine = self._flying(key) if node_of(tags, None) and is_refusal(error) else None
+        self._over(key, None, error)
+        trip = None if mine is None else mine.run.check()
+        if mine is not None and trip is not None:
+            raise _endings.stop(mine, trip, ())
 
     def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> None:
         owner = OWNERS.get(run_id)
@@ -225,14 +260,19 @@ class BudgetCallback(BaseCallbackHandler):
     on_llm_start: Any = on_chat_model_start
 
     def on_llm_new_token(
-        self, token: str | list[str | dict[str, Any]], *, run_id: UUID, **_: Any
+        self,
+        token: str | list[str | dict[str, Any]],
+        *,
+        chunk: Any = None,
+        run_id: UUID,
+        **_: Any,
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
         key: RunId = getattr(run_id, "int", run_id)
         mine = self._flying(key)
         if mine is not None:
             text = token if isinstance(token, str) else str(token)
-            trip = _model_calls.token(mine, key, text)
+            trip = _model_calls.token(mine, key, text, chunk)
             if trip is not None:
                 raise _endings.stop(mine, trip, ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
@@ -26,12 +27,15 @@ from budgetguard_core.kit import (
     entered,
     envelope_of,
 )
+from budgetguard_langgraph._outcomes import with_own_outcome
 from budgetguard_langgraph._owners import run_around
 from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
 from budgetguard_langgraph._session import Attached
 
 _NOTHING = object()
+_LIMIT = re.compile(r"Agent stopped due to (max iterations|iteration limit or time limit)\.$")
+"""The words with which an executor ends by a limit of its own."""
 
 
 class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
@@ -140,6 +144,11 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
                 "intermediate_steps": list(steps),
                 "stop_reason": str(trip.reason),
             }
+        else:
+            detail = str(ended.get("output"))
+            if run.is_enforced and _LIMIT.match(detail):
+                trip = run.framework_limit(detail)
+                ended = {**ended, "stop_reason": str(trip.reason)}
         outcome = run.end(
             _history(given, steps, ended.get("output"), run.guard, trip),
             ended.get("output"),
@@ -151,7 +160,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         self.outcome = outcome
         if trip is not None and (run.is_to_raise or mine.goes_through(trip)):
             raise BudgetExceeded(trip, outcome)
-        return ended
+        return with_own_outcome(ended, outcome)
 
 
 def bounded_executor(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from langchain_core import exceptions
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
@@ -13,6 +14,7 @@ from budgetguard_langgraph._seams import configuration
 
 TYPE = "budget_exceeded"
 """The `type` in the value of an interrupt that a budget made."""
+_REASON: Final = "x-budgetguard-stop-reason"
 ANSWERED: Final = (
     "Command(resume=...) must answer a question, got a thread that a budget stopped. "
     "Go on with resume(graph, config, budget)."
@@ -56,6 +58,16 @@ def is_budget_interrupt(interrupt: Any) -> bool:
     """Tell whether an interrupt of a graph was made by a budget, not for a person to answer."""
     value = getattr(interrupt, "value", None)
     return isinstance(value, dict) and value.get("type") == TYPE  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Tell whether an error of a client says only that its call was refused, below in HTTP."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # boto3
+        headers: Any = cast("Any", response).get("ResponseMetadata", {}).get("HTTPHeaders")
+    else:
+        headers = getattr(response, "headers", None)
+    return isinstance(headers, Mapping) and _REASON in headers
 
 
 def was_stopped(graph: Any, config: Any) -> bool:

@@ -76,6 +76,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         self._around = budget is None
         envelope = envelope_of(budget, default=Budget(), **options)
         self.callback = FoundCallback(envelope)
+        self.callback.ends_in_a_node = True
         self.tools: Sequence[Any] = [report_progress] if envelope.may_ask_for_progress else []
 
     # The run

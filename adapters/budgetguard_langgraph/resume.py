@@ -96,6 +96,11 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     past: Sequence[StateSnapshot] = ()
     if not state.next:
         past = yield partial(_history, graph), partial(_ahistory, graph), (found,)
+    if saved is None:
+        raise AdapterError(
+            "resume needs a thread that a budget stopped, got one on which there was no run. "
+            "Check its thread_id, or give it an input."
+        )
     state = with_outcome(state, saved)
     update, given, before = _plan(graph, state, past)
     if update is not None:

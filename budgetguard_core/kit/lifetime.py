@@ -72,7 +72,10 @@ class Lifetime:
             opened, unless its adapter says otherwise.
         is_loose: It is single calls that belong together; nobody tells their end.
         said: What the last run inside this one has answered.
+        is_of_clients: Its calls are counted where clients send them, below every framework.
     """
+
+    is_of_clients = False
 
     def __init__(
         self,

@@ -288,34 +288,6 @@ def test_a_stop_that_a_node_swallows_is_told_before_the_recursion_limit_that_it_
     assert result["stop_reason"] == "max_model_calls"
 
 
-def test_a_drained_graph_is_reported_as_the_framework_s():
-    runtime = pytest.importorskip("langgraph.runtime")
-    if not hasattr(runtime, "RunControl"):
-        pytest.skip("LangGraph drains since 1.2")
-    control = runtime.RunControl()
-    control.request_drain("shutdown")
-    result = bounded(agent(sticky()), Budget()).invoke(user("Go."), control=control)
-    assert result["stop_reason"] == "framework_limit"
-    assert "shutdown" in outcome(result).detail
-
-
-@pytest.mark.anyio
-async def test_a_node_that_times_out_is_reported_as_the_framework_s():
-    import langgraph.errors
-
-    if not hasattr(langgraph.errors, "NodeTimeoutError"):
-        pytest.skip("LangGraph times nodes out since 1.2")
-    graph = StateGraph(MessagesState)
-
-    async def node(state):
-        await asyncio.get_running_loop().create_future()
-
-    graph.add_node("node", node, timeout=0.2)
-    graph.add_edge(START, "node")
-    result = await bounded(graph.compile(), Budget()).ainvoke(user("Go."))
-    assert result["stop_reason"] == "framework_limit"
-
-
 # A person in the loop
 
 

@@ -57,18 +57,19 @@ def thread():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("script", "reason"), ENDINGS)
-async def test_every_result_has_a_stop_reason(script, reason):
+async def test_the_result_of_a_stopped_run_has_a_stop_reason(script, reason):
     graph = bounded(agent(script), Budget(max_iterations=2))
-    assert graph.invoke(user("Go."))["stop_reason"] == reason
-    assert (await graph.ainvoke(user("Go.")))["stop_reason"] == reason
-    assert [one["stop_reason"] for one in graph.batch([user("Go."), user("Go.")])] == [reason] * 2
-    assert graph.invoke(user("Go."), version="v2").value["stop_reason"] == reason
+    reason = None if reason == "completed" else reason
+    results = [graph.invoke(user("Go.")), await graph.ainvoke(user("Go."))]
+    results += graph.batch([user("Go."), user("Go.")])
+    results.append(graph.invoke(user("Go."), version="v2").value)
+    assert [one.get("stop_reason") for one in results] == [reason] * 5
 
 
 def test_with_the_middleware_below_it_is_the_same():
     graph = agent(ENDINGS[0][0], middleware=[BudgetMiddleware(Budget(max_iterations=2))])
     result = bounded(graph, Budget(max_iterations=2)).invoke(user("Go."))
-    assert result["stop_reason"] == "completed"
+    assert result.get("stop_reason") is None
 
 
 def test_a_run_that_waits_has_none_and_has_one_after_the_answer():
@@ -76,7 +77,7 @@ def test_a_run_that_waits_has_none_and_has_one_after_the_answer():
     graph = bounded(agent(script, ask_person, checkpointer=InMemorySaver()), Budget())
     config = thread()
     assert "stop_reason" not in graph.invoke(user("Go."), config)
-    assert graph.invoke(Command(resume="yes"), config)["stop_reason"] == "completed"
+    assert "stop_reason" not in graph.invoke(Command(resume="yes"), config)
 
 
 def test_a_caller_gets_no_key_where_it_would_be_part_of_something_else():
@@ -148,7 +149,7 @@ def test_the_outermost_budget_is_told_and_nothing_is_kept():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("script", "reason"), ENDINGS)
+@pytest.mark.parametrize(("script", "reason"), ENDINGS[1:])
 async def test_the_state_of_a_thread_leads_to_the_outcome_of_its_last_run(script, reason):
     plain, config = agent(script, checkpointer=InMemorySaver()), thread()
     graph = bounded(plain, Budget(max_iterations=2), on_outcome=(seen := []).append)
@@ -175,8 +176,8 @@ def test_so_does_the_state_of_a_run_that_waits():
     graph.invoke(user("Go."), config)
     assert outcome(graph.get_state(config)).status == "paused"
     graph.invoke(Command(resume="yes"), config)
-    ended = outcome(graph.get_state(config))
-    assert (ended.status, ended.usage.model_calls) == ("completed", 2)
+    with pytest.raises(AdapterError, match="without one"):
+        outcome(graph.get_state(config))
 
 
 @pytest.mark.anyio
