@@ -74,6 +74,8 @@ def opened(tmp_path):
     def open_ledger(**options):
         options.setdefault("timeout", PATIENCE)  # what is tested here is not the time-out
         options.setdefault("time_zone", ZONE)
+        if not any(name.startswith(("daily_", "monthly_")) for name in options):
+            options["daily_usd"] = 1_000
         url = f"sqlite:///{tmp_path}/ledger.sqlite3?synchronous=normal"
         made.append(Ledger(url, queue=tmp_path / "queue", **options))
         return made[-1]
