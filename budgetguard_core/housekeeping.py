@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from budgetguard_core.guard import Guard
 
 _G = TypeVar("_G", bound="Guard")
+_Owner = TypeVar("_Owner", bound="Guard")
 _LOG: Final = logging.getLogger("budgetguard")
 _NOTHING_ADMITTED: Final = (
     "guard.activate(): no call was admitted in the block, so nothing in it was bounded. Import the "
@@ -69,8 +70,8 @@ class Housekeeping(Generic[_G]):
         self._seconds = seconds
         self._answers_for = answers_for
 
-    @classmethod
-    def of(cls, guard: _G, seconds: float) -> Self:
+    @staticmethod
+    def of(guard: _Owner, seconds: float) -> Housekeeping[_Owner]:
         """Return a block of a run's housekeeping (`Guard.housekeeping`).
 
         Raises:
@@ -84,7 +85,7 @@ class Housekeeping(Generic[_G]):
             raise ConfigurationError(
                 f"seconds must be a number of seconds > 0, got {seconds!r}. Use seconds=30."
             )
-        return cls(lambda: guard.child(caps), caps.max_seconds)
+        return Housekeeping(lambda: guard.child(caps), caps.max_seconds)
 
     def __enter__(self) -> _G:
         """Begin; the time starts now."""

@@ -48,7 +48,7 @@ del _ambient, _first
 
 for _name, (_, _module) in _LAZY.items():
     if find_spec(_module) is None:
-        __all__.remove(_name)
+        __all__.remove(_name)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

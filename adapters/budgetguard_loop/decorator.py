@@ -257,8 +257,8 @@ class _Gate:
 
     def _question(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Run, Callable[[], Any]]:
-        """Return the run, and what asks it for a call."""
+    ) -> tuple[Run, Callable[[], OpenModelCall | Stop]]:
+        """Return the run, and what asks it for a call: of a tool too, though the type names one."""
         run = self._run()
         if self._kind == "model":
             messages: list[Any] = []
@@ -272,10 +272,11 @@ class _Gate:
                 input_tokens=prompt.project(messages, tools=self._tools),
             )
             return run, lambda: run.model_call(call)
+        opened: Any = functools.partial(run.tool_call, function=self.wrapper)
         arguments = self._settings.arguments(args, kwargs)
         arguments.pop("self", None)
         asked = ToolCall(name=self._name, arguments=arguments)
-        return run, lambda: run.tool_call(asked, function=self.wrapper)
+        return run, functools.partial(opened, asked)
 
     def _admit(
         self, run: Run, opened: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
