@@ -14,6 +14,9 @@ with required("The OpenAI Agents SDK", module="agents", extra="openai-agents"):
         unsent_input,
     )
 
+# Importing is enough for `guard.activate()`; without a budget in force nothing changes.
+install()
+
 __all__ = [
     "BudgetHooks",
     "RunStopped",

@@ -127,7 +127,7 @@ def _last(
     return [synthetic_message(agent, text, metadata, responses)]
 
 
-def is_answered(recorder: Recorder, result: Any) -> bool:
+def is_answered(recorder: Recorder, result: Any, *, is_cut: bool = False) -> bool:
     """Tell whether a run that was stopped has an answer all the same.
 
     It has one where the SDK ended the run by itself and had all that its answer needs: neither a
@@ -135,6 +135,10 @@ def is_answered(recorder: Recorder, result: Any) -> bool:
     """
     if recorder.run.trip is None or result.final_output is None:
         return False
+    if is_cut:
+        recorder.withhold()
+        if recorder.withheld():
+            return False
     refused = [
         one.shown()
         for turn in recorder.turns[-1:]

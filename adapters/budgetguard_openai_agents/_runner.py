@@ -26,7 +26,15 @@ from agents.run import (
     set_default_agent_runner,
 )
 
-from budgetguard_core import CheckpointError, ConfigurationError, Guard, Mode, Snapshot, Trip
+from budgetguard_core import (
+    CheckpointError,
+    ConfigurationError,
+    Guard,
+    Mode,
+    Outcome,
+    Snapshot,
+    Trip,
+)
 from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume, part
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
@@ -56,7 +64,7 @@ class BoundedHooks(RunHooks[Any]):
     """
 
     envelope: Envelope
-    resume: Snapshot | str | None = None
+    resume: Snapshot | Outcome | str | None = None
     keeps_max_turns: bool = False
 
     def called(self) -> RunHooks[Any] | None:
@@ -252,16 +260,19 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         context = _seams.context_of(given) if options.get("context") is None else options["context"]
     else:
         context = options.get("context")
+    stopped = isinstance(resume, Outcome) and resume.status == "terminated"
+    if isinstance(resume, Outcome):
+        resume = Snapshot.of_outcome(resume)
     leg: int | None = None
     # A run that was stopped goes on under a fresh budget, one that was left where it is.
-    fresh = resume is hooks.resume
+    fresh = not goes_on or resume is hooks.resume
     if isinstance(resume, str):
         resume, leg = _loaded(envelope, resume)
         if not (goes_on or options.get("session") or _seams.kept_by_server(given, options)):
             # Who keeps the conversation elsewhere has it already.
             given = [*resume.messages, *ItemHelpers.input_to_new_input_list(given)]
     spoke = not goes_on and _is_user_turn(given)
-    fresh = fresh and resume is not None and resume.trip is not None
+    fresh = fresh and resume is not None and (stopped or resume.trip is not None)
     asked = None if isinstance(given, RunState) else given
     run = envelope.open(user_spoke=spoke, resume=resume, fresh=fresh, config=context, given=asked)
     if resume is not None:

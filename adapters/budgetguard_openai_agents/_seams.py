@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import agents.result
 import agents.run
+import agents.tool
 from agents import (
     Agent,
     ApplyPatchTool,
     ComputerTool,
     CustomTool,
     FunctionTool,
+    InputGuardrailTripwireTriggered,
     LocalShellTool,
     ModelSettings,
     RunConfig,
@@ -41,8 +45,12 @@ _SUPPORTED = "openai-agents>=0.22.3,<1"
 # configuration; it still knows one of a mapping as its own.
 TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
 
+_SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
+
 NEEDED: dict[Any, tuple[str, ...]] = {
     agents.run: ("DEFAULT_MAX_TURNS", "get_default_agent_runner", "set_default_agent_runner"),
+    agents.result: ("QueueCompleteSentinel",),
+    agents.tool: ("_get_computer_initializer",),
     AgentBase: ("get_all_tools",),
     FunctionTool: ("_is_agent_tool", "tool_input_guardrails"),
     ModelSettings: ("resolve",),
@@ -60,6 +68,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
     ),
     RunResultStreaming: (
         "_cancel_mode",
+        "_create_error_details",
         "_event_queue",
         "_input_guardrails_task",
         "_max_turns_handled",
@@ -141,6 +150,11 @@ def is_agent_tool(tool: FunctionTool) -> bool:
     return bool(cast("Any", tool)._is_agent_tool)
 
 
+def makes_computers(tool: ComputerTool[Any]) -> bool:
+    """Return whether a tool makes a computer for each run."""
+    return agents.tool._get_computer_initializer(tool) is not None
+
+
 def qualified_name(name: str, namespace: str | None) -> str:
     """Name a tool as the SDK does: with its namespace, unless that repeats the name."""
     return f"{namespace}.{name}" if namespace and namespace != name else name
@@ -207,15 +221,43 @@ def take_failed_guardrail(streamed: Any) -> BaseException | None:
 
 
 def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
-    """Show each event of a streamed run when it comes, whether or not somebody consumes it."""
+    """Show each event of a streamed run when it comes, whether or not somebody consumes it.
+
+    Their end is held back until `end_events`: behind it the consumer waits for guardrails that may
+    never end.
+    """
     queue = streamed._event_queue
     put = queue.put_nowait
 
     def seen(event: Any) -> None:
+        if isinstance(event, _SENTINEL) and not is_cancelled(streamed):
+            return
         see(event)
         put(event)
 
     queue.put_nowait = seen
+
+
+def raise_tripwire(streamed: Any) -> None:
+    """Raise for an input guardrail that tripped after the answer; the SDK does so in the events.
+
+    Raises:
+        InputGuardrailTripwireTriggered: One did.
+    """
+    for result in streamed.input_guardrail_results:
+        if result.output.tripwire_triggered:
+            error = InputGuardrailTripwireTriggered(result)
+            error.run_data = streamed._create_error_details()
+            raise error
+
+
+def end_events(streamed: Any) -> None:
+    """End the events of a streamed run, whatever of its work was left behind."""
+    task = streamed._input_guardrails_task
+    if task is not None and not task.done():
+        task.cancel()
+        streamed._input_guardrails_task = None
+    asyncio.Queue.put_nowait(streamed._event_queue, _SENTINEL())
 
 
 def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Awaitable, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from agents import TResponseInputItem
@@ -34,20 +34,37 @@ async def read(session: Any) -> list[TResponseInputItem]:
     """Return everything that a session holds."""
     # A limit of the session's own is for what a model is sent.
     limit = part(part(session, "session_settings"), "limit")
-    async with asyncio.timeout(_PATIENCE):
-        return list(await session.get_items(None if limit is None else _ALL))
+    return list(await _patiently(session.get_items(None if limit is None else _ALL)))
 
 
 async def add(session: Any, items: list[TResponseInputItem]) -> None:
     """Add items to a session."""
-    async with asyncio.timeout(_PATIENCE):
-        await session.add_items(items)
+    await _patiently(session.add_items(items))
 
 
 async def drop_last(session: Any) -> None:
     """Take the last item out of a session."""
-    async with asyncio.timeout(_PATIENCE):
-        await session.pop_item()
+    await _patiently(session.pop_item())
+
+
+async def _patiently(work: Awaitable[Any]) -> Any:
+    """Wait for a session, but not for one that does not let itself be cancelled either."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=_PATIENCE)
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_look_at)
+    if not task.done():
+        raise TimeoutError(f"the session took longer than {_PATIENCE} seconds")
+    return task.result()
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
+    # Nobody waits for it any more.
+    if not task.cancelled():
+        task.exception()
 
 
 def ends_with(stored: Sequence[TResponseInputItem], item: TResponseInputItem) -> bool:

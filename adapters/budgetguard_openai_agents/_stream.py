@@ -53,6 +53,7 @@ class StreamEnding:
     def _is_over(self, task: asyncio.Task[Any]) -> None:
         # A task that is cancelled before its first step never comes to end anything.
         self._work.cancel()
+        _seams.end_events(self._result)
         if task.cancelled() and not self._recorder.run.ended:
             self._recorder.close(asyncio.CancelledError())
             remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
@@ -60,11 +61,15 @@ class StreamEnding:
     async def _run(self) -> None:
         recorder, result, run = self._recorder, self._result, self._recorder.run
         trip: Trip | None = None
+        is_cut = False
         try:
             trip = await recorder.supervised(self._work)
             if trip is None or (self._work.done() and not self._work.cancelled()):
                 self._work.result()
+                if not result.interruptions:
+                    _seams.raise_tripwire(result)
             else:
+                is_cut = True
                 recorder.cut_off()
         except BaseException as error:
             trip = await self._left_by(error)
@@ -83,7 +88,9 @@ class StreamEnding:
             await fail(recorder, left, self._given, result)
             return
         trip = trip or recorder.calls.stopping or run.stopped_by
-        if trip is not None and not result.interruptions and not is_answered(recorder, result):
+        if trip is not None and not (
+            result.interruptions or is_answered(recorder, result, is_cut=is_cut)
+        ):
             answer = await answer_of(recorder, trip, self._given, result, self._session)
             self._closing = close_streamed(recorder, trip, result, answer)
             await store_in_session(recorder, self._session, self._given, result)

@@ -37,6 +37,7 @@ from budgetguard_openai_agents._history import Asked, picture_of
 
 _NAME = "budgetguard"
 _ORIGINAL = "_budgetguard_original"
+_EDITS = frozenset({"create_file", "update_file", "delete_file"})
 
 
 class Calls(Protocol):
@@ -105,7 +106,9 @@ class Gates:
 
     def _computer(self, tool: ComputerTool[Any]) -> ComputerTool[Any]:
         gated = copy.copy(tool)
-        if isinstance(tool.computer, Computer | AsyncComputer):
+        # Of a computer that is made for each run, the tool shows the one that was made last.
+        is_shared = isinstance(tool.computer, Computer | AsyncComputer)
+        if is_shared and not _seams.makes_computers(tool):
             gated.computer = _Screen(self, tool, tool.computer)
             return gated
 
@@ -188,9 +191,12 @@ class _Editor:
         def refused(text: str) -> ApplyPatchResult:
             return ApplyPatchResult(status="failed", output=text)
 
-        self.create_file = gates.asking(tool, editor.create_file, refused)
-        self.update_file = gates.asking(tool, editor.update_file, refused)
-        self.delete_file = gates.asking(tool, editor.delete_file, refused)
+        self._asking = partial(gates.asking, tool, refused=refused)
+        self._own = editor
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._own, name)
+        return self._asking(own) if name in _EDITS else own
 
 
 @AsyncComputer.register

@@ -124,4 +124,6 @@ def _is_a_chat(model: object) -> bool:
 def _model(agent: Agent[Any], run_config: RunConfig) -> object:
     if run_config.model is not None:
         return run_config.model
+    if agent.model is None and agent.prompt is not None:
+        return None  # the prompt names a model that is known to its provider alone
     return get_default_model() if agent.model is None else agent.model

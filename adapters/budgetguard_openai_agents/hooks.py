@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from agents import RunHooks
 from agents.lifecycle import RunHooksBase
 
-from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Snapshot
+from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._runner import BoundedHooks, install, is_installed
@@ -32,9 +32,9 @@ class BudgetHooks(BoundedHooks):
             of runs at the same time each looks for loops by itself. An `Envelope`: either, with
             the options below.
         inner: Your own run hooks. They are called after the guard has admitted the step.
-        resume: An earlier run to go on with: its id in `store`, or its `Snapshot`. Of a run that
-            was left, by a crash for example, the counters go on under this budget's caps; one that
-            was stopped has a fresh budget. With an id the run gets the history in front of its
+        resume: An earlier run to go on with: its id in `store`, its `Snapshot` or `Outcome`. Of a
+            run that was left, by a crash for example, the counters go on under this budget's caps;
+            one that was stopped has a fresh budget. With an id the run gets the history before its
             input, unless a session or the server keeps it, and whatever else is at work on the
             same run ends at its next call; with a snapshot, give `list(resume.messages)` yourself.
         options: As `Envelope` has them: `mode`, `sinks`, `on_warning`, `on_outcome`, `price_book`,
@@ -52,7 +52,7 @@ class BudgetHooks(BoundedHooks):
         budget: Budget | Guard | Envelope | None = None,
         inner: RunHooks[Any] | None = None,
         *,
-        resume: Snapshot | str | None = None,
+        resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[EnvelopeOptions],
     ) -> None:
         self.envelope = envelope_of(budget, **options)
