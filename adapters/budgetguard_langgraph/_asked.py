@@ -143,12 +143,15 @@ class AskedCalls:
         return None
 
     def are_due(self) -> bool:
-        """Tell whether calls were admitted whose bodies have not started, or not ended."""
+        """Tell whether calls of a batch have not started: those that are refused get a result too."""
         with self._lock:
             if self._waiting:
                 return True
             batches = [one.batch for many in self._asked.values() for one in many]
-            return any(one is not None and one.unstarted for one in batches)
+            return any(
+                one is not None and any(not call.taken or call.state == "waiting" for call in one)
+                for one in batches
+            )
 
     def leave(self) -> None:
         """Take back what was admitted and never started."""

@@ -125,7 +125,6 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
         ("ledger", "set"),
         ("ledger", "set", "acme"),
         ("ledger", "set", "acme", "--clear", "--daily-usd", "1"),
-        ("ledger", "set", "acme", "--daily-usd", "many"),
         ("ledger", "show", "--ledger", "mysql://x"),
         ("ledger", "check", "--ledger", "redis://127.0.0.1:1"),
     ):
@@ -133,6 +132,9 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
         assert done.exit_code == 2, arguments
         assert done.stderr.startswith("budgetguard: "), arguments
         assert done.stderr.count("\n") == 1
+    done = run(sqlite, "ledger", "set", "acme", "--daily-usd", "many")
+    assert done.exit_code == 2
+    assert "must be an amount of US dollars, got 'many'" in " ".join(done.stderr.split())
 
 
 COMMANDS = [
@@ -213,7 +215,7 @@ def test_the_commands_reach_a_process_of_their_own(sqlite, opened, budgetguard_p
     ledger.beat()
     done = budgetguard_process("kill", "--tenant", "acme", "--ledger", sqlite.url)
     assert (done.returncode, done.stderr) == (0, "")
-    assert run_.obtain(1, 1).reason == "aborted"
+    assert run_.obtain(Amount(tokens=1)).reason == "aborted"
     assert "acme" in budgetguard_process("ledger", "export", "--ledger", sqlite.url).stdout
 
 
