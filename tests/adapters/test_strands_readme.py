@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pytest_examples import CodeExample, EvalExample, find_examples
 
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.testing import Script, calls
 from conformance.budgetguard_strands_driver import ScriptedModel
 from layout import ROOT
@@ -32,7 +33,7 @@ def test_block_prints_what_it_says(block: CodeExample, eval_example: EvalExample
             "model": model,
             "search": Counter().tool,
             "page": [],
-            "ledger": f"sqlite:///{tmp_path}/ledger.sqlite3",
+            "ledger": Ledger(f"sqlite:///{tmp_path}/ledger.sqlite3", daily_usd=5),
             "confirm": lambda question: True,
             "folder": str(tmp_path),
         },
