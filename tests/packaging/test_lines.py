@@ -20,7 +20,7 @@ AREAS = {
         1_500,
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 3_544, 3_000),
-    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_487, 2_700),
+    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_490, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_612, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_274, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_383, 2_100),
