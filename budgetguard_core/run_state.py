@@ -126,13 +126,11 @@ class RunState:
 
     def tenant(self) -> tuple[str, ...]:
         """Return whom the run's own calls are charged to in a ledger."""
-        found = (plug.state(0) for plug in self.own_plugs if plug.name == "ledger")
-        return next(found, ())
+        return tuple(name for plug in self.own_plugs for name in plug.payers)
 
     def payers(self) -> set[str]:
         """Return everyone whom the run's calls are charged to, for it and for those above it."""
-        ledgers = [plug for _, plug in self.plugs if plug.name == "ledger"]
-        return {name for plug in ledgers for name in plug.state(0)}
+        return {name for _, plug in self.plugs for name in plug.payers}
 
     # Outside the lock
 
