@@ -258,7 +258,7 @@ class Replay:
         elif isinstance(event, TimeStarted):
             guard.start()
         elif isinstance(event, IterationsRestarted):
-            guard.restart_iterations()
+            guard.state.restart_iterations()
         elif isinstance(event, Checked):
             guard.check()
         elif isinstance(event, RunPaused):

@@ -35,7 +35,7 @@ def snapshot_of(state: RunState, tools: ToolCalls, messages: Sequence[Any]) -> S
         quotas=mine.quotas_used(),
         tool_counts=mine.tools_started(),
         records=tuple(tools.records[-RECORDS_KEPT:]),
-        completed_tool_calls=tools.completed,
+        completed_tool_calls=state.completed_tool_calls,
         elapsed_ns=None if mine.started_ns is None else mine.used[TIME],
         pauses=mine.pauses,
         trip=stops.trip,
@@ -113,7 +113,7 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
         # Its settlement will take this off everyone in the chain.
         _set_aside_above(guard, ticket.reserved_tokens, ticket.reserved_cost)
     tools.records.extend(snapshot.records)
-    tools.completed += snapshot.completed()
+    state.completed_tool_calls += snapshot.completed()
     mine.largest_output = snapshot.largest_output
     if snapshot.occurrences is not None:
         tools.occurrences = Occurrences.from_state(snapshot.occurrences)

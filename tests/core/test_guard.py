@@ -894,7 +894,7 @@ def test_another_leg_begins_its_iterations_anew_and_nothing_else(make):
     guard = make(Budget(max_iterations=2, max_model_calls=3))
     spend(guard)
     spend(guard)
-    guard.restart_iterations()
+    guard.state.restart_iterations()
     assert (guard.usage.iterations, guard.usage.model_calls) == (0, 2)
     assert isinstance(spend(guard), Admit)
     assert reasons(spend(guard)) == ["max_model_calls"]
