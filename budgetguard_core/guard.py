@@ -58,6 +58,8 @@ class Caps(TypedDict, total=False):
     max_model_calls: int
     max_tool_calls: int
     max_total_tokens: int
+    max_input_tokens: int
+    max_output_tokens: int
     max_seconds: float
     max_cost_usd: Decimal | float
 
@@ -442,7 +444,8 @@ class Guard:
 
         Args:
             caps: Any of the run's: `max_iterations`, `max_model_calls`, `max_tool_calls`,
-                `max_total_tokens`, `max_seconds`, `max_cost_usd`.
+                `max_total_tokens`, `max_input_tokens`, `max_output_tokens`, `max_seconds`,
+                `max_cost_usd`.
 
         Raises:
             ConfigurationError: A cap is not one of the run's, or would not be raised.

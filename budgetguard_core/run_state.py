@@ -56,17 +56,8 @@ class RunState:
 
     __slots__ = (
         *("_early", "_reserving", "chain", "completed_tool_calls", "counters", "deciding"),
-        *(
-            "detector",
-            "guard",
-            "mode",
-            "on_warning",
-            "own_plugs",
-            "own_tools",
-            "plugs",
-            "stops",
-            "tree",
-        ),
+        *("detector", "guard", "mode", "on_warning", "own_plugs", "own_tools", "plugs"),
+        *("stops", "tree"),
     )
 
     def __init__(

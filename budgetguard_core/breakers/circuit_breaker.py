@@ -80,7 +80,7 @@ class CircuitBreaker:
         self._wait_ns = nanoseconds(self.config.wait_duration_in_open_state)
         self._trial_ns = nanoseconds(self.config.max_wait_duration_in_half_open_state)
         self._slow_ns = nanoseconds(self.config.slow_call_duration_threshold)
-        self._now = self._generation = 0
+        self._now = self._generation = self._failed = self._slow = self._minimum = 0
         self._enter(CircuitBreakerState.CLOSED, 0)
 
     def try_acquire_permission(self, now_ns: int) -> Permission:

@@ -63,7 +63,7 @@ class BreakerRegistry:
         with self._lock:
             kept = self._kept[kind]
             key = (self.scope, name, settings)
-            one = kept.pop(key, None)
+            one: _T | None = kept.pop(key, None)
             if one is None:
                 one = new()
                 if len(kept) >= _MOST:
