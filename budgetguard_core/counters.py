@@ -509,13 +509,10 @@ def settle(chain: Chain, ticket: Admit, usage: Counts, cost: int | None, failed:
     """
     inputs, outputs, *parts = usage
     figures = (*parts, failed, cost is None)
+    more = (0, 0, 0, inputs + outputs, 0, cost or 0, inputs, outputs)
     for link in chain[ticket.charged :]:
         has = link.counters
-        used = has.used.copy()
-        used[TOKENS] += inputs + outputs
-        used[COST] += cost or 0
-        used[INPUT] += inputs
-        used[OUTPUT] += outputs
+        used = list(map(add, has.used, more))
         totals = list(map(add, has.totals, figures))
         reserved_tokens = has.reserved_tokens - ticket.reserved_tokens
         reserved_cost = has.reserved_cost - ticket.reserved_cost

@@ -88,7 +88,6 @@ class ModelCalls:
         warnings: Sequence[Notice] = ()
         with tree.lock:
             now = tree.now()
-            counters.start_time(chain, now)
             kept_tokens, kept_cost, guess = tokens, cost, _NO_GUESS
             if bound is None and self._expects:
                 expected = counters.expected_completion(chain)
@@ -99,6 +98,8 @@ class ModelCalls:
                 if any(one.counters.reserved_tokens for one in chain):
                     tokens, cost = kept_tokens, kept_cost
             calm = counters.is_calm(chain, now, kept_tokens, kept_cost, prompt)
+            if not calm:
+                counters.start_time(chain, now)
             found = () if calm else counters.violations(chain, now, (retry, tokens, cost, prompt))
             clamped_by = None
             if found and bound is not None and not call.output_is_fixed:

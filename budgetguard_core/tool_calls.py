@@ -67,8 +67,9 @@ class ToolCalls:
         ask = state.reserve(None, calls=calls)
         with tree.lock:
             now = tree.now()
-            counters.start_time(chain, now)
             calm = counters.is_calm(chain, now, tools=len(calls))
+            if not calm:
+                counters.start_time(chain, now)
             found = () if calm else counters.violations(chain, now, counters.BATCH)
             state.ask(ask, objections_of(found) if found else {}, now)
             decisions = [
