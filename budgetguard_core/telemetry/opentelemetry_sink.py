@@ -38,6 +38,7 @@ from budgetguard_core.events import (
 from budgetguard_core.stop import Trip
 from budgetguard_core.telemetry import conventions as names
 from budgetguard_core.telemetry.instruments import Instruments
+from budgetguard_core.usage import TokenUsage, Usage
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -244,16 +245,8 @@ class OpenTelemetrySink:
         self._write.runs.add(1, tags)
         span, used = run.span, event.usage
         if span is not None:
-            span.set_attributes(
-                {
-                    names.STATUS: event.status,
-                    names.INPUT_TOKENS: used.input_tokens,
-                    names.OUTPUT_TOKENS: used.output_tokens,
-                    names.CACHE_READ_TOKENS: used.cache_read_tokens,
-                    names.CACHE_WRITE_TOKENS: used.cache_write_tokens,
-                    names.COST: float(used.cost_usd),
-                }
-            )
+            facts = {names.STATUS: event.status, names.COST: float(used.cost_usd)}
+            span.set_attributes({**facts, **_tokens(used)})
             if event.finalized:
                 span.set_attribute(names.FINALIZED, True)
             if event.stop_reason is not None:
@@ -324,16 +317,9 @@ class OpenTelemetrySink:
             if event.cost_usd is not None:
                 call.span.set_attribute(names.COST, float(event.cost_usd))
             if used is not None:
-                call.span.set_attributes(
-                    {
-                        names.INPUT_TOKENS: used.input_tokens,
-                        names.OUTPUT_TOKENS: used.output_tokens,
-                        names.CACHE_READ_TOKENS: used.cache_read_tokens,
-                        names.CACHE_WRITE_TOKENS: used.cache_write_tokens,
-                        names.REASONING_TOKENS: used.reasoning_tokens,
-                        names.ESTIMATED: used.estimated,
-                    }
-                )
+                call.span.set_attributes(_tokens(used))
+                call.span.set_attribute(names.REASONING_TOKENS, used.reasoning_tokens)
+                call.span.set_attribute(names.ESTIMATED, used.estimated)
             _end(call.span, event.wall_ns, event.error)
 
     def _tool_calls_asked(self, run: _Run, event: ToolCallsRequested) -> None:
@@ -434,6 +420,15 @@ def _model(call: ModelCall) -> _Tags:
     if call.provider is not None:
         found[names.PROVIDER] = names.provider_name(call.provider)
     return found
+
+
+def _tokens(used: Usage | TokenUsage) -> _Tags:
+    return {
+        names.INPUT_TOKENS: used.input_tokens,
+        names.OUTPUT_TOKENS: used.output_tokens,
+        names.CACHE_READ_TOKENS: used.cache_read_tokens,
+        names.CACHE_WRITE_TOKENS: used.cache_write_tokens,
+    }
 
 
 def _facts(trip: Trip) -> _Tags:
