@@ -39,6 +39,9 @@ DIMENSIONS = (
 )
 """The caps of a run, by field name, in the order in which they are shown."""
 
+TOKEN_PARTS = ("max_input_tokens", "max_output_tokens")
+"""Caps on the parts of `max_total_tokens`; few runs have them."""
+
 BREAKERS = (
     "progress",
     "velocity",
@@ -49,6 +52,7 @@ BREAKERS = (
 )
 """The breakers of a run, by field name; each is off where it is left out."""
 
+_METERED = ("max_total_tokens", "max_cost_usd", *TOKEN_PARTS)
 _MOST = 10**18
 _MOST_SECONDS = 10**12
 
@@ -195,6 +199,10 @@ class Budget(BaseModel, metaclass=_OwnNames):
     the next call is projected to exceed it. One answer of unknown length can exceed it, and is
     billed; beside other calls it reserves 1,024 tokens, or as many as the longest answer so far.
     """
+    max_input_tokens: Whole = None
+    """Of them, those of prompts."""
+    max_output_tokens: Whole = None
+    """Of them, those of completions; an answer's bound is clamped to what is left."""
     max_seconds: Seconds = None
     """Wall-clock seconds from the first admission, or from `Guard.start()`."""
     max_cost_usd: Dollars = None
@@ -250,6 +258,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
         max_model_calls: int | None = None,
         max_tool_calls: int | None = None,
         max_total_tokens: int | None = None,
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
         max_seconds: float | None = None,
         max_cost_usd: Decimal | float | None = None,
         tool_quotas: Mapping[str, int] = _NONE,
@@ -316,12 +326,16 @@ class Budget(BaseModel, metaclass=_OwnNames):
 
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""
-        caps = {name: getattr(self, name) for name in DIMENSIONS}
+        caps = {name: getattr(self, name) for name in (*DIMENSIONS, *TOKEN_PARTS)}
         return {name: cap for name, cap in caps.items() if cap is not None}
 
     def breakers(self) -> bool:
         """Return whether any breaker is set."""
         return any(getattr(self, name) for name in BREAKERS)
+
+    def needs_usage(self) -> bool:
+        """Return whether tokens or dollars are capped, so that each call's have to be known."""
+        return any(getattr(self, name) is not None for name in _METERED)
 
     def uncapped(self) -> tuple[str, ...]:
         """Name the dimensions without a cap: whatever grows there is not bounded.
@@ -330,8 +344,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         named, too: calls at the same time can pass the cap before they are counted.
         """
         names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
-        projects = self.max_total_tokens is not None or self.max_cost_usd is not None
-        if projects and self.max_output_tokens_per_call is None:
+        if self.needs_usage() and self.max_output_tokens_per_call is None:
             names += ("max_output_tokens_per_call",)
         return names
 
@@ -344,7 +357,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         budget = self.model_copy(update=caps)
         for name in caps:
             old, new = getattr(self, name), getattr(budget, name)
-            if name not in DIMENSIONS or old is None or new is None or new <= old:
+            if name not in (*DIMENSIONS, *TOKEN_PARTS) or old is None or new is None or new <= old:
                 raise ConfigurationError(
                     f"{name} must be raised above {old}, got {new}. "
                     f"Extend only the caps of the run: {', '.join(self.caps())}."

@@ -22,7 +22,7 @@ def synthetic_text(guard: Guard) -> str:
     It is neutral: a later turn shows it to the model, so reason and figures are in its metadata
     and in the outcome only.
     """
-    done = guard.completed_tool_calls
+    done = guard.state.completed_tool_calls
     calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
     so_far = f"{calls} completed; see the results above" if done else "no tool call was completed"
     return f"This run was stopped before it finished. So far {so_far}."

@@ -40,16 +40,14 @@ class ToolCalls:
     """The tool calls of one run.
 
     Attributes:
-        completed: How many were completed.
         records: Id, name and status of the latest that ended, the oldest first.
         occurrences: Which of the calls that agree in id, name and arguments is which.
     """
 
-    __slots__ = ("_state", "completed", "occurrences", "records")
+    __slots__ = ("_state", "occurrences", "records")
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self.completed = 0
         self.records: list[tuple[str | None, str, str]] = []
         self.occurrences = Occurrences()
 
@@ -182,7 +180,7 @@ class ToolCalls:
 
     def _keep(self, call: ToolCall, status: str) -> None:
         if status == "completed" and call.kind in ("function", "hosted"):
-            self.completed += 1
+            self._state.completed_tool_calls += 1
         records = self.records
         records.append((call.id, call.name[:NAME_LENGTH], status))
         if len(records) > _RECORDS_CUT:

@@ -171,7 +171,7 @@ def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:
     for guard in guards:
         for one in guard.lineage:
             budget = one.budget
-            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+            if budget.needs_usage():
                 capped = limits = True
             elif budget.max_output_tokens_per_call is not None or budget.max_seconds is not None:
                 limits = True
