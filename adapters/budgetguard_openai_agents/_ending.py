@@ -28,7 +28,7 @@ from budgetguard_openai_agents._history import (
     synthetic_message,
 )
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import note, own_results
+from budgetguard_openai_agents._tools import hide_gate
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -207,7 +207,7 @@ async def conclude(
         recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
     else:
         recorder.calls.close()
-    results = own_results(result.tool_input_guardrail_results)
+    hide_gate(result)
     messages = result.to_input_list()
 
     def end() -> Outcome:
@@ -223,9 +223,7 @@ async def conclude(
 
     found = await run.in_thread(end)
     if waits:
-        kept = run.guard.snapshot().model_dump(mode="json")
-        results.append(note({"snapshot": kept}))
-    result.tool_input_guardrail_results = results
+        _seams.keep(result, run.guard.snapshot().model_dump_json())
     remember(result, found)
     hand_over(recorder, found)
     recorder.calls.let_go()
@@ -252,6 +250,7 @@ async def fail(
     """End a run that an exception or a cancellation left; who has its result may read it there."""
     recorder.close(error)
     data: RunErrorDetails | None = getattr(error, "run_data", None)
+    hide_gate(data, result)
     messages = history_of(recorder, given, data)
     end: Callable[[], Outcome] = lambda: recorder.run.fail(error, messages, resume=_RESUME)  # noqa: E731
     # Whoever cancels a run does not wait for its store.

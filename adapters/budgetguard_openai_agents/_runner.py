@@ -49,7 +49,6 @@ from budgetguard_openai_agents._last import answer_of
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import asking, bounded_config, config_of
 from budgetguard_openai_agents._stream import StreamEnding
-from budgetguard_openai_agents._tools import noted
 
 _LOCK = threading.Lock()
 
@@ -254,9 +253,9 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     envelope, resume = hooks.envelope, hooks.resume
     goes_on = isinstance(given, RunState)
     if goes_on:
-        kept = noted(_seams.guardrail_results_of(given))
+        kept = _seams.kept(given)
         if kept is not None:
-            resume = Snapshot.model_validate(kept["snapshot"])
+            resume = Snapshot.model_validate_json(kept)
         context = _seams.context_of(given) if options.get("context") is None else options["context"]
     else:
         context = options.get("context")

@@ -65,6 +65,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_original_input",
         "_previous_response_id",
         "_reasoning_item_id_policy",
+        "_tool_use_tracker_snapshot",
     ),
     RunResultStreaming: (
         "_cancel_mode",
@@ -74,6 +75,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_max_turns_handled",
         "_model_input_items",
         "_state",
+        "_tool_use_tracker_snapshot",
         "run_loop_task",
     ),
     RunState: (
@@ -89,7 +91,7 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_previous_response_id",
         "_reasoning_item_id_policy",
         "_session_items",
-        "_tool_input_guardrail_results",
+        "get_tool_use_tracker_snapshot",
     ),
 }
 """What a release has to have, by its owner."""
@@ -101,6 +103,7 @@ _LOCAL_TOOLS = (
     LocalShellTool,
     ShellTool,
 )
+_KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 
 
@@ -344,6 +347,13 @@ def is_unanswered(state: Any) -> bool:
     return not state._model_responses
 
 
-def guardrail_results_of(state: Any) -> list[Any]:
-    """Return what guardrails of tools have said in a run that goes on."""
-    return list(state._tool_input_guardrail_results)
+def keep(result: Any, text: str) -> None:
+    """Keep a text in the state of a run that waits, JSON included."""
+    # What tools each agent has used; a name that no agent has is passed over.
+    result._tool_use_tracker_snapshot = {**result._tool_use_tracker_snapshot, _KEPT: [text]}
+
+
+def kept(state: Any) -> str | None:
+    """Return the text that is kept in the state of a run."""
+    texts: list[str] = state.get_tool_use_tracker_snapshot().get(_KEPT, [])
+    return texts[0] if texts else None

@@ -21,6 +21,7 @@ from budgetguard_openai_agents._ending import (
 )
 from budgetguard_openai_agents._last import answer_of
 from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents._tools import hide_gate
 
 
 class StreamEnding:
@@ -128,6 +129,7 @@ class StreamEnding:
                 if known is not None and outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
                     remember(error, known)
+                hide_gate(getattr(error, "run_data", None))
                 raise
             left = False
         finally:

@@ -342,7 +342,6 @@ def _allow(_: Any) -> ToolGuardrailFunctionOutput:
 
 
 @ways
-@still_open
 def test_6_a_paused_result_and_its_state_show_the_users_guardrails_only(way):
     guardrail = ToolInputGuardrail[Any](guardrail_function=_allow, name="mine")
     agent = agent_of(
@@ -369,7 +368,6 @@ def test_6_a_paused_result_and_its_state_show_the_users_guardrails_only(way):
 
 
 @ways
-@still_open
 def test_6_an_exception_shows_the_users_guardrails_only(way):
     agent = agent_of(calls("search"), calls("unknown"), tools=[tool("search", [])])
     with pytest.raises(ModelBehaviorError) as raised:
