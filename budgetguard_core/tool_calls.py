@@ -90,6 +90,33 @@ class ToolCalls:
             state.finish(warnings)
         return decisions
 
+    def refuses(self, names: Sequence[str]) -> list[bool]:
+        """Tell which calls of these tools, in this order, a cap or a quota would refuse.
+
+        Nothing is asked for and nothing trips: a person is not asked about what will be refused.
+        """
+        state = self._state
+        refused: list[bool] = []
+        with state.tree.lock:
+            now = state.tree.now()
+            over = state.stops.trip is not None or self._is_past(now, counters.BATCH)
+            for name in names:
+                refused.append(
+                    over
+                    or self._is_past(now, counters.TOOL_CALL)
+                    or self._quota_refusal(name) is not None
+                )
+                if not refused[-1]:
+                    self._count(name, 1)
+            for name, is_refused in zip(names, refused, strict=True):
+                if not is_refused:
+                    self._count(name, -1)
+        return refused
+
+    def _is_past(self, now: int, request: counters.Request) -> bool:
+        found = counters.violations(self._state.chain, now, request)
+        return any(link.owner.mode is Mode.ENFORCE for link, _, _ in found)
+
     def _decide(
         self, call: ToolCall, now: int, calm: bool, batch: Ask | None, index: int
     ) -> ToolDecision:

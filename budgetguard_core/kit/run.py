@@ -395,6 +395,14 @@ class Run(Lifetime):
                 ticket.guard.withdraw(ticket)
         return opened
 
+    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
+        """Tell which calls of these tools, in this order, a cap or a quota would refuse now.
+
+        Nothing is counted and nothing trips: no person is asked about what will be refused.
+        """
+        answers = [guard.refuses_tools(names) for guard in self.guards]
+        return [any(of) for of in zip(*answers, strict=True)]
+
     def start(self, call: OpenToolCall) -> str | None:
         """Say that a tool's body starts now: None, or the result to give in its place."""
         if call.refusal is None:
