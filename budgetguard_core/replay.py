@@ -44,6 +44,7 @@ from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.run_state import plain
 from budgetguard_core.sinks import Sink
+from budgetguard_core.tree import as_sink
 
 _LARGEST_COST = 10**9
 
@@ -94,7 +95,7 @@ class Replay:
         sinks: Iterable[Sink | Callable[[Event], object]] = (),
     ) -> None:
         self.root: Guard | None = None
-        self._sinks = tuple(sinks) or None
+        self._sinks = tuple(as_sink(sink) for sink in sinks)
         self._budget = budget
         self._prices = price_book
         self._clock = _RecordedClock(clock or SystemClock())
@@ -155,10 +156,12 @@ class Replay:
                 self._budget or recorded,
                 mode=event.mode,
                 run_id=event.run_id,
-                sinks=self._sinks,
+                sinks=None,
                 price_book=self._prices,
                 clock=self._clock,
             )
+            # Not through the guard: it would write to BUDGETGUARD_LOG as well, into what is read.
+            guard.tree.sinks = self._sinks
             self.root = self.root or guard
         self._guards[event.run_id] = guard
 
@@ -176,11 +179,13 @@ class Replay:
             snapshot.model_copy(
                 update={"budget": budget.to_json(), "stop_conditions": 0, "tenant": ()}
             ),
-            sinks=None if within else self._sinks,
+            sinks=None,
             price_book=self._prices,
             clock=self._clock,
             within=within,
         )
+        if not within:
+            guard.tree.sinks = self._sinks
         if self.root is None or self.root.run_id == event.run_id:
             self.root = guard
         self._guards[event.run_id] = guard

@@ -34,6 +34,7 @@ _MOST_LISTED = 40
 _BAR = 20
 # Letters that Markdown or HTML would take for their own.
 _SPECIAL = re.compile(r"[\\`*\[\]<>|#!~&]")
+_MADE_UP = re.compile("[0-9a-f]{32}")
 _WHOLE_LINES = 10_000
 _GO_ON = {
     "terminated": "Resume it under a fresh budget: its history is closed, no completed tool call "
@@ -132,14 +133,17 @@ def _list(found: Sequence[Run], as_json: bool) -> None:
     if as_json:
         write_json(*map(_plain, newest))
         return
-    rows = table("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
-    # The end of a run keeps the room; a folded id is still whole.
-    rows.columns[0].no_wrap, rows.columns[1].max_width = True, 10
+    columns = ("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
+    rows = table(*columns, right=("spent",))
+    rows.columns[0].no_wrap = True
+    ids = {one.root.run_id for one in found}
+    enough = next(n for n in range(8, 33) if len({one[:n] for one in ids}) == len(ids) or n == 32)
     for one in newest[:_MOST_LISTED]:
         root = one.root
         cells = (
             at_minute(one.started_ns),
-            root.run_id,
+            # An id that was made up; one that somebody chose is whole.
+            root.run_id[:enough] if _MADE_UP.fullmatch(root.run_id) else root.run_id,
             ", ".join(one.models()),
             root.profile or "",
             ", ".join(root.tenant),
