@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias, TypedDict, Unpack
 
 from budgetguard_core import events
 from budgetguard_core.assembly import plugs_of
@@ -21,7 +21,7 @@ from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.run_clock import RunClock
 from budgetguard_core.run_log import followed
-from budgetguard_core.run_state import RunState, check_options
+from budgetguard_core.run_state import RunState, check_options, refuse_unknown
 from budgetguard_core.sinks import Sink
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode as Mode
@@ -99,8 +99,8 @@ class Guard:
         state: What its parts share, likewise.
 
     Raises:
-        ConfigurationError: The budget is not a `Budget`, a sink takes no events, or only one of
-            `ledger` and `tenant` was given.
+        ConfigurationError: The budget is not a `Budget`, a sink takes no events, only one of
+            `ledger` and `tenant` was given, or a cap was given beside the budget.
     """
 
     __slots__ = (
@@ -122,7 +122,9 @@ class Guard:
         breakers: BreakerRegistry | None = None,
         ledger: Ledger | str | None = None,
         tenant: Tenant | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown)
         found = [as_sink(sink) for sink in followed(sinks)]
         self.tree = Tree(clock or SystemClock(), as_price_book(price_book), found, log_arguments)
         plugged = {"breakers": breakers, "ledger": ledger, "tenant": tenant}

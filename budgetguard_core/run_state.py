@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core import counters, events
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
-from budgetguard_core.budget import Budget
+from budgetguard_core.budget import Budget, nearest_field
 from budgetguard_core.counters import Chain, Counters, Found, Link
 from budgetguard_core.decision import Admit, ModelCall, ToolCall
 from budgetguard_core.errors import ConfigurationError, shown
@@ -450,6 +450,24 @@ def check_options(budget: object, run_id: object, on_warning: object) -> None:
     if run_id is not None and not (isinstance(run_id, str) and run_id):
         raise ConfigurationError(
             f"run_id must be a text, not empty, got {shown(run_id)}. Leave it out for a random one."
+        )
+
+
+def refuse_unknown(options: Mapping[str, object]) -> None:
+    """Say where an option belongs that a guard does not have.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for name, value in options.items():
+        field = name if name in Budget.model_fields else nearest_field(name)
+        given = shown(value)
+        if field is None:
+            raise ConfigurationError(
+                f"{name} is not an option of Guard, got {given}. Leave it out."
+            )
+        raise ConfigurationError(
+            f"{name} is a budget's, got {given}. Use Guard(Budget({field}={given}))."
         )
 
 

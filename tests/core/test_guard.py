@@ -339,6 +339,7 @@ def test_an_unknown_price_stops_before_the_call(make, model):
     guard = make(Budget(max_cost_usd=1))
     stop = guard.admit_model_call(ModelCall(model=model))
     assert reasons(stop) == ["unpriced_model"]
+    assert "Price(input=..., output=...)" in stop.trip.detail
     assert repr(model) in stop.trip.detail
     assert guard.usage.model_calls == 0
 
