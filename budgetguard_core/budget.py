@@ -202,8 +202,9 @@ class Budget(BaseModel, metaclass=_OwnNames):
     tool_quotas: Mapping[str, int] = Field(default_factory=dict)
     """Tool bodies that may start, by tool name or pattern (`search_web`, `mutating/*`, `*`).
 
-    A call must pass every quota that matches its name or its `class/name`. The excess call is
-    refused with an error result, and the run goes on.
+    A call must pass every quota that matches its name, with or without its namespace
+    (`web.search`), or its `class/name`. The excess call is refused with an error result, and the
+    run goes on.
     """
     tool_classes: Mapping[str, str] = Field(default_factory=dict)
     """The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The first wins."""
