@@ -196,8 +196,9 @@ class Budget(BaseModel, metaclass=_OwnNames):
         max_cost_usd: US dollars, exact: three calls of 0.10 fit in 0.30. Checked as
             `max_total_tokens` is.
         tool_quotas: Tool bodies that may start, by tool name or pattern (`search_web`,
-            `mutating/*`, `*`). A call must pass every quota that matches its name or its
-            `class/name`. The excess call is refused with an error result, and the run goes on.
+            `mutating/*`, `*`). A call must pass every quota that matches its name, with or without
+            its namespace (`web.search`), or its `class/name`. The excess call is refused with an
+            error result, and the run goes on.
         tool_classes: The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The
             first wins.
         max_output_tokens_per_call: Completion tokens of one call. Clamped to what is left;

@@ -216,7 +216,7 @@ class Counters:
         if tool is None:
             classes = self.budget.tool_classes.items()
             of = next((one for pattern, one in classes if fnmatchcase(name, pattern)), "")
-            names = name, f"{of}/{name}"
+            names = name, name.rpartition(".")[2], f"{of}/{name}"
             tool = Tool(
                 tuple(q for q in self.quotas if any(fnmatchcase(one, q.pattern) for one in names))
             )

@@ -13,12 +13,14 @@ import agents.run
 import agents.tool
 from agents import (
     Agent,
+    AgentOutputSchemaBase,
     ApplyPatchTool,
     ComputerTool,
     CustomTool,
     FunctionTool,
     InputGuardrailTripwireTriggered,
     LocalShellTool,
+    MaxTurnsExceeded,
     ModelSettings,
     RunConfig,
     RunContextWrapper,
@@ -72,7 +74,6 @@ NEEDED: dict[Any, tuple[str, ...]] = {
         "_create_error_details",
         "_event_queue",
         "_input_guardrails_task",
-        "_max_turns_handled",
         "_model_input_items",
         "_state",
         "_tool_use_tracker_snapshot",
@@ -119,8 +120,9 @@ def probe() -> None:
         missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
     try:
         _again()
-    except ImportError:
-        missing.append("run_steps.NextStepRunAgain")
+        _error_handlers()
+    except (ImportError, AttributeError) as error:
+        missing.append(str(error))
     if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
@@ -145,6 +147,54 @@ def _again() -> Any:
     return NextStepRunAgain()
 
 
+def _error_handlers() -> Any:
+    from agents.run_internal import error_handlers
+
+    names = "build_run_error_data", "format_final_output_text", "get_output_schema"
+    for name in (*names, "resolve_run_error_handler_result", "validate_handler_final_output"):
+        getattr(error_handlers, name)
+    return error_handlers
+
+
+# Outputs of a type
+
+
+def schema_of(agent: Agent[Any]) -> AgentOutputSchemaBase | None:
+    """Return the schema of an agent's output; None where it is a text."""
+    schema: AgentOutputSchemaBase | None = _error_handlers().get_output_schema(agent)
+    return schema
+
+
+async def handled(
+    handler: Callable[[Any], Any],
+    error: MaxTurnsExceeded,
+    context: Any,
+    agent: Agent[Any],
+    facts: dict[str, Any],
+) -> tuple[str | None, Any]:
+    """Ask the user's handler of `max_turns` as the SDK does.
+
+    Returns:
+        The text for the history, and the output; None where the handler has none.
+
+    Raises:
+        UserError: What the handler gave is no output of the agent's type.
+    """
+    sdk = _error_handlers()
+    made = await sdk.resolve_run_error_handler_result(
+        error_handlers={"max_turns": handler},
+        error_kind="max_turns",
+        error=error,
+        context_wrapper=context,
+        run_data=sdk.build_run_error_data(last_agent=agent, **facts),
+    )
+    if made is None:
+        return None, None
+    final = sdk.validate_handler_final_output(agent, made.final_output)
+    text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
+    return text, final
+
+
 # Tools
 
 
@@ -155,7 +205,7 @@ def is_agent_tool(tool: FunctionTool) -> bool:
 
 def makes_computers(tool: ComputerTool[Any]) -> bool:
     """Return whether a tool makes a computer for each run."""
-    return agents.tool._get_computer_initializer(tool) is not None
+    return cast("Any", agents.tool)._get_computer_initializer(tool) is not None
 
 
 def qualified_name(name: str, namespace: str | None) -> str:
@@ -194,20 +244,6 @@ def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
 # Streamed results
 
 
-def take_over_turns(streamed: Any) -> None:
-    """Have only the run itself report that its turns are used up, not the consumer's side too."""
-    streamed._max_turns_handled = True
-
-
-def ran_out_of_turns(streamed: Any) -> bool:
-    """Tell whether a streamed run ended because of `max_turns`; it says so nowhere else."""
-    return (
-        streamed.max_turns is not None
-        and streamed.current_turn > streamed.max_turns
-        and streamed.final_output is None
-    )
-
-
 def is_cancelled(streamed: Any) -> bool:
     """Tell whether the consumer cancelled a streamed run."""
     return bool(streamed._cancel_mode != "none")
@@ -230,7 +266,7 @@ def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
     never end.
     """
     queue = streamed._event_queue
-    put = queue.put_nowait
+    put: Callable[[Any], None] = queue.put_nowait
 
     def seen(event: Any) -> None:
         if isinstance(event, _SENTINEL) and not is_cancelled(streamed):
