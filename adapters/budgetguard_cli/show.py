@@ -87,7 +87,7 @@ def show(
     if wanted is None and (len(found) > 1 or log is None):
         _list(found, as_json)
     elif as_json:
-        write_json(_plain(found[-1]))
+        write_json(plain(found[-1]))
     elif markdown:
         _markdown(found[-1])
     else:
@@ -131,7 +131,7 @@ def _named(found: Sequence[Run], wanted: str, log: str) -> list[Run]:
 def _list(found: Sequence[Run], as_json: bool) -> None:
     newest = sorted(found, key=lambda one: -one.started_ns)
     if as_json:
-        write_json(*map(_plain, newest))
+        write_json(*map(plain, newest))
         return
     columns = ("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
     rows = table(*columns, right=("spent",))
@@ -287,7 +287,8 @@ def _calls(spent: Spent) -> str:
     return f"{spent.calls} calls" + (f" ({', '.join(extra)})" if extra else "")
 
 
-def _plain(run: Run) -> dict[str, Any]:
+def plain(run: Run) -> dict[str, Any]:
+    """Return a run for machines."""
     return {
         "started": at_minute(run.started_ns),
         "seconds": run.seconds,
