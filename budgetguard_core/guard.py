@@ -26,7 +26,7 @@ from budgetguard_core.run_state import RunState, check_options
 from budgetguard_core.sinks import Sink
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode as Mode
-from budgetguard_core.stop_state import as_mode
+from budgetguard_core.stop_state import ModeName, as_mode
 from budgetguard_core.tool_calls import ToolCalls
 from budgetguard_core.tree import Tree, as_price_book, as_sink
 from budgetguard_core.usage import TokenUsage, Usage
@@ -111,7 +111,7 @@ class Guard:
         self,
         budget: Budget | None = None,
         *,
-        mode: Mode | str = Mode.ENFORCE,
+        mode: Mode | ModeName = Mode.ENFORCE,
         run_id: str | None = None,
         sinks: _Sinks = (),
         on_warning: Callable[[Self, WarningEvent], object] | None = None,
@@ -132,7 +132,7 @@ class Guard:
         parent: Self | None,
         beside: Sequence[Self],
         budget: Budget | None,
-        mode: Mode | str,
+        mode: Mode | ModeName,
         run_id: str | None = None,
         on_warning: Callable[[Any, WarningEvent], object] | None = None,
         **plugged: Any,
@@ -164,7 +164,7 @@ class Guard:
         self,
         budget: Budget | None = None,
         *,
-        mode: Mode | str | None = None,
+        mode: Mode | ModeName | None = None,
         beside: Sequence[Self] = (),
         **options: Unpack[RunOptions],
     ) -> Self:

@@ -22,6 +22,7 @@ from budgetguard_core.kit.envelope import (
     Envelope,
     EnvelopeOptions,
     OnTrip,
+    ProfileOptions,
     envelope_of,
     joined,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "OnTrip",
     "OpenModelCall",
     "OpenToolCall",
+    "ProfileOptions",
     "Prompt",
     "Prune",
     "Request",
