@@ -216,6 +216,7 @@ class Admit:
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
+        reserved_input: Those of the tokens that are of its prompt.
         occurrence: How many calls of the run with this id, name and arguments came before it.
         expected: What of the reservation is a guess at the completion: tokens, and money likewise.
         charged: Of how many links of its chain the call has been charged.
@@ -228,6 +229,7 @@ class Admit:
     rates: Rates | None = None
     reserved_tokens = 0
     reserved_cost = 0
+    reserved_input = 0
     holds: tuple[Any, ...] = ()
     charged = 0
     occurrence = 0

@@ -8,9 +8,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from budgetguard_core.breakers.progress import ProgressReport
-from budgetguard_core.budget import DIMENSIONS as CAPS
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.counters import DIMENSIONS
 from budgetguard_core.decision import Admit, ToolCall
 from budgetguard_core.errors import BudgetGuardError, CheckpointError
 from budgetguard_core.events import (
@@ -246,7 +246,7 @@ class Replay:
             guard.hold(event.violation)
         elif isinstance(event, LimitNearlyReached):
             if (
-                event.dimension in CAPS
+                any(event.dimension == one.reason for one in DIMENSIONS)
                 and plain(getattr(guard.budget, event.dimension)) == event.limit
             ):
                 with guard.tree.lock:
@@ -266,7 +266,7 @@ class Replay:
         elif isinstance(event, TimeStarted):
             guard.start()
         elif isinstance(event, IterationsRestarted):
-            guard.restart_iterations()
+            guard.state.restart_iterations()
         elif isinstance(event, Checked):
             guard.check()
         elif isinstance(event, RunPaused):

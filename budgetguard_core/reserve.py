@@ -22,7 +22,7 @@ class FinalizeReserve(Settings):
     """
 
     tokens: Cap = None
-    """Tokens, prompt included, taken off `max_total_tokens` until the run is stopped."""
+    """Tokens, prompt included, taken off each cap on tokens until the run is stopped."""
     cost_usd: Dollars = None
     """US dollars, taken off `max_cost_usd` until the run is stopped."""
     seconds: Seconds = Field(default=30.0)
@@ -30,7 +30,10 @@ class FinalizeReserve(Settings):
 
     def of_caps(self) -> dict[str, int | Decimal | None]:
         """Return what is taken off each cap, by the cap's name."""
-        return {"max_total_tokens": self.tokens, "max_cost_usd": self.cost_usd}
+        caps = dict.fromkeys(
+            ("max_total_tokens", "max_input_tokens", "max_output_tokens"), self.tokens
+        )
+        return {**caps, "max_cost_usd": self.cost_usd}
 
     @model_validator(mode="after")
     def _has_an_amount(self) -> Any:

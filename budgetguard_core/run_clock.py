@@ -102,7 +102,7 @@ class RunClock:
     def _exempted(self, link: Link, stopped: Any) -> Link:
         """Return a link as housekeeping meets it; other housekeeping around it goes on to bind."""
         owner = link.owner
-        if owner is self._state.guard or owner.is_housekeeping:
+        if owner is self._state.guard or owner.clock.is_housekeeping:
             return link
         if stopped is not None and stopped in owner.lineage:
             return Link(owner, link.counters, _LAST_ANSWER, answers=True)

@@ -27,6 +27,8 @@ class StopReason(StrEnum):
     MAX_COST_USD = "max_cost_usd"
     UNPRICED_MODEL = "unpriced_model"
     MAX_TOTAL_TOKENS = "max_total_tokens"
+    MAX_INPUT_TOKENS = "max_input_tokens"
+    MAX_OUTPUT_TOKENS = "max_output_tokens"
     MAX_OUTPUT_TOKENS_PER_CALL = "max_output_tokens_per_call"
     UNMETERED_USAGE = "unmetered_usage"
     TENANT_DAILY = "tenant_daily"

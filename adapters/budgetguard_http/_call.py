@@ -349,7 +349,7 @@ def _is_capped(run: Run) -> bool:
     for guard in run.guards:
         for one in guard.lineage:
             budget = one.budget
-            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+            if budget.needs_usage():
                 return True
     return False
 

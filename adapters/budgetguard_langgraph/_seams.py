@@ -109,6 +109,7 @@ _MANAGER: Final = 7
 _STREAMS: Final = frozenset({"stream", "astream"})
 _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 _CALLS: Final = frozenset({"generate", "agenerate", "stream", "astream"})
+_APPROVES: Final = frozenset({"after_model"})
 _RUNNING: Final = frozenset({"_run_one", "_arun_one"})
 # `create_agent` binds it to every agent; it is nobody's choice.
 _BOUND_LIMIT: Final = 9_999
@@ -183,6 +184,18 @@ def graph_call() -> GraphCall | None:
     if frame is None or not isinstance(frame.f_locals.get("self"), Pregel):
         return None
     return GraphCall(frame)
+
+
+APPROVALS: Final = "langchain.agents.middleware.human_in_the_loop"
+"""The module whose name `interrupt` is called where a person is asked about tool calls."""
+
+
+def calls_to_approve() -> tuple[list[Any], list[int]]:
+    """Return the tool calls of the answer that a person is asked about, and which of them."""
+    frame = _frame_of(_APPROVES, "interrupt_indices", _NEAREST)
+    if frame is None:
+        return [], []
+    return list(frame.f_locals["last_ai_msg"].tool_calls), frame.f_locals["interrupt_indices"]
 
 
 def graph_of_manager() -> Any:
@@ -332,6 +345,12 @@ def recursion_limit(graph: Any, config: Any, needed: int | None) -> int | None:
 def parameters_of(model_kind: Any) -> Mapping[str, Any]:
     """Return what a class of models takes with a call."""
     return signature(model_kind._generate).parameters  # noqa: SLF001 - no public way
+
+
+def options_of(model: Any, stop: Any = None) -> Any:
+    """Return the options that a model of Ollama's sends; None where it does not tell."""
+    tells = getattr(model, "_chat_params", None)
+    return None if tells is None else tells([], stop)["options"]
 
 
 class ToolCallRefused(ToolInvocationError):

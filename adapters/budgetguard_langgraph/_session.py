@@ -22,7 +22,7 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_core.kit import Envelope, load_to_resume
-from budgetguard_langgraph import _endings
+from budgetguard_langgraph import _approvals, _endings
 from budgetguard_langgraph._closing import (
     FOLD,
     addressed,
@@ -92,6 +92,7 @@ class Attached(BudgetCallback):
 
     def take(self, graph_run: GraphRun) -> None:
         """Take the run that was opened for this call."""
+        _approvals.attach()
         self._last = graph_run
 
 

@@ -314,9 +314,12 @@ class ToolCalls:
             else:
                 asked.opened = OpenToolCall(asked.call, [ticket])
         for item, approved in decided:
-            ticket = None if approved else _take(tickets, part(item.raw_item, "call_id"))
-            if approved is False and ticket is not None:
-                self.run.guard.withdraw(ticket)
+            if approved is False:
+                ticket = _take(tickets, part(item.raw_item, "call_id"))
+                if ticket is not None:
+                    self.run.guard.withdraw(ticket, waits=True)
+                for asked in asked_calls(agent, [item.raw_item]):
+                    self._rejected(asked.call)
         started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
         for asked in asked_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.
@@ -327,6 +330,11 @@ class ToolCalls:
                 self.resumed.append(asked)
         self._opened(fresh)
         self._batch = self.resumed
+
+    def _rejected(self, call: ToolCall) -> None:
+        """Report a call that a person rejected: no tool call, but an error of its kind."""
+        without_body = ToolCall(name=call.name, arguments=call.arguments, id=call.id, kind="output")
+        self.run.finished(self.run.tool_call(without_body), error="rejected")
 
     def wait(self, call_ids: set[Any]) -> None:
         """Leave what waits for a person to the leg that goes on with the answer.

@@ -392,6 +392,14 @@ def _call_id(item: RunItem) -> Any:
     return part(item.raw_item, "call_id")
 
 
+def history_of(given: Any, items: Sequence[RunItem]) -> list[Any]:
+    """Return the history of a run: what it was given, and its items."""
+    return [
+        *ItemHelpers.input_to_new_input_list(given),
+        *(item.to_input_item() for item in items),
+    ]
+
+
 def transfer_text(agent: Agent[Any]) -> str:
     """Return what the SDK answers to the call of a handoff."""
     return json.dumps({"assistant": agent.name})

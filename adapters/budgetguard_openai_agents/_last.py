@@ -3,34 +3,102 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from agents import Agent, Model, ModelTracing, OpenAIResponsesModel, RunConfig
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    Model,
+    ModelResponse,
+    ModelTracing,
+    OpenAIResponsesModel,
+    RunConfig,
+    RunItem,
+)
 from agents.run import CallModelData, ModelInputData
 
 from budgetguard_core import ModelCall, Trip
 from budgetguard_core.kit import ANSWER_NOW, Answer, OpenModelCall, Prompt, last_answer, part
-from budgetguard_openai_agents import _session
-from budgetguard_openai_agents._ending import history_of
+from budgetguard_openai_agents import _seams, _session
+from budgetguard_openai_agents._history import history_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._settings import plain_settings
+from budgetguard_openai_agents._settings import plain_settings, set_bound
 from budgetguard_openai_agents._usage import model_of, usage_of
 
 
-async def answer_of(
-    recorder: Recorder, trip: Trip, given: Any, data: Any, session: Any
-) -> str | None:
-    """Ask for a last answer, where the stopped run may have one.
+class LastWords(NamedTuple):
+    """How a stopped run ends."""
+
+    text: str | None = None
+    """The text of its last message; None for the synthetic one."""
+    is_typed: bool = False
+    """The program asked for an output of a type."""
+    final: Any = None
+    """That output; None where nobody gave one."""
+
+
+async def last_words(
+    recorder: Recorder,
+    trip: Trip,
+    data: Any,
+    items: Sequence[RunItem],
+    responses: Sequence[ModelResponse],
+    session: Any,
+) -> LastWords:
+    """Ask for the end of a stopped run: the model, where the run has a reserve for it.
+
+    For an output of a type, the user's own handler of `max_turns` is asked where there is none.
 
     Args:
         recorder: The hooks of the run.
         trip: Why it was stopped.
-        given: The input of the run.
-        data: What the SDK knows of it, None when its work was cancelled.
+        data: What the SDK knows of it.
+        items: Its items, closed.
+        responses: The model's responses.
         session: The user's session, if any.
     """
+    agent = recorder.agent
+    schema = _seams.schema_of(agent)
+    is_typed = schema is not None and not schema.is_plain_text()
+    found: list[Any] = []
+
+    def parsed(text: str) -> str:
+        if schema is None or not is_typed:
+            return text
+        try:
+            found.append(schema.validate_json(text))
+        except Exception as error:
+            recorder.run.guard.tree.report("last answer", error)
+            return ""
+        return text
+
+    answer = await _answer(recorder, trip, history_of(data.input, items), data, session, parsed)
+    if answer is not None or not is_typed:
+        return LastWords(answer, is_typed, *found)
+    handler = recorder.take_handler()
+    if handler is None:
+        return LastWords(is_typed=True)
+    facts = {"input": data.input, "new_items": list(items), "raw_responses": list(responses)}
+    context = recorder.context or data.context_wrapper
+    error = MaxTurnsExceeded(trip.detail)
+    try:
+        text, final = await _seams.handled(handler, error, context, agent, facts)
+    except Exception as raised:
+        recorder.run.guard.tree.report("error_handlers", raised)
+        return LastWords(is_typed=True)
+    return LastWords(text, is_typed=True, final=final)
+
+
+async def _answer(
+    recorder: Recorder,
+    trip: Trip,
+    history: list[Any],
+    data: Any,
+    session: Any,
+    parsed: Callable[[str], str],
+) -> str | None:
     agent, config = recorder.agent, recorder.run_config
     # Nobody would judge the answer; an answer that was cut short is the last message by itself.
     judged = agent.output_guardrails or config.output_guardrails
@@ -39,7 +107,7 @@ async def answer_of(
     if last is None:
         return None
     try:
-        sent = await _request(recorder, agent, given, data, session)
+        sent = await _request(recorder, agent, history, data, session)
     except Exception as error:
         # Code of the user's: what makes the instructions, or filters what is sent.
         recorder.run.guard.tree.report("last answer", error)
@@ -49,41 +117,39 @@ async def answer_of(
     if not isinstance(model, OpenAIResponsesModel):
         sent = ModelInputData(_in_words(sent.input), sent.instructions)
     sent = ModelInputData(_asked(sent.input), sent.instructions)
-    tokens = Prompt().project(sent.input, system=sent.instructions)
+    schema = _seams.schema_of(agent)
+    tokens = Prompt().project(sent.input, system=sent.instructions, output_schema=agent.output_type)
     call = ModelCall(model=name, provider=provider, input_tokens=tokens)
 
     async def say(opened: OpenModelCall) -> Answer:
+        own = plain_settings(agent, config)
+        settings = replace(own, tool_choice=None, parallel_tool_calls=None)
+        set_bound(settings, opened.max_output_tokens)
         response = await model.get_response(
             sent.instructions,
             sent.input,
-            replace(
-                plain_settings(agent, config),
-                max_tokens=opened.max_output_tokens,
-                tool_choice=None,
-                parallel_tool_calls=None,
-            ),
+            settings,
             [],
-            None,
+            schema,
             [],
             ModelTracing.DISABLED,
             previous_response_id=None,
             conversation_id=None,
             prompt=None,
         )
-        return Answer(text=_text(response.output), usage=usage_of(response))
+        return Answer(text=parsed(_text(response.output)), usage=usage_of(response))
 
     return await last.ask_async(call, say)
 
 
 async def _request(
-    recorder: Recorder, agent: Agent[Any], given: Any, data: Any, session: Any
+    recorder: Recorder, agent: Agent[Any], history: list[Any], data: Any, session: Any
 ) -> ModelInputData:
-    recorder.withhold()
-    items = history_of(recorder, given, data)
+    items = history
     if session is not None:
         stored = await _session.read(session)
         items = [*_session.compare(stored, items).before, *items]
-    context = recorder.context or part(data, "context_wrapper")
+    context = recorder.context or data.context_wrapper
     instructions = await agent.get_system_prompt(context)
     sent = ModelInputData(input=items, instructions=instructions)
     own = recorder.run_config.call_model_input_filter

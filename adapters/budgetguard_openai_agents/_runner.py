@@ -11,14 +11,12 @@ from agents import (
     Agent,
     ItemHelpers,
     ModelSettings,
-    RunErrorDetails,
     RunHooks,
     RunResult,
     RunResultStreaming,
     RunState,
 )
 from agents.agent import AgentBase
-from agents.exceptions import MaxTurnsExceeded
 from agents.run import (
     DEFAULT_MAX_TURNS,
     AgentRunner,
@@ -33,23 +31,14 @@ from budgetguard_core import (
     Mode,
     Outcome,
     Snapshot,
-    Trip,
 )
 from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume, part
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
-from budgetguard_openai_agents._ending import (
-    conclude,
-    fail,
-    is_answered,
-    partial_result,
-    store_in_session,
-)
-from budgetguard_openai_agents._last import answer_of
+from budgetguard_openai_agents._ending import ended
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import asking, bounded_config, config_of
 from budgetguard_openai_agents._stream import StreamEnding
-from budgetguard_openai_agents._tools import noted
 
 _LOCK = threading.Lock()
 
@@ -83,34 +72,9 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
-        run = recorder.run
         with entered(recorder.calls.turn_frame):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
-        known: RunErrorDetails | RunResult | None = None
-        result: RunResult | None = None
-        try:
-            trip = await recorder.supervised(work)
-            if trip is None or (work.done() and not work.cancelled()):
-                result = known = work.result()
-                trip = recorder.calls.stopping or run.stopped_by
-            else:
-                recorder.cut_off()
-        except BaseException as error:
-            trip = _limit_of(recorder, error)
-            if trip is None:
-                await fail(recorder, error, input)
-                raise
-            recorder.cut_off(error)
-            known = getattr(error, "run_data", None)
-        if trip is not None and not (
-            result is not None and (result.interruptions or is_answered(recorder, result))
-        ):
-            session = options.get("session")
-            answer = await answer_of(recorder, trip, input, known, session)
-            result = partial_result(recorder, trip, known, input, options, answer)
-            await store_in_session(recorder, session, input, result, rebuilt=known is None)
-        await conclude(recorder, trip, cast("RunResult", result))
-        return cast("RunResult", result)
+        return cast("RunResult", await ended(recorder, work, input, options))
 
     def run_sync(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
         """Run in an event loop of its own."""
@@ -134,7 +98,7 @@ class BudgetRunner(AgentRunner):
             except BaseException as error:
                 recorder.run.fail(error)
                 raise
-        StreamEnding(recorder, result, input, options.get("session"))
+        StreamEnding(recorder, result, input, options)
         return result
 
 
@@ -196,12 +160,6 @@ def _is_asking(method: Any) -> bool:
     return False
 
 
-def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:
-    if isinstance(error, MaxTurnsExceeded) and recorder.run.is_enforced:
-        return recorder.run.framework_limit(str(error))
-    return recorder.left_by(error)
-
-
 def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recorder | None, Any]:
     """Open the run, and put its hooks into its options; None when nothing bounds it.
 
@@ -237,14 +195,16 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         options["run_config"] = bounded_config(options.get("run_config"), recorder)
         recorder.calls.bounds = recorder
     options["hooks"] = recorder
+    options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
     if goes_on:
         recorder.calls.go_on(given, agent)
     elif (
         options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
         and not getattr(hooks, "keeps_max_turns", False)
+        and (isinstance(hooks, BoundedHooks) or run.above is None or run.above.run is None)
         and _has_cap(run)
     ):
-        # The SDK's default is no decision of the user's.
+        # The SDK's default is no decision of the user's; a sub-agent without a budget keeps it.
         options["max_turns"] = None
     run.guard.start()
     return recorder, cast("Any", given)
@@ -254,9 +214,9 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     envelope, resume = hooks.envelope, hooks.resume
     goes_on = isinstance(given, RunState)
     if goes_on:
-        kept = noted(_seams.guardrail_results_of(given))
+        kept = _seams.kept(given)
         if kept is not None:
-            resume = Snapshot.model_validate(kept["snapshot"])
+            resume = Snapshot.model_validate_json(kept)
         context = _seams.context_of(given) if options.get("context") is None else options["context"]
     else:
         context = options.get("context")

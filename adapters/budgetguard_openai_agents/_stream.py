@@ -6,21 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from agents import MaxTurnsExceeded, RunItem, RunResultStreaming
+from agents import RunResultStreaming
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
-from budgetguard_core import BudgetExceeded, Trip
+from budgetguard_core import BudgetExceeded
 from budgetguard_core.kit import outcome_of, remember
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._ending import (
-    close_streamed,
-    conclude,
-    fail,
-    is_answered,
-    store_in_session,
-)
-from budgetguard_openai_agents._last import answer_of
+from budgetguard_openai_agents._ending import ended
 from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents._tools import hide_gate
 
 
 class StreamEnding:
@@ -30,21 +24,22 @@ class StreamEnding:
         recorder: The hooks of the run.
         result: What the SDK returned; its task and its events are replaced.
         given: The input of the run.
-        session: The user's session, if any.
+        options: Its options.
     """
 
     def __init__(
-        self, recorder: Recorder, result: RunResultStreaming, given: Any, session: Any
+        self,
+        recorder: Recorder,
+        result: RunResultStreaming,
+        given: Any,
+        options: dict[str, Any],
     ) -> None:
         self._recorder = recorder
         self._result = result
         self._given = given
-        self._session = session
+        self._options = options
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
-        self._closing: list[RunItem] = []
-        if recorder.run.is_enforced:
-            _seams.take_over_turns(result)
         _seams.tap_events(result, recorder.see)
         result.run_loop_task = asyncio.create_task(self._run())
         result.run_loop_task.add_done_callback(self._is_over)
@@ -59,52 +54,7 @@ class StreamEnding:
             remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
 
     async def _run(self) -> None:
-        recorder, result, run = self._recorder, self._result, self._recorder.run
-        trip: Trip | None = None
-        is_cut = False
-        try:
-            trip = await recorder.supervised(self._work)
-            if trip is None or (self._work.done() and not self._work.cancelled()):
-                self._work.result()
-                if not result.interruptions:
-                    _seams.raise_tripwire(result)
-            else:
-                is_cut = True
-                recorder.cut_off()
-        except BaseException as error:
-            trip = await self._left_by(error)
-            if trip is None:
-                await fail(recorder, error, self._given, result)
-                raise
-            recorder.cut_off(error)
-        if trip is None and _seams.ran_out_of_turns(result):
-            detail = f"Max turns ({result.max_turns}) exceeded"
-            if not run.is_enforced:
-                await fail(recorder, MaxTurnsExceeded(detail), self._given, result)
-                return
-            trip = run.framework_limit(detail)
-        if _seams.is_cancelled(result) and not (result.interruptions or run.stopped_by):
-            left = asyncio.CancelledError("the stream was cancelled")
-            await fail(recorder, left, self._given, result)
-            return
-        trip = trip or recorder.calls.stopping or run.stopped_by
-        if trip is not None and not (
-            result.interruptions or is_answered(recorder, result, is_cut=is_cut)
-        ):
-            answer = await answer_of(recorder, trip, self._given, result, self._session)
-            self._closing = close_streamed(recorder, trip, result, answer)
-            await store_in_session(recorder, self._session, self._given, result)
-        await conclude(recorder, trip, result)
-
-    async def _left_by(self, error: BaseException) -> Trip | None:
-        if isinstance(error, asyncio.CancelledError) and self._recorder.run.stopped_by is not None:
-            # The SDK cancels a run whose input guardrail failed.
-            await asyncio.wait({self._work}, timeout=0)
-            failed = _seams.take_failed_guardrail(self._result)
-            if failed is not None:
-                cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-                error = failed
-        return self._recorder.left_by(error)
+        await ended(self._recorder, self._work, self._given, self._options, self._result)
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
         events = cast("Any", self._events())
@@ -128,13 +78,14 @@ class StreamEnding:
                 if known is not None and outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
                     remember(error, known)
+                hide_gate(getattr(error, "run_data", None))
                 raise
             left = False
         finally:
             if left and not self._work.done():
                 self._result.cancel()
             await events.aclose()
-        closing, self._closing = self._closing, []
+        closing, self._recorder.closing = self._recorder.closing, []
         for item in closing:
             if item.type == "message_output_item":
                 yield RunItemStreamEvent(name="message_output_created", item=item)

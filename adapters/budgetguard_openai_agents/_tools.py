@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol, cast
@@ -37,6 +37,7 @@ from budgetguard_openai_agents._history import Asked, picture_of
 
 _NAME = "budgetguard"
 _ORIGINAL = "_budgetguard_original"
+_RESULTS = "tool_input_guardrail_results"
 _EDITS = frozenset({"create_file", "update_file", "delete_file"})
 
 
@@ -257,27 +258,11 @@ def text_of(stop: BudgetExceeded) -> str:
     return "" if stop.outcome is None or stop.outcome.final is None else str(stop.outcome.final)
 
 
-def own_results(results: Sequence[ToolInputGuardrailResult]) -> list[ToolInputGuardrailResult]:
-    """Leave out what is no result of the user's own guardrails."""
-    return [one for one in results if one.guardrail.get_name() != _NAME]
-
-
-def note(given: dict[str, Any]) -> ToolInputGuardrailResult:
-    """Make a result that carries plain data through a run's state, JSON included."""
-    return ToolInputGuardrailResult(
-        guardrail=ToolInputGuardrail[Any](guardrail_function=_allow, name=_NAME),
-        output=ToolGuardrailFunctionOutput.allow(output_info=given),
-    )
-
-
-def noted(results: Sequence[Any]) -> dict[str, Any] | None:
-    """Return the data that a run's state carries."""
-    for one in reversed(results):
-        info = one.output.output_info
-        if one.guardrail.get_name() == _NAME and isinstance(info, dict):
-            return cast("dict[str, Any]", info)
-    return None
-
-
-def _allow(_: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
-    return ToolGuardrailFunctionOutput.allow()
+def hide_gate(*owners: Any) -> None:
+    """Take the results of the copies' own guardrail out of what users see."""
+    for owner in owners:
+        # Older releases do not report them of a run that failed.
+        results: list[ToolInputGuardrailResult] = getattr(owner, _RESULTS, [])
+        own = [one for one in results if one.guardrail.get_name() != _NAME]
+        if len(own) < len(results):
+            setattr(owner, _RESULTS, own)

@@ -120,7 +120,7 @@ class AgentHooks:
         if at is not None and at.metrics is metrics and at.invocation == number:
             at.begin_leg()
             if at.resumed and not at.shared and at.trip is None:
-                at.run.guard.restart_iterations()
+                at.run.guard.state.restart_iterations()
         else:
             if at is not None:
                 # Somebody's hook raised, and nothing told the end of the run.

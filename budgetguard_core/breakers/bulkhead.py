@@ -43,8 +43,7 @@ class Place:
 class Bulkhead:
     """The places of one bulkhead. Safe for threads; it waits for nothing.
 
-    Whoever waits is served in the order of asking. It has no `state`: a place belongs to a call
-    that runs in this process, and none of them lives on in another.
+    Whoever waits is served in the order of asking.
 
     Args:
         config: The settings; resilience4j's defaults if left out.
@@ -69,6 +68,11 @@ class Bulkhead:
     def waiting(self) -> int:
         """Calls in the queue."""
         return len(self._queue)
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Whether no call has a place."""
+        del now_ns  # as the others are asked
+        return self._running == 0
 
     def acquire(self, now_ns: int) -> Place | None:
         """Ask for a place.

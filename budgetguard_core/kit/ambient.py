@@ -50,7 +50,7 @@ def housekeeping_for(guard: Guard) -> Guard:
     frame = FRAME.get()
     while frame is not None:
         keeper: Guard = frame.guard
-        if keeper.is_housekeeping and keeper.clock.keeps_house_for(guard):
+        if keeper.clock.is_housekeeping and keeper.clock.keeps_house_for(guard):
             return keeper
         frame = frame.above
     return guard

@@ -74,7 +74,7 @@ class Run(Lifetime):
         Args:
             question: Calls `model_call`, `batch` or `tool_call`.
         """
-        if not any(guard.asks_a_store for guard in self.guards):
+        if not any(guard.state.asks_a_store for guard in self.guards):
             return question()
         answer: _Calls = yield in_thread(question, self._take_back)
         return answer
@@ -220,7 +220,7 @@ class Run(Lifetime):
         for ticket in call.tickets:
             self._settle(ticket, used, None, model, cost_usd)
         # What housekeeping writes is no reply of the run.
-        if final and not any(one.guard.is_housekeeping for one in call.charged):
+        if final and not any(one.guard.clock.is_housekeeping for one in call.charged):
             self.guard.report_reply(text, speaker=speaker)
 
     def cut_short(self, call: OpenModelCall) -> Trip | None:
@@ -395,6 +395,14 @@ class Run(Lifetime):
                 ticket.guard.withdraw(ticket)
         return opened
 
+    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
+        """Tell which calls of these tools, in this order, a cap or a quota would refuse now.
+
+        Nothing is counted and nothing trips: no person is asked about what will be refused.
+        """
+        answers = [guard.refuses_tools(names) for guard in self.guards]
+        return [any(of) for of in zip(*answers, strict=True)]
+
     def start(self, call: OpenToolCall) -> str | None:
         """Say that a tool's body starts now: None, or the result to give in its place."""
         if call.refusal is None:
@@ -436,7 +444,7 @@ class Run(Lifetime):
 
     def _is_late(self, stop: Stop, guard: Guard) -> None:
         """Raise where the deadline of housekeeping has passed: it ends that, and not the run."""
-        own = guard.is_housekeeping and stop.trip.run_id == guard.run_id
+        own = guard.clock.is_housekeeping and stop.trip.run_id == guard.run_id
         if own and stop.trip.reason is StopReason.MAX_SECONDS:
             raise TimeoutError(late(guard.budget.max_seconds))
 

@@ -381,8 +381,10 @@ def test_a_kill_is_seen_by_thousands_of_tenants_with_one_small_question(place, o
 
 def test_a_redis_of_a_cluster_is_refused_when_it_is_opened(tmp_path):
     need("redis")
+    # By default the bus is 10,000 above the port, which of a high port is none.
+    bus = ("--cluster-port", str(free_port()))
     with (
-        RedisServer("--cluster-enabled", "yes") as server,
+        RedisServer("--cluster-enabled", "yes", *bus) as server,
         pytest.raises(LedgerError, match="must be one server, got a part of a cluster"),
     ):
         Place("redis", tmp_path, server.url).store()

@@ -87,7 +87,7 @@ guard.extend(max_iteration=40)  # type: ignore[call-arg]
 guard.extend(max_iterations="40")  # type: ignore[arg-type]
 guard.extend(max_iterations=None)  # type: ignore[arg-type]
 guard.extend(40)  # type: ignore[call-arg]
-unknown_option = Guard(budget, max_iterations=3)  # type: ignore[call-arg]
+unknown_option = Guard(budget, max_iterations=3)  # type: ignore[arg-type]
 
 
 def by_hand(calls: list[ToolCall]) -> Outcome | None:
