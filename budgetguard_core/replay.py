@@ -105,7 +105,7 @@ class Replay:
         self._tickets: dict[tuple[str, int], Admit] = {}
 
     def apply(self, event: Event) -> None:
-        """Tell the next event.
+        """Apply the next event.
 
         Raises:
             CheckpointError: The event's run has no start in this log, or the event holds what no
@@ -362,7 +362,7 @@ def replay(
     price_book: PriceBook | None = None,
     clock: Clock | None = None,
 ) -> Guard:
-    """Let the same counting code live through a recorded log again.
+    """Replay a recorded log through the same counting code.
 
     With the budget of the log the result is what the original was, and the run can go on from
     it. Under another budget the guard shows what that would have made of the run: once it has

@@ -1,4 +1,4 @@
-"""What every adapter takes as its budget, checked in one place, and how a run is opened on it."""
+"""The budget that every adapter takes, checked in one place, and the opening of a run on it."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Envelope:
 
     @property
     def may_ask_for_progress(self) -> bool:
-        """Whether runs may be asked for reports, so that the tool for them is to be offered."""
+        """True if runs may be asked for reports, so that the tool for them is to be offered."""
         given = self.budget
         budget = given.budget if isinstance(given, Guard) else given
         if budget is not None and budget.progress is not None:
