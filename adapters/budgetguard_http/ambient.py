@@ -41,7 +41,7 @@ _POLICIES: weakref.WeakKeyDictionary[Run, Policy] = weakref.WeakKeyDictionary()
 
 
 class _Ambient:
-    """What is on in this process."""
+    """The settings that are on in this process."""
 
     def __init__(self) -> None:
         self.patches = Patches(Seam(self.here, self.policy_of), Hooks(self.here, self.policy_of))
@@ -103,7 +103,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether clients are bounded wherever a guard is active."""
+    """Return whether clients are bounded wherever a guard is active."""
     return _AMBIENT.patches.are_in_place
 
 
