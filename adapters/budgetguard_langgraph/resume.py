@@ -237,13 +237,13 @@ def _plan(
 
 
 def _has_ended(state: StateSnapshot, key: str | None) -> bool:
-    """Tell whether a checkpoint has the end of a stopped conversation."""
+    """Return whether a checkpoint has the end of a stopped conversation."""
     messages = conversation_in(state.values, key)
     return bool(messages) and is_synthetic(messages[-1])
 
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
-    """Tell whether a thread holds more than what its tasks wrote, and the end of its conversation.
+    """Return whether a thread holds more than its tasks wrote, and the end of its conversation.
 
     Args:
         state: The thread as it is.
