@@ -59,14 +59,14 @@ class _Copied(NamedTuple):
 
 
 class CallBounds(Protocol):
-    """What the settings of a model call ask the run that it belongs to."""
+    """The part of a run that the settings of a model call need."""
 
     def output_bound(self, own: int | None) -> int | None:
         """Return the completion tokens that the next call may ask for."""
         ...
 
     async def admit_retry(self, error: BaseException | None) -> bool:
-        """Tell whether a failed call may be tried again, and count the attempt if so."""
+        """Return whether a failed call may be tried again, and count the attempt if so."""
         ...
 
 
@@ -203,7 +203,7 @@ class ToolCalls:
         return refusal
 
     async def start(self, context: Any, tool: Tool) -> bool:
-        """Say that a call's body starts now; False where something else is its result.
+        """Start a call's body; returns False where something else is its result.
 
         Raises:
             RunStopped: The call may not start, and nothing else can be its result.

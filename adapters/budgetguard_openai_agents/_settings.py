@@ -1,4 +1,4 @@
-"""What a run's model calls are made with: their settings, and what is sent to the model."""
+"""The settings and the input of a run's model calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
 class Bounds(CallBounds, Protocol):
-    """What the input of a model call asks the run that it belongs to."""
+    """The part of a run that the input of a model call needs."""
 
     async def admit(
         self, agent: Agent[Any], sent: ModelInputData, own: int | None
@@ -99,7 +99,7 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
 
 
 class _Filter:
-    """What sees the input of each model call last, before the call is made."""
+    """The filter that sees the input of each model call last, before the call is made."""
 
     def __init__(
         self,

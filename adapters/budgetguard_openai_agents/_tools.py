@@ -42,7 +42,7 @@ _EDITS = frozenset({"create_file", "update_file", "delete_file"})
 
 
 class Calls(Protocol):
-    """What the copies ask the run that they are called in."""
+    """The part of a run that the copies need."""
 
     async def admitted(self, context: Any) -> str | None:
         """Make this task the body of a call; or return what is given in place of its result."""
@@ -166,7 +166,7 @@ class Gates:
         execute: Callable[..., Any],
         refused: Callable[[str], Any] = str,
     ) -> Callable[..., Any]:
-        """Have the body of a copy ask before it starts; `refused` makes a result of a refusal."""
+        """Request admission before a copy's body starts; `refused` makes a result of a refusal."""
 
         @wraps(execute)
         def asking(*given: Any, **named: Any) -> Any:
