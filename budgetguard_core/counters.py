@@ -106,7 +106,7 @@ class Tool:
 
 
 class Counters:
-    """What one run has counted, and its caps.
+    """The counters of one run, and its caps.
 
     Attributes:
         used: What was used of each dimension; the time as of the last `tick`.
@@ -197,7 +197,7 @@ class Counters:
 
     @property
     def may_stand(self) -> bool:
-        """Whether the time stands still as soon as nothing is in flight that it counts for."""
+        """True if the time stands still as soon as nothing is in flight that it counts for."""
         return self.pauses > 0 or self.housekeeping > 0
 
     def keep_time(self, now: int, *, stands: bool) -> None:
@@ -329,7 +329,7 @@ Chain: TypeAlias = Sequence[Link]
 
 
 class Request(NamedTuple):
-    """What a step asks for in each dimension. Without a projection, what is open asks for 1 more.
+    """The amounts that a step requests in each dimension. Without a projection, each open one is 1.
 
     So one comparison serves all: a cap is held against a step where `used + needed > cap`.
     """

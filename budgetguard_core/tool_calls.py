@@ -91,7 +91,7 @@ class ToolCalls:
         return decisions
 
     def refuses(self, names: Sequence[str]) -> list[bool]:
-        """Tell which calls of these tools, in this order, a cap or a quota would refuse.
+        """Return which calls of these tools, in this order, a cap or a quota would refuse.
 
         Nothing is asked for and nothing trips: a person is not asked about what will be refused.
         """

@@ -12,7 +12,7 @@ from budgetguard_cli.screen import refuse, say, write_json
 
 
 class Target(TypedDict):
-    """What a kill switch is set for."""
+    """The target of a kill switch."""
 
     tenant: str | None
     run: str | None

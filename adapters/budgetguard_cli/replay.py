@@ -195,7 +195,7 @@ def _plain(run: Run, trip: Trip) -> dict[str, object]:
 
 
 def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[str]:
-    """Say what the figures do not hold."""
+    """Name what the figures leave out."""
     if recorded.estimated_calls:
         yield (
             f"{recorded.estimated_calls:,} of {recorded.model_calls:,} model calls have no "

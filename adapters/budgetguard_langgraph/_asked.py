@@ -191,7 +191,7 @@ class AskedCalls:
         return None
 
     def are_due(self) -> bool:
-        """Tell whether calls of a batch are due: those that are refused get a result too."""
+        """Return whether calls of a batch are due: those that are refused get a result too."""
         with self._lock:
             if self._waiting:
                 return True

@@ -40,12 +40,12 @@ _TOLD: set[str] = set()
 
 
 def can_be_bound(model: Any) -> bool:
-    """Tell whether a bound can be given to a model with a call."""
+    """Return whether a bound can be given to a model with a call."""
     return _words(model) is not None
 
 
 def tells_no_bound(model: Any) -> bool:
-    """Tell whether the bound of a model is known by the model alone."""
+    """Return whether the bound of a model is known by the model alone."""
     words = _words(model)
     return words is None or words.options is not None
 
@@ -100,7 +100,7 @@ def _words(model: object) -> _Words | None:
 
 
 def tell(model: Any) -> None:
-    """Say once for each class that a bound cannot be given to it."""
+    """Warn once for each class that takes no completion bound."""
     kind = type(model).__name__
     if kind not in _TOLD:
         _TOLD.add(kind)

@@ -112,7 +112,7 @@ def ask(
 def begin(
     graph_run: GraphRun, flying: ModelCallInFlight, opened: OpenModelCall | Stop
 ) -> Trip | None:
-    """Let a model call go out; return why the run has to end instead."""
+    """Begin a model call; return why the run has to end instead."""
     run_id = flying.run_id
     if isinstance(opened, Stop):
         graph_run.next_step = f"call the model {flying.asked.model or ''}".strip()
@@ -162,7 +162,7 @@ def _asked(
 
 
 def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:
-    """Tell what has to be known of a request before it is sent.
+    """Record the facts of a request before it is sent.
 
     Returns:
         Whether the size of its prompt matters, whether a bound has to reach it, and whether its

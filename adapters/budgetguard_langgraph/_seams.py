@@ -99,7 +99,7 @@ _DRAINED: Final[Any] = getattr(langgraph.errors, "GraphDrained", None)  # since 
 
 
 def is_drained(error: BaseException | None) -> bool:
-    """Tell whether a graph was asked to leave off, between two steps, to go on elsewhere."""
+    """Return whether a graph was asked to leave off, between two steps, to go on elsewhere."""
     return _DRAINED is not None and isinstance(error, _DRAINED)
 
 
@@ -164,7 +164,7 @@ class GraphCall:
         self.config: Any = frame.f_locals.get("config")
 
     def left(self) -> tuple[bool, list[Any], Any]:
-        """Let go of the call; return whether it is at a breakpoint, its writes, and checkpoint."""
+        """Release the call; return whether it is at a breakpoint, its writes, and checkpoint."""
         frame, self._frame = self._frame, None
         loop: Any = None if frame is None else frame.f_locals.get("loop")
         status = str(getattr(loop, "status", "done"))
@@ -354,7 +354,7 @@ def options_of(model: Any, stop: Any = None) -> Any:
 
 
 class ToolCallRefused(ToolInvocationError):
-    """What a `ToolNode` turns into an error result; see `refusal`."""
+    """The error that a `ToolNode` turns into a result; see `refusal`."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

@@ -1,4 +1,4 @@
-"""What only LangChain's records tell: names, bounds, hosted tools, whether an answer was cut."""
+"""The facts of LangChain's records alone: names, bounds, hosted tools, answers that were cut."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _NESTS_NOTHING: Final = frozenset({bool, float, int, str, type(None)})
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
-    """Tell whether a record of the framework's has named fields."""
+    """Return whether a record of the framework's has named fields."""
     # First what it nearly always is: an abstract class is asked in a call of Python's.
     return type(value) is dict or isinstance(value, Mapping)
 
@@ -227,7 +227,7 @@ def schema_of(parameters: Mapping[str, Any] | None) -> Any:
 
 
 def was_cut(message: BaseMessage | None) -> bool:
-    """Tell whether an answer ended because it may not be longer."""
+    """Return whether an answer ended because it may not be longer."""
     metadata: dict[str, Any] = getattr(message, "response_metadata", None) or {}
     return any(name in metadata and str(metadata[name]).lower() in _CUT for name in _FINISHES)
 

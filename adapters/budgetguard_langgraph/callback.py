@@ -372,7 +372,7 @@ class BudgetCallback(BaseCallbackHandler):
         return self.envelope.open(**facts)
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Tell whether this callback leaves the runs that it sees to others."""
+        """Return whether this callback leaves the runs that it sees to others."""
         return False
 
     def _own_loose_run(self) -> GraphRun:

@@ -1,4 +1,4 @@
-"""What the SDK would have returned, built for a run that was stopped; and the end of every run."""
+"""The SDK's result of a run that was stopped; and the end of every run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _last(
 
 
 def is_answered(recorder: Recorder, result: Any) -> bool:
-    """Tell whether a run that was stopped has an answer all the same.
+    """Return whether a run that was stopped has an answer all the same.
 
     It has one where the SDK ended the run by itself and had all that its answer needs: neither a
     judge nor the call whose result is the answer was refused. Or the user's own handler gave it.

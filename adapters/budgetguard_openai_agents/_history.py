@@ -119,7 +119,7 @@ class Asked:
 
     @property
     def is_local(self) -> bool:
-        """Whether a tool on this side is called: no handoff, and not by the provider."""
+        """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"
 
     def shown(self) -> object:
@@ -138,7 +138,7 @@ class Turn:
     """It is an answer that nobody has judged who had to: no part of it is shown."""
 
     def has(self, item: RunItem) -> bool:
-        """Tell whether an item of the SDK's is from this response."""
+        """Return whether an item of the SDK's is from this response."""
         return any(item.raw_item is one for one in self.response.output)
 
 

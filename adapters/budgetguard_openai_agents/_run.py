@@ -147,7 +147,7 @@ class Recorder(RunHooks[Any]):
     async def on_llm_start(
         self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
     ) -> None:
-        """Tell the model what it should be told first, and save where the run is."""
+        """Give the model its message first, and save where the run is."""
         self.context, call = context, self._call
         try:
             if self.run.is_saved:
@@ -307,7 +307,7 @@ class Recorder(RunHooks[Any]):
     # Tool calls
 
     def left_by(self, error: BaseException) -> Trip | None:
-        """Tell whether an exception left the run because of a limit, and of which."""
+        """Return whether an exception left the run because of a limit, and of which."""
         self._fail(error)
         if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
@@ -338,7 +338,7 @@ class Recorder(RunHooks[Any]):
         turn.is_withheld = bool(judges)
 
     def is_completed_by_a_call(self, trip: Trip) -> bool:
-        """Tell whether an answer is the result of a call, though others of its batch were refused.
+        """Return whether an answer is a call's result, though others of its batch were refused.
 
         The SDK asks for it with `tool_use_behavior`.
         """
@@ -347,7 +347,7 @@ class Recorder(RunHooks[Any]):
         return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
 
     def is_judged(self) -> bool:
-        """Tell whether nothing of the last answer has to be kept back."""
+        """Return whether nothing of the last answer has to be kept back."""
         self.withhold()
         return not self.withheld()
 
@@ -357,7 +357,7 @@ class Recorder(RunHooks[Any]):
         return [item for items in outputs for item in reversed(items)]
 
     def is_withheld(self, item: RunItem) -> bool:
-        """Tell whether an item is a part of an answer that is kept back."""
+        """Return whether an item is a part of an answer that is kept back."""
         return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
@@ -381,7 +381,7 @@ class Recorder(RunHooks[Any]):
 
     @property
     def is_off(self) -> bool:
-        """Whether no guard of the run enforces or looks on."""
+        """True if no guard of the run enforces or looks on."""
         return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
 
 

@@ -192,7 +192,7 @@ class BudgetRunner(AgentRunner):
 
 
 def install() -> None:
-    """Have runs with a budget end normally. Runs without one go to the runner there was before.
+    """Install the runner, by which runs with a budget end normally. Others go to the one before.
 
     Raises:
         AdapterError: The installed release of the SDK lacks what the adapter needs.
@@ -223,7 +223,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether runs with a budget are bounded."""
+    """Return whether runs with a budget are bounded."""
     return isinstance(get_default_agent_runner(), BudgetRunner)
 
 

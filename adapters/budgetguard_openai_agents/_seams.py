@@ -199,7 +199,7 @@ async def handled(
 
 
 def is_agent_tool(tool: FunctionTool) -> bool:
-    """Tell whether a tool is an agent (`as_tool`)."""
+    """Return whether a tool is an agent (`as_tool`)."""
     return bool(cast("Any", tool)._is_agent_tool)
 
 
@@ -245,7 +245,7 @@ def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
 
 
 def is_cancelled(streamed: Any) -> bool:
-    """Tell whether the consumer cancelled a streamed run."""
+    """Return whether the consumer cancelled a streamed run."""
     return bool(streamed._cancel_mode != "none")
 
 
@@ -343,7 +343,7 @@ def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
 
 
 def approval_of(state: Any, item: Any) -> bool | None:
-    """Tell what a person has said of a call; None when nothing was said, or nothing is called."""
+    """Return a person's decision on a call; None without one, or where nothing is called."""
     call_id = part(item.raw_item, "call_id")
     if item.tool_name is None or call_id is None:
         return None  # a request of a hosted server's is no call of a tool on this side
@@ -379,7 +379,7 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_unanswered(state: Any) -> bool:
-    """Tell whether no model has answered in a run that goes on."""
+    """Return whether no model has answered in a run that goes on."""
     return not state._model_responses
 
 

@@ -340,7 +340,7 @@ _joining = AgentHooks(Opener())
 
 
 def _around(agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
-    """Let every provider that was registered with an agent watch over its run, the first outermost.
+    """Wrap an agent's run in every provider that was registered with it, the first outermost.
 
     Also one that is detached: a run that is on its way ends as bounded.
     """

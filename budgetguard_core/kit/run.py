@@ -36,7 +36,7 @@ _Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
 
 class OpensRuns(Protocol):
-    """What `Run.part` asks of an envelope."""
+    """The part of an envelope that `Run.part` needs."""
 
     def open(self, *, loose: bool = False) -> Run:
         """Open a run."""
@@ -225,7 +225,7 @@ class Run(Lifetime):
             self.guard.report_reply(text, speaker=speaker)
 
     def cut_short(self, call: OpenModelCall) -> Trip | None:
-        """Say that a settled answer ended at its completion bound, and not by itself.
+        """Record that a settled answer ended at its completion bound, and not by itself.
 
         Returns:
             The stop, where the bound was the budget's: the run ends, and its text is kept. None
@@ -384,7 +384,7 @@ class Run(Lifetime):
         return opened
 
     def refuses_tools(self, names: Sequence[str]) -> list[bool]:
-        """Tell which calls of these tools, in this order, a cap or a quota would refuse now.
+        """Return which calls of these tools, in this order, a cap or a quota would refuse now.
 
         Nothing is counted and nothing trips: no person is asked about what will be refused.
         """
@@ -392,7 +392,7 @@ class Run(Lifetime):
         return [any(of) for of in zip(*answers, strict=True)]
 
     def start(self, call: OpenToolCall) -> str | None:
-        """Say that a tool's body starts now: None, or the result to give in its place."""
+        """Start a tool's body: returns None, or the result to give in its place."""
         if call.refusal is None:
             call.state = "started"
             for ticket in call.tickets:
@@ -462,5 +462,5 @@ class Run(Lifetime):
 
 
 def _covers(tickets: Iterable[Admit], guard: Guard) -> bool:
-    """Tell whether one of these admissions has charged a guard, or what it is a part of."""
+    """Return whether one of these admissions has charged a guard, or what it is a part of."""
     return any(guard in one.guard.lineage or one.guard in guard.lineage for one in tickets)

@@ -79,7 +79,7 @@ class Watch:
             self._arm()
 
     def is_of(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Tell whether it watches on this event loop."""
+        """Return whether it watches on this event loop."""
         return self._loop is loop
 
     def _arm(self) -> None:

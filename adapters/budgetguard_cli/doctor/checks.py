@@ -1,4 +1,4 @@
-"""What `doctor` looks at, one finding after the other."""
+"""The checks of `doctor`, one finding after the other."""
 
 from __future__ import annotations
 

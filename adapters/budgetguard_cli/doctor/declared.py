@@ -1,4 +1,4 @@
-"""What the installed adapters declare: what they cover, in which releases, and what they do not."""
+"""The declarations of the installed adapters: what they cover, in which releases, and what not."""
 
 from __future__ import annotations
 

@@ -181,6 +181,7 @@ def test_the_metrics_count_what_happened(telemetry):
         for a, p in seen.points("budgetguard.refusals")
     }
     assert refused == {("model", "max_iterations"): 1, ("tool", "tool_quota"): 1}
+    assert {type(reason) for _, reason in refused} == {str}
     ((trip, point),) = seen.points("budgetguard.trips")
     assert trip == {**tags, "budgetguard.reason": "max_iterations"}
     assert point.value == 1
