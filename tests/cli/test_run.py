@@ -442,7 +442,7 @@ def test_a_module_in_which_no_call_is_seen(start):
         (["-m", "no_such_module_here"], "-m must name a module"),
         (["--profile", "resaerch", __file__], "did you mean 'research'?"),
         ([__file__], "a run must have a budget"),
-        (["--max-iterations", "0", __file__], "max_iterations must be >= 1, got 0"),
+        (["--max-iterations", "0", __file__], "max_iterations must be a whole number >= 1, got 0"),
         (["--max-cost-usd", "much", __file__], "must be an amount of US dollars, got 'much'"),
         (["--max-iterations", "1", "--tenant", "acme", __file__], "--ledger and --tenant"),
     ],
