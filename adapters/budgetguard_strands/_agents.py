@@ -120,7 +120,7 @@ class AgentHooks:
         if at is not None and at.metrics is metrics and at.invocation == number:
             at.begin_leg()
             if at.resumed and not at.shared and at.trip is None:
-                at.run.guard.restart_iterations()
+                at.run.guard.state.restart_iterations()
         else:
             if at is not None:
                 # Somebody's hook raised, and nothing told the end of the run.
@@ -340,7 +340,7 @@ _joining = AgentHooks(Opener())
 
 
 def _around(agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
-    """Let every provider that was registered with an agent watch over its run, the first outermost.
+    """Wrap an agent's run in every provider that was registered with it, the first outermost.
 
     Also one that is detached: a run that is on its way ends as bounded.
     """

@@ -143,7 +143,7 @@ class Calls:
                 # again would never end.
                 at.recovered = True
                 at.cycles = 0
-                at.run.guard.restart_iterations()
+                at.run.guard.state.restart_iterations()
         if response is None or at.turn is None:
             self.settle(at, event.exception or "no answer")
             return

@@ -243,7 +243,7 @@ class AgentRun:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the completion of each call is bounded, here or above."""
+        """True if the completion of each call is bounded, here or above."""
         every = (one for nearest in self.run.guards for one in nearest.lineage)
         return any(one.budget.max_output_tokens_per_call is not None for one in every)
 

@@ -36,7 +36,7 @@ _Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
 
 class OpensRuns(Protocol):
-    """What `Run.part` asks of an envelope."""
+    """The part of an envelope that `Run.part` needs."""
 
     def open(self, *, loose: bool = False) -> Run:
         """Open a run."""
@@ -75,7 +75,7 @@ class Run(Lifetime):
         Args:
             question: Calls `model_call`, `batch` or `tool_call`.
         """
-        if not any(guard.asks_a_store for guard in self.guards):
+        if not any(guard.state.asks_a_store for guard in self.guards):
             return question()
         answer: _Calls = yield in_thread(question, self._take_back)
         return answer
@@ -221,11 +221,11 @@ class Run(Lifetime):
         for ticket in call.tickets:
             self._settle(ticket, used, None, model, cost_usd)
         # What housekeeping writes is no reply of the run.
-        if final and not any(one.guard.is_housekeeping for one in call.charged):
+        if final and not any(one.guard.clock.is_housekeeping for one in call.charged):
             self.guard.report_reply(text, speaker=speaker)
 
     def cut_short(self, call: OpenModelCall) -> Trip | None:
-        """Say that a settled answer ended at its completion bound, and not by itself.
+        """Record that a settled answer ended at its completion bound, and not by itself.
 
         Returns:
             The stop, where the bound was the budget's: the run ends, and its text is kept. None
@@ -383,8 +383,16 @@ class Run(Lifetime):
                 ticket.guard.withdraw(ticket)
         return opened
 
+    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
+        """Return which calls of these tools, in this order, a cap or a quota would refuse now.
+
+        Nothing is counted and nothing trips: no person is asked about what will be refused.
+        """
+        answers = [guard.refuses_tools(names) for guard in self.guards]
+        return [any(of) for of in zip(*answers, strict=True)]
+
     def start(self, call: OpenToolCall) -> str | None:
-        """Say that a tool's body starts now: None, or the result to give in its place."""
+        """Start a tool's body: returns None, or the result to give in its place."""
         if call.refusal is None:
             call.state = "started"
             for ticket in call.tickets:
@@ -424,7 +432,7 @@ class Run(Lifetime):
 
     def _is_late(self, stop: Stop, guard: Guard) -> None:
         """Raise where the deadline of housekeeping has passed: it ends that, and not the run."""
-        own = guard.is_housekeeping and stop.trip.run_id == guard.run_id
+        own = guard.clock.is_housekeeping and stop.trip.run_id == guard.run_id
         if own and stop.trip.reason is StopReason.MAX_SECONDS:
             raise TimeoutError(late(guard.budget.max_seconds))
 
@@ -454,5 +462,5 @@ class Run(Lifetime):
 
 
 def _covers(tickets: Iterable[Admit], guard: Guard) -> bool:
-    """Tell whether one of these admissions has charged a guard, or what it is a part of."""
+    """Return whether one of these admissions has charged a guard, or what it is a part of."""
     return any(guard in one.guard.lineage or one.guard in guard.lineage for one in tickets)
