@@ -216,8 +216,8 @@ async def supervised(run: Run, work: asyncio.Task[Any]) -> Trip | None:
         let itself be cancelled is left behind after a second.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled, and the work with it, which unwinds as long
-            as it needs and the run may last.
+        asyncio.CancelledError: The caller was cancelled, and the work with it, which unwinds as
+            long as it needs and the run may last.
     """
     woken = asyncio.get_running_loop().create_future()
 
