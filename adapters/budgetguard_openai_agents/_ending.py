@@ -82,7 +82,7 @@ async def ended(
     """
     run = recorder.run
     known: Any = streamed
-    result: Any = cast("Any", None)
+    result: Any = None
     try:
         trip = await recorder.supervised(work)
         if trip is None or (work.done() and not work.cancelled()):
@@ -92,7 +92,8 @@ async def ended(
                 _seams.raise_tripwire(streamed)
         else:
             recorder.cut_off()
-            result = streamed if streamed is not None and recorder.is_judged() else None
+            is_judged = streamed is not None and recorder.is_judged()
+            result = cast("Any", streamed if is_judged else None)
     except BaseException as raised:
         error = raised
         if streamed is not None and isinstance(error, asyncio.CancelledError) and run.stopped_by:
@@ -333,8 +334,7 @@ def _whole(
         for one in new_items
         if one.type != "tool_approval_item" and not recorder.is_withheld(one)
     ]
-    earlier: list[RunItem] = [one for one in calls.earlier if one.type != "tool_approval_item"]
-    closing = closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
+    closing = closing_items(recorder.turns, items, raw_responses, calls.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
         if not any(turn.response is response for response in responses):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -222,49 +222,40 @@ def closing_items(
     turns: Sequence[Turn],
     items: Sequence[RunItem],
     responses: Sequence[ModelResponse],
-    earlier: Sequence[RunItem] = (),
     resumed: Sequence[Asked] = (),
 ) -> list[RunItem]:
     """List what is missing behind the items of a run for its history to be whole.
 
     Args:
         turns: What the model answered and what became of it.
-        items: The items that the SDK kept.
+        items: The items that the SDK kept, those of an earlier leg of the run first.
         responses: The responses that the SDK kept.
-        earlier: The first of these items, which are of an earlier leg of the run.
         resumed: What became of calls that the earlier leg had asked for.
     """
-    calls = _count_calls(items)
-    calls.subtract(_count_calls(earlier))
-    results = _count_results(items)
-    results.subtract(_count_results(earlier))
-    known = {id(one.raw): one for one in resumed}
+    records = {id(one.raw): one for turn in turns for one in turn.asked}
+    records |= {id(one.raw): one for one in resumed}
     by_id = {one.call.id: one for one in resumed}
-    missing: list[RunItem] = []
-    open_before = _count_results(earlier)
-    for item in earlier:
-        if not _is_call(item):
-            continue
-        call_id = _call_id(item)
-        if open_before[call_id] > 0:
-            open_before[call_id] -= 1
-        elif results[call_id] > 0:
-            results[call_id] -= 1
-        else:
-            # It waited for approval. Whatever was not heard of since never started.
-            one = known.get(id(item.raw_item)) or by_id.get(call_id)
-            shown = NOT_EXECUTED if one is None else one.shown()
-            missing += result_items(item.agent, item.raw_item, shown)
-    shown = {id(item.raw_item) for item in items}
+
+    def results(opened: Iterable[RunItem]) -> Iterator[RunItem]:
+        for item in opened:
+            # Of an earlier leg, whatever was not heard of since never started.
+            one = records.get(id(item.raw_item)) or by_id.get(_call_id(item))
+            if one is None:
+                yield from result_items(item.agent, item.raw_item, NOT_EXECUTED)
+            else:
+                yield from _results(item.agent, one, one.shown())
+
+    opened = _open(items)
+    missing = list(results(one for one in opened if not any(turn.has(one) for turn in turns)))
     for turn in turns:
         kept = any(response is turn.response for response in responses)
-        if kept and turn is not turns[-1]:
-            # Whole, but for what a filter of the user's took away.
-            there = [one.call.id for one in turn.asked if id(one.raw) in shown]
-            calls.subtract(there)
-            results.subtract(there)
-        elif not turn.is_withheld:
-            missing += _turn_items(turn, calls, results, kept=kept)
+        if turn.is_withheld:
+            continue
+        # One that was kept is whole, but for what a filter of the user's took away.
+        is_whole = kept and turn is not turns[-1]
+        made = [] if is_whole else _made(turn, items, kept=kept)
+        missing += made
+        missing += results([*(one for one in opened if turn.has(one)), *_open(made)])
     return missing
 
 
@@ -273,45 +264,35 @@ def turn_items(turn: Turn) -> list[RunItem]:
 
     Who reads it later finds a process that was killed: what might have started may have been done.
     """
-    return _turn_items(turn, Counter(), Counter(), kept=False, may_run=True)
+    made = _made(turn, (), kept=False)
+    for one in turn.asked:
+        if one.call.kind != "hosted":
+            waits = one.opened is not None and one.opened.state == "waiting"
+            made += _results(turn.agent, one, OUTCOME_UNKNOWN if waits else one.shown())
+    return made
 
 
-def _turn_items(
-    turn: Turn,
-    calls: Counter[Any],
-    results: Counter[Any],
-    *,
-    kept: bool,
-    may_run: bool = False,
-) -> list[RunItem]:
+def _made(turn: Turn, items: Sequence[RunItem], *, kept: bool) -> list[RunItem]:
+    """Make the items of a turn that the SDK has not; of one that it kept, the calls alone."""
     by_raw = {id(one.raw): one for one in turn.asked}
-    asked: list[RunItem] = []
-    answered: list[RunItem] = []
-    for item in turn.response.output:
-        one = by_raw.get(id(item))
-        type_ = part(item, "type")
-        if one is not None and one.call.kind != "hosted":
-            if calls[one.call.id] > 0:
-                calls[one.call.id] -= 1
-            else:
-                asked.append(_call_item(turn.agent, one))
-            if results[one.call.id] > 0:
-                results[one.call.id] -= 1
-            else:
-                waits = one.opened is not None and one.opened.state == "waiting"
-                shown = OUTCOME_UNKNOWN if may_run and waits else one.shown()
-                answered += _results(turn.agent, one, shown)
-        elif kept:
+    shown = {id(item.raw_item) for item in items}
+    made: list[RunItem] = []
+    for raw in turn.response.output:
+        one, type_ = by_raw.get(id(raw)), part(raw, "type")
+        is_hosted = one is None or one.call.kind == "hosted"
+        if id(raw) in shown or (kept and is_hosted):
             continue
+        item: Any = _plain(raw) if type_ == "compaction" else raw
+        if one is not None and one.call.kind == "handoff":
+            made.append(HandoffCallItem(agent=turn.agent, raw_item=item))
         elif one is not None:
-            asked.append(ToolCallItem(agent=turn.agent, raw_item=cast("Any", item)))
+            made.append(ToolCallItem(agent=turn.agent, raw_item=item))
         elif type_ in _REPORTED:
-            raw: Any = _plain(item) if type_ == "compaction" else item
-            asked.append(_REPORTED[type_](agent=turn.agent, raw_item=raw))
+            made.append(_REPORTED[type_](agent=turn.agent, raw_item=item))
         elif _is_output(type_):
-            raw, output = item, part(item, "result" if type_ == "program_output" else "output")
-            asked.append(ToolCallOutputItem(agent=turn.agent, raw_item=raw, output=output))
-    return [*asked, *answered]
+            output = part(raw, "result" if type_ == "program_output" else "output")
+            made.append(ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
+    return made
 
 
 def _plain(item: Any) -> Any:
@@ -319,23 +300,27 @@ def _plain(item: Any) -> Any:
     return item if dump is None else dump(exclude_unset=True)
 
 
-def _call_item(agent: Agent[Any], one: Asked) -> RunItem:
-    if one.call.kind == "handoff":
-        return HandoffCallItem(agent=agent, raw_item=one.raw)
-    return ToolCallItem(agent=agent, raw_item=one.raw)
+def _open(items: Iterable[RunItem]) -> list[RunItem]:
+    """List the calls without a result; where ids repeat, it is that of the first."""
+    opened: list[RunItem] = []
+    for item in items:
+        call_id = _call_id(item)
+        if item.type in ("tool_call_item", "handoff_call_item") and call_id is not None:
+            opened.append(item)
+        elif item.type.endswith("_output_item"):
+            of = next((n for n, one in enumerate(opened) if _call_id(one) == call_id), None)
+            if of is not None:
+                del opened[of]
+    return opened
 
 
 def _results(agent: Agent[Any], one: Asked, shown: object) -> list[RunItem]:
-    if one.target is not None:
-        return [
-            HandoffOutputItem(
-                agent=agent,
-                raw_item=_function_output(one.raw, shown),
-                source_agent=agent,
-                target_agent=one.target,
-            )
-        ]
-    return result_items(agent, one.raw, shown)
+    if one.target is None:
+        return result_items(agent, one.raw, shown)
+    raw = _function_output(one.raw, shown)
+    return [
+        HandoffOutputItem(agent=agent, raw_item=raw, source_agent=agent, target_agent=one.target)
+    ]
 
 
 def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:
@@ -375,18 +360,6 @@ def _function_output(raw: Any, result: object) -> Any:
         "call_id": part(raw, "call_id"),
         "output": str(result),
     }
-
-
-def _is_call(item: RunItem) -> bool:
-    return item.type in ("tool_call_item", "handoff_call_item") and _call_id(item) is not None
-
-
-def _count_calls(items: Sequence[RunItem]) -> Counter[Any]:
-    return Counter(_call_id(item) for item in items if _is_call(item))
-
-
-def _count_results(items: Sequence[RunItem]) -> Counter[Any]:
-    return Counter(_call_id(item) for item in items if item.type.endswith("_output_item"))
 
 
 def _call_id(item: RunItem) -> Any:
