@@ -170,7 +170,9 @@ class Counters:
 
     def kept_back(self, reason: StopReason) -> Any:
         """Return what is kept back of a cap for a last answer, in the budget's unit."""
-        reserve = self.budget.finalize_reserve
+        reserve, cap = self.budget.finalize_reserve, self.budget.max_seconds
+        if reserve is not None and reason is StopReason.MAX_SECONDS:
+            return None if cap is None else min(reserve.seconds, cap / 2)
         return None if reserve is None else reserve.of_caps().get(reason.value)
 
     def warn(self, dimensions: Iterable[str]) -> None:

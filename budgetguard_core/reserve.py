@@ -11,11 +11,11 @@ from budgetguard_core.settings import Cap, Dollars, Seconds, Settings
 
 
 class FinalizeReserve(Settings):
-    """The part of a run's caps that is reserved for one last answer: tokens, dollars or both.
+    """The part of a run's caps that is reserved for one last answer: time, tokens, dollars.
 
     A run that a limit stops then asks the model once more, without tools, to answer with what it
     knows. That call is no iteration and bound by nothing but this reserve and the whole of the
-    run's caps on tokens and dollars; it is charged to the run, and to all around it.
+    run's caps on tokens, dollars and seconds; it is charged to the run, and to all around it.
 
     Raises:
         ConfigurationError: A field makes no sense: rule, value, way out.
@@ -26,7 +26,8 @@ class FinalizeReserve(Settings):
     cost_usd: Dollars = None
     """US dollars, taken off `max_cost_usd` until the run is stopped."""
     seconds: Seconds = Field(default=30.0)
-    """How long the last answer may take; it is not run time."""
+    """Seconds that the last answer may take, taken off `max_seconds` until the run is stopped: at
+    most half of it, and no more than is left."""
 
     def of_caps(self) -> dict[str, int | Decimal | None]:
         """Return what is taken off each cap, by the cap's name."""

@@ -28,15 +28,20 @@ class RunClock:
         self._state = state
         self.is_housekeeping = False
 
-    def time_left(self) -> float | None:
-        """Seconds until the earliest deadline that is enforced; None without one."""
+    def time_left(self, *, whole: bool = False) -> float | None:
+        """Seconds until the earliest deadline that is enforced; None without one.
+
+        Args:
+            whole: With what is kept back for a last answer.
+        """
         left, tree = INFINITY, self._state.tree
         with tree.lock:
             now = tree.now()
             for link in self._state.chain:
-                if link.owner.mode is Mode.ENFORCE and link.limits[TIME] != INFINITY:
+                cap = (link.counters.whole_caps if whole else link.limits)[TIME]
+                if link.owner.mode is Mode.ENFORCE and cap != INFINITY:
                     link.counters.tick(now)
-                    left = min(left, link.limits[TIME] - link.counters.used[TIME])
+                    left = min(left, cap - link.counters.used[TIME])
         return None if left == INFINITY else max(left / 1_000_000_000, 0.0)
 
     def start(self) -> None:

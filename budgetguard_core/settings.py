@@ -94,12 +94,6 @@ def _dollars(value: object) -> object:
     return amount
 
 
-def _flag(value: object) -> object:
-    if type(value) is not bool:
-        raise ValueError(f"must be True or False, got {shown(value)}. Leave it out for False.")
-    return value
-
-
 def _names(value: Any) -> object:
     if isinstance(value, list | tuple | set | frozenset):
         names: list[Any] = [
@@ -128,8 +122,6 @@ Share: TypeAlias = Annotated[float, BeforeValidator(_share)]
 """Between 0 and 1, both left out."""
 Dollars: TypeAlias = Annotated[Decimal | None, BeforeValidator(_dollars)]
 """US dollars > 0, exact, or None for no cap."""
-Flag: TypeAlias = Annotated[bool, BeforeValidator(_flag)]
-"""True or False."""
 ExceptionNames: TypeAlias = Annotated[
     tuple[str | type[BaseException], ...], BeforeValidator(_names)
 ]
@@ -255,16 +247,12 @@ class CircuitBreakerConfig(Settings):
     """Seconds; a call that takes longer is slow, whether it fails or not."""
     permitted_number_of_calls_in_half_open_state: Annotated[int, BeforeValidator(_window_size)] = 10
     """Trial calls when half-open. The last of them to end closes the breaker or opens it again."""
-    max_wait_duration_in_half_open_state: SecondsOrZero = 0.0
-    """Seconds that a trial may take before the breaker opens again; 0 to wait without end."""
     sliding_window_size: Annotated[int, BeforeValidator(_window_size)] = 100
     """The last calls, so many, by which the breaker goes."""
     minimum_number_of_calls: Count = 100
     """Calls that the window must hold before a rate is judged: at most its size."""
     wait_duration_in_open_state: Seconds = 60.0
     """Seconds that the breaker stays open before it lets trial calls through."""
-    automatic_transition_from_open_to_half_open_enabled: Flag = False
-    """Whether it is half-open as soon as the wait is over, rather than at the next call."""
     record_exceptions: ExceptionNames = ()
     """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
     raised. Whatever else is raised counts as a success."""

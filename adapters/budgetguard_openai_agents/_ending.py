@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from agents import (
+    Agent,
     ItemHelpers,
+    MaxTurnsExceeded,
     MessageOutputItem,
+    Model,
+    ModelResponse,
+    ModelTracing,
+    OpenAIResponsesModel,
+    RunConfig,
     RunContextWrapper,
     RunErrorDetails,
     RunItem,
@@ -17,9 +26,21 @@ from agents import (
     RunState,
     TResponseInputItem,
 )
+from agents.run import CallModelData, ModelInputData
 
-from budgetguard_core import Outcome, Trip, synthetic_metadata, synthetic_text
-from budgetguard_core.kit import part, remember
+from budgetguard_core import ModelCall, Outcome, Trip, synthetic_metadata, synthetic_text
+from budgetguard_core.kit import (
+    ANSWER_NOW,
+    Answer,
+    OpenModelCall,
+    Prompt,
+    content_text,
+    last_answer,
+    part,
+    remember,
+)
+from budgetguard_core.kit.formats import RESPONSES, grouped
+from budgetguard_core.kit.history import in_words
 from budgetguard_openai_agents import _seams, _session
 from budgetguard_openai_agents._calls import RunStopped
 from budgetguard_openai_agents._history import (
@@ -28,9 +49,10 @@ from budgetguard_openai_agents._history import (
     history_of,
     synthetic_message,
 )
-from budgetguard_openai_agents._last import LastWords, last_words
 from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents._settings import plain_settings, set_bound
 from budgetguard_openai_agents._tools import hide_gate
+from budgetguard_openai_agents._usage import model_of, usage_of
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -337,3 +359,155 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
 
 def _text_of(item: RunItem) -> str:
     return ItemHelpers.text_message_output(item) if isinstance(item, MessageOutputItem) else ""
+
+
+# The last answer
+
+
+class LastWords(NamedTuple):
+    """How a stopped run ends."""
+
+    text: str | None = None
+    """The text of its last message; None for the synthetic one."""
+    is_typed: bool = False
+    """The program asked for an output of a type."""
+    final: Any = None
+    """That output; None where nobody gave one."""
+
+
+async def last_words(
+    recorder: Recorder,
+    trip: Trip,
+    data: Any,
+    items: Sequence[RunItem],
+    responses: Sequence[ModelResponse],
+    session: Any,
+) -> LastWords:
+    """Ask for the end of a stopped run: the model, where the run has a reserve for it.
+
+    For an output of a type, the user's own handler of `max_turns` is asked where there is none.
+
+    Args:
+        recorder: The hooks of the run.
+        trip: Why it was stopped.
+        data: What the SDK knows of it.
+        items: Its items, closed.
+        responses: The model's responses.
+        session: The user's session, if any.
+    """
+    agent = recorder.agent
+    schema = _seams.schema_of(agent)
+    is_typed = schema is not None and not schema.is_plain_text()
+    found: list[Any] = []
+
+    def parsed(text: str) -> str:
+        if schema is None or not is_typed:
+            return text
+        try:
+            found.append(schema.validate_json(text))
+        except Exception as error:
+            recorder.run.guard.tree.report("last answer", error)
+            return ""
+        return text
+
+    answer = await _answer(recorder, trip, history_of(data.input, items), data, session, parsed)
+    if answer is not None or not is_typed:
+        return LastWords(answer, is_typed, *found)
+    handler = recorder.take_handler()
+    if handler is None:
+        return LastWords(is_typed=True)
+    facts = {"input": data.input, "new_items": list(items), "raw_responses": list(responses)}
+    context = recorder.context or data.context_wrapper
+    error = MaxTurnsExceeded(trip.detail)
+    try:
+        text, final = await _seams.handled(handler, error, context, agent, facts)
+    except Exception as raised:
+        recorder.run.guard.tree.report("error_handlers", raised)
+        return LastWords(is_typed=True)
+    return LastWords(text, is_typed=True, final=final)
+
+
+async def _answer(
+    recorder: Recorder,
+    trip: Trip,
+    history: list[Any],
+    data: Any,
+    session: Any,
+    parsed: Callable[[str], str],
+) -> str | None:
+    agent, config = recorder.agent, recorder.run_config
+    # Nobody would judge the answer; an answer that was cut short is the last message by itself.
+    judged = agent.output_guardrails or config.output_guardrails
+    withheld = judged or recorder.cut or recorder.is_server_side
+    last = None if withheld else last_answer(recorder.run, trip)
+    if last is None:
+        return None
+    try:
+        sent = await _request(recorder, agent, history, data, session)
+    except Exception as error:
+        # Code of the user's: what makes the instructions, or filters what is sent.
+        recorder.run.guard.tree.report("last answer", error)
+        return None
+    name, provider = model_of(agent, config)
+    model = _model(agent, config)
+    schema = _seams.schema_of(agent)
+    tokens = Prompt().project(sent.input, system=sent.instructions, output_schema=agent.output_type)
+    call = ModelCall(model=name, provider=provider, input_tokens=tokens)
+
+    async def say(opened: OpenModelCall) -> Answer:
+        own = plain_settings(agent, config)
+        settings = replace(own, tool_choice=None, parallel_tool_calls=None)
+        set_bound(settings, opened.max_output_tokens)
+        response = await model.get_response(
+            sent.instructions,
+            sent.input,
+            settings,
+            [],
+            schema,
+            [],
+            ModelTracing.DISABLED,
+            previous_response_id=None,
+            conversation_id=None,
+            prompt=None,
+        )
+        return Answer(text=parsed(_text(response.output)), usage=usage_of(response))
+
+    return await last.ask_async(call, say)
+
+
+async def _request(
+    recorder: Recorder, agent: Agent[Any], history: list[Any], data: Any, session: Any
+) -> ModelInputData:
+    items = history
+    if session is not None:
+        stored = await _session.read(session)
+        items = [*_session.compare(stored, items).before, *items]
+    context = recorder.context or data.context_wrapper
+    instructions = await agent.get_system_prompt(context)
+    sent = ModelInputData(input=items, instructions=instructions)
+    own = recorder.run_config.call_model_input_filter
+    if own is not None:
+        filtered: Any = own(CallModelData(sent, agent, getattr(context, "context", None)))
+        sent = await filtered if inspect.isawaitable(filtered) else filtered
+    asked: Any = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
+    if not isinstance(_model(agent, recorder.run_config), OpenAIResponsesModel):
+        # Anthropic and Bedrock, through LiteLLM and its like, take no calls without their tools.
+        said = [item for items in in_words(grouped(sent.input), RESPONSES) for item in items]
+        asked = [{"role": one["role"], "content": _words(one)} for one in said]
+    return ModelInputData(input=asked, instructions=sent.instructions)
+
+
+def _words(message: dict[str, Any]) -> Any:
+    # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
+    content = message["content"]
+    return content_text(content) if message["role"] == "assistant" else content
+
+
+def _model(agent: Agent[Any], config: RunConfig) -> Model:
+    model = config.model or agent.model
+    return model if isinstance(model, Model) else config.model_provider.get_model(model)
+
+
+def _text(output: list[Any]) -> str:
+    said = (part(item, "content") for item in output if part(item, "type") == "message")
+    return "".join(part(piece, "text") or "" for content in said for piece in content or ())

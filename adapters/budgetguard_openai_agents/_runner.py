@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from functools import wraps
 from typing import Any, cast
 
@@ -23,8 +24,10 @@ from agents.run import (
     get_default_agent_runner,
     set_default_agent_runner,
 )
+from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
+    BudgetExceeded,
     CheckpointError,
     ConfigurationError,
     Guard,
@@ -32,15 +35,101 @@ from budgetguard_core import (
     Outcome,
     Snapshot,
 )
-from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume, part
+from budgetguard_core.kit import (
+    Envelope,
+    Run,
+    current_guard,
+    entered,
+    load_to_resume,
+    outcome_of,
+    part,
+    remember,
+)
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import ended
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._settings import asking, bounded_config, config_of
-from budgetguard_openai_agents._stream import StreamEnding
+from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
 
 _LOCK = threading.Lock()
+_TURNS = {"max_iterations", "max_model_calls"}
+
+
+class StreamEnding:
+    """Watches a streamed run and ends its stream normally.
+
+    Args:
+        recorder: The hooks of the run.
+        result: What the SDK returned; its task and its events are replaced.
+        given: The input of the run.
+        options: Its options.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        result: RunResultStreaming,
+        given: Any,
+        options: dict[str, Any],
+    ) -> None:
+        self._recorder = recorder
+        self._result = result
+        self._given = given
+        self._options = options
+        self._work = cast("asyncio.Task[Any]", result.run_loop_task)
+        self._events = result.stream_events
+        _seams.tap_events(result, recorder.see)
+        result.run_loop_task = asyncio.create_task(self._run())
+        result.run_loop_task.add_done_callback(self._is_over)
+        cast("Any", result).stream_events = self._stream
+
+    def _is_over(self, task: asyncio.Task[Any]) -> None:
+        # A task that is cancelled before its first step never comes to end anything.
+        self._work.cancel()
+        _seams.end_events(self._result)
+        if task.cancelled() and not self._recorder.run.ended:
+            self._recorder.close(asyncio.CancelledError())
+            remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
+
+    async def _run(self) -> None:
+        await ended(self._recorder, self._work, self._given, self._options, self._result)
+
+    async def _stream(self) -> AsyncIterator[StreamEvent]:
+        events = cast("Any", self._events())
+        left = True
+        try:
+            async for event in events:
+                yield event
+            left = False
+        except Exception as error:
+            # The consumer's side may hear of a failed guardrail before the run has ended, and in
+            # 0.18 is the only one to hear of it.
+            self._work.cancel()
+            shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
+            await asyncio.wait({shell})
+            failure = None if shell.cancelled() else shell.exception()
+            if failure is not None and isinstance(error, BudgetExceeded):
+                # A judge was stopped beside it.
+                raise failure from None
+            if failure is not None or shell.cancelled() or self._recorder.left_by(error) is None:
+                known = outcome_of(self._result, messages=self._result.to_input_list())
+                if known is not None and outcome_of(error) is None:
+                    # A judge's verdict that came with the stop.
+                    remember(error, known)
+                hide_gate(getattr(error, "run_data", None))
+                raise
+            left = False
+        finally:
+            if left and not self._work.done():
+                self._result.cancel()
+            await events.aclose()
+        closing, self._recorder.closing = self._recorder.closing, []
+        for item in closing:
+            if item.type == "message_output_item":
+                yield RunItemStreamEvent(name="message_output_created", item=item)
+            elif item.type in ("tool_call_output_item", "handoff_output_item"):
+                yield RunItemStreamEvent(name="tool_output", item=item)
 
 
 class BoundedHooks(RunHooks[Any]):
@@ -143,7 +232,7 @@ def _asking(listed: Any) -> Any:
     async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
         tools = await listed(self, run_context)
         calls = around()
-        return tools if calls is None or calls.run.ended else calls.begin_turn(tools)
+        return tools if calls is None or calls.run.ended else begin_turn(calls, tools)
 
     return get_all_tools
 
@@ -197,14 +286,14 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     options["hooks"] = recorder
     options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
     if goes_on:
+        _seams.replace_pending_tools(given, copied)
         recorder.calls.go_on(given, agent)
     elif (
         options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
         and not getattr(hooks, "keeps_max_turns", False)
-        and (isinstance(hooks, BoundedHooks) or run.above is None or run.above.run is None)
-        and _has_cap(run)
+        and _has_cap(run, isinstance(hooks, BoundedHooks))
     ):
-        # The SDK's default is no decision of the user's; a sub-agent without a budget keeps it.
+        # The SDK's default is no decision of the user's.
         options["max_turns"] = None
     run.guard.start()
     return recorder, cast("Any", given)
@@ -252,9 +341,16 @@ def _loaded(envelope: Envelope, run_id: str) -> tuple[Snapshot, int | None]:
     return snapshot, leg
 
 
-def _has_cap(run: Run) -> bool:
+def _has_cap(run: Run, has_own: bool) -> bool:
+    """Tell whether a cap takes the place of the SDK's turns.
+
+    In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
+    lot of them.
+    """
     guards: list[Guard] = [one for guard in run.guards for one in guard.lineage]
-    return any(one.mode is Mode.ENFORCE and one.budget.caps() for one in guards)
+    caps = {cap for one in guards if one.mode is Mode.ENFORCE for cap in one.budget.caps()}
+    is_inside = run.above is not None and run.above.run is not None
+    return bool(caps & _TURNS if is_inside and not has_own else caps)
 
 
 def _is_user_turn(given: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The settings and the input of a run's model calls."""
+"""What a run's model calls are made with: their settings, and what is sent to the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from agents import Agent, ModelRetrySettings, ModelSettings, RunConfig
 from agents.run import CallModelData, ModelInputData
@@ -15,20 +15,10 @@ from pydantic.dataclasses import dataclass
 
 from budgetguard_core.kit import part
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import CallBounds, around
+from budgetguard_openai_agents._calls import around
 
 # What providers call the bound of a completion.
 _BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
-
-
-class Bounds(CallBounds, Protocol):
-    """The part of a run that the input of a model call needs."""
-
-    async def admit(
-        self, agent: Agent[Any], sent: ModelInputData, own: int | None
-    ) -> ModelInputData:
-        """Ask for a model call that is about to be made, or stop the run; return what is sent."""
-        ...
 
 
 def own_bound(settings: ModelSettings) -> int | None:
@@ -99,13 +89,13 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
 
 
 class _Filter:
-    """The filter that sees the input of each model call last, before the call is made."""
+    """What sees the input of each model call last, before the call is made."""
 
     def __init__(
         self,
         base: Callable[[CallModelData[Any]], Any] | None,
         settings: ModelSettings | None,
-        bounds: Bounds,
+        bounds: Any,
     ) -> None:
         self.base = base
         self._bound = None if settings is None else own_bound(settings)
@@ -126,7 +116,7 @@ class _Filter:
 
 
 def bounded_config(
-    config: RunConfig | dict[str, Any] | None, bounds: Bounds
+    config: RunConfig | dict[str, Any] | None, bounds: Any
 ) -> RunConfig | dict[str, Any]:
     """Return the user's configuration of a run, asking the budget before each call."""
     own = config_of(config)
@@ -161,7 +151,7 @@ def plain_settings(agent: Agent[Any], config: RunConfig) -> ModelSettings:
     return settings
 
 
-def _admitted(retry: ModelRetrySettings, bounds: CallBounds) -> ModelRetrySettings:
+def _admitted(retry: ModelRetrySettings, bounds: Any) -> ModelRetrySettings:
     """Return retries of which each is admitted before it is made."""
     policy = retry.policy
     if policy is None:

@@ -7,7 +7,7 @@ decided here, because the documentation leaves them open or its implementation d
 - A result counts only in the state that permitted its call. A slow call from before the breaker
   opened neither decides the trial nor gives a trial call back.
 - A trial is decided when all permitted calls have reported, whatever the minimum number of calls.
-- No thread waits for a time to come: what is due is done when the breaker is next looked at.
+- No thread waits for a time to come: the trial begins with the first call after the wait.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CircuitBreaker:
 
     __slots__ = (
         *("_calls", "_failed", "_generation", "_lock", "_minimum", "_now", "_since", "_slow"),
-        *("_slow_ns", "_state", "_trial_ns", "_trials", "_wait_ns", "config", "name"),
+        *("_slow_ns", "_state", "_trials", "_wait_ns", "config", "name"),
     )
 
     def __init__(self, name: str, config: CircuitBreakerConfig | None = None) -> None:
@@ -78,7 +78,6 @@ class CircuitBreaker:
         self.config = config or CircuitBreakerConfig()
         self._lock = threading.Lock()
         self._wait_ns = nanoseconds(self.config.wait_duration_in_open_state)
-        self._trial_ns = nanoseconds(self.config.max_wait_duration_in_half_open_state)
         self._slow_ns = nanoseconds(self.config.slow_call_duration_threshold)
         self._now = self._generation = self._failed = self._slow = self._minimum = 0
         self._enter(CircuitBreakerState.CLOSED, 0)
@@ -91,7 +90,10 @@ class CircuitBreaker:
         """
         with self._lock:
             now = self._time(now_ns)
-            transitions = self._pass_time(now, asked=True)
+            transitions: tuple[StateTransition, ...] = ()
+            if self._state is CircuitBreakerState.OPEN and not self._retry_after(now):
+                detail = "the wait in the open state is over"
+                transitions = (self._change(CircuitBreakerState.HALF_OPEN, now, detail),)
             permitted = self._state is CircuitBreakerState.CLOSED
             if self._state is CircuitBreakerState.HALF_OPEN:
                 permitted = self._trials < self._minimum
@@ -114,10 +116,8 @@ class CircuitBreaker:
             The changes of state that this has brought about.
         """
         with self._lock:
-            now = self._time(now_ns)
-            transitions = self._pass_time(now, asked=False)
             if generation != self._generation:
-                return transitions
+                return ()
             calls, config = self._calls, self.config
             if len(calls) == calls.maxlen:
                 self._failed -= calls[0][0]
@@ -126,7 +126,8 @@ class CircuitBreaker:
             self._failed = fails = self._failed + failed
             self._slow = slow = self._slow + calls[-1][1]
             if len(calls) < self._minimum:
-                return transitions
+                return ()
+            state = CircuitBreakerState.OPEN
             if 100 * fails >= config.failure_rate_threshold * len(calls):
                 threshold = f"failure_rate_threshold={config.failure_rate_threshold:g}"
                 detail = f"{fails} of {len(calls)} calls failed, {threshold}"
@@ -135,10 +136,10 @@ class CircuitBreaker:
                 detail = f"{slow} of {len(calls)} calls were slow, {threshold}"
             elif self._state is CircuitBreakerState.HALF_OPEN:
                 detail = f"{len(calls)} trial calls ended below the thresholds"
-                return (*transitions, self._change(CircuitBreakerState.CLOSED, now, detail))
+                state = CircuitBreakerState.CLOSED
             else:
-                return transitions
-            return (*transitions, self._change(CircuitBreakerState.OPEN, now, detail))
+                return ()
+            return (self._change(state, self._time(now_ns), detail),)
 
     def release_permission(self, generation: int) -> None:
         """Give back the permission of a call that did not start, or whose error is ignored."""
@@ -146,18 +147,16 @@ class CircuitBreaker:
             if self._state is CircuitBreakerState.HALF_OPEN and generation == self._generation:
                 self._trials -= 1
 
-    def circuit_state(self, now_ns: int) -> CircuitBreakerState:
-        """Return the state that the breaker is in, with what has become due by itself."""
-        with self._lock:
-            self._pass_time(self._time(now_ns), asked=False)
-            return self._state
+    @property
+    def state(self) -> CircuitBreakerState:
+        """The state that the breaker is in; it leaves the open one when a call next asks."""
+        return self._state
 
     def is_idle(self, now_ns: int) -> bool:
         """True if a new one in its place would permit the same calls."""
         with self._lock:
-            now = self._time(now_ns)
-            self._pass_time(now, asked=False)
-            return self._state is not CircuitBreakerState.HALF_OPEN and not self._retry_after(now)
+            is_trial = self._state is CircuitBreakerState.HALF_OPEN
+            return not is_trial and not self._retry_after(self._time(now_ns))
 
     # The machine, under the lock
 
@@ -183,24 +182,6 @@ class CircuitBreaker:
         before = self._state
         self._enter(state, since)
         return StateTransition(self.name, before, state, detail)
-
-    def _pass_time(self, now: int, *, asked: bool) -> tuple[StateTransition, ...]:
-        """Do what is due; `asked` when a call wants to start."""
-        transitions: tuple[StateTransition, ...] = ()
-        if self._state is CircuitBreakerState.HALF_OPEN and self._trial_ns:
-            over = self._since + self._trial_ns
-            if now >= over:
-                detail = "the trial calls did not end in time"
-                transitions = (self._change(CircuitBreakerState.OPEN, over, detail),)
-        if self._state is CircuitBreakerState.OPEN:
-            automatic = self.config.automatic_transition_from_open_to_half_open_enabled
-            over = self._since + self._wait_ns
-            if now >= over and (asked or automatic):
-                # Trials that came and went while nobody looked are left out.
-                missed = not automatic or (self._trial_ns and now >= over + self._trial_ns)
-                since, detail = now if missed else over, "the wait in the open state is over"
-                transitions += (self._change(CircuitBreakerState.HALF_OPEN, since, detail),)
-        return transitions
 
     def _retry_after(self, now: int) -> float | None:
         if self._state is CircuitBreakerState.OPEN:

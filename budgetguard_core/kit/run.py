@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Refuse, Stop, ToolCall
 from budgetguard_core.errors import ConfigurationError
@@ -15,7 +15,7 @@ from budgetguard_core.kit.ambient import housekeeping_for, open_model_call
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.delay import starts_at_once, wait, wait_async
 from budgetguard_core.kit.failed_calls import failed_usage
-from budgetguard_core.kit.flow import Flow, in_thread
+from budgetguard_core.kit.flow import Flow, Step, in_thread, run_awaited, run_blocking
 from budgetguard_core.kit.lifetime import Lifetime
 from budgetguard_core.kit.projection import Prompt
 from budgetguard_core.kit.usage import answered_usage
@@ -32,6 +32,7 @@ Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 
 
 _Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, Batch)
+_Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
 
 class OpensRuns(Protocol):
@@ -287,20 +288,11 @@ class Run(Lifetime):
 
     # The wait between an admission and a start
 
-    @overload
-    def wait(self, call: OpenModelCall | Stop) -> OpenModelCall | Stop: ...
-
-    @overload
-    def wait(self, call: OpenToolCall) -> OpenToolCall: ...
-
-    @overload
-    def wait(self, call: Asked) -> Asked: ...
-
-    def wait(self, call: Asked) -> Asked:
+    def waited(self, call: _Waits) -> Flow[_Waits]:
         """Wait until a call may start, where the run's breakers hold it back.
 
         For the pace, a rate limit or a place: within the deadline, and no longer once the run is
-        aborted. Blocking: on an event loop use `wait_async`.
+        aborted. A task that is cancelled meanwhile takes the call back.
 
         Args:
             call: What `model_call` answered, or a call of a batch, before `start`.
@@ -312,22 +304,18 @@ class Run(Lifetime):
         """
         if isinstance(call, Stop) or starts_at_once(self, call):
             return call
-        return _waited(call, wait(self, call))
-
-    @overload
-    async def wait_async(self, call: OpenModelCall | Stop) -> OpenModelCall | Stop: ...
-
-    @overload
-    async def wait_async(self, call: OpenToolCall) -> OpenToolCall: ...
-
-    @overload
-    async def wait_async(self, call: Asked) -> Asked: ...
-
-    async def wait_async(self, call: Asked) -> Asked:
-        """Wait as `wait` does, in this task. Cancelled meanwhile, the call is taken back."""
-        if isinstance(call, Stop) or starts_at_once(self, call):
+        trip: Trip | None = yield Step(lambda: wait(self, call), lambda: wait_async(self, call))
+        if trip is None or isinstance(call, OpenToolCall):
             return call
-        return _waited(call, await wait_async(self, call))
+        return cast("_Waits", Stop(trip))
+
+    def wait(self, call: _Waits) -> _Waits:
+        """Wait as `waited` does, in this thread."""
+        return run_blocking(self.waited(call))
+
+    async def wait_async(self, call: _Waits) -> _Waits:
+        """Wait as `waited` does, in this task."""
+        return await run_awaited(self.waited(call))
 
     # Tool calls
 
@@ -471,10 +459,6 @@ class Run(Lifetime):
             if usage is not None and ticket.rates is not None and ticket.guard is self.guard:
                 full = ticket.rates.window * self.guard.budget.warn_at
                 self._prunes = self._prunes or usage.input_tokens >= full
-
-
-def _waited(call: OpenModelCall | OpenToolCall, trip: Trip | None) -> Asked:
-    return call if trip is None or isinstance(call, OpenToolCall) else Stop(trip)
 
 
 def _covers(tickets: Iterable[Admit], guard: Guard) -> bool:

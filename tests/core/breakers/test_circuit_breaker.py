@@ -66,7 +66,7 @@ class Bench:
 
     @property
     def state(self):
-        return self.breaker.circuit_state(self.now)
+        return self.breaker.state
 
 
 OPENED = "4*fail"
@@ -81,11 +81,9 @@ def test_the_defaults_are_the_documented_ones():
         "slow_call_rate_threshold": 100,
         "slow_call_duration_threshold": 60,
         "permitted_number_of_calls_in_half_open_state": 10,
-        "max_wait_duration_in_half_open_state": 0,
         "sliding_window_size": 100,
         "minimum_number_of_calls": 100,
         "wait_duration_in_open_state": 60,
-        "automatic_transition_from_open_to_half_open_enabled": False,
         "record_exceptions": (),
         "ignore_exceptions": (),
     }
@@ -135,20 +133,6 @@ def test_the_defaults_are_the_documented_ones():
         ("open until the wait is over", {}, f"{OPENED} +59.9 ok", OPEN, 1),
         ("open: without a call it stays open", {}, f"{OPENED} +600", OPEN, 0),
         ("half-open at the next call after the wait", {}, f"{TRIAL} ok", HALF_OPEN, 0),
-        (
-            "automatic: half-open without a call",
-            {"automatic_transition_from_open_to_half_open_enabled": True},
-            TRIAL,
-            HALF_OPEN,
-            0,
-        ),
-        (
-            "automatic: not before the wait is over",
-            {"automatic_transition_from_open_to_half_open_enabled": True},
-            f"{OPENED} +59.9",
-            OPEN,
-            0,
-        ),
         ("half-open: closed when the trial calls succeed", {}, f"{TRIAL} ok ok", CLOSED, 0),
         ("half-open: open when the rate reaches the threshold", {}, f"{TRIAL} ok fail", OPEN, 0),
         ("half-open: open again, and turned away", {}, f"{TRIAL} fail fail ok", OPEN, 1),
@@ -193,45 +177,6 @@ def test_changes_say_what_decided_them():
     ]
 
 
-def test_a_trial_that_does_not_end_opens_the_breaker_again():
-    bench = Bench(small(max_wait_duration_in_half_open_state=30)).play(TRIAL)
-    lost = bench.breaker.try_acquire_permission(bench.now)
-    bench.play("+29.9")
-    assert bench.state is HALF_OPEN
-    bench.play("+0.1")
-    assert bench.state is OPEN
-    assert bench.breaker.try_acquire_permission(bench.now).retry_after == 60
-    # The one that was lost comes back, and is of no matter any more.
-    assert bench.breaker.record(lost.generation, False, SECOND, bench.now) == ()
-    bench.breaker.release_permission(lost.generation)
-    assert bench.play("+60 ok ok").state is CLOSED
-
-
-def test_a_trial_that_did_not_end_long_ago_is_followed_by_another_at_once():
-    bench = Bench(small(max_wait_duration_in_half_open_state=30)).play(TRIAL)
-    bench.breaker.try_acquire_permission(bench.now)
-    bench.play("+1000 ok")
-    assert [c.to_state for c in bench.changes[-2:]] == [OPEN, HALF_OPEN]
-    assert bench.play("ok").state is CLOSED
-
-
-def test_automatic_trials_that_nobody_looked_at_are_left_out():
-    bench = Bench(
-        small(
-            max_wait_duration_in_half_open_state=30,
-            automatic_transition_from_open_to_half_open_enabled=True,
-        )
-    )
-    bench.play(f"{OPENED} +75")
-    assert bench.state is HALF_OPEN
-    bench.play("+15")
-    assert bench.state is OPEN
-    bench.play("+100000")
-    assert bench.state is HALF_OPEN
-    bench.play("+29")
-    assert bench.state is HALF_OPEN
-
-
 def test_a_call_of_an_earlier_state_neither_decides_a_trial_nor_gives_one_back():
     bench = Bench(small())
     early = bench.breaker.try_acquire_permission(0)
@@ -251,7 +196,6 @@ def test_a_call_of_an_earlier_state_neither_decides_a_trial_nor_gives_one_back()
 def test_a_reading_of_the_clock_may_be_a_little_old():
     bench = Bench(small()).play(f"+10 {OPENED}")
     assert bench.breaker.try_acquire_permission(5 * SECOND).retry_after == 60
-    assert bench.breaker.circuit_state(69 * SECOND) is OPEN
 
 
 @pytest.mark.parametrize("repetition", range(3))
@@ -316,12 +260,10 @@ def test_what_an_error_is_can_be_chosen(config, result, error, outcome):
         ({"slow_call_rate_threshold": True}, "slow_call_rate_threshold must be a percentage"),
         ({"slow_call_duration_threshold": 0}, "must be a number of seconds > 0"),
         ({"wait_duration_in_open_state": float("nan")}, "wait_duration_in_open_state must be a"),
-        ({"max_wait_duration_in_half_open_state": -1}, "must be a number of seconds >= 0"),
         ({"sliding_window_size": 0}, "must be a whole number from 1 to 100000, got 0. Leave"),
         ({"sliding_window_size": 10**6}, "must be a whole number from 1 to 100000"),
         ({"minimum_number_of_calls": "5"}, "minimum_number_of_calls must be a whole number >= 1"),
         ({"permitted_number_of_calls_in_half_open_state": 0}, "must be a whole number from 1 to"),
-        ({"automatic_transition_from_open_to_half_open_enabled": 1}, "must be True or False"),
         ({"record_exceptions": TimeoutError}, "record_exceptions must be a list of exception"),
         ({"ignore_exceptions": [int]}, "ignore_exceptions must be a list of exception types"),
         ({"record_result": 1}, "record_result: Input should be callable"),
@@ -351,19 +293,10 @@ class Naive:
         self.state, self.since, self.results, self.trials = state, since, [], 0
         self.number += 1
 
-    def look(self, now, asked=False):
-        config = self.config
-        wait = config.wait_duration_in_open_state * SECOND
-        trial = config.max_wait_duration_in_half_open_state * SECOND
-        if self.state is HALF_OPEN and trial and now >= self.since + trial:
-            self.go(OPEN, self.since + trial)
-        automatic = config.automatic_transition_from_open_to_half_open_enabled
-        if self.state is OPEN and now >= self.since + wait and (asked or automatic):
-            due = self.since + wait
-            self.go(HALF_OPEN, due if automatic and not (trial and now >= due + trial) else now)
-
     def ask(self, now):
-        self.look(now, asked=True)
+        wait = self.config.wait_duration_in_open_state * SECOND
+        if self.state is OPEN and now >= self.since + wait:
+            self.go(HALF_OPEN, now)
         if self.state is HALF_OPEN:
             if self.trials == self.config.permitted_number_of_calls_in_half_open_state:
                 return None
@@ -377,7 +310,6 @@ class Naive:
         return self.results[-config.sliding_window_size :]
 
     def end(self, number, now, kind):
-        self.look(now)
         if number != self.number:
             return
         if kind == "ignored":
@@ -411,11 +343,9 @@ class BreakerMachine(RuleBasedStateMachine):
             slow_call_rate_threshold=st.sampled_from([50, 100]),
             slow_call_duration_threshold=st.just(2),
             permitted_number_of_calls_in_half_open_state=st.integers(1, 4),
-            max_wait_duration_in_half_open_state=st.sampled_from([0, 20]),
             sliding_window_size=st.integers(1, 6),
             minimum_number_of_calls=st.integers(1, 5),
             wait_duration_in_open_state=st.just(10),
-            automatic_transition_from_open_to_half_open_enabled=st.booleans(),
         )
     )
     def begin(self, config):
@@ -442,7 +372,6 @@ class BreakerMachine(RuleBasedStateMachine):
         self.naive.end(number, self.now, kind)
         duration = (3 if "slow" in kind else 1) * SECOND
         if kind == "ignored":
-            self.breaker.circuit_state(self.now)
             self.breaker.release_permission(generation)
         else:
             self.breaker.record(generation, "fail" in kind, duration, self.now)
@@ -454,8 +383,7 @@ class BreakerMachine(RuleBasedStateMachine):
     @invariant()
     def same(self):
         if hasattr(self, "naive"):
-            self.naive.look(self.now)
-            assert self.breaker.circuit_state(self.now) is self.naive.state
+            assert self.breaker.state is self.naive.state
 
 
 TestAnyInterleaving = pytest.mark.slow(BreakerMachine.TestCase)

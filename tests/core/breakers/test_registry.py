@@ -22,7 +22,7 @@ MOST = 4096
 def opened(registry, name, scope=""):
     breaker = registry.scoped(scope).circuit_breaker(name, QUICK, 0)
     breaker.record(breaker.try_acquire_permission(0).generation, True, 1, 0)
-    assert breaker.circuit_state(0) is CircuitBreakerState.OPEN
+    assert breaker.state is CircuitBreakerState.OPEN
     return breaker
 
 

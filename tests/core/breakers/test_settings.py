@@ -35,7 +35,6 @@ ALL = [
         {
             "sliding_window_size": 5,
             "record_exceptions": (TimeoutError, "*Limit*"),
-            "automatic_transition_from_open_to_half_open_enabled": True,
         },
     ),
 ]
