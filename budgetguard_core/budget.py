@@ -292,7 +292,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         """Name the dimensions without a cap: whatever grows there is not bounded.
 
         Where tokens or dollars are capped and a completion is not, `max_output_tokens_per_call` is
-        named, too: calls at the same time can pass the cap before they are counted.
+        named, too: calls at the same time can exceed the cap before they are counted.
         """
         names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
         if self.needs_usage() and self.max_output_tokens_per_call is None:

@@ -310,7 +310,7 @@ class Link:
         return [INFINITY if one in self.exempt else cap for one, cap in zip(ALL, caps, strict=True)]
 
     def describe(self, dimension: int, projected: float = 0) -> Violation:
-        """Put a cap that is reached, or would be passed, into words."""
+        """Put a cap that is reached, or would be exceeded, into words."""
         reason, _, shown = DIMENSIONS[dimension]
         counters, budget = self.counters, self.counters.budget
         used, limit = shown(counters.used[dimension]), getattr(budget, reason.value)
@@ -318,7 +318,7 @@ class Link:
         held_back = "" if kept is None else f", {kept} kept back for a last answer"
         text = f"reached: {used} used"
         if counters.used[dimension] < self.limits[dimension] and projected:
-            text = f"would be passed: {used} used, {shown(int(projected))} projected"
+            text = f"would be exceeded: {used} used, {shown(int(projected))} projected"
         return Violation(
             reason=reason, limit=limit, used=used, detail=f"{reason}={limit} {text}{held_back}"
         )
@@ -370,7 +370,7 @@ Found: TypeAlias = list[tuple[Link, list[int], Request]]
 
 
 def passed(used: Sequence[int], needed: Request, limits: Sequence[float]) -> list[int]:
-    """Return the dimensions in which what is needed passes the limit: the only comparison."""
+    """Return the dimensions in which what is needed exceeds the limit: the only comparison."""
     return [
         one
         for one, has, needs, limit in zip(ALL, used, needed, limits, strict=True)

@@ -69,7 +69,7 @@ LoopDetectionOn = Annotated[
 CountUnpricedAsZero = Annotated[
     bool,
     typer.Option(
-        "--count-unpriced-as-zero", help="Let models of unknown price pass under --max-cost-usd."
+        "--count-unpriced-as-zero", help="Models of unknown price are free under --max-cost-usd."
     ),
 ]
 
