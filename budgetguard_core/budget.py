@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar, cast
 
@@ -39,6 +40,9 @@ DIMENSIONS = (
 )
 """The caps of a run, by field name, in the order in which they are shown."""
 
+TOKEN_PARTS = ("max_input_tokens", "max_output_tokens")
+"""Caps on the parts of `max_total_tokens`; few runs have them."""
+
 BREAKERS = (
     "progress",
     "velocity",
@@ -49,6 +53,7 @@ BREAKERS = (
 )
 """The breakers of a run, by field name; each is off where it is left out."""
 
+_METERED = ("max_total_tokens", "max_cost_usd", *TOKEN_PARTS)
 _MOST = 10**18
 _MOST_SECONDS = 10**12
 
@@ -174,8 +179,54 @@ class Budget(BaseModel, metaclass=_OwnNames):
     A budget cannot be changed; a running guard's caps are raised only by `Guard.extend`. A bool,
     0, a negative number, a number in a string, NaN, infinity and an unknown field are refused.
 
+    Args:
+        max_iterations: Turns of the loop: model calls that are not retries. Exactly this many
+            start.
+        max_model_calls: Model calls that start, retries and failed ones included.
+        max_tool_calls: Tool bodies that start. In a parallel batch those that fit start, in the
+            model's order.
+        max_total_tokens: Tokens, prompt (cache reads and writes included) plus completion, of all
+            calls. Checked before each model call and each batch of tool calls: stops when it is
+            reached, or when the next call is projected to exceed it. One answer of unknown length
+            can exceed it, and is billed; beside other calls it reserves 1,024 tokens, or as many
+            as the longest answer so far.
+        max_input_tokens: Of them, those of prompts.
+        max_output_tokens: Of them, those of completions; an answer is clamped to what is left.
+        max_seconds: Wall-clock seconds from the first admission, or from `Guard.start()`.
+        max_cost_usd: US dollars, exact: three calls of 0.10 fit in 0.30. Checked as
+            `max_total_tokens` is.
+        tool_quotas: Tool bodies that may start, by tool name or pattern (`search_web`,
+            `mutating/*`, `*`). A call must pass every quota that matches its name, with or without
+            its namespace (`web.search`), or its `class/name`. The excess call is refused with an
+            error result, and the run goes on.
+        tool_classes: The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The
+            first wins.
+        max_output_tokens_per_call: Completion tokens of one call. Clamped to what is left;
+            reserved before the call.
+        finalize_reserve: What is kept back of the caps for one last answer without tools, when a
+            limit stops the run. Never for a run that was aborted, and not in OBSERVE.
+        warn_at: The share of a cap at which a warning is given, once per cap and run: 0.8. A
+            sub-agent's budget that leaves it out has its parent's.
+        stop_when: Conditions of your own, asked before each step.
+        on_unpriced: What `max_cost_usd`, or the tenant's ceiling in dollars, does with a model of
+            unknown price: "stop" the run, which is the default, or "count_zero".
+        loop_detection: How repetition and oscillation are found. On; None turns it off. A
+            sub-agent's budget that leaves it out has its parent's.
+        progress: Ask the model how far it is, and stop a run that does not move (`stalled`). Off,
+            as are those that follow.
+        velocity: Tokens, dollars and tool calls a minute: delay calls, then stop the run
+            (`velocity`).
+        tool_mix: Tell once when the run's tools are unlike a recorded baseline. Stops nothing.
+        rate_limits: How often tools may be called, by name or pattern as `tool_quotas`: waits,
+            then refuses.
+        bulkheads: How many calls of tools may run at once, likewise.
+        circuit_breaker: Leave a tool that keeps failing alone for a while; one breaker for each
+            tool. A run whose every call meets an open one is stopped (`circuit_open`).
+        profile: The profile that the caps come from, for the records; set by `Profile.under`. A
+            sub-agent's budget that leaves it out has its parent's.
+
     Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
+        ConfigurationError: A field makes no sense, or is none: rule, value, way out.
     """
 
     model_config = ConfigDict(
@@ -183,64 +234,28 @@ class Budget(BaseModel, metaclass=_OwnNames):
     )
 
     max_iterations: Whole = None
-    """Turns of the loop: model calls that are not retries. Exactly this many start."""
     max_model_calls: Whole = None
-    """Model calls that start, retries and failed ones included."""
     max_tool_calls: Whole = None
-    """Tool bodies that start. In a parallel batch those that fit start, in the model's order."""
     max_total_tokens: Whole = None
-    """Tokens, prompt (cache reads and writes included) plus completion, of all calls.
-
-    Checked before each model call and each batch of tool calls: stops when it is reached, or when
-    the next call is projected to exceed it. One answer of unknown length can exceed it, and is
-    billed; beside other calls it reserves 1,024 tokens, or as many as the longest answer so far.
-    """
+    max_input_tokens: Whole = None
+    max_output_tokens: Whole = None
     max_seconds: Seconds = None
-    """Wall-clock seconds from the first admission, or from `Guard.start()`."""
     max_cost_usd: Dollars = None
-    """US dollars, exact: three calls of 0.10 fit in 0.30. Checked as `max_total_tokens` is."""
     tool_quotas: Mapping[str, int] = Field(default_factory=dict)
-    """Tool bodies that may start, by tool name or pattern (`search_web`, `mutating/*`, `*`).
-
-    A call must pass every quota that matches its name or its `class/name`. The excess call is
-    refused with an error result, and the run goes on.
-    """
     tool_classes: Mapping[str, str] = Field(default_factory=dict)
-    """The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The first wins."""
     max_output_tokens_per_call: Whole = None
-    """Completion tokens of one call. Clamped to what is left; reserved before the call."""
     finalize_reserve: FinalizeReserve | None = None
-    """What is kept back of the caps for one last answer without tools, when a limit stops the run.
-    Never for a run that was aborted, and not in OBSERVE."""
     warn_at: Annotated[float, BeforeValidator(_share)] = 0.8
-    """The share of a cap at which a warning is given, once per cap and run. A sub-agent's budget
-    that leaves it out has its parent's."""
     stop_when: tuple[Callable[..., str | bool | None], ...] = ()
-    """Conditions of the user's own, asked before each step."""
     on_unpriced: Literal["stop", "count_zero"] = "stop"
-    """What `max_cost_usd`, or the tenant's ceiling in dollars, does with a model of unknown price:
-    stop the run, or count it as free."""
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
-    """How repetition and oscillation are found; None turns it off. A sub-agent's budget that leaves
-    it out has its parent's."""
-
     progress: ProgressReports | None = None
-    """Ask the model how far it is, and stop a run that does not move (`stalled`)."""
     velocity: VelocityLimits | None = None
-    """Tokens, dollars and tool calls a minute: delay calls, then stop the run (`velocity`)."""
     tool_mix: ToolMix | None = None
-    """Tell once when the run's tools are unlike a recorded baseline. Stops nothing."""
     rate_limits: Mapping[str, RateLimit] = Field(default_factory=dict)
-    """How often tools may be called, by name or pattern as `tool_quotas`: waits, then refuses."""
     bulkheads: Mapping[str, BulkheadConfig] = Field(default_factory=dict)
-    """How many calls of tools may run at once, likewise."""
     circuit_breaker: CircuitBreakerConfig | None = None
-    """Leave a tool that keeps failing alone for a while; one breaker for each tool. A run whose
-    every call meets an open one is stopped (`circuit_open`)."""
-
     profile: ProfileId | None = None
-    """The profile that the caps come from, for the records; set by `Profile.under`. A sub-agent's
-    budget that leaves it out has its parent's."""
 
     @_as_given
     def __init__(
@@ -250,6 +265,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
         max_model_calls: int | None = None,
         max_tool_calls: int | None = None,
         max_total_tokens: int | None = None,
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
         max_seconds: float | None = None,
         max_cost_usd: Decimal | float | None = None,
         tool_quotas: Mapping[str, int] = _NONE,
@@ -269,11 +286,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         profile: ProfileId | None = None,
         **unknown: Never,
     ) -> None:
-        """Make a budget; every field is described where it is declared.
-
-        Raises:
-            ConfigurationError: A field makes no sense, or is none: rule, value, way out.
-        """
+        """Make a budget: `help(Budget)` describes each field."""
 
     @field_validator("stop_when")
     @classmethod
@@ -316,12 +329,16 @@ class Budget(BaseModel, metaclass=_OwnNames):
 
     def caps(self) -> dict[str, int | float | Decimal]:
         """Return the caps that are set, by field name."""
-        caps = {name: getattr(self, name) for name in DIMENSIONS}
+        caps = {name: getattr(self, name) for name in (*DIMENSIONS, *TOKEN_PARTS)}
         return {name: cap for name, cap in caps.items() if cap is not None}
 
     def breakers(self) -> bool:
         """Return whether any breaker is set."""
         return any(getattr(self, name) for name in BREAKERS)
+
+    def needs_usage(self) -> bool:
+        """Return whether tokens or dollars are capped, so that each call's have to be known."""
+        return any(getattr(self, name) is not None for name in _METERED)
 
     def uncapped(self) -> tuple[str, ...]:
         """Name the dimensions without a cap: whatever grows there is not bounded.
@@ -330,8 +347,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         named, too: calls at the same time can pass the cap before they are counted.
         """
         names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
-        projects = self.max_total_tokens is not None or self.max_cost_usd is not None
-        if projects and self.max_output_tokens_per_call is None:
+        if self.needs_usage() and self.max_output_tokens_per_call is None:
             names += ("max_output_tokens_per_call",)
         return names
 
@@ -344,7 +360,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         budget = self.model_copy(update=caps)
         for name in caps:
             old, new = getattr(self, name), getattr(budget, name)
-            if name not in DIMENSIONS or old is None or new is None or new <= old:
+            if name not in (*DIMENSIONS, *TOKEN_PARTS) or old is None or new is None or new <= old:
                 raise ConfigurationError(
                     f"{name} must be raised above {old}, got {new}. "
                     f"Extend only the caps of the run: {', '.join(self.caps())}."
@@ -409,6 +425,28 @@ def _with_dollars(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     return fields
 
 
+# What other libraries call it.
+_SYNONYMS = {
+    "max_iterations": ("max_turns", "max_steps", "recursion_limit", "max_loops", "turns", "steps"),
+    "max_model_calls": ("max_requests", "request_limit", "max_llm_calls", "max_calls", "run_limit"),
+    "max_tool_calls": ("max_tools", "tool_calls_limit", "max_actions"),
+    "max_total_tokens": ("max_tokens", "total_tokens", "total_tokens_limit", "token_limit"),
+    "max_input_tokens": ("max_prompt_tokens", "input_tokens_limit"),
+    "max_output_tokens": ("max_completion_tokens", "output_tokens_limit"),
+    "max_seconds": ("timeout", "max_time", "deadline", "max_duration", "max_execution_time"),
+    "max_cost_usd": ("max_usd", "max_cost", "max_dollars", "cost_limit", "budget_usd"),
+}
+
+
+def nearest_field(name: str) -> str | None:
+    """Return the field of a budget that a name is another word for, or nearly is."""
+    for field, words in _SYNONYMS.items():
+        if name in words:
+            return field
+    found = get_close_matches(name, Budget.model_fields, n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
 # Rule and way out of what pydantic refuses by itself.
 _RULES = {
     "callable_type": ("must be a function of the guard", 'Use tool_called("submit"), or your own.'),
@@ -429,8 +467,9 @@ def _sentence(problem: ErrorDetails) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     kind, message, value = problem["type"], problem["msg"], shown(problem["input"])
     if kind == "extra_forbidden":
-        known = ", ".join(Budget.model_fields)
-        return f"{name} is not a field of Budget, got {value}. Use one of: {known}."
+        near = nearest_field(name)
+        way_out = f"Use {near}" if near else f"Use one of: {', '.join(Budget.model_fields)}"
+        return f"{name} is not a field of Budget, got {value}. {way_out}."
     if kind in _RULES:
         # Deeper down, None is not always a choice.
         facts = {"none": "" if "." in name else "; None goes without it", **problem.get("ctx", {})}

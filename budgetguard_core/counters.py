@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fnmatch import fnmatchcase
-from operator import add
+from operator import add, ge
 from typing import Any, NamedTuple, TypeAlias
 
 from budgetguard_core.budget import Budget
@@ -55,12 +55,17 @@ DIMENSIONS = (
     Dimension(StopReason.MAX_TOTAL_TOKENS, int, int),
     Dimension(StopReason.MAX_SECONDS, _to_ns, _to_seconds),
     Dimension(StopReason.MAX_COST_USD, from_usd, to_usd),
+    Dimension(StopReason.MAX_INPUT_TOKENS, int, int),
+    Dimension(StopReason.MAX_OUTPUT_TOKENS, int, int),
 )
-ITERATIONS, MODEL_CALLS, TOOL_CALLS, TOKENS, TIME, COST = ALL = range(len(DIMENSIONS))
+ITERATIONS, MODEL_CALLS, TOOL_CALLS, TOKENS, TIME, COST, INPUT, OUTPUT = ALL = range(
+    len(DIMENSIONS)
+)
+METERED = (TOKENS, COST, INPUT, OUTPUT)
+"""Those that only a provider can tell."""
 
 TOTALS = (
-    *("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens"),
-    *("cache_write_1h_tokens", "reasoning_tokens"),
+    *("cache_read_tokens", "cache_write_tokens", "cache_write_1h_tokens", "reasoning_tokens"),
     *("estimated_calls", "failed_calls", "unpriced_calls"),
 )
 """What is added up beside the dimensions, in the order of a settled call's figures."""
@@ -70,8 +75,12 @@ COUNTED = {
     "tool_calls": TOOL_CALLS,
     "tokens": TOKENS,
     "cost": COST,
+    "input_tokens": INPUT,
+    "output_tokens": OUTPUT,
 }
-COUNTERS = tuple(sorted({*COUNTED, *TOTALS, "reserved_tokens", "reserved_cost"}))
+RESERVED = ("reserved_tokens", "reserved_cost", "reserved_input")
+"""What is set aside for open model calls."""
+COUNTERS = tuple(sorted({*COUNTED, *TOTALS, *RESERVED}))
 """Every running total by name, as a snapshot holds it; money in the unit of `pricing`."""
 
 
@@ -97,7 +106,7 @@ class Tool:
 
 
 class Counters:
-    """What one run has counted, and its caps.
+    """The counters of one run, and its caps.
 
     Attributes:
         used: What was used of each dimension; the time as of the last `tick`.
@@ -108,6 +117,7 @@ class Counters:
         totals: The sums of `TOTALS`.
         reserved_tokens: Tokens of open model calls.
         reserved_cost: Money of open model calls.
+        reserved_input: Those of the tokens that are of their prompts.
         binds: False once an advisory run has recorded its trip: its caps refuse nothing more.
         largest_output: Tokens of the largest completion.
         warned: The dimensions that were warned of, in order.
@@ -119,14 +129,14 @@ class Counters:
 
     __slots__ = (
         *("binds", "budget", "caps", "housekeeping", "largest_output", "levels", "marks", "pauses"),
-        *("quotas", "refuses_unpriced", "reserved_cost", "reserved_tokens", "started_ns"),
-        *("stood_ns", "tools", "totals", "used", "warned", "whole_caps"),
+        *("quotas", "refuses_unpriced", "reserved_cost", "reserved_input", "reserved_tokens"),
+        *("started_ns", "stood_ns", "tools", "totals", "used", "warned", "whole_caps"),
     )
 
     def __init__(self, budget: Budget) -> None:
         self.used = [0] * len(ALL)
         self.totals = [0] * len(TOTALS)
-        self.reserved_tokens = self.reserved_cost = self.largest_output = 0
+        self.reserved_tokens = self.reserved_cost = self.reserved_input = self.largest_output = 0
         self.pauses = self.housekeeping = 0
         self.binds = True
         self.started_ns: int | None = None
@@ -160,7 +170,9 @@ class Counters:
 
     def kept_back(self, reason: StopReason) -> Any:
         """Return what is kept back of a cap for a last answer, in the budget's unit."""
-        reserve = self.budget.finalize_reserve
+        reserve, cap = self.budget.finalize_reserve, self.budget.max_seconds
+        if reserve is not None and reason is StopReason.MAX_SECONDS:
+            return None if cap is None else min(reserve.seconds, cap / 2)
         return None if reserve is None else reserve.of_caps().get(reason.value)
 
     def warn(self, dimensions: Iterable[str]) -> None:
@@ -185,7 +197,7 @@ class Counters:
 
     @property
     def may_stand(self) -> bool:
-        """Whether the time stands still as soon as nothing is in flight that it counts for."""
+        """True if the time stands still as soon as nothing is in flight that it counts for."""
         return self.pauses > 0 or self.housekeeping > 0
 
     def keep_time(self, now: int, *, stands: bool) -> None:
@@ -206,7 +218,7 @@ class Counters:
         if tool is None:
             classes = self.budget.tool_classes.items()
             of = next((one for pattern, one in classes if fnmatchcase(name, pattern)), "")
-            names = name, f"{of}/{name}"
+            names = name, name.rpartition(".")[2], f"{of}/{name}"
             tool = Tool(
                 tuple(q for q in self.quotas if any(fnmatchcase(one, q.pattern) for one in names))
             )
@@ -238,8 +250,7 @@ class Counters:
         return {
             **{name: self.used[dimension] for name, dimension in COUNTED.items()},
             **dict(zip(TOTALS, self.totals, strict=True)),
-            "reserved_tokens": self.reserved_tokens,
-            "reserved_cost": self.reserved_cost,
+            **{name: getattr(self, name) for name in RESERVED},
         }
 
     def restore(self, counters: Mapping[str, int]) -> None:
@@ -247,8 +258,8 @@ class Counters:
         for name, dimension in COUNTED.items():
             self.used[dimension] = counters[name]
         self.totals = [counters[name] for name in TOTALS]
-        self.reserved_tokens = counters["reserved_tokens"]
-        self.reserved_cost = counters["reserved_cost"]
+        for name in RESERVED:
+            setattr(self, name, counters[name])
 
     def usage(self, now: int) -> Usage:
         """Return the totals as users read them."""
@@ -318,7 +329,7 @@ Chain: TypeAlias = Sequence[Link]
 
 
 class Request(NamedTuple):
-    """What a step asks for in each dimension. Without a projection, what is open asks for 1 more.
+    """The amounts that a step requests in each dimension. Without a projection, each open one is 1.
 
     So one comparison serves all: a cap is held against a step where `used + needed > cap`.
     """
@@ -329,9 +340,13 @@ class Request(NamedTuple):
     tokens: float = _NOT_ASKED
     time: float = _NOT_ASKED
     cost: float = _NOT_ASKED
+    input: float = _NOT_ASKED
+    output: float = _NOT_ASKED
 
     @classmethod
-    def model_call(cls, counters: Counters, retry: bool, tokens: int, cost: int) -> Request:
+    def model_call(
+        cls, counters: Counters, retry: bool, tokens: int, cost: int, prompt: int
+    ) -> Request:
         """Return what a model call needs of a run, beside what its open calls have reserved.
 
         Hosted tools are counted when the provider reports them, so tool calls can pass their cap;
@@ -339,14 +354,17 @@ class Request(NamedTuple):
         """
         tokens += counters.reserved_tokens
         cost += counters.reserved_cost
-        return cls(_NOT_ASKED if retry else 1, 1, 0, tokens or 1, 1, cost or 1)
+        prompt += counters.reserved_input
+        answer = tokens - prompt
+        turn = _NOT_ASKED if retry else 1
+        return cls(turn, 1, 0, tokens or 1, 1, cost or 1, prompt or 1, answer or 1)
 
 
-BATCH = Request(tokens=1, time=1, cost=1)
+BATCH = Request(tokens=1, time=1, cost=1, input=1, output=1)
 """A batch of tool calls, whose number is asked for call by call."""
 TOOL_CALL = Request(tool_calls=1)
 """One tool call of a batch."""
-_ANYTHING = Request(1, 1, 1, 1, 1, 1)
+_ANYTHING = Request(1, 1, 1, 1, 1, 1, 1, 1)
 Found: TypeAlias = list[tuple[Link, list[int], Request]]
 """The links that hold something against a step: in which dimensions, and what was needed."""
 
@@ -360,7 +378,7 @@ def passed(used: Sequence[int], needed: Request, limits: Sequence[float]) -> lis
     ]
 
 
-def violations(chain: Chain, now: int, request: Request | tuple[bool, int, int]) -> Found:
+def violations(chain: Chain, now: int, request: Request | tuple[bool, int, int, int]) -> Found:
     """Return what every link holds against a step; empty where it may start.
 
     Args:
@@ -382,7 +400,9 @@ def violations(chain: Chain, now: int, request: Request | tuple[bool, int, int])
     return found
 
 
-def is_calm(chain: Chain, now: int, tokens: int = 0, cost: int = 0, tools: int = 0) -> bool:
+def is_calm(
+    chain: Chain, now: int, tokens: int = 0, cost: int = 0, prompt: int = 0, tools: int = 0
+) -> bool:
     """Return whether a step leaves every dimension of every link below its warning level.
 
     Then `violations` and `due_warnings` are empty, before and after it, and no time has to be kept:
@@ -390,21 +410,15 @@ def is_calm(chain: Chain, now: int, tokens: int = 0, cost: int = 0, tools: int =
     """
     for link in chain:
         counters = link.counters
-        started = counters.started_ns
-        turns, calls, bodies, has_tokens, _, has_cost = counters.used
-        most_turns, most_calls, most_bodies, most_tokens, most_ns, most_cost = counters.marks
-        if (
-            turns + 1 >= most_turns
-            or calls + 1 >= most_calls
-            or bodies + tools >= most_bodies
-            or has_tokens + counters.reserved_tokens + tokens >= most_tokens
-            or has_cost + counters.reserved_cost + cost >= most_cost
-            or started is None
-            or now - started >= most_ns
-            or counters.pauses
-            or counters.housekeeping
-            or counters.stood_ns is not None
-        ):
+        started, stands = counters.started_ns, counters.pauses or counters.housekeeping
+        if started is None or stands or counters.stood_ns is not None:
+            return False
+        used = counters.used
+        used[TIME] = now - started
+        whole, inputs = tokens + counters.reserved_tokens, prompt + counters.reserved_input
+        money = cost + counters.reserved_cost
+        asked = (1, 1, tools, whole, 0, money, inputs, whole - inputs)
+        if any(map(ge, map(add, used, asked), counters.marks)):
             return False
     return True
 
@@ -426,7 +440,7 @@ def foreseen_warnings(found: Found) -> list[tuple[Link, int]]:
         (link, dimension)
         for link, over, _ in found
         for dimension in over
-        if dimension in (TOKENS, COST)
+        if dimension in METERED
         and link.counters.levels[dimension] < INFINITY
         and link.counters.used[dimension] < link.limits[dimension]
     ]
@@ -444,6 +458,10 @@ def clamp(
         room = limits[TOKENS] - counters.used[TOKENS] - counters.reserved_tokens
         if room - call.input_tokens < bound:
             bound, reason = int(room) - call.input_tokens, StopReason.MAX_TOTAL_TOKENS
+        room = limits[OUTPUT] - counters.used[OUTPUT]
+        room -= counters.reserved_tokens - counters.reserved_input
+        if room < bound:
+            bound, reason = int(room), StopReason.MAX_OUTPUT_TOKENS
         room = limits[COST] - counters.used[COST] - counters.reserved_cost
         if room < INFINITY and rates is not None and call.cost_usd is None and bound > 0:
             left = max(int(room) - rates.input_cost(call.input_tokens), 0)
@@ -470,7 +488,7 @@ def expected_completion(chain: Chain) -> int:
     return max(next(longest, 0), UNKNOWN_ANSWER)
 
 
-def reserve(chain: Chain, retry: bool, tokens: int, cost: int, by: int = 1) -> None:
+def reserve(chain: Chain, retry: bool, tokens: int, cost: int, prompt: int, by: int = 1) -> None:
     """Count a model call that starts and set aside what it may use; with -1, take both back."""
     for link in chain:
         counters = link.counters
@@ -480,6 +498,7 @@ def reserve(chain: Chain, retry: bool, tokens: int, cost: int, by: int = 1) -> N
         counters.used[MODEL_CALLS] += by
         counters.reserved_tokens += by * tokens
         counters.reserved_cost += by * cost
+        counters.reserved_input += by * prompt
 
 
 def settle(chain: Chain, ticket: Admit, usage: Counts, cost: int | None, failed: bool) -> None:
@@ -488,24 +507,28 @@ def settle(chain: Chain, ticket: Admit, usage: Counts, cost: int | None, failed:
     An interrupt leaves each link charged in whole or not at all: called again with the same
     figures, it goes on with the links that were not.
     """
-    figures = (*usage, failed, cost is None)
-    inputs, outputs = usage[0], usage[1]
+    inputs, outputs, *parts = usage
+    figures = (*parts, failed, cost is None)
     for link in chain[ticket.charged :]:
         has = link.counters
         used = has.used.copy()
         used[TOKENS] += inputs + outputs
         used[COST] += cost or 0
+        used[INPUT] += inputs
+        used[OUTPUT] += outputs
         totals = list(map(add, has.totals, figures))
         reserved_tokens = has.reserved_tokens - ticket.reserved_tokens
         reserved_cost = has.reserved_cost - ticket.reserved_cost
+        reserved_input = has.reserved_input - ticket.reserved_input
         largest = outputs if outputs > has.largest_output else has.largest_output
         charged = ticket.charged + 1
         # One statement, which nothing interrupts: neither a signal nor an exception of a thread's.
         (
             has.reserved_tokens,
             has.reserved_cost,
+            has.reserved_input,
             has.used,
             has.totals,
             has.largest_output,
             ticket.charged,
-        ) = (reserved_tokens, reserved_cost, used, totals, largest, charged)
+        ) = (reserved_tokens, reserved_cost, reserved_input, used, totals, largest, charged)

@@ -1,4 +1,4 @@
-"""What an adapter asks a guard, and what the guard answers."""
+"""The requests of an adapter to a guard, and the guard's decisions."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Occurrences:
         return number
 
     def give_back(self, call: ToolCall, number: int) -> None:
-        """Let the next call like this one have this number."""
+        """Free the number of this call for the next one like it."""
         digest = _alike_digest(call.id, call.name, call.fingerprint or "")
         if self._free is None:
             self._free = {}
@@ -216,6 +216,7 @@ class Admit:
         rates: The price of the model, where it is known.
         reserved_tokens: Tokens set aside until the call is settled.
         reserved_cost: Money set aside until the call is settled, in the unit of `pricing`.
+        reserved_input: Those of the tokens that are of its prompt.
         occurrence: How many calls of the run with this id, name and arguments came before it.
         expected: What of the reservation is a guess at the completion: tokens, and money likewise.
         charged: Of how many links of its chain the call has been charged.
@@ -228,6 +229,7 @@ class Admit:
     rates: Rates | None = None
     reserved_tokens = 0
     reserved_cost = 0
+    reserved_input = 0
     holds: tuple[Any, ...] = ()
     charged = 0
     occurrence = 0
@@ -240,7 +242,7 @@ class Admit:
     call_id: int
 
     def answers(self, guard: Any, call: Any, call_id: int) -> Self:
-        """Be the answer to this call."""
+        """Make this the answer to its call."""
         self.guard = guard
         self.call = call
         self.call_id = call_id
@@ -248,7 +250,7 @@ class Admit:
 
     @property
     def breakers(self) -> Any:
-        """What may hold the call back before it starts; None where there is nothing."""
+        """The breakers that may hold the call back before it starts; None where there are none."""
         return next((hold for hold in self.holds if hold.delays), None)
 
     @property
@@ -316,7 +318,7 @@ ToolDecision: TypeAlias = Admit | Refuse | Stop
 
 
 def wrong_model(model: object) -> str:
-    """Say what is wrong with a model's name that is no text."""
+    """Describe what is wrong with a model's name that is no text."""
     return (
         f"model must be a model's name, got {type(model).__name__}. "
         "Leave it out where it is not known."
@@ -341,7 +343,7 @@ def check_projection(call: ModelCall) -> None:
 
 
 def wrong_projection(call: ModelCall) -> str:
-    """Say what is wrong with a projection that no call can have."""
+    """Describe what is wrong with a projection that no call can have."""
     given, least, bound = call.input_tokens, call.min_output_tokens, call.max_output_tokens
     rule = "must be a whole number"
     if type(given) is not int or not 0 <= given <= MOST_TOKENS:

@@ -22,7 +22,7 @@ def synthetic_text(guard: Guard) -> str:
     It is neutral: a later turn shows it to the model, so reason and figures are in its metadata
     and in the outcome only.
     """
-    done = guard.completed_tool_calls
+    done = guard.state.completed_tool_calls
     calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
     so_far = f"{calls} completed; see the results above" if done else "no tool call was completed"
     return f"This run was stopped before it finished. So far {so_far}."
@@ -107,16 +107,21 @@ def end_run(
     elif paused:
         status = "paused"
     reason = StopReason.COMPLETED if status == "completed" else None
-    observed = guard.observed_trip
+    observed, usage = guard.observed_trip, guard.usage
+    detail = "" if trip is None else trip.detail
+    earlier = guard.outcome
+    before = None if earlier is None or earlier.status == "paused" else earlier.usage.model_calls
+    if detail and before == usage.model_calls:
+        detail += "; an earlier run on this guard has used it up: give each run a Budget of its own"
     outcome = Outcome(
         run_id=guard.run_id,
         status=status,
         stop_reason=reason if trip is None else trip.reason,
-        detail="" if trip is None else trip.detail,
+        detail=detail,
         error=None if error is None else _text(error),
         next_step=next_step,
         violations=() if trip is None else trip.violations,
-        usage=guard.usage,
+        usage=usage,
         earlier_usage=guard.earlier_usage,
         tool_calls=guard.tool_calls,
         messages=tuple(messages),

@@ -6,14 +6,13 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias, TypedDict, Unpack
 
 from budgetguard_core import events
 from budgetguard_core.assembly import plugs_of
 from budgetguard_core.budget import Budget
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.clock import Clock, SystemClock
-from budgetguard_core.counters import ITERATIONS
 from budgetguard_core.decision import Admit, ModelCall, ModelDecision, ToolCall, ToolDecision
 from budgetguard_core.errors import AdapterError, text_of
 from budgetguard_core.housekeeping import Housekeeping, activated
@@ -22,11 +21,11 @@ from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.run_clock import RunClock
 from budgetguard_core.run_log import followed
-from budgetguard_core.run_state import RunState, check_options
+from budgetguard_core.run_state import RunState, check_options, refuse_unknown
 from budgetguard_core.sinks import Sink
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode as Mode
-from budgetguard_core.stop_state import as_mode
+from budgetguard_core.stop_state import ModeName, as_mode
 from budgetguard_core.tool_calls import ToolCalls
 from budgetguard_core.tree import Tree, as_price_book, as_sink
 from budgetguard_core.usage import TokenUsage, Usage
@@ -53,12 +52,14 @@ class RunOptions(TypedDict, total=False):
 
 
 class Caps(TypedDict, total=False):
-    """What `Guard.extend` raises."""
+    """The caps that `Guard.extend` raises."""
 
     max_iterations: int
     max_model_calls: int
     max_tool_calls: int
     max_total_tokens: int
+    max_input_tokens: int
+    max_output_tokens: int
     max_seconds: float
     max_cost_usd: Decimal | float
 
@@ -98,8 +99,8 @@ class Guard:
         state: What its parts share, likewise.
 
     Raises:
-        ConfigurationError: The budget is not a `Budget`, a sink takes no events, or only one of
-            `ledger` and `tenant` was given.
+        ConfigurationError: The budget is not a `Budget`, a sink takes no events, only one of
+            `ledger` and `tenant` was given, or a cap was given beside the budget.
     """
 
     __slots__ = (
@@ -111,7 +112,7 @@ class Guard:
         self,
         budget: Budget | None = None,
         *,
-        mode: Mode | str = Mode.ENFORCE,
+        mode: Mode | ModeName = Mode.ENFORCE,
         run_id: str | None = None,
         sinks: _Sinks = (),
         on_warning: Callable[[Self, WarningEvent], object] | None = None,
@@ -121,7 +122,9 @@ class Guard:
         breakers: BreakerRegistry | None = None,
         ledger: Ledger | str | None = None,
         tenant: Tenant | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown)
         found = [as_sink(sink) for sink in followed(sinks)]
         self.tree = Tree(clock or SystemClock(), as_price_book(price_book), found, log_arguments)
         plugged = {"breakers": breakers, "ledger": ledger, "tenant": tenant}
@@ -132,7 +135,7 @@ class Guard:
         parent: Self | None,
         beside: Sequence[Self],
         budget: Budget | None,
-        mode: Mode | str,
+        mode: Mode | ModeName,
         run_id: str | None = None,
         on_warning: Callable[[Any, WarningEvent], object] | None = None,
         **plugged: Any,
@@ -164,7 +167,7 @@ class Guard:
         self,
         budget: Budget | None = None,
         *,
-        mode: Mode | str | None = None,
+        mode: Mode | ModeName | None = None,
         beside: Sequence[Self] = (),
         **options: Unpack[RunOptions],
     ) -> Self:
@@ -233,7 +236,7 @@ class Guard:
 
     @property
     def usage(self) -> Usage:
-        """What the run has used so far, its sub-agents included."""
+        """The usage of the run so far, its sub-agents included."""
         with self.tree.lock:
             return self.state.counters.usage(self.tree.now())
 
@@ -245,7 +248,7 @@ class Guard:
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
-        """What became of the last 256 tool calls; those in flight follow as interrupted."""
+        """The results of the last 256 tool calls; those in flight follow as interrupted."""
         with self.tree.lock:
             return self._tool_calls.described(self.open_tool_calls())
 
@@ -255,28 +258,8 @@ class Guard:
         return self.state.counters.warned
 
     @property
-    def is_last_answer(self) -> bool:
-        """Whether this is the guard of a stopped run's last answer."""
-        return any(link.answers for link in self.state.chain)
-
-    @property
-    def asks_a_store(self) -> bool:
-        """Whether an admission may wait for a store: on an event loop it belongs in a thread."""
-        return self.state.asks_a_store
-
-    @property
-    def is_housekeeping(self) -> bool:
-        """Whether this is the guard of a `housekeeping` block."""
-        return self.clock.is_housekeeping
-
-    @property
-    def completed_tool_calls(self) -> int:
-        """Tool calls of this run that were completed; none of sub-agents."""
-        return self._tool_calls.completed
-
-    @property
     def paused(self) -> bool:
-        """Whether a run on this guard waits for a person."""
+        """True if a run on this guard waits for a person."""
         return self.state.counters.pauses > 0
 
     def open_calls(self) -> tuple[Admit, ...]:
@@ -353,6 +336,10 @@ class Guard:
         """Ask for one tool call: a batch of one."""
         return self.admit_tool_calls((call,))[0]
 
+    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
+        """Return which calls of these tools, in this order, a limit would refuse; nothing trips."""
+        return self._tool_calls.refuses(names)
+
     def settle_tool_call(
         self,
         ticket: Admit,
@@ -404,7 +391,7 @@ class Guard:
         self.clock.start()
 
     def user_turn(self) -> None:
-        """Say that the user spoke: asking the same again is no repetition any more."""
+        """Begin a user's turn: the same call again is no repetition any more."""
         self.state.user_turn()
 
     def report_reply(
@@ -430,10 +417,6 @@ class Guard:
             The tool's result. Without `Budget.progress` nothing is done with it.
         """
         return self.state.take_report(arguments)
-
-    def warn(self, dimension: str, limit: Any, used: Any) -> None:
-        """Warn of a limit that is not the run's own."""
-        self.state.warn_of(dimension, limit, used)
 
     def take_nudge(self) -> str | None:
         """Take the corrective message that is due, to deliver it in a tool's result.
@@ -467,7 +450,8 @@ class Guard:
 
         Args:
             caps: Any of the run's: `max_iterations`, `max_model_calls`, `max_tool_calls`,
-                `max_total_tokens`, `max_seconds`, `max_cost_usd`.
+                `max_total_tokens`, `max_input_tokens`, `max_output_tokens`, `max_seconds`,
+                `max_cost_usd`.
 
         Raises:
             ConfigurationError: A cap is not one of the run's, or would not be raised.
@@ -484,7 +468,7 @@ class Guard:
             self.state.record(events.BudgetExtended, now, budget=self.budget.to_json())
 
     def pause(self, waiting: Iterable[Admit] = ()) -> None:
-        """Say that a run on this guard waits for a person, whose time is not run time.
+        """Pause the run's time while it waits for a person.
 
         From here on, until as many `go_on` as `pause`, time counts only while a call is in flight
         that does not wait, here or in a sub-agent: several runs may share the guard, and the
@@ -498,18 +482,12 @@ class Guard:
         self.clock.pause(waiting)
 
     def go_on(self, waiting: Iterable[Admit] = ()) -> None:
-        """Say that the person has answered: the run's time counts again. Nothing without `pause`.
+        """End a pause: the run's time counts again. Does nothing without `pause`.
 
         Args:
             waiting: The calls that waited with the run and are in flight again.
         """
         self.clock.go_on(waiting)
-
-    def restart_iterations(self) -> None:
-        """Begin the iterations anew for another leg of the same run; all else runs on."""
-        with self.tree.step() as now:
-            self.state.counters.used[ITERATIONS] = 0
-            self.state.record(events.IterationsRestarted, now)
 
     def check(self) -> Trip | None:
         """Ask whether the run has to end now, without starting anything; trips it if so.

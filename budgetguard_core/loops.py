@@ -132,8 +132,8 @@ class LoopDetector:
     """
 
     __slots__ = (
-        *("_error", "_error_reply", "_exempt", "_generation", "_masked", "_recent", "_replies"),
-        *("_rows", "_said", "_seen", "_times", "_waiting", "_window"),
+        *("_error", "_error_reply", "_exempt", "_generation", "_growing", "_masked", "_recent"),
+        *("_replies", "_rows", "_said", "_seen", "_times", "_waiting", "_window"),
         *("due", "ignored", "ignored_results", "reply", "tripped"),
     )
 
@@ -144,6 +144,8 @@ class LoopDetector:
         self.ignored = _as_set(tuple(settings.ignore_arguments))
         self.ignored_results = _as_set(tuple(settings.ignore_results))
         self._rows = _Rows(*(_Row(name, settings) for name in _Rows._fields))
+        # Those that are not at 0.
+        self._growing: list[_Row] = []
         # The generation in which each call was last seen, the least recent first. A new call
         # begins a generation, so what was seen at or after it is of the current one.
         self._seen: dict[_Key, int] = {}
@@ -218,6 +220,15 @@ class LoopDetector:
         recent.append(key)
         del recent[:-_RECENT_KEPT]
 
+        if not seen and error is None and alike is None:
+            # Progress: it ends every row.
+            self._times, self._error, self._masked = 1, None, None
+            self._waiting.clear()
+            if self._growing:
+                for row in self._rows:
+                    row.start(0)
+                self._judge()
+            return
         again = key == latest
         self._times = self._times + 1 if again else 1
         failed = error is not None
@@ -374,7 +385,7 @@ class LoopDetector:
         return f"The latest replies ({names}) were all made before"
 
     def violation(self) -> Violation:
-        """Say why the run is stopped; asked when `tripped`.
+        """Return why the run is stopped; requested when `tripped`.
 
         The reason is `oscillation` when the latest calls or replies went twice round a cycle of 2
         to 4 different ones, and `no_progress` otherwise.
@@ -478,7 +489,7 @@ class LoopDetector:
         self._judge()
 
     def _judge(self) -> None:
-        rows = [row for row in self._rows if row.length]
+        rows = self._growing = [row for row in self._rows if row.length]
         self.due = any(row.due for row in rows)
         self.tripped = any(row.tripped for row in rows)
 

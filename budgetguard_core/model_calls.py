@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from budgetguard_core import counters, events
-from budgetguard_core.counters import COST, INFINITY, TOKENS, Chain
+from budgetguard_core.counters import COST, INFINITY, INPUT, OUTPUT, TOKENS, Chain
 from budgetguard_core.decision import (
     Admit,
     ModelCall,
@@ -51,7 +51,7 @@ class ModelCalls:
         self._output_bound = min((one for one in bounds if one is not None), default=None)
         # Nothing else tells what calls at the same time may come to.
         self._expects = self._output_bound is None and any(
-            link.limits[TOKENS] != INFINITY or link.limits[COST] != INFINITY for link in chain
+            link.limits[one] != INFINITY for link in chain for one in (TOKENS, COST, OUTPUT)
         )
 
     def rates_of(self, model: str | None, provider: str | None) -> Rates | None:
@@ -79,7 +79,8 @@ class ModelCalls:
         bound, own = self._output_bound, call.max_output_tokens
         if own is not None and (bound is None or own < bound or call.output_is_fixed):
             bound = own
-        tokens = call.input_tokens + (bound or 0)
+        retry, prompt = call.retry, call.input_tokens
+        tokens = prompt + (bound or 0)
         cost = projected_cost(call, rates, bound)
         unpriced = rates is None and call.cost_usd is None
         ask = state.reserve(call, tokens, cost, unpriced=unpriced)
@@ -97,14 +98,14 @@ class ModelCalls:
                 # A guess refuses nothing but beside other calls.
                 if any(one.counters.reserved_tokens for one in chain):
                     tokens, cost = kept_tokens, kept_cost
-            calm = counters.is_calm(chain, now, kept_tokens, kept_cost)
-            found = () if calm else counters.violations(chain, now, (call.retry, tokens, cost))
+            calm = counters.is_calm(chain, now, kept_tokens, kept_cost, prompt)
+            found = () if calm else counters.violations(chain, now, (retry, tokens, cost, prompt))
             clamped_by = None
             if found and bound is not None and not call.output_is_fixed:
                 bound, clamped_by = counters.clamp(self._binding, call, rates, bound)
-                tokens = kept_tokens = call.input_tokens + bound
+                tokens = kept_tokens = prompt + bound
                 cost = kept_cost = projected_cost(call, rates, bound)
-                found = counters.violations(chain, now, (call.retry, tokens, cost))
+                found = counters.violations(chain, now, (retry, tokens, cost, prompt))
             if found and not any(link.owner.trip for link in chain):
                 warnings = state.warn(counters.foreseen_warnings(found), now)
             if not warnings:
@@ -137,10 +138,11 @@ class ModelCalls:
                         ticket.clamped_by = clamped_by
                     ticket.rates = rates
                     ticket.reserved_tokens, ticket.reserved_cost = kept_tokens, kept_cost
+                    ticket.reserved_input = prompt
                     if guess is not _NO_GUESS:
                         ticket.expected = guess
                     tree.open[ticket.call_id] = ticket
-                    counters.reserve(chain, call.retry, kept_tokens, kept_cost)
+                    counters.reserve(chain, retry, kept_tokens, kept_cost, prompt)
                     if ask is not None:
                         ask.tokens, ask.cost = kept_tokens, kept_cost
                         state.book(ask, ticket)
@@ -255,16 +257,15 @@ class ModelCalls:
             has = link.counters
             if ended.cost is None and has.refuses_unpriced:
                 link.owner.state.hold(unpriced_model(ticket.call.model))
-            capped = has.caps[TOKENS] != INFINITY
-            if has.caps[COST] != INFINITY and not ended.cost_given:
-                capped = True
-            if capped and not ended.metered:
+            capped = [TOKENS, INPUT, OUTPUT, *(() if ended.cost_given else (COST,))]
+            if not ended.metered and any(has.caps[one] != INFINITY for one in capped):
                 link.owner.state.hold(unmetered_usage())
 
     def withdraw(self, ticket: Admit, now: int, *, waits: bool) -> None:
         """Take back a model call that was not made. Under the lock."""
         del waits
-        state, kept = self._state, (ticket.reserved_tokens, ticket.reserved_cost)
+        state = self._state
+        kept = ticket.reserved_tokens, ticket.reserved_cost, ticket.reserved_input
         counters.reserve(state.chain, ticket.call.retry, *kept, by=-1)
         state.record(events.ModelCallWithdrawn, now, call_id=ticket.call_id)
 

@@ -178,7 +178,7 @@ def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
 
 
 class _Writers(dict[type[Record], Callable[[dict[str, Any]], bytes]]):
-    """What turns the fields of a kind of record into JSON; made when the first is written."""
+    """The writers of a kind of record's fields as JSON; made when the first is written."""
 
     def __missing__(self, kind: type[Record]) -> Callable[[dict[str, Any]], bytes]:
         write = self[kind] = _fields_of(kind).serializer.to_json

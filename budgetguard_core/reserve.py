@@ -1,4 +1,4 @@
-"""What a run keeps back for a last answer when a limit stops it."""
+"""The reserve of a run for a last answer when a limit stops it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from budgetguard_core.settings import Cap, Dollars, Seconds, Settings
 
 
 class FinalizeReserve(Settings):
-    """What is kept back of a run's caps for one last answer: tokens, dollars or both.
+    """The part of a run's caps that is reserved for one last answer: time, tokens, dollars.
 
     A run that a limit stops then asks the model once more, without tools, to answer with what it
     knows. That call is no iteration and bound by nothing but this reserve and the whole of the
-    run's caps on tokens and dollars; it is charged to the run, and to all around it.
+    run's caps on tokens, dollars and seconds; it is charged to the run, and to all around it.
 
     Raises:
         ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     tokens: Cap = None
-    """Tokens, prompt included, taken off `max_total_tokens` until the run is stopped."""
+    """Tokens, prompt included, taken off each cap on tokens until the run is stopped."""
     cost_usd: Dollars = None
     """US dollars, taken off `max_cost_usd` until the run is stopped."""
     seconds: Seconds = Field(default=30.0)
-    """How long the last answer may take; it is not run time."""
+    """Seconds that the last answer may take, taken off `max_seconds` until the run is stopped: at
+    most half of it, and no more than is left."""
 
     def of_caps(self) -> dict[str, int | Decimal | None]:
         """Return what is taken off each cap, by the cap's name."""
-        return {"max_total_tokens": self.tokens, "max_cost_usd": self.cost_usd}
+        caps = dict.fromkeys(
+            ("max_total_tokens", "max_input_tokens", "max_output_tokens"), self.tokens
+        )
+        return {**caps, "max_cost_usd": self.cost_usd}
 
     @model_validator(mode="after")
     def _has_an_amount(self) -> Any:

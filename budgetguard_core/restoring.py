@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from budgetguard_core import counters
-from budgetguard_core.counters import MODEL_CALLS, TIME, TOOL_CALLS
+from budgetguard_core.counters import MODEL_CALLS, RESERVED, TIME, TOOL_CALLS
 from budgetguard_core.decision import Admit, ModelCall, Occurrences, ToolCall
 from budgetguard_core.events import Event, RunRestored
 from budgetguard_core.loops import LoopDetector
@@ -35,7 +35,7 @@ def snapshot_of(state: RunState, tools: ToolCalls, messages: Sequence[Any]) -> S
         quotas=mine.quotas_used(),
         tool_counts=mine.tools_started(),
         records=tuple(tools.records[-RECORDS_KEPT:]),
-        completed_tool_calls=tools.completed,
+        completed_tool_calls=state.completed_tool_calls,
         elapsed_ns=None if mine.started_ns is None else mine.used[TIME],
         pauses=mine.pauses,
         trip=stops.trip,
@@ -103,7 +103,7 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
     # The guard of the earlier attempt may still be in this tree: its open calls are these.
     for ticket in [one for one in tree.open.values() if one.guard.run_id == guard.run_id]:
         del tree.open[ticket.call_id]
-        _set_aside_above(guard, -ticket.reserved_tokens, -ticket.reserved_cost)
+        _set_aside(guard.lineage[1:], ticket, -1)
     # In a tree that goes on already, the numbers of the old one are taken.
     first = tree.call_id if guard.parent is not None else 0
     tickets = [_ticket_of(state, call, first) for call in snapshot.open_calls]
@@ -111,9 +111,9 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
     tree.go_on_from(seq, first + snapshot.call_id, tickets)
     for ticket in tickets:
         # Its settlement will take this off everyone in the chain.
-        _set_aside_above(guard, ticket.reserved_tokens, ticket.reserved_cost)
+        _set_aside(guard.lineage[1:], ticket, 1)
     tools.records.extend(snapshot.records)
-    tools.completed += snapshot.completed()
+    state.completed_tool_calls += snapshot.completed()
     mine.largest_output = snapshot.largest_output
     if snapshot.occurrences is not None:
         tools.occurrences = Occurrences.from_state(snapshot.occurrences)
@@ -123,9 +123,8 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
             tools.occurrences.give_back(ticket.call, ticket.occurrence)
     if fresh:
         guard.earlier_usage = snapshot.earlier + snapshot.usage()
-        for call in snapshot.open_calls:
-            mine.reserved_tokens += call.reserved_tokens
-            mine.reserved_cost += call.reserved_cost
+        for ticket in tickets:
+            _set_aside((guard,), ticket, 1)
         return
     now = tree.now()
     mine.restore(snapshot.counters)
@@ -149,10 +148,11 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
         guard.cancellation.cancel()
 
 
-def _set_aside_above(guard: Any, tokens: int, cost: int) -> None:
-    for one in guard.lineage[1:]:
-        one.state.counters.reserved_tokens += tokens
-        one.state.counters.reserved_cost += cost
+def _set_aside(guards: Sequence[Any], ticket: Admit, by: int) -> None:
+    for one in guards:
+        mine = one.state.counters
+        for name in RESERVED:
+            setattr(mine, name, getattr(mine, name) + by * getattr(ticket, name))
 
 
 def _ticket_of(state: RunState, open_call: OpenCall, first: int) -> Admit:
@@ -161,8 +161,8 @@ def _ticket_of(state: RunState, open_call: OpenCall, first: int) -> Admit:
     ticket = Admit().answers(state.guard, call, first + open_call.call_id)
     if isinstance(call, ModelCall) and call.model is not None:
         ticket.rates = state.tree.price_book.rates_for(call.model, call.provider)
-    ticket.reserved_tokens = open_call.reserved_tokens
-    ticket.reserved_cost = open_call.reserved_cost
+    for name in RESERVED:
+        setattr(ticket, name, getattr(open_call, name))
     ticket.expected = open_call.expected
     ticket.occurrence = open_call.occurrence
     return ticket

@@ -28,15 +28,20 @@ class RunClock:
         self._state = state
         self.is_housekeeping = False
 
-    def time_left(self) -> float | None:
-        """Seconds until the earliest deadline that is enforced; None without one."""
+    def time_left(self, *, whole: bool = False) -> float | None:
+        """Seconds until the earliest deadline that is enforced; None without one.
+
+        Args:
+            whole: With what is kept back for a last answer.
+        """
         left, tree = INFINITY, self._state.tree
         with tree.lock:
             now = tree.now()
             for link in self._state.chain:
-                if link.owner.mode is Mode.ENFORCE and link.limits[TIME] != INFINITY:
+                cap = (link.counters.whole_caps if whole else link.limits)[TIME]
+                if link.owner.mode is Mode.ENFORCE and cap != INFINITY:
                     link.counters.tick(now)
-                    left = min(left, link.limits[TIME] - link.counters.used[TIME])
+                    left = min(left, cap - link.counters.used[TIME])
         return None if left == INFINITY else max(left / 1_000_000_000, 0.0)
 
     def start(self) -> None:
@@ -49,7 +54,7 @@ class RunClock:
                 state.record(events.TimeStarted, now)
 
     def pause(self, tickets: Iterable[Admit]) -> None:
-        """Let the time stand still while nothing is in flight but these calls."""
+        """Stop the time while nothing is in flight but these calls."""
         tickets = list(tickets)
         with self._state.tree.step() as now:
             self._state.counters.pauses += 1
@@ -64,7 +69,7 @@ class RunClock:
                 self._wait(events.RunResumed, tickets, now, wait=False)
 
     def stand_by(self, tickets: Iterable[Admit] | None = None) -> None:
-        """Let others have the places of open calls; of all of this run where none are given.
+        """Give the places of open calls to others; of all of this run where none are given.
 
         Nobody may be left who would settle them: tasks that were cancelled, for example.
         """
@@ -102,7 +107,7 @@ class RunClock:
     def _exempted(self, link: Link, stopped: Any) -> Link:
         """Return a link as housekeeping meets it; other housekeeping around it goes on to bind."""
         owner = link.owner
-        if owner is self._state.guard or owner.is_housekeeping:
+        if owner is self._state.guard or owner.clock.is_housekeeping:
             return link
         if stopped is not None and stopped in owner.lineage:
             return Link(owner, link.counters, _LAST_ANSWER, answers=True)

@@ -1,14 +1,14 @@
-"""What every step of a run works on: the chain it is charged to, its stops, its plugs, its log."""
+"""The state that every step of a run works on: the chain it charges, its stops, plugs and log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core import counters, events
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
-from budgetguard_core.budget import Budget
+from budgetguard_core.budget import Budget, nearest_field
 from budgetguard_core.counters import Chain, Counters, Found, Link
 from budgetguard_core.decision import Admit, ModelCall, ToolCall
 from budgetguard_core.errors import ConfigurationError, shown
@@ -35,7 +35,7 @@ class Withdraws(Protocol):
 
 
 class RunState:
-    """What the parts of one guard share. All is under the tree's lock, unless it says otherwise.
+    """The state that the parts of one guard share. The tree's lock guards it, unless noted.
 
     Args:
         guard: The guard.
@@ -50,12 +50,14 @@ class RunState:
         own_plugs: The plugs of the run.
         plugs: Those of the whole chain, each with its guard.
         deciding: Those of them that are asked about a step.
+        completed_tool_calls: Tool calls of the run that were completed; none of sub-agents.
         own_tools: The tools that the run's plugs give the model.
     """
 
     __slots__ = (
-        *("_early", "_reserving", "chain", "counters", "deciding", "detector", "guard", "mode"),
-        *("on_warning", "own_plugs", "own_tools", "plugs", "stops", "tree"),
+        *("_early", "_reserving", "chain", "completed_tool_calls", "counters", "deciding"),
+        *("detector", "guard", "mode", "on_warning", "own_plugs", "own_tools", "plugs"),
+        *("stops", "tree"),
     )
 
     def __init__(
@@ -70,6 +72,7 @@ class RunState:
         self.on_warning = on_warning
         self.counters = Counters(guard.budget)
         self.stops = StopState()
+        self.completed_tool_calls = 0
         detection = None if self.mode is Mode.OFF else guard.budget.loop_detection
         self.detector = None if detection is None else LoopDetector(detection)
         links = {} if self.mode is Mode.OFF else {guard: Link(guard, self.counters)}
@@ -126,19 +129,22 @@ class RunState:
 
     def tenant(self) -> tuple[str, ...]:
         """Return whom the run's own calls are charged to in a ledger."""
-        found = (plug.state(0) for plug in self.own_plugs if plug.name == "ledger")
-        return next(found, ())
+        return tuple(name for plug in self.own_plugs for name in plug.payers)
 
     def payers(self) -> set[str]:
         """Return everyone whom the run's calls are charged to, for it and for those above it."""
-        ledgers = [plug for _, plug in self.plugs if plug.name == "ledger"]
-        return {name for plug in ledgers for name in plug.state(0)}
+        return {name for _, plug in self.plugs for name in plug.payers}
+
+    @property
+    def is_last_answer(self) -> bool:
+        """True if this is the run of a stopped run's last answer."""
+        return any(link.answers for link in self.chain)
 
     # Outside the lock
 
     @property
     def asks_a_store(self) -> bool:
-        """Whether a plug of the chain waits for a store."""
+        """True if a plug of the chain waits for a store."""
         return any(plug.waits for _, plug in self._reserving)
 
     def reserve(
@@ -301,6 +307,12 @@ class RunState:
                 usage=outcome.usage,
             )
 
+    def restart_iterations(self) -> None:
+        """Begin the iterations anew for another leg of the same run. Takes the lock."""
+        with self.tree.step() as now:
+            self.counters.used[counters.ITERATIONS] = 0
+            self.record(events.IterationsRestarted, now)
+
     # What the model and the user say. Each takes the lock
 
     def user_turn(self) -> None:
@@ -438,6 +450,24 @@ def check_options(budget: object, run_id: object, on_warning: object) -> None:
     if run_id is not None and not (isinstance(run_id, str) and run_id):
         raise ConfigurationError(
             f"run_id must be a text, not empty, got {shown(run_id)}. Leave it out for a random one."
+        )
+
+
+def refuse_unknown(options: Mapping[str, object]) -> None:
+    """Return the error for an option that a guard does not have, with its place.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for name, value in options.items():
+        field = name if name in Budget.model_fields else nearest_field(name)
+        given = shown(value)
+        if field is None:
+            raise ConfigurationError(
+                f"{name} is not an option of Guard, got {given}. Leave it out."
+            )
+        raise ConfigurationError(
+            f"{name} is a budget's, got {given}. Use Guard(Budget({field}={given}))."
         )
 
 

@@ -94,12 +94,6 @@ def _dollars(value: object) -> object:
     return amount
 
 
-def _flag(value: object) -> object:
-    if type(value) is not bool:
-        raise ValueError(f"must be True or False, got {shown(value)}. Leave it out for False.")
-    return value
-
-
 def _names(value: Any) -> object:
     if isinstance(value, list | tuple | set | frozenset):
         names: list[Any] = [
@@ -128,8 +122,6 @@ Share: TypeAlias = Annotated[float, BeforeValidator(_share)]
 """Between 0 and 1, both left out."""
 Dollars: TypeAlias = Annotated[Decimal | None, BeforeValidator(_dollars)]
 """US dollars > 0, exact, or None for no cap."""
-Flag: TypeAlias = Annotated[bool, BeforeValidator(_flag)]
-"""True or False."""
 ExceptionNames: TypeAlias = Annotated[
     tuple[str | type[BaseException], ...], BeforeValidator(_names)
 ]
@@ -204,25 +196,6 @@ def nanoseconds(seconds: float) -> int:
     return max(round(seconds * NS_PER_SECOND), 1) if seconds else 0
 
 
-def damaged(what: str, state: object) -> ValueError:
-    """Say that a state cannot be used."""
-    return ValueError(
-        f"the state of a {what} must be what state() returned, got {shown(state)}. "
-        "Use a new one to go on without it."
-    )
-
-
-def natural(value: object) -> int:
-    """Read a whole number >= 0 from a state.
-
-    Raises:
-        TypeError: It is not one.
-    """
-    if type(value) is not int or value < 0:
-        raise TypeError
-    return value
-
-
 class BulkheadConfig(Settings):
     """How many calls of the tools that it is for may run at once, together.
 
@@ -274,19 +247,12 @@ class CircuitBreakerConfig(Settings):
     """Seconds; a call that takes longer is slow, whether it fails or not."""
     permitted_number_of_calls_in_half_open_state: Annotated[int, BeforeValidator(_window_size)] = 10
     """Trial calls when half-open. The last of them to end closes the breaker or opens it again."""
-    max_wait_duration_in_half_open_state: SecondsOrZero = 0.0
-    """Seconds that a trial may take before the breaker opens again; 0 to wait without end."""
-    sliding_window_type: Literal["count_based", "time_based"] = "count_based"
-    """Whether the window holds the last calls, or the calls of the last seconds."""
     sliding_window_size: Annotated[int, BeforeValidator(_window_size)] = 100
-    """Calls in a count-based window, seconds in a time-based one."""
+    """The last calls, so many, by which the breaker goes."""
     minimum_number_of_calls: Count = 100
-    """Calls that the window must hold before a rate is judged. In a count-based window it is at
-    most the size of the window."""
+    """Calls that the window must hold before a rate is judged: at most its size."""
     wait_duration_in_open_state: Seconds = 60.0
     """Seconds that the breaker stays open before it lets trial calls through."""
-    automatic_transition_from_open_to_half_open_enabled: Flag = False
-    """Whether it is half-open as soon as the wait is over, rather than at the next call."""
     record_exceptions: ExceptionNames = ()
     """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
     raised. Whatever else is raised counts as a success."""
@@ -299,7 +265,7 @@ class CircuitBreakerConfig(Settings):
     run is stopped with `circuit_open`. Not a field of resilience4j: services have no rounds."""
 
     def outcome_of(self, result: object, error: BaseException | str | None) -> CallOutcome:
-        """Say what a call is to the breaker.
+        """Classify a call for the breaker.
 
         Args:
             result: What the call returned, where it raised nothing.

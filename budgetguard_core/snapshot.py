@@ -1,4 +1,4 @@
-"""What a guard knows, and the conversation that it was given, as plain data."""
+"""The state of a guard, and the conversation that it was given, as plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.counters import COUNTERS
+from budgetguard_core.counters import COUNTERS, RESERVED
 from budgetguard_core.decision import Admit, ModelCall, ToolCall, ToolKind
 from budgetguard_core.errors import CheckpointError, ConfigurationError
 from budgetguard_core.outcome import Outcome
@@ -37,6 +37,8 @@ class OpenCall(BaseModel):
     reserved_tokens: NonNegativeInt = 0
     """Tokens that are set aside for it until it is settled."""
     reserved_cost: NonNegativeInt = 0
+    reserved_input: NonNegativeInt = 0
+    """Those of the tokens that are of its prompt."""
     """Money that is set aside for it, in femto-dollars (1E-15 US dollars)."""
     model: str | None = None
     """The model that was asked for, where it was named."""
@@ -69,6 +71,7 @@ class OpenCall(BaseModel):
                 call_id=ticket.call_id,
                 reserved_tokens=ticket.reserved_tokens,
                 reserved_cost=ticket.reserved_cost,
+                reserved_input=ticket.reserved_input,
                 model=call.model,
                 provider=call.provider,
                 input_tokens=call.input_tokens,
@@ -176,8 +179,7 @@ class Snapshot(BaseModel):
         used = usage.model_dump() | {
             "tokens": usage.total_tokens,
             "cost": from_usd(usage.cost_usd),
-            "reserved_tokens": 0,
-            "reserved_cost": 0,
+            **dict.fromkeys(RESERVED, 0),
         }
         return cls(
             run_id=outcome.run_id,

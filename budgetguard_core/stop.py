@@ -27,6 +27,8 @@ class StopReason(StrEnum):
     MAX_COST_USD = "max_cost_usd"
     UNPRICED_MODEL = "unpriced_model"
     MAX_TOTAL_TOKENS = "max_total_tokens"
+    MAX_INPUT_TOKENS = "max_input_tokens"
+    MAX_OUTPUT_TOKENS = "max_output_tokens"
     MAX_OUTPUT_TOKENS_PER_CALL = "max_output_tokens_per_call"
     UNMETERED_USAGE = "unmetered_usage"
     TENANT_DAILY = "tenant_daily"
@@ -79,11 +81,11 @@ class Trip(BaseModel):
 
 
 class Readings(Protocol):
-    """What the conditions here read of the guard that asks them."""
+    """The readings of a guard that the conditions here use."""
 
     @property
     def usage(self) -> Usage:
-        """What the run has used so far."""
+        """The usage of the run so far."""
         ...
 
     @property

@@ -40,16 +40,14 @@ class ToolCalls:
     """The tool calls of one run.
 
     Attributes:
-        completed: How many were completed.
         records: Id, name and status of the latest that ended, the oldest first.
         occurrences: Which of the calls that agree in id, name and arguments is which.
     """
 
-    __slots__ = ("_state", "completed", "occurrences", "records")
+    __slots__ = ("_state", "occurrences", "records")
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self.completed = 0
         self.records: list[tuple[str | None, str, str]] = []
         self.occurrences = Occurrences()
 
@@ -91,6 +89,33 @@ class ToolCalls:
         if warnings or tree.outbox or tree.postponed:
             state.finish(warnings)
         return decisions
+
+    def refuses(self, names: Sequence[str]) -> list[bool]:
+        """Return which calls of these tools, in this order, a cap or a quota would refuse.
+
+        Nothing is asked for and nothing trips: a person is not asked about what will be refused.
+        """
+        state = self._state
+        refused: list[bool] = []
+        with state.tree.lock:
+            now = state.tree.now()
+            over = state.stops.trip is not None or self._is_past(now, counters.BATCH)
+            for name in names:
+                refused.append(
+                    over
+                    or self._is_past(now, counters.TOOL_CALL)
+                    or self._quota_refusal(name) is not None
+                )
+                if not refused[-1]:
+                    self._count(name, 1)
+            for name, is_refused in zip(names, refused, strict=True):
+                if not is_refused:
+                    self._count(name, -1)
+        return refused
+
+    def _is_past(self, now: int, request: counters.Request) -> bool:
+        found = counters.violations(self._state.chain, now, request)
+        return any(link.owner.mode is Mode.ENFORCE for link, _, _ in found)
 
     def _decide(
         self, call: ToolCall, now: int, calm: bool, batch: Ask | None, index: int
@@ -182,7 +207,7 @@ class ToolCalls:
 
     def _keep(self, call: ToolCall, status: str) -> None:
         if status == "completed" and call.kind in ("function", "hosted"):
-            self.completed += 1
+            self._state.completed_tool_calls += 1
         records = self.records
         records.append((call.id, call.name[:NAME_LENGTH], status))
         if len(records) > _RECORDS_CUT:

@@ -31,7 +31,7 @@ _OF_BREAKERS = (CallDelayed, ToolCallTurnedAway, CircuitBreakerChanged, ToolMixU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amounts:
-    """What a run did, or did not have to do.
+    """The amounts of a run, spent or saved.
 
     Attributes:
         tokens: Prompt plus completion.
@@ -114,7 +114,7 @@ class Counted:
 
     @property
     def usage(self) -> Usage:
-        """What its guard has counted."""
+        """The usage that its guard has counted."""
         root = None if self._replay is None else self._replay.root
         return self._final if root is None else root.usage
 
@@ -126,7 +126,7 @@ class Counted:
 
     @property
     def amounts(self) -> Amounts:
-        """What all attempts did."""
+        """The amounts of all attempts."""
         return self._before + self._of_attempt
 
     @property

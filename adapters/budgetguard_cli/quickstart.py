@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -39,13 +40,19 @@ def quickstart(
 
     Example: budgetguard quickstart langgraph -o agent.py
 
-    Ends with 0, and with 2 when the file is there already or cannot be written.
+    Ends with 0, and with 2 when the file is there already, would hide a package, or cannot be
+    written.
     """
     text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
     written = {"framework": str(framework), "file": output, "text": text}
     if output is None:
         write_json(written) if as_json else typer.echo(text, nl=False)
         return
+    if find_spec(output.stem) is not None:
+        refuse(
+            f"{printable(output.name)} would hide the package {output.stem!r} from the agent. "
+            "Name it agent.py."
+        )
     try:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)

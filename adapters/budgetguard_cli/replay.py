@@ -8,10 +8,8 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from budgetguard_cli.counted import REFUSED, Amounts
-from budgetguard_cli.logs import Unreadable, opened
 from budgetguard_cli.options import (
     AsJson,
     CountUnpricedAsZero,
@@ -23,12 +21,13 @@ from budgetguard_cli.options import (
     MaxSeconds,
     MaxToolCalls,
     MaxTotalTokens,
+    ProfileName,
     budget_fields,
 )
 from budgetguard_cli.runs import Run, read_runs
 from budgetguard_cli.screen import in_dollars, printable, refuse, say, table, write_json
-from budgetguard_core import Budget, BudgetGuardError, ConfigurationError, Trip
-from budgetguard_core.budget import BREAKERS
+from budgetguard_core import Budget, BudgetGuardError, Trip
+from budgetguard_core.profiles import load_profile
 from budgetguard_core.stop import PRECEDENCE
 
 _SHOWN = 20
@@ -37,13 +36,13 @@ _BREAKERS = {
     "call_delayed": "calls delayed",
     "tool_call_turned_away": "tool calls turned away",
     "circuit_breaker_changed": "circuit breakers changed",
-    "tool_mix_unusual": "tool mix told",
+    "tool_mix_unusual": "unusual mixes of tools",
 }
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def replay(
     logs: Logs,
+    profile: ProfileName = None,
     max_iterations: MaxIterations = None,
     max_model_calls: MaxModelCalls = None,
     max_tool_calls: MaxToolCalls = None,
@@ -59,18 +58,12 @@ def replay(
     ] = None,
     count_unpriced_as_zero: CountUnpricedAsZero = False,
     loop_detection: LoopDetectionOn = True,
-    breakers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Breakers as JSON: the fields of a budget, such as velocity or circuit_breaker.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay recorded runs: what a budget would stop, cut and save.
 
-    Example: budgetguard replay logs --max-iterations 25 --tool-quota search_web=3
+    Examples: budgetguard replay logs --max-iterations 25 --tool-quota search_web=3;
+    budgetguard replay logs --profile research
 
     A run goes on as recorded until the budget stops it; that a correction might have brought the
     model back is not assumed. Ends with 0, with 1 when a line could not be read (the rest is
@@ -89,9 +82,12 @@ def replay(
         caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
     )
     try:
-        budget = Budget(**given, **({} if breakers is None else _read_breakers(breakers)))
-    except (BudgetGuardError, Unreadable) as error:
+        own = Budget(**given)
+        budget = load_profile(profile).under(own) if profile else own
+    except BudgetGuardError as error:
         refuse(str(error))
+    # The recorded model was not asked to report.
+    budget = budget.model_copy(update={"progress": None})
     found, problems = read_runs(logs, candidate=budget)
     # What does not fit together is left out: it would only pull the figures down.
     runs = [run for run in found if run.damaged is None]
@@ -114,28 +110,6 @@ def _quotas(given: Sequence[str]) -> dict[str, int]:
             raise typer.BadParameter(msg, param_hint="--tool-quota")
         quotas[tool] = int(number)
     return quotas
-
-
-def _read_breakers(file: str) -> dict[str, Any]:
-    """Read the breakers of a budget: a JSON object with its fields."""
-    with opened(file) as raw:
-        try:
-            given = _OBJECT.validate_json(raw.read())
-        except (OSError, ValidationError):
-            msg = f"{printable(file)}: it holds no JSON object. Write the fields of a budget."
-            raise Unreadable(msg) from None
-    if "progress" in given:
-        raise ConfigurationError(
-            "breakers must not have progress, because the recorded model was not asked to report, "
-            "got it. Leave it out."
-        )
-    unknown = next((name for name in given if name not in BREAKERS), None)
-    if unknown is not None:
-        raise ConfigurationError(
-            f"breakers must be among {', '.join(BREAKERS)}, got {printable(unknown)!r}. "
-            "Other caps have options of their own."
-        )
-    return given
 
 
 def _trip(run: Run) -> Trip | None:
@@ -221,7 +195,7 @@ def _plain(run: Run, trip: Trip) -> dict[str, object]:
 
 
 def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[str]:
-    """Say what the figures do not hold."""
+    """Name what the figures leave out."""
     if recorded.estimated_calls:
         yield (
             f"{recorded.estimated_calls:,} of {recorded.model_calls:,} model calls have no "

@@ -192,7 +192,7 @@ class Call:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it was charged."""
+        """True if it was charged."""
         return not self.opened.is_open
 
     def settle(self) -> None:
@@ -349,7 +349,7 @@ def _is_capped(run: Run) -> bool:
     for guard in run.guards:
         for one in guard.lineage:
             budget = one.budget
-            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+            if budget.needs_usage():
                 return True
     return False
 
@@ -368,7 +368,7 @@ def _projected(posted: Posted, conversation: Conversation | None) -> int:
 
 
 def _was_failed(traffic: Traffic, raw: bytes) -> bool:
-    """Tell whether this very request has failed before; each failure stands for one retry."""
+    """Return whether this very request has failed before; each failure stands for one retry."""
     digest = _digest(raw)
     with traffic.lock:
         count = traffic.failed.pop(digest, 0)

@@ -285,7 +285,7 @@ class Conversations:
             conversation.pending.clear()
 
     def _spoken(self, conversation: Conversation, wire: Wire, turns: Sequence[Any]) -> None:
-        """Tell new words of the user's from those that another model says again and again."""
+        """Separate new words of the user's from those that another model repeats."""
         spoken = (text for turn in reversed(turns) if (text := wire.user_text(turn)) is not None)
         latest, before = next(spoken, None), next(spoken, None)
         run = self.seat(conversation)

@@ -51,7 +51,7 @@ class Wrapped:
 
 
 class BoundedEvents:
-    """What a caller of boto3 reads of a streamed answer.
+    """The streamed answer that a caller of boto3 reads.
 
     Args:
         inner: botocore's `EventStream`.

@@ -1,4 +1,4 @@
-"""What a client gets for a call that may not start."""
+"""The answer to a client's call that may not start."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-en
 
 
 class Seam:
-    """What a request passes on its way.
+    """The seam that a request passes.
 
     Args:
         here: Returns the run that a call from the running code is a part of; None for nobody's.
@@ -336,7 +336,7 @@ def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
 
 
 def _ended(mod: Any, error: BaseException, flight: Flight | None, run: Run) -> Trip | None:
-    """Tell whether an error is nothing but the end of the run, and why that ended."""
+    """Return whether an error is nothing but the end of the run, and why that ended."""
     if not isinstance(error, mod.TransportError | TimeoutError):
         return None
     if flight is not None and flight.trip is not None:

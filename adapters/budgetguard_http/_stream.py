@@ -25,7 +25,7 @@ def _encodings(mod: Any) -> frozenset[str]:
 
 
 def reads(mod: Any, encoding: str) -> bool:
-    """Tell whether a client of httpx or httpx2 decompresses what is encoded like this."""
+    """Return whether a client of httpx or httpx2 decompresses what is encoded like this."""
     parts = {part.strip() for part in encoding.lower().split(",")}
     return parts <= _encodings(mod) | {_IDENTITY}
 
@@ -179,7 +179,7 @@ def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[
 
 
 class BlockingStream:
-    """What a client reads of a streamed answer, in a thread."""
+    """The streamed answer that a client reads, in a thread."""
 
     def __init__(self, mod: Any, inner: Any, passing: Passing, flight: Flight) -> None:
         self._inner = inner
@@ -223,7 +223,7 @@ class Reading:
 
     @property
     def was_cut(self) -> bool:
-        """Whether the run has ended before the answer."""
+        """True if the run has ended before the answer."""
         return self._watch.trip is not None and not self._call.is_settled
 
     async def next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
@@ -280,7 +280,7 @@ async def _passed_async(
 
 
 class LoopStream:
-    """What a client reads of a streamed answer, on an event loop."""
+    """The streamed answer that a client reads, on an event loop."""
 
     def __init__(self, mod: Any, inner: Any, passing: Passing) -> None:
         self._inner = inner

@@ -48,7 +48,7 @@ class _Exchange:
         self._is_open = True
 
     def close(self) -> None:
-        """Say that its answer has begun, or that there is none."""
+        """Close it: its answer has begun, or there is none."""
         if self._is_open:
             self._is_open = False
             self._expected.__exit__(None, None, None)

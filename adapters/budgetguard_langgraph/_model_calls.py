@@ -11,7 +11,7 @@ from langchain_core.outputs import LLMResult
 
 from budgetguard_core import Guard, ModelCall, Stop, Trip
 from budgetguard_core.kit import OpenModelCall, current, entered
-from budgetguard_langgraph._bounds import bind, can_be_bound, tell
+from budgetguard_langgraph._bounds import bind, can_be_bound, tell, tells_no_bound
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
@@ -30,6 +30,7 @@ from budgetguard_langgraph._usage import (
     request_of,
     schema_of,
     totals_in,
+    unusable_in,
     used_by,
     was_cut,
     written,
@@ -93,10 +94,9 @@ def ask(
     if reserves and (not namespace or graph_run.asked_model[0] is None):
         told = [one for one in prompt if isinstance(one, SystemMessage)]
         graph_run.asked_model, graph_run.model_name = (requested, told), model
-    fixed = limits and settings is not None and not can_be_bound(requested)
-    if fixed and bound is None:
+    if bound is None and limits and settings is not None and tells_no_bound(requested):
         bound = call.max_output_tokens = own_bound(requested)
-    if fixed and bound is not None:
+    if bound is not None and limits and settings is not None and not can_be_bound(requested):
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
         bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
@@ -112,7 +112,7 @@ def ask(
 def begin(
     graph_run: GraphRun, flying: ModelCallInFlight, opened: OpenModelCall | Stop
 ) -> Trip | None:
-    """Let a model call go out; return why the run has to end instead."""
+    """Begin a model call; return why the run has to end instead."""
     run_id = flying.run_id
     if isinstance(opened, Stop):
         graph_run.next_step = f"call the model {flying.asked.model or ''}".strip()
@@ -127,7 +127,8 @@ def begin(
     if flying.settings is not None:
         most = opened.max_output_tokens
         added = None if most == flying.asked.max_output_tokens else most
-        flying.bounded = bind(flying.model, flying.settings, added, opened)
+        stop = (flying.parameters or {}).get("stop")
+        flying.bounded = bind(flying.model, flying.settings, added, opened, stop)
     flying.call = opened
     flying.step = step = Step(graph_run, opened, run_id)
     flying.forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
@@ -161,7 +162,7 @@ def _asked(
 
 
 def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:
-    """Tell what has to be known of a request before it is sent.
+    """Record the facts of a request before it is sent.
 
     Returns:
         Whether the size of its prompt matters, whether a bound has to reach it, and whether its
@@ -171,7 +172,7 @@ def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:
     for guard in guards:
         for one in guard.lineage:
             budget = one.budget
-            if budget.max_total_tokens is not None or budget.max_cost_usd is not None:
+            if budget.needs_usage():
                 capped = limits = True
             elif budget.max_output_tokens_per_call is not None or budget.max_seconds is not None:
                 limits = True
@@ -239,6 +240,7 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         graph_run.prompt_of(flying.namespace).replied(answer, used)
     # With figures and tool calls nobody reads it.
     text = "" if asked and told else written(response)
+    unusable = unusable_in(answer)
     run.answered(
         flying.call,
         used,
@@ -246,7 +248,7 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         model=model_of(response, answer),
         cost_usd=cost,
         speaker=cast("Any", flying.facts.get("metadata") or {}).get("langgraph_node"),
-        final=not asked and graph_run.is_said_in_turn(text, flying.prompt),
+        final=not asked and not unusable and graph_run.is_said_in_turn(text, flying.prompt),
     )
     if flying.bounded and not asked and was_cut(answer):
         run.cut_short(flying.call)
@@ -254,6 +256,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         for call in run.batch(hosted):
             run.start(call)
             run.finished(call, "reported")
+    for call, wrong, kind in unusable:
+        graph_run.asked.without_body(call, wrong, kind)
     if asked:
         graph_run.asked.put(flying.namespace, asked)
     graph_run.talked(flying.prompt, answer)

@@ -64,7 +64,7 @@ class Step(Frame):
 
     @property
     def is_live(self) -> bool:
-        """Whether code in here still belongs to the run."""
+        """True if code in here still belongs to the run."""
         if not self.run.ended:
             return not self.closed
         if self.call is not None:
@@ -204,14 +204,14 @@ class GraphRun:
         return found
 
     def is_below(self, other: GraphRun) -> bool:
-        """Tell whether this is a part of another run."""
+        """Return whether this is a part of another run."""
         found = self.outer
         while found is not None and found is not other:
             found = found.outer
         return found is not None
 
     def goes_through(self, trip: Trip) -> bool:
-        """Tell whether a stop is that of a run around this one, and has to reach it.
+        """Return whether a stop is that of a run around this one, and has to reach it.
 
         Runs that are the same call of a graph end together, and a guard that is active in a block
         around the outermost run stops that run itself.
@@ -225,14 +225,14 @@ class GraphRun:
         return frame is not None and call.run.is_of_the_run_around(trip)
 
     def tell(self, trip: Trip) -> None:
-        """Tell the runs around this one that are the same call of a graph why it was stopped."""
+        """Notify the runs around this one that are the same call of a graph of its stop."""
         outer = self.outer
         while outer is not None and self.root is not None and outer.root == self.root:
             outer.stopped_inside = outer.stopped_inside or trip
             outer = outer.outer
 
     def goes_on_with(self, graph: RunId | None, step: int | None) -> bool:
-        """Tell whether a step of a graph had begun when a person was asked: it is no further one.
+        """Return whether a step of a graph had begun when a person was asked: it is no further one.
 
         Args:
             graph: The id of the graph's own chain.
@@ -286,7 +286,7 @@ class GraphRun:
             shorten(self.failed)
 
     def is_said_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
-        """Tell whether an answer belongs to what was said before in this run.
+        """Return whether an answer belongs to what was said before in this run.
 
         A graph that asks about one document after the other gets the same answer many times, and
         is no conversation.
@@ -299,7 +299,7 @@ class GraphRun:
     # Tools in flight
 
     def runs_tools(self) -> bool:
-        """Tell whether tools are in flight."""
+        """Return whether tools are in flight."""
         return bool(self.tools)
 
     def wait_for_tools(self, seconds: float) -> None:

@@ -82,7 +82,7 @@ def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | 
 
 
 def begin(graph_run: GraphRun, flying: ToolCallInFlight) -> Exception | Trip | None:
-    """Let a tool's body run.
+    """Begin a tool's body.
 
     Returns:
         None where it may; what its node turns into an error result; or, where nothing answers a

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast, overload
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStubs]
@@ -15,7 +15,14 @@ from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStub
 from langgraph.types import StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
-from budgetguard_core.kit import CutShort, Envelope, EnvelopeOptions, entered, envelope_of
+from budgetguard_core.kit import (
+    CutShort,
+    Envelope,
+    EnvelopeOptions,
+    ProfileOptions,
+    entered,
+    envelope_of,
+)
 from budgetguard_langgraph._closing import FOLD
 from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_outcome_of
@@ -247,13 +254,34 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 _NOTHING = object()
 
 
+@overload
+def bounded(
+    graph: _G,
+    budget: Budget | Guard | Envelope,
+    *,
+    messages_key: str = "messages",
+    grace: float = 2.0,
+    **options: Unpack[EnvelopeOptions],
+) -> _G: ...
+
+
+@overload
+def bounded(
+    graph: _G,
+    *,
+    messages_key: str = "messages",
+    grace: float = 2.0,
+    **options: Unpack[ProfileOptions],
+) -> _G: ...
+
+
 def bounded(
     graph: _G,
     budget: Budget | Guard | Envelope | None = None,
     *,
     messages_key: str = "messages",
     grace: float = 2.0,
-    **options: Unpack[EnvelopeOptions],
+    **options: Any,
 ) -> _G:
     """Return the same graph, of the same type, that ends every run within a budget.
 

@@ -28,7 +28,7 @@ from budgetguard_core.kit import (
     entered,
     envelope_of,
 )
-from budgetguard_langgraph import _endings, _model_calls, _tool_calls
+from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import (
@@ -341,6 +341,7 @@ class BudgetCallback(BaseCallbackHandler):
     def _begin(
         self, run_id: RunId, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
     ) -> GraphRun:
+        _approvals.attach()
         call = graph_call()
         goes_on = given is None or isinstance(given, Command)
         thread, kept, slot = None, None, 0
@@ -371,7 +372,7 @@ class BudgetCallback(BaseCallbackHandler):
         return self.envelope.open(**facts)
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Tell whether this callback leaves the runs that it sees to others."""
+        """Return whether this callback leaves the runs that it sees to others."""
         return False
 
     def _own_loose_run(self) -> GraphRun:

@@ -39,7 +39,7 @@ from budgetguard_langgraph.progress import report_progress
 
 
 class BudgetState(AgentState[Any]):
-    """What the middleware keeps in the agent's state."""
+    """The part of the agent's state that the middleware keeps."""
 
     stop_reason: NotRequired[Annotated[str | None, OmitFromInput]]
     """Why the run was stopped; None or absent when it ended by itself."""

@@ -90,7 +90,7 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Tell whether calling a function gives something to await."""
+    """Return whether calling a function gives something to await."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - asks how it is called, not whether
     )

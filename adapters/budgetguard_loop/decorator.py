@@ -55,7 +55,7 @@ def guarded(
     tools: Iterable[Any] = (),
     **options: Unpack[EnvelopeOptions],
 ) -> Callable[[_F], _F]:
-    """Have every call of a function admitted, as a tool call or as a model call, and settled.
+    """Admit and settle every call of a function, as a tool call or as a model call.
 
     Works on functions, coroutine functions, generators and async generators; a generator is one
     call from its first item to its last. On an event loop the deadline and an abort cancel the
@@ -123,7 +123,7 @@ class _Call:
 
     @property
     def said_final(self) -> bool:
-        """Whether the model gave an answer: a text that asks for no tool."""
+        """True if the model gave an answer: a text that asks for no tool."""
         return any(self.pieces) and not self.asks
 
     def take(self, said: Said) -> None:

@@ -119,7 +119,7 @@ class Asked:
 
     @property
     def is_local(self) -> bool:
-        """Whether a tool on this side is called: no handoff, and not by the provider."""
+        """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"
 
     def shown(self) -> object:
@@ -138,7 +138,7 @@ class Turn:
     """It is an answer that nobody has judged who had to: no part of it is shown."""
 
     def has(self, item: RunItem) -> bool:
-        """Tell whether an item of the SDK's is from this response."""
+        """Return whether an item of the SDK's is from this response."""
         return any(item.raw_item is one for one in self.response.output)
 
 
@@ -390,6 +390,14 @@ def _count_results(items: Sequence[RunItem]) -> Counter[Any]:
 
 def _call_id(item: RunItem) -> Any:
     return part(item.raw_item, "call_id")
+
+
+def history_of(given: Any, items: Sequence[RunItem]) -> list[Any]:
+    """Return the history of a run: what it was given, and its items."""
+    return [
+        *ItemHelpers.input_to_new_input_list(given),
+        *(item.to_input_item() for item in items),
+    ]
 
 
 def transfer_text(agent: Agent[Any]) -> str:

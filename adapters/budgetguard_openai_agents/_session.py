@@ -1,4 +1,4 @@
-"""What a session lacks of a run that ended, and what it held before."""
+"""The items that a session lacks of a run that ended, and those it held before."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _look_at(task: asyncio.Future[Any]) -> None:
 
 
 def ends_with(stored: Sequence[TResponseInputItem], item: TResponseInputItem) -> bool:
-    """Tell whether a session ends with an item."""
+    """Return whether a session ends with an item."""
     return bool(stored) and _key(stored[-1]) == _key(item)
 
 

@@ -7,24 +7,46 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from agents import Agent, ModelRetrySettings, ModelSettings, RunConfig
 from agents.run import CallModelData, ModelInputData
 from pydantic.dataclasses import dataclass
 
+from budgetguard_core.kit import part
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import CallBounds, around
+from budgetguard_openai_agents._calls import around
+
+# What providers call the bound of a completion.
+_BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
-class Bounds(CallBounds, Protocol):
-    """What the input of a model call asks the run that it belongs to."""
+def own_bound(settings: ModelSettings) -> int | None:
+    """Return the completion tokens that settings ask for, beside their own name for it too."""
+    places = _bounds_beside(settings)
+    return max(own for _, _, own in places) if places else settings.max_tokens
 
-    async def admit(
-        self, agent: Agent[Any], sent: ModelInputData, own: int | None
-    ) -> ModelInputData:
-        """Ask for a model call that is about to be made, or stop the run; return what is sent."""
-        ...
+
+def set_bound(settings: ModelSettings, bound: int | None) -> None:
+    """Set the completion tokens that settings ask for, under the name that the user gave them.
+
+    A name is given beside the settings because the model takes no other.
+    """
+    places = () if bound is None else _bounds_beside(settings)
+    for place, name, _ in places:
+        setattr(settings, place, {**getattr(settings, place), name: bound})
+    settings.max_tokens = None if places else bound
+
+
+def _bounds_beside(settings: ModelSettings) -> list[tuple[str, str, int]]:
+    if settings.extra_args is None and settings.extra_body is None:
+        return []
+    return [
+        (place, name, own)
+        for place in ("extra_args", "extra_body")
+        for name in _BOUNDS
+        if isinstance(own := part(getattr(settings, place), name), int)
+    ]
 
 
 @dataclass
@@ -57,7 +79,7 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
         if made.include_usage is None:
             # Streams are asked for their usage; some providers report it nowhere else.
             found["include_usage"] = True
-        found["max_tokens"] = bounds.output_bound(made.max_tokens)
+        set_bound(settings, bounds.output_bound(own_bound(made)))
         if made.retry is not None:
             found["retry"] = _admitted(made.retry, bounds)
         calls.settings = settings
@@ -73,10 +95,10 @@ class _Filter:
         self,
         base: Callable[[CallModelData[Any]], Any] | None,
         settings: ModelSettings | None,
-        bounds: Bounds,
+        bounds: Any,
     ) -> None:
         self.base = base
-        self._bound = None if settings is None else settings.max_tokens
+        self._bound = None if settings is None else own_bound(settings)
         self._bounds = bounds
 
     async def __call__(self, data: CallModelData[Any]) -> ModelInputData:
@@ -87,14 +109,14 @@ class _Filter:
                 sent = await sent
         if isinstance(sent, ModelInputData):
             agent = data.agent
-            own = agent.model_settings.max_tokens if self._bound is None else self._bound
+            own = own_bound(agent.model_settings) if self._bound is None else self._bound
             return await self._bounds.admit(agent, sent, own)
         # The SDK refuses what is none.
         return cast("ModelInputData", sent)
 
 
 def bounded_config(
-    config: RunConfig | dict[str, Any] | None, bounds: Bounds
+    config: RunConfig | dict[str, Any] | None, bounds: Any
 ) -> RunConfig | dict[str, Any]:
     """Return the user's configuration of a run, asking the budget before each call."""
     own = config_of(config)
@@ -129,7 +151,7 @@ def plain_settings(agent: Agent[Any], config: RunConfig) -> ModelSettings:
     return settings
 
 
-def _admitted(retry: ModelRetrySettings, bounds: CallBounds) -> ModelRetrySettings:
+def _admitted(retry: ModelRetrySettings, bounds: Any) -> ModelRetrySettings:
     """Return retries of which each is admitted before it is made."""
     policy = retry.policy
     if policy is None:

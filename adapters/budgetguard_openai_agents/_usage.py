@@ -1,4 +1,4 @@
-"""What is special about the SDK's record of a model call: its model, its text, its end."""
+"""The SDK's record of a model call: its model, its text, its end."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def written(items: Iterable[Any]) -> str:
 def ended_at_its_bound(
     response: ModelResponse, bound: int | None, agent: Agent[Any], run_config: RunConfig
 ) -> bool:
-    """Tell whether an answer was cut at its completion bound.
+    """Return whether an answer was cut at its completion bound.
 
     The SDK keeps the reason of the Responses API only, as the status of the items; of chat
     completions the bound itself has to tell.

@@ -130,7 +130,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
 
 
 def _is_answer(raw: Any) -> bool:
-    """Tell whether an item is the result of a call, or what was said to the request for one."""
+    """Return whether an item is the result of a call, or what was said to the request for one."""
     return str(part(raw, "type")).endswith(("_output", "_response"))
 
 

@@ -107,7 +107,7 @@ class BoundedRun(AbstractCapability[Any]):
         return result
 
     def _is_stop(self, error: BaseException) -> bool:
-        """Tell whether an exception is the run's stop, by a limit of ours or of the framework."""
+        """Return whether an exception is the run's stop, by a limit of ours or of the framework."""
         if isinstance(error, exceptions.UsageLimitExceeded):
             return self.session.framework_limit(str(error).split(". Consider")[0])
         return self.session.is_stop(error)

@@ -123,7 +123,7 @@ class Orchestrators:
             self._attached.set(orchestrator, False)
 
     def _keep_unfinished(self, swarm: Swarm) -> None:
-        """Have the session of a stopped swarm name the node to go on with.
+        """Keep the node to go on with in the session of a stopped swarm.
 
         Strands 1.62 and before name none for a swarm that failed, and begin anew.
         """
@@ -139,7 +139,7 @@ class Orchestrators:
         owner.serialize_state = serialize_state
 
     def _end_normally(self, graph: Graph) -> None:
-        """Have a graph return its result where a node was left by a stop; Strands raises it.
+        """Return a graph's result where a node was left by a stop; Strands raises it.
 
         Only what runs an agent by itself, in a node of the user's own, is left by one.
         """

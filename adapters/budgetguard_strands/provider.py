@@ -71,13 +71,13 @@ class BudgetHookProvider(Plugin):
     # Attaching
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
-        """Be called by Strands for `hooks=[provider]`, of an agent, swarm or graph."""
+        """Register with Strands, for `hooks=[provider]` of an agent, swarm or graph."""
         del kwargs
         registry.add_callback(AgentInitializedEvent, self._agent_made)
         registry.add_callback(MultiAgentInitializedEvent, self._orchestrator_made)
 
     def init_agent(self, agent: Agent) -> None:
-        """Be called by Strands for `plugins=[provider]`."""
+        """Register with Strands, for `plugins=[provider]`."""
         self._agents.install(agent)
 
     def attach(self, target: _Target) -> _Target:

@@ -7,7 +7,6 @@ time is passed in, as nanoseconds of a monotonic clock) and know no guard and no
 from budgetguard_core.breakers.bulkhead import Bulkhead, Place
 from budgetguard_core.breakers.circuit_breaker import (
     CircuitBreaker,
-    CircuitBreakerMetrics,
     CircuitBreakerState,
     Permission,
     StateTransition,
@@ -42,7 +41,6 @@ __all__ = [
     "BulkheadConfig",
     "CircuitBreaker",
     "CircuitBreakerConfig",
-    "CircuitBreakerMetrics",
     "CircuitBreakerState",
     "Permission",
     "Place",

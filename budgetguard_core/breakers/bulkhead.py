@@ -26,7 +26,7 @@ class Place:
         self._wake: Callable[[], object] | None = None
 
     def on_granted(self, wake: Callable[[], object]) -> None:
-        """Have the one who waits called when the place is granted; look at `granted` after this.
+        """Call the one who waits when the place is granted; look at `granted` after this.
 
         Args:
             wake: Called without arguments, in the thread that gave the place back
@@ -35,7 +35,7 @@ class Place:
         self._wake = wake
 
     def wake(self) -> None:
-        """Tell the one who waits that the place is granted."""
+        """Notify the one who waits that the place is granted."""
         if self._wake is not None:
             self._wake()
 
@@ -43,8 +43,7 @@ class Place:
 class Bulkhead:
     """The places of one bulkhead. Safe for threads; it waits for nothing.
 
-    Whoever waits is served in the order of asking. It has no `state`: a place belongs to a call
-    that runs in this process, and none of them lives on in another.
+    Whoever waits is served in the order of asking.
 
     Args:
         config: The settings; resilience4j's defaults if left out.
@@ -69,6 +68,11 @@ class Bulkhead:
     def waiting(self) -> int:
         """Calls in the queue."""
         return len(self._queue)
+
+    def is_idle(self, now_ns: int) -> bool:
+        """True if no call has a place."""
+        del now_ns  # as the others are asked
+        return self._running == 0
 
     def acquire(self, now_ns: int) -> Place | None:
         """Ask for a place.

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Self, cast
+from typing import Any, Final, NamedTuple, cast
 
-from budgetguard_core.settings import ProgressReports, damaged, natural
+from budgetguard_core.settings import ProgressReports
 from budgetguard_core.stop import StopReason, Violation
 
 REPORT_PROGRESS: Final = "report_progress"
@@ -58,7 +58,7 @@ _NOT_A_WORD = re.compile(r"[\W_]+")
 
 
 class ProgressReport(NamedTuple):
-    """What the model said, as far as it is kept."""
+    """A report of progress by the model, as far as it is kept."""
 
     subgoal: str
     """A digest of the next subgoal."""
@@ -67,7 +67,7 @@ class ProgressReport(NamedTuple):
 
 
 class ProgressSignal:
-    """What a run's reports say, at constant memory. The guard's lock is its lock.
+    """Judges a run's reports of progress, at constant memory. The guard's lock is its lock.
 
     Whoever admits the iterations of a run calls `iteration` for each, and takes the `nudge` before
     it, even where it cannot be delivered; `tripped` says that the run is to be stopped.
@@ -78,18 +78,8 @@ class ProgressSignal:
     """
 
     __slots__ = (
-        "_asked",
-        "_begun",
-        "_cause",
-        "_estimate",
-        "_flat",
-        "_same",
-        "_since",
-        "_subgoal",
-        "_waiting",
-        "due",
-        "settings",
-        "tripped",
+        *("_asked", "_begun", "_cause", "_estimate", "_flat", "_same", "_since", "_subgoal"),
+        *("_waiting", "due", "settings", "tripped"),
     )
 
     def __init__(self, settings: ProgressReports) -> None:
@@ -126,21 +116,6 @@ class ProgressSignal:
             self._since = since = self._since + 1
             if since >= self.settings.every_iterations:
                 self.due = True
-
-    def report(self, arguments: object) -> str:
-        """Take in a call of the tool.
-
-        Args:
-            arguments: What the model passed: an object, or its JSON text.
-
-        Returns:
-            The result for the model. A report that cannot be read is none, and it says so.
-        """
-        report = read_report(arguments)
-        if isinstance(report, str):
-            return report
-        self.note(report)
-        return NOTED
 
     def note(self, report: ProgressReport) -> None:
         """Take in a report that was read."""
@@ -189,7 +164,7 @@ class ProgressSignal:
         return _REQUEST
 
     def violation(self) -> Violation:
-        """Say why the run is stopped; asked when `tripped`."""
+        """Return why the run is stopped; requested when `tripped`."""
         settings = self.settings
         if self._asked:
             limit, used = settings.unanswered, self._asked
@@ -215,55 +190,6 @@ class ProgressSignal:
         if self._same >= settings.same_subgoal:
             return "same"
         return "flat" if self._flat >= settings.flat_estimate else ""
-
-    def state(self) -> dict[str, Any]:
-        """Return what the signal knows, ready for JSON. It holds no text of the model's."""
-        return {
-            "begun": self._begun,
-            "since": self._since,
-            "subgoal": self._subgoal,
-            "estimate": self._estimate,
-            "same": self._same,
-            "flat": self._flat,
-            "asked": self._asked,
-            "waiting": self._waiting,
-            "cause": self._cause,
-            "due": self.due,
-            "tripped": self.tripped,
-        }
-
-    @classmethod
-    def from_state(cls, settings: ProgressReports, state: object) -> Self:
-        """Make a signal that goes on where another's `state` was taken.
-
-        Raises:
-            ValueError: The state is damaged.
-        """
-        signal = cls(settings)
-        try:
-            signal._load(cast("dict[str, Any]", state))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise damaged("progress signal", state) from None
-        return signal
-
-    def _load(self, state: dict[str, Any]) -> None:
-        flags = (state["begun"], state["waiting"], state["due"], state["tripped"])
-        sound = (
-            state.keys() == self.state().keys()
-            and all(type(flag) is bool for flag in flags)
-            and type(state["subgoal"]) is str
-            and state["cause"] in ("", "same", "flat", "silent")
-        )
-        if not sound:
-            raise ValueError
-        self._begun, self._waiting, self.due, self.tripped = flags
-        self._subgoal = state["subgoal"]
-        self._cause = state["cause"]
-        self._since = natural(state["since"])
-        self._estimate = natural(state["estimate"])
-        self._same = natural(state["same"])
-        self._flat = natural(state["flat"])
-        self._asked = natural(state["asked"])
 
 
 def read_report(arguments: object) -> ProgressReport | str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple
 
-from budgetguard_core.settings import ToolMix, damaged, natural
+from budgetguard_core.settings import ToolMix
 
 _LEAST_EXPECTED = 5
 
@@ -93,45 +93,6 @@ class ToolMixAlarm:
             f"p={p_value:.2g} < alpha={self.settings.alpha:g}; most unlike: "
             f"{', '.join(result.farthest)}",
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return what the alarm knows, ready for JSON."""
-        return {
-            "counts": {name: count for name, count in self._counts.items() if count},
-            "rest": self._rest,
-            "next_look": self._next_look,
-            "told": self._told,
-        }
-
-    @classmethod
-    def from_state(cls, settings: ToolMix, state: object) -> Self:
-        """Make an alarm that goes on where another's `state` was taken.
-
-        Raises:
-            ValueError: The state is damaged.
-        """
-        alarm = cls(settings)
-        try:
-            alarm._load(cast("dict[str, Any]", state))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise damaged("tool mix alarm", state) from None
-        return alarm
-
-    def _load(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"counts", "rest", "next_look", "told"}:
-            raise ValueError
-        if type(state["told"]) is not bool:
-            raise TypeError
-        self._rest = self._calls = natural(state["rest"])
-        for name, count in state["counts"].items():
-            self._calls += natural(count)
-            # Under another baseline a tool may be one of the rest.
-            if name in self._counts:
-                self._counts[name] = count
-            else:
-                self._rest += count
-        self._next_look = max(natural(state["next_look"]), self.settings.minimum_number_of_calls)
-        self._told = state["told"]
 
 
 def chi_squared(run: Mapping[str, int], baseline: Mapping[str, int]) -> ChiSquared | None:

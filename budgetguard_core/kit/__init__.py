@@ -1,4 +1,4 @@
-"""What an adapter stands on: everything that it needs beside the names of `budgetguard_core`.
+"""The kit of adapters: all that one needs beside the names of `budgetguard_core`.
 
 An adapter takes an `Envelope` as its budget, opens a `Run` on it, and tells the run what its
 framework does. Which budgets apply, what is counted, what a failed call costs, how long it may take
@@ -22,6 +22,7 @@ from budgetguard_core.kit.envelope import (
     Envelope,
     EnvelopeOptions,
     OnTrip,
+    ProfileOptions,
     envelope_of,
     joined,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "OnTrip",
     "OpenModelCall",
     "OpenToolCall",
+    "ProfileOptions",
     "Prompt",
     "Prune",
     "Request",

@@ -33,7 +33,7 @@ _LEAST_WAIT = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model said.
+    """The answer of the model.
 
     Attributes:
         text: Its words; what it asked tools for is not looked at.
@@ -58,18 +58,19 @@ class LastAnswer:
     """
 
     def __init__(self, run: Run, payer: Guard, reserve: FinalizeReserve) -> None:
+        left = payer.clock.time_left(whole=True)
+        self._seconds = reserve.seconds if left is None else min(reserve.seconds, left)
         caps = Budget(
             max_total_tokens=reserve.tokens,
             max_cost_usd=reserve.cost_usd,
-            max_seconds=reserve.seconds,
+            max_seconds=self._seconds,
             max_output_tokens_per_call=min(reserve.tokens or _LONGEST, _LONGEST),
             on_unpriced=payer.budget.on_unpriced,
             loop_detection=None,
         )
         self._run = run
-        self._seconds = reserve.seconds
         self._block = Housekeeping(
-            lambda: run.guard.child(caps), reserve.seconds, answers_for=payer.run_id
+            lambda: run.guard.child(caps), self._seconds, answers_for=payer.run_id
         )
 
     def ask(
@@ -250,6 +251,9 @@ def last_answer(run: Run, trip: Trip | None = None) -> LastAnswer | None:
         reserve = guard.budget.finalize_reserve
         if reserve is not None and guard.mode is Mode.ENFORCE:
             if any(one.run_id == trip.run_id for one in guard.lineage[1:]):
+                return None
+            if guard.clock.time_left(whole=True) == 0:
+                run.guard.tree.report("last answer: no time is left for it")
                 return None
             return LastAnswer(run, guard, reserve)
     return None

@@ -317,7 +317,7 @@ def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
 
 
 def _are_in_content(content: object) -> bool:
-    """Tell whether calls are blocks of the content too, as in LangChain's messages."""
+    """Return whether calls are blocks of the content too, as in LangChain's messages."""
     if type(content) is str:
         return False
     blocks = cast("list[object]", content) if isinstance(content, list) else ()

@@ -79,7 +79,7 @@ class Watch:
             self._arm()
 
     def is_of(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Tell whether it watches on this event loop."""
+        """Return whether it watches on this event loop."""
         return self._loop is loop
 
     def _arm(self) -> None:
@@ -216,7 +216,8 @@ async def supervised(run: Run, work: asyncio.Task[Any]) -> Trip | None:
         let itself be cancelled is left behind after a second.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; the work was cancelled with it.
+        asyncio.CancelledError: The caller was cancelled, and the work with it, which unwinds as
+            long as it needs and the run may last.
     """
     woken = asyncio.get_running_loop().create_future()
 
@@ -234,7 +235,9 @@ async def supervised(run: Run, work: asyncio.Task[Any]) -> Trip | None:
             work.add_done_callback(_look_at)
     except asyncio.CancelledError:
         work.cancel()
-        await asyncio.wait({work}, timeout=UNCANCELLABLE)
+        await asyncio.wait({work, woken}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            await asyncio.wait({work}, timeout=UNCANCELLABLE)
         raise
     finally:
         watch.close()

@@ -1,4 +1,4 @@
-"""What a ledger raises, and why it does not give what was asked for.
+"""The errors of a ledger, and the reasons for which it grants nothing.
 
 Messages never hold a driver's own text: it may quote the URL, and with it the password.
 """

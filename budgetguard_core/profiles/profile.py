@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from budgetguard_core.budget import DIMENSIONS, Budget, ProfileId
+from budgetguard_core.budget import DIMENSIONS, TOKEN_PARTS, Budget, ProfileId
 from budgetguard_core.errors import ConfigurationError
 
 PROFILE = "BUDGETGUARD_PROFILE"
 OVERLAY = "BUDGETGUARD_OVERLAY"
-CAPS = {f"BUDGETGUARD_{name.upper()}": name for name in (*DIMENSIONS, "max_output_tokens_per_call")}
+CAPS = {
+    f"BUDGETGUARD_{name.upper()}": name
+    for name in (*DIMENSIONS, *TOKEN_PARTS, "max_output_tokens_per_call")
+}
 """The environment variables that set a cap of whatever profile is used, and the cap."""
 
 LIFTED = "none"

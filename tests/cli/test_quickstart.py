@@ -38,3 +38,11 @@ def test_a_file_that_is_there_is_kept(tmp_path):
     file.write_text("mine")
     assert "File exists" in quickstart("loop", "-o", file, code=2).stderr
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["strands", "json"])
+def test_a_name_that_would_hide_a_package_is_refused(tmp_path, name):
+    pytest.importorskip(name)
+    said = quickstart("strands", "-o", tmp_path / f"{name}.py", code=2).stderr
+    assert f"{name}.py would hide the package '{name}'" in said
+    assert list(tmp_path.iterdir()) == []

@@ -117,6 +117,16 @@ def test_a_runaway_is_stopped_before_its_fifth_identical_call(log):
     assert in_all(path, "--no-loop-detection")["stopped"] == {}
 
 
+@pytest.mark.parametrize("command", ["show", "replay", "calibrate"])
+def test_reading_logs_writes_none(command, tmp_path, monkeypatch, budgetguard):
+    monkeypatch.setenv("BUDGETGUARD_LOG", str(tmp_path))
+    live_run(Guard(Budget(loop_detection=None)), 3)
+    (log,) = tmp_path.iterdir()
+    before = log.read_bytes()
+    budgetguard(command, tmp_path, *(["--max-iterations", "2"] if command == "replay" else []))
+    assert ([*tmp_path.iterdir()], log.read_bytes()) == ([log], before)
+
+
 def test_an_honest_run_is_not_cut(log):
     path, sink = log
     live_run(unbounded(sink, "other arguments"), 30)

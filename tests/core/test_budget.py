@@ -112,10 +112,48 @@ def test_warn_at_is_a_share(value):
     )
 
 
-def test_an_unknown_field_is_answered_with_the_known_ones():
-    assert refused("max_itertions", 3) == (
-        f"max_itertions is not a field of Budget, got 3. Use one of: {FIELDS}."
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("max_itertions", "max_iterations"),
+        ("max_usd", "max_cost_usd"),
+        ("max_tokens", "max_total_tokens"),
+        ("timeout", "max_seconds"),
+        ("max_turns", "max_iterations"),
+        ("max_steps", "max_iterations"),
+        ("tool_quota", "tool_quotas"),
+    ],
+)
+def test_an_unknown_field_is_answered_with_the_nearest(name, field):
+    assert refused(name, 3) == f"{name} is not a field of Budget, got 3. Use {field}."
+
+
+def test_a_field_that_is_like_no_other_is_answered_with_all():
+    assert refused("colour", 3) == (
+        f"colour is not a field of Budget, got 3. Use one of: {FIELDS}."
     )
+
+
+def test_help_describes_every_field_and_says_what_is_on():
+    described = re.findall(r"^    ([a-z_]+): [A-Z]", inspect.getdoc(Budget), re.MULTILINE)
+    assert described == list(Budget.model_fields)
+    assert "repetition and oscillation are found. On;" in Budget.__doc__
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"max_iterations": 3},
+            "max_iterations is a budget's, got 3. Use Guard(Budget(max_iterations=3)).",
+        ),
+        ({"max_usd": 0.5}, "max_usd is a budget's, got 0.5. Use Guard(Budget(max_cost_usd=0.5))."),
+        ({"colour": 3}, "colour is not an option of Guard, got 3. Leave it out."),
+    ],
+)
+def test_a_cap_beside_the_budget_is_answered_with_where_it_belongs(options, sentence):
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        Guard(**options)
 
 
 def test_every_problem_has_its_sentence():
@@ -376,11 +414,11 @@ def test_a_table_of_toml_is_a_budget():
     assert budget.max_seconds == 90
 
 
-def test_help_is_a_page_that_names_every_field():
+def test_help_is_two_pages_that_describe_every_field():
     text = pydoc.plain(pydoc.render_doc(Budget))
     # From Python 3.13 on the signature, which is there twice, has a line for each field.
     signatures = 2 * (len(Budget.model_fields) + 2) if sys.version_info >= (3, 13) else 0
-    assert len(text.splitlines()) <= 70 + signatures
+    assert len(text.splitlines()) <= 115 + signatures
     assert [name for name in Budget.model_fields if f"{name}: " not in text] == []
     assert "model_dump" not in text
 

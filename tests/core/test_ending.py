@@ -311,3 +311,18 @@ def test_a_run_goes_on_from_its_outcome_under_a_fresh_budget():
     assert Guard.restore(Snapshot.of_outcome(outcome), Budget()).trip is None
     with pytest.raises(ConfigurationError, match="whose caps are not known needs a budget"):
         Guard.restore(snapshot)
+
+
+def test_a_guard_that_an_earlier_run_has_used_up_says_so():
+    guard = Guard(Budget(max_iterations=1))
+    guard.settle_model_call(guard.admit_model_call(), TokenUsage(1, 1))
+    end_run(guard, trip=None)
+    stop = guard.admit_model_call()
+    outcome = end_run(guard, trip=stop.trip)
+    assert outcome.detail == (
+        "max_iterations=1 reached: 1 used; "
+        "an earlier run on this guard has used it up: give each run a Budget of its own"
+    )
+    fresh = Guard(Budget(max_iterations=1))
+    fresh.settle_model_call(fresh.admit_model_call(), TokenUsage(1, 1))
+    assert "earlier" not in end_run(fresh, trip=fresh.admit_model_call().trip).detail

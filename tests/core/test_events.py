@@ -62,7 +62,7 @@ def full_run(**options):
                 guard.settle_tool_call(decision, SECRET, error=None)
     guard.take_nudge()
     guard.user_turn()
-    guard.restart_iterations()
+    guard.state.restart_iterations()
     guard.extend(max_iterations=5)
     guard.hold(Violation(reason=StopReason.FRAMEWORK_LIMIT, detail="recursion"))
     guard.abort("user")

@@ -15,6 +15,7 @@ from budgetguard_core import (
     Admit,
     Budget,
     ConfigurationError,
+    FinalizeReserve,
     Guard,
     LoopDetection,
     MemoryStore,
@@ -24,6 +25,7 @@ from budgetguard_core import (
     Price,
     PriceBook,
     Refuse,
+    Snapshot,
     Stop,
     StopReason,
     SystemClock,
@@ -337,6 +339,7 @@ def test_an_unknown_price_stops_before_the_call(make, model):
     guard = make(Budget(max_cost_usd=1))
     stop = guard.admit_model_call(ModelCall(model=model))
     assert reasons(stop) == ["unpriced_model"]
+    assert "Price(input=..., output=...)" in stop.trip.detail
     assert repr(model) in stop.trip.detail
     assert guard.usage.model_calls == 0
 
@@ -894,7 +897,7 @@ def test_another_leg_begins_its_iterations_anew_and_nothing_else(make):
     guard = make(Budget(max_iterations=2, max_model_calls=3))
     spend(guard)
     spend(guard)
-    guard.restart_iterations()
+    guard.state.restart_iterations()
     assert (guard.usage.iterations, guard.usage.model_calls) == (0, 2)
     assert isinstance(spend(guard), Admit)
     assert reasons(spend(guard)) == ["max_model_calls"]
@@ -1601,3 +1604,56 @@ def test_a_model_call_is_withdrawn_once(make):
     assert guard.withdraw(ticket) is True
     assert guard.withdraw(ticket) is False
     assert guard.usage.model_calls == 0
+
+
+# Prompts and completions by themselves
+
+
+def test_prompts_are_capped_by_themselves():
+    guard = Guard(Budget(max_input_tokens=100))
+    spend(guard, TokenUsage(60, 500), input_tokens=60)
+    stop = guard.admit_model_call(ModelCall(input_tokens=41, max_output_tokens=500))
+    assert stop.trip.detail == "max_input_tokens=100 would be passed: 60 used, 41 projected"
+    again = Guard.restore(guard.snapshot(), Budget(max_input_tokens=100))
+    assert isinstance(again.admit_model_call(ModelCall(input_tokens=100)), Admit)
+
+
+def test_completions_are_capped_by_themselves_and_clamped_to_what_is_left():
+    guard = Guard(Budget(max_output_tokens=100, max_output_tokens_per_call=80))
+    first = guard.admit_model_call(ModelCall(input_tokens=10_000))
+    second = guard.admit_model_call(ModelCall(input_tokens=10_000))
+    assert (first.max_output_tokens, second.max_output_tokens) == (80, 20)
+    assert second.clamped_by is StopReason.MAX_OUTPUT_TOKENS
+    guard.settle_model_call(first, TokenUsage(10_000, 80))
+    guard.settle_model_call(second, TokenUsage(10_000, 20))
+    assert guard.warnings == ("max_output_tokens",)
+    assert guard.admit_model_call().trip.reason is StopReason.MAX_OUTPUT_TOKENS
+
+
+def test_a_fan_out_under_a_cap_on_completions_reserves_answers_of_unknown_length():
+    guard = Guard(Budget(max_output_tokens=3_000))
+    answers = [guard.admit_model_call(ModelCall(input_tokens=5)) for _ in range(4)]
+    assert [type(one) for one in answers] == [Admit, Admit, Stop, Stop]
+
+
+def test_what_a_call_in_flight_has_reserved_is_kept_in_a_snapshot():
+    guard = Guard(Budget(max_input_tokens=100, max_output_tokens=100))
+    guard.admit_model_call(ModelCall(input_tokens=60, max_output_tokens=70))
+    again = Guard.restore(Snapshot.from_json(guard.snapshot().to_json()))
+    (ticket,) = again.open_calls()
+    again.settle_model_call(ticket, TokenUsage(60, 70))
+    assert again.usage.reserved_tokens == 0
+    assert again.admit_model_call(ModelCall(input_tokens=41)).trip.reason == "max_input_tokens"
+
+
+def test_usage_that_is_missing_stops_a_run_with_a_cap_on_completions():
+    guard = Guard(Budget(max_output_tokens=100))
+    guard.settle_model_call(guard.admit_model_call(), None)
+    assert guard.admit_model_call().trip.reason is StopReason.UNMETERED_USAGE
+
+
+def test_a_cap_on_completions_can_be_raised_and_keeps_a_reserve():
+    guard = Guard(Budget(max_output_tokens=100, finalize_reserve=FinalizeReserve(tokens=40)))
+    guard.settle_model_call(guard.admit_model_call(), TokenUsage(1, 60))
+    guard.extend(max_output_tokens=200)
+    assert isinstance(guard.admit_model_call(), Admit)

@@ -88,7 +88,7 @@ class TestWithdrawnModelCalls:
     def test_iterations_that_began_anew_stay_at_zero(self):
         guard = Guard()
         ticket = guard.admit_model_call()
-        guard.restart_iterations()
+        guard.state.restart_iterations()
         guard.withdraw(ticket)
         assert guard.usage.iterations == 0
 

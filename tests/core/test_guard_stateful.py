@@ -388,7 +388,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(pair=guards)
     def restart_iterations(self, pair):
         guard, naive = pair
-        guard.restart_iterations()
+        guard.state.restart_iterations()
         naive.turns_since = len(self.calls)
 
     @rule(seconds=st.integers(1, 4))

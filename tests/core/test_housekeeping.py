@@ -221,7 +221,7 @@ def test_a_run_charges_its_housekeeping_to_it(guard, clock):
         clock.advance(4)
         # The tool's body waits for it, so the run's time stands still.
         assert (run.guard.usage.seconds, run.time_left()) == (1, 1)
-        assert current_guard().is_housekeeping
+        assert current_guard().clock.is_housekeeping
         summary = run.model_call(ModelCall())
         assert summary.seconds == 1
         run.answered(summary, TokenUsage(10, 5), text="said before", final=True)

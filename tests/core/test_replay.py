@@ -139,7 +139,7 @@ def test_everything_the_outside_told_the_run_is_told_again():
     assert run.guard.take_nudge()
     run.step()
     run.guard.extend(max_iterations=5)
-    run.guard.restart_iterations()
+    run.guard.state.restart_iterations()
     child = run.guard.child(Budget(max_iterations=1), run_id="c")
     child.settle_model_call(child.admit_model_call(ModelCall(model="m")), error=OSError("gone"))
     child.admit_model_call()

@@ -146,6 +146,8 @@ def test_reasons_are_the_names_of_the_caps_and_in_the_contracts_order():
         "max_seconds",
         "max_cost_usd",
         "max_total_tokens",
+        "max_input_tokens",
+        "max_output_tokens",
         "max_output_tokens_per_call",
         "tenant_daily",
         "tenant_monthly",

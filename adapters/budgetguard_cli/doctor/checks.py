@@ -1,4 +1,4 @@
-"""What `doctor` looks at, one finding after the other."""
+"""The checks of `doctor`, one finding after the other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Status: TypeAlias = Literal["ok", "note", "problem"]
 
 _PROVIDER: Final = "<provider>"
 _AMBIENT: Final = "budgetguard_http"
+_LOOP: Final = "budgetguard_loop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        kind: What it is: framework, client, way, model, ledger, profile or script.
+        kind: What it is: framework, client, way, mix, model, ledger, profile or script; `run` is
+            what concerns `budgetguard run` alone.
         name: Which one.
         version: The release that is installed, where it is a package.
         status: `problem` is what would not hold.
@@ -49,10 +51,11 @@ def packages(all_of: Declared, source: Source | None) -> Iterator[Finding]:
         if one.installed is None and not used:
             continue
         yield _package(one)
-        for gap in one.gaps:
-            if gap not in told:
-                told.add(gap)
-                yield Finding(kind="way", name=one.module, status="note", detail=gap)
+        for kind, gaps in (("way", one.gaps), ("run", one.run_gaps)):
+            for gap in gaps:
+                if gap not in told:
+                    told.add(gap)
+                    yield Finding(kind=kind, name=one.module, status="note", detail=f"{gap}.")
 
 
 def _package(one: Covered) -> Finding:
@@ -85,6 +88,30 @@ def ways(all_of: Declared, source: Source) -> Iterator[Finding]:
                 status="problem",
                 detail=f"not covered: {one.why}. Way out: {one.instead}.",
             )
+
+
+def mixes(all_of: Declared, source: Source) -> Iterator[Finding]:
+    """Find what a script uses beside its adapters, and none of them sees."""
+    used = [one for one in all_of.covered if _uses(source, one)]
+    frameworks = {one.module: one for one in used if one.adapter != _AMBIENT}
+    adapters = {one.adapter for one in all_of.covered} | {_LOOP}
+    bound = ", ".join(sorted(one for one in adapters if source.imports(one)))
+    if not bound and used:
+        detail = "no adapter is imported: bound it in code, or start it with `budgetguard run`."
+        yield Finding(kind="mix", name="no adapter", status="note", detail=detail)
+    if not bound or _AMBIENT in bound:
+        return
+    for one in frameworks.values():
+        if one.adapter not in bound:
+            detail = f"not bounded: {bound} sees no run of it. Use {one.adapter} as well."
+            yield Finding(kind="mix", name=one.module, status="problem", detail=detail)
+    for one in used:
+        if one.adapter == _AMBIENT and one.module not in frameworks and bound != _LOOP:
+            detail = (
+                f"{bound} sees no call that is made with it outside of a run. Put such calls in a "
+                "block of budgetguard_http.bounded_clients."
+            )
+            yield Finding(kind="mix", name=one.module, status="note", detail=detail)
 
 
 def _uses(source: Source, one: Covered | Uncovered) -> bool:

@@ -69,6 +69,7 @@ def doctor(
     models = list(model or ())
     if source is not None:
         found += checks.ways(everything, source)
+        found += checks.mixes(everything, source)
         models += sorted(source.models - set(models))
         found += [
             checks.Finding(kind="script", name=script or "", status="problem", detail=problem)
@@ -94,7 +95,10 @@ def doctor(
         looked += [f"profile {profile}"] if profile else []
         looked += ["the ledger"] if ledger is not None else []
         typer.echo(f"Looked at: {printable(', '.join(looked))}.")
-        _print(found)
+        _print(one for one in found if one.kind != "run")
+        if any(one.kind == "run" for one in found):
+            typer.echo("\nUnder `budgetguard run` alone:")
+            _print(one for one in found if one.kind == "run")
     if any(one.status == "problem" for one in found):
         raise typer.Exit(1)
 

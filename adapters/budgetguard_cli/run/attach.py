@@ -41,7 +41,7 @@ def attach() -> None:
 
 
 def adapt(adapter: str) -> None:
-    """Let a framework's adapter end its runs gracefully; the seam bounds them in any case.
+    """Install a framework's adapter, which ends its runs normally; the seam bounds them anyway.
 
     Args:
         adapter: The adapter's package.

@@ -82,7 +82,7 @@ class Link:
         )
 
     def tell(self, request: Request) -> None:
-        """Say something that needs no answer."""
+        """Send a message that needs no answer."""
         self._asked(request)
 
     def _asked(self, request: Request) -> Reply | None:

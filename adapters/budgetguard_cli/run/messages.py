@@ -1,4 +1,4 @@
-"""What the processes of a script and its supervisor say to each other: JSON, one object a line."""
+"""The messages between a script's processes and their supervisor: JSON, one object a line."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ Request: TypeAlias = (
 
 
 class Welcome(_Message):
-    """What bounds a process."""
+    """The bounds of a process."""
 
     op: Literal["welcome"] = "welcome"
     run_id: str

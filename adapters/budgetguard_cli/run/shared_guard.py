@@ -189,7 +189,7 @@ class SharedGuard(Guard):
         return Refuse(answer.reason, answer.detail, answer.message)
 
     def _end_all(self, trip: Trip) -> None:
-        """Let the end of the whole run stand against every step of this process."""
+        """Refuse every further step of this process: the whole run has ended."""
         root = next(one for one in self.lineage if one.parent is None)
         for violation in trip.violations:
             if violation.reason is StopReason.ABORTED:

@@ -62,7 +62,7 @@ _PEER: Final = struct.Struct("3i")
 
 @dataclass(slots=True)
 class ModelUse:
-    """What was spent on one model."""
+    """The spend on one model."""
 
     calls: int = 0
     failed: int = 0
@@ -74,7 +74,7 @@ class ModelUse:
 
 @dataclass(slots=True)
 class Findings:
-    """What the supervisor learns beside the guard's own figures.
+    """The findings of the supervisor beside the guard's own figures.
 
     Attributes:
         models: What was spent, by model.
@@ -219,7 +219,7 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed, or somebody has aborted the run.
+        """True if the deadline has passed, or somebody has aborted the run.
 
         Not whether a cap is used up: a script that needs no more than that is not stopped.
         """

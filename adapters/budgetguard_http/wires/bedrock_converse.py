@@ -43,7 +43,7 @@ class BedrockConverse(Wire):
         return named[1] if named else None
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell by the address."""
+        """Recognise it by the address."""
         del body
         return path.endswith("/converse-stream")
 
@@ -111,7 +111,7 @@ class BedrockConverse(Wire):
         (items(result.get("content")) if result else blocks).append({"text": text})
 
     def wants_form(self, body: Body) -> bool:
-        """Tell whether JSON is asked for, or the call of a tool."""
+        """Return whether JSON is asked for, or the call of a tool."""
         choice = record(record(body.get("toolConfig")).get("toolChoice"))
         return _form(body) is not None or "tool" in choice
 
@@ -255,7 +255,7 @@ def _use(block: object) -> Body:
 
 
 def _is_local(use: Body) -> bool:
-    """Tell whether the client has to run a call; what the provider has run says so."""
+    """Return whether the client has to run a call; what the provider has run says so."""
     return bool(use) and use.get("type") != "server_tool_use"
 
 

@@ -43,7 +43,7 @@ class Gemini(Wire):
         return named[1] if named else None
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell by the address."""
+        """Recognise it by the address."""
         del body
         return path.endswith(":streamGenerateContent")
 
@@ -116,7 +116,7 @@ class Gemini(Wire):
         record(body["contents"][-1]).setdefault("parts", []).append({"text": text})
 
     def wants_form(self, body: Body) -> bool:
-        """Tell whether JSON or one of a list is asked for, or a certain function's call."""
+        """Return whether JSON or one of a list is asked for, or a certain function's call."""
         config = _config(body)
         return (
             config.get("responseMimeType") in ("application/json", "text/x.enum")
@@ -228,7 +228,7 @@ class GeminiEditor(Editor):
         return events
 
     def closing(self, text: str) -> list[Event]:
-        """Say that it is over."""
+        """Return the events that end it."""
         said = "" if self.answer.said else text
         return [("", self._wire.synthetic(self.answer.model or "", said, {}))]
 

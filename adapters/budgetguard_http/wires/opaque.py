@@ -25,7 +25,7 @@ class Opaque(Wire):
     is_conversation = False
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell that what comes is passed on as it is."""
+        """Return whether the answer is streamed: it is passed on as it is."""
         del path
         return bool(body.get("stream"))
 

@@ -109,7 +109,7 @@ class OpenAIChat(Wire):
             body["messages"].append({"role": "user", "content": text})
 
     def wants_form(self, body: Body) -> bool:
-        """Tell whether JSON is asked for, or a certain tool's call."""
+        """Return whether JSON is asked for, or a certain tool's call."""
         form = record(body.get("response_format")).get("type")
         return form in _FORMS or self.forced_tool(body) is not None
 
@@ -205,7 +205,7 @@ class ChatEditor(Editor):
         self._held: list[Body] = []
 
     def needs(self, event: bytes) -> bool:
-        """Tell by the names of what is more than text."""
+        """Recognise it by the names of what is more than text."""
         return bool(self._held) or _MORE_THAN_TEXT.search(event) is not None or b"[DONE]" in event
 
     def skim(self, event: bytes) -> None:
@@ -215,7 +215,7 @@ class ChatEditor(Editor):
             self.answer.says(text) if name in _SAID else self.answer.writes(text)
 
     def rest(self) -> list[Event]:
-        """Let go what may stay of an answer that never said that it is finished."""
+        """Release what may stay of an answer that never reported its end."""
         if not self._held:
             # A server may send fewer choices than it was asked for.
             self._collect()
@@ -327,7 +327,7 @@ def _write(answer: Answer, message: Body) -> None:
 
 
 def _key_of(place: int, number: int, piece: Body, latest: _Latest) -> _Key:
-    """Tell which call of which choice a piece belongs to.
+    """Return which call of which choice a piece belongs to.
 
     By the index. Some servers give several calls the same one, each with a name and an id of its
     own; others make up an id for each piece, and only the first has a name.

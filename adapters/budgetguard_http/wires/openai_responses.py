@@ -130,7 +130,7 @@ class OpenAIResponses(Wire):
         return found
 
     def wants_form(self, body: Body) -> bool:
-        """Tell whether JSON is asked for, or a certain tool's call."""
+        """Return whether JSON is asked for, or a certain tool's call."""
         form = record(record(body.get("text")).get("format")).get("type")
         return form in _FORMS or self.forced_tool(body) is not None
 
@@ -213,7 +213,7 @@ class ResponsesEditor(Editor):
         self._sent = 0
 
     def needs(self, event: bytes) -> bool:
-        """Tell that all do: numbers and places of the events may change."""
+        """Return True: numbers and places of the events may change."""
         del event
         return True
 

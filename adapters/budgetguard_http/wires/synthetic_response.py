@@ -1,4 +1,4 @@
-"""What OpenAI's Responses are made of, for an answer that no model gave."""
+"""The parts of OpenAI's Responses, for an answer that no model gave."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -58,8 +57,6 @@ def test_it_admits_what_a_bucket_of_tokens_does(rate, burst, longest, traffic):
         if turn.admitted and given_back:
             limiter.release()
             bucket.tokens += 1
-        again = json.loads(json.dumps(limiter.state(now)))
-        limiter = RateLimiter.from_state(limit, again, now)
 
 
 def test_a_burst_then_the_rate():
@@ -87,19 +84,13 @@ def test_who_asks_again_when_told_to_is_admitted():
             assert limiter.acquire(now).admitted
 
 
-def test_it_is_full_when_nothing_was_taken_or_all_is_back():
+def test_it_is_idle_when_nothing_was_taken_or_all_is_back():
     limiter = RateLimiter(RateLimit(rate=1))
     limiter.release()
-    assert limiter.is_full(0)
+    assert limiter.is_idle(0)
     limiter.acquire(0)
-    assert not limiter.is_full(SECOND - 1)
-    assert limiter.is_full(SECOND)
-
-
-@pytest.mark.parametrize("state", [None, {}, {"full_in_ns": -1}, {"full_in_ns": 1, "more": 1}])
-def test_a_damaged_state_is_refused(state):
-    with pytest.raises(ValueError, match=r"rate limiter must be what state\(\) returned"):
-        RateLimiter.from_state(RateLimit(rate=1), state, 0)
+    assert not limiter.is_idle(SECOND - 1)
+    assert limiter.is_idle(SECOND)
 
 
 @pytest.mark.parametrize(

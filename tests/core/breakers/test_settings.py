@@ -33,9 +33,8 @@ ALL = [
     (
         CircuitBreakerConfig,
         {
-            "sliding_window_type": "time_based",
+            "sliding_window_size": 5,
             "record_exceptions": (TimeoutError, "*Limit*"),
-            "automatic_transition_from_open_to_half_open_enabled": True,
         },
     ),
 ]

@@ -113,7 +113,7 @@ def test_names_without_end_take_no_memory():
     alarm = ToolMixAlarm(ToolMix(baseline=BASELINE))
     for number in range(10_000):
         alarm.observe(f"invented_{number}")
-    assert len(json.dumps(alarm.state())) < 100
+    assert len(alarm._counts) == len(USUAL)
 
 
 def test_a_baseline_is_recorded_from_runs_and_kept_as_json():
@@ -130,38 +130,6 @@ def test_a_baseline_is_recorded_from_runs_and_kept_as_json():
     assert hash(baseline) == hash(ToolMixBaseline.model_validate_json(text))
     with pytest.raises(TypeError, match="settings cannot be changed"):
         baseline.tools["read"] = 5
-
-
-def test_another_goes_on_where_a_state_was_taken():
-    calls = usual(1) + ["read_file"] * 200
-    mix = ToolMix(baseline=BASELINE)
-    alarm = ToolMixAlarm(mix)
-    found = []
-    for number, tool in enumerate(calls, 1):
-        found += [number] * bool(alarm.observe(tool))
-        alarm = ToolMixAlarm.from_state(mix, json.loads(json.dumps(alarm.state())))
-    assert found == [80]
-
-
-def test_under_another_baseline_what_it_does_not_have_is_the_rest():
-    alarm = ToolMixAlarm(ToolMix(baseline=BASELINE))
-    for _ in range(3):
-        alarm.observe("search")
-    other = ToolMix(baseline=ToolMixBaseline(runs=1, tools={"x": 1}), minimum_number_of_calls=30)
-    state = ToolMixAlarm.from_state(other, alarm.state()).state()
-    assert state == {"counts": {}, "rest": 3, "next_look": 30, "told": False}
-
-
-GOOD = ToolMixAlarm(ToolMix(baseline=BASELINE)).state()
-
-
-@pytest.mark.parametrize(
-    "state",
-    [None, {}, GOOD | {"told": 1}, GOOD | {"counts": {"a": -1}}, GOOD | {"x": 1}, {"counts": 1}],
-)
-def test_a_damaged_state_is_refused(state):
-    with pytest.raises(ValueError, match=r"tool mix alarm must be what state\(\) returned"):
-        ToolMixAlarm.from_state(ToolMix(baseline=BASELINE), state)
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,30 @@ def test_it_is_counted_and_no_iteration():
     assert outcome.stop_reason == "max_iterations"
 
 
-def test_it_passes_the_cap_on_model_calls_and_the_deadline_but_not_that_on_tokens():
+def test_its_seconds_are_kept_back_from_the_run():
     clock = ManualClock()
-    budget = Budget(max_model_calls=2, max_seconds=60, finalize_reserve=RESERVE)
-    run = stopped(budget, clock=clock)
-    clock.advance(100)
+    reserve = FinalizeReserve(tokens=1000, seconds=20)
+    run = Envelope(budget=Budget(max_seconds=60, finalize_reserve=reserve), clock=clock).open()
+    run.answered(run.model_call(ModelCall(input_tokens=10)), TokenUsage(100, 0))
+    assert run.guard.time_left() == 40
+    clock.advance(40)
+    stop = run.model_call(ModelCall(input_tokens=10))
+    assert stop.trip.detail == (
+        "max_seconds=60.0 reached: 40.0 used, 20.0 kept back for a last answer"
+    )
     assert ask(run) == "It is 42."
+    clock.advance(20)
+    assert last_answer(run) is None
+    assert run.guard.tree.errors == ("last answer: no time is left for it",)
+
+    # A short run keeps half of its time for its work.
+    run = Envelope(budget=Budget(max_seconds=10, finalize_reserve=RESERVE), clock=clock).open()
+    run.model_call(ModelCall(input_tokens=10))
+    assert run.guard.time_left() == 5
+
+
+def test_it_passes_the_cap_on_model_calls_but_not_that_on_tokens():
+    assert ask(stopped(Budget(max_model_calls=2, finalize_reserve=RESERVE))) == "It is 42."
 
     # An answer that overshot has taken the reserve with it.
     run = stopped(Budget(max_total_tokens=2000, finalize_reserve=RESERVE), tokens=1900)

@@ -55,7 +55,7 @@ def _adapt(adapter: str) -> None:
 
 
 def _client(module: Any) -> None:
-    """Have the first request of any client bring the guard."""
+    """Attach the guard at the first request of any client."""
     for owner in (module.Client, module.AsyncClient):
         _first_request(owner, owner.send)
 
