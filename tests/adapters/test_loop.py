@@ -1240,3 +1240,25 @@ def test_a_step_that_tries_again_by_itself_is_charged_for_each_attempt():
 
     outcome = run_bounded(step, Budget(), messages="Go")
     assert (outcome.usage.model_calls, outcome.usage.iterations) == (2, 1)
+
+
+def test_two_loops_on_one_guard_that_repeat_each_others_words_are_one_row():
+    guard = Guard(Budget(max_iterations=200))
+    texts = (
+        "Please look at the figures once more and tell me whether they are right.",
+        "I have looked at the figures once more, please tell me what to do next.",
+    )
+    said, calls = "Begin.", 0
+    for number in range(100):
+        answer = {"role": "assistant", "content": texts[number % 2]}
+        calls += 1
+        outcome = run_bounded(lambda _, reply=answer: reply, guard, messages=said)
+        if outcome.status == "terminated":
+            break
+        said = outcome.final
+    assert (outcome.stop_reason, calls) == ("oscillation", 7)
+    # What the user asks again is no repetition.
+    guard = Guard(Budget(max_iterations=200))
+    for _ in range(20):
+        outcome = run_bounded(lambda _: answer, guard, messages="And the next one?")
+        assert outcome.status == "completed"
