@@ -21,8 +21,6 @@ def attach() -> None:
         OSError: The run is over.
     """
     folder = RunFolder(os.environ[RUN])
-    if (stop := folder.stop()) is not None and not stop.run_id:
-        raise ProcessLookupError(stop.detail)
     facts = folder.facts()
     plug = RunLedger(folder.ledger(facts.ledger_id), folder, Budget.from_json(facts.budget))
 

@@ -25,11 +25,13 @@ from budgetguard_cli.options import (
 )
 from budgetguard_cli.screen import printable, refuse
 from budgetguard_core import Budget, BudgetGuardError
+from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import load_profile
 
 STOPPED = 3
 NOTHING_SEEN = 4
+_CAPS = (*DIMENSIONS, "max_output_tokens_per_call")
 
 
 def run(
@@ -92,22 +94,16 @@ def run(
     with 0 and no call of a model was seen; else as the script did (128 and the number of a signal
     that killed it); with 2 when an option or a file is wrong.
     """
+    given: dict[str, Any] = locals()
     if os.name != "posix":
         refuse("run needs a POSIX system, got another. Use the adapters in the script.")
     if "BUDGETGUARD_RUN" in os.environ:
         refuse("this is bounded by a `budgetguard run` already, got a second. Use python instead.")
     _check_script(script[0], is_module=is_module)
-    caps: dict[str, Any] = {
-        "max_iterations": max_iterations,
-        "max_model_calls": max_model_calls,
-        "max_tool_calls": max_tool_calls,
-        "max_total_tokens": max_total_tokens,
-        "max_seconds": max_seconds,
-        "max_cost_usd": max_cost_usd,
-        "max_output_tokens_per_call": max_output_tokens_per_call,
-    }
     given = budget_fields(
-        caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
+        {name: given[name] for name in _CAPS},
+        loop_detection=loop_detection,
+        count_unpriced_as_zero=count_unpriced_as_zero,
     )
     try:
         budget = _budget(profile, given)

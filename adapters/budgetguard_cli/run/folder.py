@@ -21,25 +21,19 @@ from budgetguard_core.ledger import Ledger
 
 RUN: Final = "BUDGETGUARD_RUN"
 """The environment variable that names the ledger of the run: its URL."""
-CALLS, TURNS, ANSWERS = "run", "iterations", "last answers"
-"""The keys of the ledger: what every call is charged to, its turns, what is kept back."""
+CALLS, TURNS, ANSWERS, QUOTA = "run", "iterations", "last answers", "quota {}"
+"""The keys of the ledger: of all calls, of turns, of what is kept back, of a quota by its place."""
 _TIMEOUT_S: Final = 10.0
-_OPTIONS: Final = "?windows=run&synchronous=normal"
-
-
-def quota_key(number: int) -> str:
-    """Return the key of a tool quota, by its place in the budget."""
-    return f"quota {number}"
+_GONE: Final = "`budgetguard run` is gone"
 
 
 class Facts(BaseModel):
-    """What every process has to know."""
+    """What every process has to know. `ledger` is that of the tenant."""
 
     run_id: str
     budget: dict[str, Any]
     ledger_id: str
     ledger: str | None
-    """The ledger of the tenant."""
     tenant: str | None
     started_ns: int
     """By the monotonic clock, which all processes of a machine share."""
@@ -48,9 +42,6 @@ class Facts(BaseModel):
 class RunFolder:
     """One run's folder, made by `budgetguard run` and known by the URL of the ledger in it.
 
-    Args:
-        url: The ledger's.
-
     Attributes:
         url: The ledger's.
         logs: Where each process writes what it does.
@@ -58,8 +49,7 @@ class RunFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        path = unquote(url.removeprefix("sqlite:///").partition("?")[0])
-        self._path = Path(path).parent
+        self._path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0])).parent
         self.logs = self._path / "logs"
         self._alive, self._stop = self._path / "alive", self._path / "stop"
         self._held: int | None = None
@@ -71,10 +61,10 @@ class RunFolder:
     ) -> Generator[RunFolder]:
         """Make a folder that only this user can enter. After the block nothing is admitted."""
         path = Path(tempfile.mkdtemp(prefix="budgetguard-"))
-        folder = cls(f"sqlite:///{quote(str(path))}/ledger.sqlite3{_OPTIONS}")
+        folder = cls(f"sqlite:///{quote(f'{path}/ledger')}?windows=run&synchronous=normal")
         try:
             (path / "processes").mkdir()
-            folder._held = _locked(folder._alive)
+            folder._hold(folder._alive)
             with folder.ledger() as store:
                 _set_ceilings(store, budget)
                 facts = Facts(
@@ -88,16 +78,13 @@ class RunFolder:
             (path / "facts").write_text(facts.model_dump_json())
             yield folder
         finally:
-            if folder._held is not None:
-                os.close(folder._held)
+            folder._release()
             shutil.rmtree(path, ignore_errors=True)
 
     def facts(self) -> Facts:
-        """Return what every process has to know.
-
-        Raises:
-            OSError: The run is over.
-        """
+        """Return what every process has to know; an `OSError` where the run is over."""
+        if not _is_held(self._alive):
+            raise ProcessLookupError(_GONE)
         return Facts.model_validate_json((self._path / "facts").read_bytes())
 
     def ledger(self, ledger_id: str | None = None) -> Ledger:
@@ -106,13 +93,9 @@ class RunFolder:
         return Ledger(self.url, timeout=_TIMEOUT_S, ledger_id=ledger_id, queue=queue)
 
     def enter(self, run_id: str) -> str:
-        """Say that this process belongs to the run; return its name in the log.
-
-        The first one has the name of the run.
-        """
-        if self._held is not None:  # of the process that this one is a copy of
-            os.close(self._held)
-        self._held = _locked(self._path / "processes" / str(os.getpid()))
+        """Say that this process belongs to the run; return its name, the first one the run's."""
+        self._release()  # what is held by the process that this one is a copy of
+        self._hold(self._path / "processes" / str(os.getpid()))
         try:
             (self._path / "first").touch(exist_ok=False)
         except FileExistsError:
@@ -122,21 +105,28 @@ class RunFolder:
     def signal(self, number: signal.Signals, *, but: int) -> None:
         """Send a signal to every process that lives, but one."""
         for file in (self._path / "processes").iterdir():
-            if int(file.name) != but and _is_locked(file):
+            if int(file.name) != but and _is_held(file):
                 with suppress(OSError):
                     os.kill(int(file.name), number)
 
-    # Stops
+    def _hold(self, file: Path) -> None:
+        """Hold a file as long as this process lives."""
+        self._held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def stop(self) -> Trip | None:
         """Return why no process may start a call any more; None while they may."""
+        if not _is_held(self._alive):
+            return trip_of(StopReason.ABORTED, _GONE)
         try:
-            if _is_locked(self._alive):
-                return Trip.model_validate_json(self._stop.read_bytes())
+            return Trip.model_validate_json(self._stop.read_bytes())
         except (FileNotFoundError, ValidationError):  # or it is just being written
             return None
-        gone = Violation(reason=StopReason.ABORTED, detail="`budgetguard run` is gone")
-        return Trip(reason=gone.reason, violations=(gone,), run_id="")
 
     def end(self, trip: Trip) -> None:
         """Stop all processes; the first reason stays."""
@@ -155,8 +145,6 @@ class RunFolder:
         except OSError:
             return None
 
-    # What the report says beside
-
     def note(self, text: str) -> None:
         """Have the report say something."""
         with (self._path / "notes").open("a") as file:
@@ -164,43 +152,37 @@ class RunFolder:
 
     def notes(self) -> list[str]:
         """Return what the processes wanted to be said, each once."""
-        try:
-            return [*dict.fromkeys((self._path / "notes").read_text().splitlines())]
-        except OSError:
-            return []
+        notes = self._path / "notes"
+        return [*dict.fromkeys(notes.read_text().splitlines())] if notes.exists() else []
+
+
+def trip_of(reason: StopReason, detail: str, limit: Any = None, used: Any = None) -> Trip:
+    """Return a stop of the whole run for one reason."""
+    held = Violation(reason=reason, detail=detail, limit=limit, used=used)
+    return Trip(reason=reason, violations=(held,), run_id="")
 
 
 def _set_ceilings(ledger: Ledger, budget: Budget) -> None:
-    kept = {} if budget.finalize_reserve is None else budget.finalize_reserve.of_caps()
-    usd, tokens = kept.get("max_cost_usd"), kept.get("max_total_tokens")
-    caps = (budget.max_cost_usd, budget.max_total_tokens)
+    usd, tokens = budget.max_cost_usd, budget.max_total_tokens
+    if budget.finalize_reserve is not None:
+        kept_usd, kept = budget.finalize_reserve.cost_usd, budget.finalize_reserve.tokens
+        ledger.set_ceilings(ANSWERS, run_usd=kept_usd, run_tokens=kept)
+        usd = None if usd is None else usd - (kept_usd or 0)
+        tokens = None if tokens is None else tokens - (kept or 0)
+    calls, tools = budget.max_model_calls, budget.max_tool_calls
     ledger.set_ceilings(
-        CALLS,
-        run_usd=None if caps[0] is None else caps[0] - (usd or 0),
-        run_tokens=None if caps[1] is None else caps[1] - int(tokens or 0),
-        run_model_calls=budget.max_model_calls,
-        run_tool_calls=budget.max_tool_calls,
+        CALLS, run_usd=usd, run_tokens=tokens, run_model_calls=calls, run_tool_calls=tools
     )
     ledger.set_ceilings(TURNS, run_model_calls=budget.max_iterations)
-    ledger.set_ceilings(ANSWERS, run_usd=usd, run_tokens=None if tokens is None else int(tokens))
     for number, limit in enumerate(budget.tool_quotas.values()):
-        ledger.set_ceilings(quota_key(number), run_tool_calls=limit)
+        ledger.set_ceilings(QUOTA.format(number), run_tool_calls=limit)
 
 
-def _locked(path: Path) -> int:
-    """Hold a file as long as this process lives."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
-
-
-def _is_locked(path: Path) -> bool:
+def _is_held(file: Path) -> bool:
     """Return whether the process that holds a file lives."""
     try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        with file.open() as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from budgetguard_cli.run.folder import ANSWERS, CALLS, TURNS, RunFolder, quota_key
-from budgetguard_core import Admit, Budget, ModelCall, StopReason, Trip, Violation
+from budgetguard_cli.run.folder import ANSWERS, CALLS, QUOTA, TURNS, RunFolder, trip_of
+from budgetguard_core import Admit, Budget, ModelCall, StopReason, Violation
 from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
 from budgetguard_core.decision import projected_cost
 from budgetguard_core.events import Event, ModelCallRefused, Tripped
@@ -16,15 +16,7 @@ from budgetguard_core.ledger import Ledger, LedgerRefused, Reservation
 from budgetguard_core.plugs import Ask, Ended, Hold, Plug
 from budgetguard_core.pricing import from_usd, to_usd
 
-OF_A_PROCESS: Final = frozenset(
-    {
-        StopReason.NO_PROGRESS,
-        StopReason.OSCILLATION,
-        StopReason.STALLED,
-        StopReason.VELOCITY,
-        StopReason.CIRCUIT_OPEN,
-    }
-)
+OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
 """What each process looks after by itself; it stops no other one."""
 _MOST_REFUSALS: Final = 100
 """Refusals of one loop after which nobody is left who would end by itself."""
@@ -163,7 +155,9 @@ class RunLedger(Plug):
                 continue
             with owner.tree.lock:
                 of_tool = counters.tool(call.name).quotas
-            quotas = {quota_key(n): one for n, one in enumerate(counters.quotas) if one in of_tool}
+            quotas = {
+                QUOTA.format(n): one for n, one in enumerate(counters.quotas) if one in of_tool
+            }
             try:
                 held = self._ledger.reserve([CALLS, *quotas], model_calls=0, tool_calls=1)
             except LedgerRefused as refused:
@@ -204,6 +198,4 @@ class Stops:
             self._refusals[event.run_id] += event.run_id in self._loops
             if self._refusals[event.run_id] > _MOST_REFUSALS:
                 detail = f"the script goes on after a stop: {self._loops[event.run_id]}"[:200]
-                reason = StopReason.ABORTED
-                held = Violation(reason=reason, detail=detail)
-                self._folder.end(Trip(reason=reason, violations=(held,), run_id=self._name))
+                self._folder.end(trip_of(StopReason.ABORTED, detail))

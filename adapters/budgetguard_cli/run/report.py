@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -14,7 +14,6 @@ from rich.text import Text
 from budgetguard_cli.logs import Problem, opened, read_event, read_lines
 from budgetguard_cli.run.folder import ANSWERS, CALLS, TURNS, RunFolder
 from budgetguard_cli.run.plug import OF_A_PROCESS
-from budgetguard_cli.runs import used_of
 from budgetguard_cli.screen import figure as short_number
 from budgetguard_cli.screen import printable, table
 from budgetguard_core import Budget, SystemClock, Usage
@@ -25,14 +24,7 @@ _NOTHING_SEEN = (
     "not covered: `budgetguard doctor script.py` tells."
 )
 _MOST_STOPS = 5
-_SHOWN = (
-    "max_iterations",
-    "max_model_calls",
-    "max_tool_calls",
-    "max_total_tokens",
-    "max_cost_usd",
-    "max_seconds",
-)
+_SHOWN = ("iterations", "model_calls", "tool_calls", "total_tokens", "cost_usd", "seconds")
 
 
 @dataclass(slots=True)
@@ -70,7 +62,7 @@ class RunReport:
         self.models: dict[str, ModelUse] = {}
         self._estimated = 0
         whole = folder.stop()
-        stops = {} if whole is None else {self._run_id: whole}
+        stops = {} if whole is None else {"": whole.model_copy(update={"run_id": self._run_id})}
         for log in sorted(folder.logs.glob("*.jsonl")):
             asked: dict[int, str] = {}
             with opened(str(log)) as file:
@@ -165,10 +157,10 @@ class RunReport:
 
     def _limits(self) -> Table:
         found = table("limit", "used", "cap", title=f"run {self._run_id[:12]}")
-        caps = self._budget.caps()
-        for name in (*_SHOWN, *(name for name in caps if name not in _SHOWN)):
-            used = short_number(used_of(self.usage, name)) if name in _SHOWN else ""
-            found.add_row(name, used, short_number(caps[name]) if name in caps else "none")
+        caps = {name.removeprefix("max_"): cap for name, cap in self._budget.caps().items()}
+        for name in dict.fromkeys((*_SHOWN, *caps)):
+            used = short_number(getattr(self.usage, name)) if name in _SHOWN else ""
+            found.add_row(f"max_{name}", used, short_number(caps[name]) if name in caps else "none")
         for pattern, quota in self._budget.tool_quotas.items():
             found.add_row(f"tool_quotas {printable(pattern)}", "", short_number(quota))
         return found
@@ -176,13 +168,7 @@ class RunReport:
     def _by_model(self) -> Table:
         found = table("model", "calls", "failed", "input", "output", "cost")
         for name, use in sorted(self.models.items()):
-            cost = short_number(use.cost_usd)
-            found.add_row(
-                printable(name),
-                short_number(use.calls),
-                short_number(use.failed),
-                short_number(use.input_tokens),
-                short_number(use.output_tokens),
-                f"{cost} and {use.unpriced} without a price" if use.unpriced else cost,
-            )
+            *counts, cost, unpriced = [*map(short_number, astuple(use))]
+            cost += f" and {unpriced} without a price" if use.unpriced else ""
+            found.add_row(printable(name), *counts, cost)
         return found

@@ -95,19 +95,12 @@ def _langchain(module: Any) -> None:
     module.register_configure_hook(_Callbacks(), inheritable=True)
 
 
-def _agents_sdk(module: Any) -> None:
-    if hasattr(module, "Runner") and hasattr(module, "RunHooks"):
-        _adapt("budgetguard_openai_agents")
+def _framework(adapter: str, *names: str) -> Callable[[Any], None]:
+    def imported(module: Any) -> None:
+        if all(hasattr(module, name) for name in names):  # and not another module of this name
+            _adapt(adapter)
 
-
-def _strands(module: Any) -> None:
-    if hasattr(module, "Agent"):
-        _adapt("budgetguard_strands")
-
-
-def _pydantic_ai(module: Any) -> None:
-    if hasattr(module, "Agent"):
-        _adapt("budgetguard_pydantic_ai")
+    return imported
 
 
 def _genai(module: Any) -> None:
@@ -127,9 +120,9 @@ _AFTER: dict[str, Callable[[Any], None]] = {
     "httpx": _client,
     "httpx2": _client,
     "langchain_core.tracers.context": _langchain,
-    "agents": _agents_sdk,
-    "pydantic_ai": _pydantic_ai,
-    "strands": _strands,
+    "agents": _framework("budgetguard_openai_agents", "Runner", "RunHooks"),
+    "pydantic_ai": _framework("budgetguard_pydantic_ai", "Agent"),
+    "strands": _framework("budgetguard_strands", "Agent"),
     "google.genai._api_client": _genai,
 }
 
