@@ -161,8 +161,7 @@ class Seam:
                 made = await self._exchange(mod, request, send, call, stream, of_client)
             if made is None:
                 call.failed("cut short")
-                cut = run.check() if watch is None else watch.trip
-                return call.refusal(cut or run.stopped_by).response(mod, request)
+                return call.refusal(watch.trip or run.stopped_by).response(mod, request)
             return made  # noqa: TRY300 - the refusals before it may raise as well
         except BaseException as error:
             hide(error, request)

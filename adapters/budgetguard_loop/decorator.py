@@ -174,7 +174,7 @@ class _Gate:
                 with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
                 if result is _NOTHING:
-                    raise _CutShort(cast("Any", watch).trip)
+                    raise _CutShort(cast("Trip", watch.trip))
                 self._took(admitted, result)
             return result
 
@@ -224,7 +224,7 @@ class _Gate:
                         except StopAsyncIteration:
                             break
                         if item is _NOTHING:
-                            raise _CutShort(cast("Any", watch).trip)
+                            raise _CutShort(cast("Trip", watch.trip))
                         self._took(admitted, item, part_of_it=True)
                         try:
                             go_on = functools.partial(items.asend, (yield item))

@@ -16,7 +16,7 @@ from budgetguard_core.kit.ambient import (
     in_force,
 )
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
-from budgetguard_core.kit.cancel import Scope, Tasks, sleep
+from budgetguard_core.kit.cancel import Scope, Tasks, Watch, cut_short, sleep, supervised
 from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.envelope import (
     Envelope,
@@ -71,7 +71,6 @@ from budgetguard_core.kit.usage import (
     reported_cost,
     token_usage,
 )
-from budgetguard_core.kit.watch import CutShort, Watch, cut_short, supervised
 
 __all__ = [
     "ANSWER_NOW",
@@ -85,7 +84,6 @@ __all__ = [
     "Batch",
     "Blocks",
     "Call",
-    "CutShort",
     "Envelope",
     "EnvelopeOptions",
     "Flow",
