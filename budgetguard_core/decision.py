@@ -249,7 +249,10 @@ class Admit:
     @property
     def breakers(self) -> Any:
         """What may hold the call back before it starts; None where there is nothing."""
-        return next((hold for hold in self.holds if hold.delays), None)
+        for hold in self.holds:
+            if hold.delays:
+                return hold
+        return None
 
     @property
     def seconds(self) -> float | None:
