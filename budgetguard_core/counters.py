@@ -484,8 +484,10 @@ def expected_completion(chain: Chain) -> int:
 
     The longest answer of the run, or of an ancestor where it has none; at least `UNKNOWN_ANSWER`.
     """
-    longest = (one.counters.largest_output for one in chain if one.counters.largest_output)
-    return max(next(longest, 0), UNKNOWN_ANSWER)
+    for one in chain:
+        if one.counters.largest_output:
+            return max(one.counters.largest_output, UNKNOWN_ANSWER)
+    return UNKNOWN_ANSWER
 
 
 def reserve(chain: Chain, retry: bool, tokens: int, cost: int, prompt: int, by: int = 1) -> None:

@@ -251,7 +251,10 @@ class Admit:
     @property
     def breakers(self) -> Any:
         """The breakers that may hold the call back before it starts; None where there are none."""
-        return next((hold for hold in self.holds if hold.delays), None)
+        for hold in self.holds:
+            if hold.delays:
+                return hold
+        return None
 
     @property
     def seconds(self) -> float | None:

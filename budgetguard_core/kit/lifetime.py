@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from budgetguard_core.budget import Budget
+from budgetguard_core.counters import is_calm
 from budgetguard_core.decision import Stop
 from budgetguard_core.ending import end_run
 from budgetguard_core.errors import RunFencedError
@@ -192,7 +193,12 @@ class Lifetime:
     def has_to_end(self) -> bool:
         """True if the run was aborted or its deadline has passed; `check` tells which."""
         for guard in self.guards:
-            if guard.cancellation.cancelled or housekeeping_for(guard).time_left() == 0:
+            if guard.cancellation.cancelled:
+                return True
+            state = guard.state
+            if is_calm(state.chain, state.tree.now()):
+                continue  # far from every cap, the deadline too: asked before each step
+            if housekeeping_for(guard).time_left() == 0:
                 return True
         return False
 

@@ -398,7 +398,7 @@ class Run(Lifetime):
         if call.refusal is None:
             call.state = "started"
             for ticket in call.tickets:
-                if ticket.breakers is not None:
+                if ticket.holds and ticket.breakers is not None:
                     ticket.started()
         return call.refusal
 
