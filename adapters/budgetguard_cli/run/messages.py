@@ -79,7 +79,7 @@ class WantedTool(_Message):
 
     name: _Name
     id: _Name | None
-    kind: Literal["function", "handoff", "output", "hosted"]
+    kind: Literal["function", "handoff", "output", "hosted", "reported"]
     fingerprint: _Name | None
 
     @classmethod
