@@ -511,6 +511,16 @@ def test_hosted_tools_past_their_quota_stop_the_run(make):
     assert stop.trip.reason is StopReason.TOOL_QUOTA
 
 
+def test_reported_calls_are_counted_and_never_refused(make):
+    guard = make(Budget(max_tool_calls=2))
+    for _ in range(3):
+        ticket = guard.admit_tool_call(ToolCall(name="web", arguments="{}", kind="reported"))
+        assert guard.open_tool_calls() == (ticket,)
+        assert guard.settle_tool_call(ticket, "nothing")
+    stop = guard.admit_model_call()
+    assert stop.trip.detail == "max_tool_calls=2 reached: 3 used"
+
+
 @pytest.mark.parametrize("kind", ["handoff", "output"])
 def test_handoffs_and_output_are_no_tool_calls(make, kind):
     guard = make(Budget(max_tool_calls=1, tool_quotas={"*": 1}))
@@ -521,8 +531,8 @@ def test_handoffs_and_output_are_no_tool_calls(make, kind):
     assert isinstance(use(guard), Admit)
 
 
-@pytest.mark.parametrize("kind", ["handoff", "output"])
-def test_handoffs_and_output_are_looked_at_for_loops(make, kind):
+@pytest.mark.parametrize("kind", ["handoff", "output", "reported"])
+def test_other_kinds_are_looked_at_for_loops(make, kind):
     guard = make()
     for _ in range(3):
         use(guard, "x", kind=kind)
