@@ -1,4 +1,4 @@
-"""What a run's model calls are made with: their settings, and what is sent to the model."""
+"""The settings and the input of a run's model calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
 
 
 class _Filter:
-    """What sees the input of each model call last, before the call is made."""
+    """The filter that sees the input of each model call last, before the call is made."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from agents import (
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, outcome_of, part
+from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents.hooks import BudgetHooks
 
@@ -78,30 +79,26 @@ def bounded_run_streamed(
     return Runner.run_streamed(agent, input, hooks=hooks, **rest)
 
 
-def outcome(result: RunResult | RunResultStreaming | BaseException) -> Outcome:
+def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) -> Outcome:
     """Return how a run ended: status, stop reason, use, messages, how to go on.
 
     Args:
         result: What the run returned, a stream that was cancelled included, or the exception that
-            left it.
+            left it; an outcome is returned as it is.
 
     Raises:
         AdapterError: The run had no budget, or is not over yet.
     """
-    if isinstance(result, BaseException):
-        found = outcome_of(result) or getattr(result, "outcome", None)
-    else:
-        found = outcome_of(result)
-        if found is not None:
-            messages = tuple(result.to_input_list())
-            final = result.final_output
-            found = found.model_copy(update={"messages": messages, "final": final})
-    if not isinstance(found, Outcome):
+    if not isinstance(result, RunResult | RunResultStreaming):
+        return kit_outcome(result)
+    found = outcome_of(result)
+    if found is None:
         raise AdapterError(
             "outcome needs the result of a run that had a budget and is over, got one without. "
             "Consume stream_events() first, or run the agent with BudgetHooks."
         )
-    return found
+    messages = tuple(result.to_input_list())
+    return found.model_copy(update={"messages": messages, "final": result.final_output})
 
 
 def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputItem]:
