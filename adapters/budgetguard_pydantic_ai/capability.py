@@ -15,12 +15,16 @@ from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT
 from budgetguard_pydantic_ai._run import OUTERMOST, BoundedRun, toolset_of
 
+DEFAULT_MAX_ITERATIONS = 25
+"""The cap of a capability that is given neither a budget nor a guard."""
+
 
 class BudgetCapability(AbstractCapability[Any]):
     """A budget around each run of an agent: `Agent(..., capabilities=[BudgetCapability(budget)])`.
 
     Args:
         budget: A `Budget` (a fresh guard for each run), a `Guard` (shared), or an `Envelope`.
+            None: `Budget(max_iterations=25)`.
         options: The options of `kit.Envelope`.
     """
 
@@ -29,7 +33,8 @@ class BudgetCapability(AbstractCapability[Any]):
         budget: Budget | Guard | kit.Envelope | None = None,
         **options: Unpack[kit.EnvelopeOptions],
     ) -> None:
-        self.envelope = kit.envelope_of(budget, **options)
+        default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
+        self.envelope = kit.envelope_of(budget, default=default, **options)
 
     def get_ordering(self) -> CapabilityOrdering:
         """Return the place among other capabilities."""

@@ -40,16 +40,18 @@ from budgetguard_core.kit.flow import (
 from budgetguard_core.kit.formats import (
     CHAT,
     CONVERSE,
+    RESPONSES,
     Blocks,
     Message,
     SyntheticMessage,
     content_text,
     from_plain,
+    grouped,
     message_text,
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch
+from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
 from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
@@ -78,6 +80,7 @@ __all__ = [
     "FRAME",
     "NOWHERE",
     "PROGRESS_TOOL",
+    "RESPONSES",
     "Answer",
     "Batch",
     "Blocks",
@@ -123,8 +126,10 @@ __all__ = [
     "estimate",
     "failed_usage",
     "from_plain",
+    "grouped",
     "in_force",
     "in_thread",
+    "in_words",
     "is_stop",
     "joined",
     "keep_turns",

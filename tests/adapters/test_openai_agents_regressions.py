@@ -125,7 +125,7 @@ class StuckHooks(RunHooks[Any]):
 @pytest.fixture
 def short_patience(monkeypatch):
     monkeypatch.setattr("budgetguard_core.kit.watch.UNCANCELLABLE", 0.05)
-    monkeypatch.setattr("budgetguard_openai_agents._session._PATIENCE", 0.05)
+    monkeypatch.setattr("budgetguard_openai_agents._history._PATIENCE", 0.05)
 
 
 @pytest.mark.usefixtures("short_patience")

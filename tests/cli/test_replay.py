@@ -174,7 +174,10 @@ def test_a_successful_run_that_would_be_cut_is_named(log):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--max-iterations", "0"], "max_iterations must be >= 1, got 0. Use None for no cap."),
+        (
+            ["--max-iterations", "0"],
+            "max_iterations must be a whole number >= 1, got 0. Use None for no cap.",
+        ),
         (["--max-cost-usd", "nan"], "max_cost_usd must be "),
         (["--max-cost-usd", "-1"], "max_cost_usd must be "),
         (["--max-cost-usd", "1e999999999999"], "max_cost_usd must be "),
@@ -425,7 +428,7 @@ BAD = {
         '{"event": "run_started", "seq": 1, "run_id": "x", "at_ns": 0, "wall_ns": 0, '
         '"budget": {"max_iterations": -1}, "mode": "enforce", "parent_run_id": null, '
         '"price_book": "", "stop_conditions": 0}',
-        "max_iterations must be >= 1",
+        "max_iterations must be a whole number >= 1",
     ),
 }
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from budgetguard_cli.run.messages import SOCKET
-from budgetguard_cli.run.supervisor import Supervisor
-from budgetguard_core import SystemClock
+from budgetguard_cli.run.folder import RUN, RunFolder
+from budgetguard_core import Budget, StopReason, SystemClock, Trip, Violation
 
 SITE: Final = Path(__file__).with_name("site")
 _LOOK_EVERY_S: Final = 0.05
@@ -25,26 +24,29 @@ _PASSED_ON: Final = tuple(
     if hasattr(signal, name)
 )
 _LADDER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_SECOND: Final = 1_000_000_000
 
 
-def run_script(command: Sequence[str], supervisor: Supervisor, *, grace_s: float) -> int:
+def run_script(command: Sequence[str], folder: RunFolder, budget: Budget, *, grace_s: float) -> int:
     """Run a script to its end.
 
     Args:
         command: The interpreter's arguments.
-        supervisor: Who bounds it.
-        grace_s: Seconds that the script has to end after a stop. Then it is interrupted, after
-            as long again terminated, and after as long again killed.
+        folder: Of the run.
+        budget: Its caps.
+        grace_s: Seconds that the script has to end after a stop. If it calls models on, or time
+            itself is over, it is then interrupted, after as long again terminated, and after as
+            long again killed.
 
     Returns:
         The script's exit code; 128 and the number of the signal that killed it.
     """
-    clock = SystemClock()
-    with supervisor.listening() as path, _signals() as pass_on:
-        supervisor.guard.start()
-        process = subprocess.Popen([sys.executable, *command], env=_environment(path))  # noqa: S603
+    with _signals() as pass_on:
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, *command], env=_environment(folder.url)
+        )
         pass_on(process.send_signal)
-        stopped_ns: int | None = None
+        patience = Patience(folder, budget)
         steps = list(_LADDER)
         while True:
             try:
@@ -52,22 +54,56 @@ def run_script(command: Sequence[str], supervisor: Supervisor, *, grace_s: float
                 break
             except subprocess.TimeoutExpired:
                 pass
-            if supervisor.is_over:
-                supervisor.guard.check()
-            if supervisor.guard.trip is None:
-                continue
-            now = clock.monotonic_ns()
-            stopped_ns = now if stopped_ns is None else stopped_ns
-            waited_s = (now - stopped_ns) / 1_000_000_000
-            if steps and waited_s >= grace_s * (1 + len(_LADDER) - len(steps)):
+            if steps and patience.waited_s() >= grace_s * (1 + len(_LADDER) - len(steps)):
                 step = steps.pop(0)
                 process.send_signal(step)
-                supervisor.send(step, but=process.pid)
+                folder.signal(step, but=process.pid)
     return code if code >= 0 else 128 - code
 
 
-def _environment(path: str) -> Mapping[str, str]:
-    variables = {**os.environ, SOCKET: path}
+class Patience:
+    """How long a script has gone on after a stop.
+
+    A script that calls no model any more may take its time, for its children or for what it has:
+    only a deadline and an abort count for themselves.
+    """
+
+    def __init__(self, folder: RunFolder, budget: Budget) -> None:
+        self._folder = folder
+        self._limit = budget.max_seconds
+        self._started_ns = folder.facts().started_ns
+        self._stopped_ns: int | None = None
+        self._over_ns: int | None = None
+
+    def waited_s(self) -> float:
+        """Return the seconds from the stop to the latest call, or to now where time is over."""
+        now = SystemClock.monotonic_ns()
+        if self._over_ns is None and self._is_over(now):
+            self._over_ns = now
+        asked = self._folder.asked_ns()
+        if asked is not None and self._stopped_ns is None:
+            self._stopped_ns = asked
+        waited = 0 if asked is None or self._stopped_ns is None else asked - self._stopped_ns
+        return max(waited, 0 if self._over_ns is None else now - self._over_ns) / _SECOND
+
+    def _is_over(self, now: int) -> bool:
+        limit, used = self._limit, (now - self._started_ns) / _SECOND
+        if limit is not None and used >= limit:
+            reason = StopReason.MAX_SECONDS
+            held = Violation(
+                reason=reason, limit=limit, used=used, detail=f"{reason}={limit} reached"
+            )
+            run_id = self._folder.facts().run_id
+            self._folder.end(Trip(reason=reason, violations=(held,), run_id=run_id))
+            return True
+        if self._folder.asked_ns() is None:
+            return False
+        stop = self._folder.stop()
+        return stop is not None and stop.reason in (StopReason.ABORTED, StopReason.MAX_SECONDS)
+
+
+def _environment(url: str) -> Mapping[str, str]:
+    variables = {**os.environ, RUN: url}
     before = variables.get("PYTHONPATH")
     variables["PYTHONPATH"] = str(SITE) if not before else f"{SITE}{os.pathsep}{before}"
     return variables

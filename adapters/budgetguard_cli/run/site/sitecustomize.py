@@ -105,6 +105,11 @@ def _strands(module: Any) -> None:
         _adapt("budgetguard_strands")
 
 
+def _pydantic_ai(module: Any) -> None:
+    if hasattr(module, "Agent"):
+        _adapt("budgetguard_pydantic_ai")
+
+
 def _genai(module: Any) -> None:
     # google-genai 3.4: its asynchronous half prefers aiohttp, which no seam is below.
     module.has_aiohttp = False
@@ -123,6 +128,7 @@ _AFTER: dict[str, Callable[[Any], None]] = {
     "httpx2": _client,
     "langchain_core.tracers.context": _langchain,
     "agents": _agents_sdk,
+    "pydantic_ai": _pydantic_ai,
     "strands": _strands,
     "google.genai._api_client": _genai,
 }
@@ -168,7 +174,7 @@ def _users_own() -> None:
         sys.modules.setdefault("sitecustomize", this)
 
 
-if "BUDGETGUARD_SOCKET" in os.environ:
+if "BUDGETGUARD_RUN" in os.environ:
     sys.meta_path.insert(0, _Finder())
 if __name__ == "sitecustomize":
     _users_own()
