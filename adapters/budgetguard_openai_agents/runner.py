@@ -1,4 +1,4 @@
-"""What users import: hooks with a budget, runs within one, and how they ended."""
+"""The users' imports: hooks with a budget, runs within one, and their outcomes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def quota_key(number: int) -> str:
 
 
 class Facts(BaseModel):
-    """What every process has to know."""
+    """The facts that every process has to know."""
 
     run_id: str
     budget: dict[str, Any]
@@ -106,7 +106,7 @@ class RunFolder:
         return Ledger(self.url, timeout=_TIMEOUT_S, ledger_id=ledger_id, queue=queue)
 
     def enter(self, run_id: str) -> str:
-        """Say that this process belongs to the run; return its name in the log.
+        """Register this process with the run; return its name in the log.
 
         The first one has the name of the run.
         """
@@ -144,7 +144,7 @@ class RunFolder:
             file.write(trip.model_dump_json())
 
     def ask_on(self) -> None:
-        """Say that a call was refused."""
+        """Record that a call was refused."""
         with suppress(OSError):
             os.utime(self._stop)
 
@@ -158,7 +158,7 @@ class RunFolder:
     # What the report says beside
 
     def note(self, text: str) -> None:
-        """Have the report say something."""
+        """Add a note to the report."""
         with (self._path / "notes").open("a") as file:
             file.write(f"{' '.join(text.split())[:200]}\n")
 

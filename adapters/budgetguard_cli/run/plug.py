@@ -32,7 +32,7 @@ _PATIENCE_S: Final = 5.0
 
 
 class Reserved(Hold):
-    """What one call has reserved in the ledger of the run."""
+    """The reservation of one call in the ledger of the run."""
 
     def __init__(self, plug: RunLedger, reservation: Reservation) -> None:
         self._plug = plug
