@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from budgetguard_cli.counted import REFUSED, Amounts
+from budgetguard_cli.counted import REFUSED, Amounts, plain
 from budgetguard_cli.options import (
     AsJson,
     CountUnpricedAsZero,
@@ -139,8 +138,8 @@ def _figures(runs: Sequence[Run], budget: Budget, problems: int) -> dict[str, An
         "stopped": {str(one): reasons[one] for one in sorted(reasons, key=PRECEDENCE.__getitem__)},
         "successful_runs_cut": of_stopped["completed"],
         "runaways_stopped": of_stopped["terminated"],
-        "recorded": asdict(recorded),
-        "saved": asdict(sum(map(_saved, runs), Amounts())),
+        "recorded": plain(recorded),
+        "saved": plain(sum(map(_saved, runs), Amounts())),
         "breakers": sum((run.candidate.refused for run in runs if run.candidate), Counter[str]()),
         "lines_not_read": problems,
         "notes": list(_notes(runs, recorded, problems)),
@@ -189,22 +188,23 @@ def _plain(run: Run, trip: Trip) -> dict[str, object]:
         "detail": trip.detail,
         "succeeded": run.root.status == "completed",
         "runaway": run.root.status == "terminated",
-        "recorded": asdict(run.recorded.amounts),
-        "saved": asdict(_saved(run)),
+        "recorded": plain(run.recorded.amounts),
+        "saved": plain(_saved(run)),
     }
 
 
 def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[str]:
     """Name what the figures leave out."""
-    if recorded.estimated_calls:
+    of = f"of {recorded['model_calls']:,} model calls"
+    if recorded["estimated_calls"]:
         yield (
-            f"{recorded.estimated_calls:,} of {recorded.model_calls:,} model calls have no "
-            "recorded usage. Their tokens, and the dollars that follow, are estimates."
+            f"{recorded['estimated_calls']:,} {of} have no recorded usage. Their tokens, and the "
+            "dollars that follow, are estimates."
         )
-    if recorded.unpriced_calls:
+    if recorded["unpriced_calls"]:
         yield (
-            f"{recorded.unpriced_calls:,} of {recorded.model_calls:,} model calls have neither a "
-            "recorded cost nor a known price. They are not in the dollars."
+            f"{recorded['unpriced_calls']:,} {of} have neither a recorded cost nor a known price. "
+            "They are not in the dollars."
         )
     unreported = sum(run.recorded.unreported_calls for run in runs)
     if unreported:

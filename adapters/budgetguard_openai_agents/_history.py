@@ -439,7 +439,7 @@ def _look_at(task: asyncio.Future[Any]) -> None:
 
 
 def ends_with(stored: Sequence[TResponseInputItem], item: TResponseInputItem) -> bool:
-    """Tell whether a session ends with an item."""
+    """Return whether a session ends with an item."""
     return bool(stored) and _key(stored[-1]) == _key(item)
 
 

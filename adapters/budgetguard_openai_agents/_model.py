@@ -111,7 +111,7 @@ def written(items: Iterable[Any]) -> str:
 def ended_at_its_bound(
     response: ModelResponse, bound: int | None, agent: Agent[Any], run_config: RunConfig
 ) -> bool:
-    """Tell whether an answer was cut at its completion bound.
+    """Return whether an answer was cut at its completion bound.
 
     The SDK keeps the reason of the Responses API only, as the status of the items; of chat
     completions the bound itself has to tell.
@@ -210,7 +210,7 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
 
 
 class _Filter:
-    """What sees the input of each model call last, before the call is made."""
+    """The filter that sees the input of each model call last, before the call is made."""
 
     def __init__(
         self,

@@ -342,7 +342,7 @@ def _loaded(envelope: Envelope, run_id: str) -> tuple[Snapshot, int | None]:
 
 
 def _has_cap(run: Run, has_own: bool) -> bool:
-    """Tell whether a cap takes the place of the SDK's turns.
+    """Return whether a cap takes the place of the SDK's turns.
 
     In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
     lot of them.

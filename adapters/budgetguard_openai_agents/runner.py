@@ -1,4 +1,4 @@
-"""What users import: hooks with a budget, runs within one, and how they ended."""
+"""The users' imports: hooks with a budget, runs within one, and their outcomes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from agents.lifecycle import RunHooksBase
 
 from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of, outcome_of, part
+from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._runner import BoundedHooks, install, is_installed
@@ -193,30 +194,26 @@ def bounded_run_streamed(
     return Runner.run_streamed(agent, input, hooks=hooks, **rest)
 
 
-def outcome(result: RunResult | RunResultStreaming | BaseException) -> Outcome:
+def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) -> Outcome:
     """Return how a run ended: status, stop reason, use, messages, how to go on.
 
     Args:
         result: What the run returned, a stream that was cancelled included, or the exception that
-            left it.
+            left it; an outcome is returned as it is.
 
     Raises:
         AdapterError: The run had no budget, or is not over yet.
     """
-    if isinstance(result, BaseException):
-        found = outcome_of(result) or getattr(result, "outcome", None)
-    else:
-        found = outcome_of(result)
-        if found is not None:
-            messages = tuple(result.to_input_list())
-            final = result.final_output
-            found = found.model_copy(update={"messages": messages, "final": final})
-    if not isinstance(found, Outcome):
+    if not isinstance(result, RunResult | RunResultStreaming):
+        return kit_outcome(result)
+    found = outcome_of(result)
+    if found is None:
         raise AdapterError(
             "outcome needs the result of a run that had a budget and is over, got one without. "
             "Consume stream_events() first, or run the agent with BudgetHooks."
         )
-    return found
+    messages = tuple(result.to_input_list())
+    return found.model_copy(update={"messages": messages, "final": result.final_output})
 
 
 def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputItem]:

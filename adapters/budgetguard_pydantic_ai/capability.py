@@ -49,14 +49,18 @@ class BudgetCapability(AbstractCapability[Any]):
         return BoundedRun(self.envelope, _output_type.get())
 
 
-def outcome(result: Any) -> Outcome | None:
-    """Return the outcome of a run by its result, or by the exception that left it."""
-    if isinstance(result, BaseException):
-        return kit.outcome_of(result)
+def outcome(result: Any) -> Outcome:
+    """Return the outcome of a run by its result, or by the exception that left it.
+
+    Raises:
+        AdapterError: None is known: it had no budget, or the run is not over.
+    """
+    if not hasattr(result, "all_messages"):
+        return kit.outcome(result)
     messages, final = result.all_messages(), getattr(result, "output", None)
     own = (one for one in reversed(messages) if one.run_id == result.run_id)
     known = (kit.outcome_of(one, messages=messages, final=final) for one in own)
-    return next((found for found in known if found is not None), None)
+    return next((found for found in known if found is not None), None) or kit.outcome(result)
 
 
 _output_type: ContextVar[Any] = ContextVar("budgetguard_pydantic_ai_output_type", default=str)

@@ -54,7 +54,7 @@ from budgetguard_core.kit.formats import (
 from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
-from budgetguard_core.kit.outcomes import outcome_of, remember
+from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.pruning import Prune, keep_turns
@@ -136,6 +136,7 @@ __all__ = [
     "merge_usage",
     "message_text",
     "opened",
+    "outcome",
     "outcome_of",
     "part",
     "parts_of",

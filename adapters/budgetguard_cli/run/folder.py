@@ -28,7 +28,7 @@ _GONE: Final = "`budgetguard run` is gone"
 
 
 class Facts(BaseModel):
-    """What every process has to know. `ledger` is that of the tenant."""
+    """The facts that every process has to know. `ledger` is that of the tenant."""
 
     run_id: str
     budget: dict[str, Any]
@@ -93,7 +93,7 @@ class RunFolder:
         return Ledger(self.url, timeout=_TIMEOUT_S, ledger_id=ledger_id, queue=queue)
 
     def enter(self, run_id: str) -> str:
-        """Say that this process belongs to the run; return its name, the first one the run's."""
+        """Register this process with the run; return its name in the log, the first one the run's."""
         self._release()  # what is held by the process that this one is a copy of
         self._hold(self._path / "processes" / str(os.getpid()))
         try:
@@ -134,7 +134,7 @@ class RunFolder:
             file.write(trip.model_dump_json())
 
     def ask_on(self) -> None:
-        """Say that a call was refused."""
+        """Record that a call was refused."""
         with suppress(OSError):
             os.utime(self._stop)
 
@@ -146,7 +146,7 @@ class RunFolder:
             return None
 
     def note(self, text: str) -> None:
-        """Have the report say something."""
+        """Add a note to the report."""
         with (self._path / "notes").open("a") as file:
             file.write(f"{' '.join(text.split())[:200]}\n")
 

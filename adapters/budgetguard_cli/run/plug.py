@@ -10,7 +10,7 @@ from typing import Any, Final
 from budgetguard_cli.run.folder import ANSWERS, CALLS, QUOTA, TURNS, RunFolder, trip_of
 from budgetguard_core import Admit, Budget, ModelCall, StopReason, Violation
 from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
-from budgetguard_core.decision import projected_cost
+from budgetguard_core.decision import COUNTED, projected_cost
 from budgetguard_core.events import Event, ModelCallRefused, Tripped
 from budgetguard_core.ledger import Ledger, LedgerRefused, Reservation
 from budgetguard_core.plugs import Ask, Ended, Hold, Plug
@@ -24,7 +24,7 @@ _PATIENCE_S: Final = 5.0
 
 
 class Reserved(Hold):
-    """What one call has reserved in the ledger of the run."""
+    """The reservation of one call in the ledger of the run."""
 
     def __init__(self, plug: RunLedger, reservation: Reservation) -> None:
         self._plug = plug
@@ -151,7 +151,7 @@ class RunLedger(Plug):
     def _reserve_tool_calls(self, owner: Any, ask: Ask) -> None:
         counters = owner.state.counters
         for index, call in enumerate(ask.calls):
-            if call.kind not in ("function", "hosted"):
+            if call.kind not in COUNTED:
                 continue
             with owner.tree.lock:
                 of_tool = counters.tool(call.name).quotas
@@ -163,10 +163,13 @@ class RunLedger(Plug):
             except LedgerRefused as refused:
                 if refused.key in quotas:  # by the calls of other processes
                     quotas[refused.key].used = quotas[refused.key].limit
-                elif call.kind == "function":
-                    found = self._refuse(owner, refused)
+                    continue
+                found = self._refuse(owner, refused)
+                if call.kind == "function":
                     ask.stop_from(index, owner, [] if found is None else [found])
                     return
+                if found is not None:  # nobody asks before it runs: the next model call is stopped
+                    owner.hold(found)
             else:
                 ask.hold_for(index, self._grant(held))
 

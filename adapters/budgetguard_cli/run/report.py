@@ -1,4 +1,4 @@
-"""What `budgetguard run` says at the end: which limits, what was used, what each model cost."""
+"""The report of `budgetguard run`: limits, use, and the cost of each model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = ("iterations", "model_calls", "tool_calls", "total_tokens", "cost_usd",
 
 @dataclass(slots=True)
 class ModelUse:
-    """What was spent on one model."""
+    """The spend on one model."""
 
     calls: int = 0
     failed: int = 0
@@ -115,7 +115,7 @@ class RunReport:
 
     @property
     def saw_a_call(self) -> bool:
-        """Whether any call of a model was seen."""
+        """True if any call of a model was seen."""
         return self.usage.model_calls > 0 or bool(self.stops)
 
     def as_json(self) -> str:
