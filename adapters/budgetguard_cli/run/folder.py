@@ -93,7 +93,7 @@ class RunFolder:
         return Ledger(self.url, timeout=_TIMEOUT_S, ledger_id=ledger_id, queue=queue)
 
     def enter(self, run_id: str) -> str:
-        """Register this process with the run; return its name in the log: of the first, the run's."""
+        """Register this process with the run; return its name: of the first one the run's."""
         self._release()  # what is held by the process that this one is a copy of
         self._hold(self._path / "processes" / str(os.getpid()))
         try:
