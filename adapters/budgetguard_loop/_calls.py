@@ -27,7 +27,7 @@ from budgetguard_core.kit import (
 )
 from budgetguard_loop import _history as history
 from budgetguard_loop._history import Message, RequestedCall
-from budgetguard_loop._reply import said_by
+from budgetguard_loop._reply import is_in_turn, said_by
 from budgetguard_loop._settings import is_async
 
 
@@ -123,7 +123,7 @@ class AdmittedModelCall:
             text=said.text,
             model=model,
             cost_usd=cost_usd or reported_cost(response),
-            final=said.is_final,
+            final=said.is_final and is_in_turn(self._run, said.text, self._messages),
         )
         self._prompt.measured(usage)
         if said.is_cut:

@@ -1262,3 +1262,34 @@ def test_two_loops_on_one_guard_that_repeat_each_others_words_are_one_row():
     for _ in range(20):
         outcome = run_bounded(lambda _: answer, guard, messages="And the next one?")
         assert outcome.status == "completed"
+
+
+def test_one_word_about_one_document_after_the_other_is_no_repetition():
+    answer = {"role": "assistant", "content": "yes"}
+
+    @guarded(Guard(Budget(max_model_calls=50)), kind="model")
+    def ask(messages):
+        return answer
+
+    for number in range(30):
+        ask([{"role": "user", "content": f"Is document {number} about money?"}])
+    with bounded(Budget(max_model_calls=50)) as run:
+        for _ in range(30):
+            with run.model_call(input_tokens=9) as call:
+                call.settle(answer)
+    assert run.outcome.status == "completed"
+
+
+def test_one_word_again_and_again_in_a_conversation_is_a_repetition():
+    messages = [{"role": "user", "content": "Go on."}]
+
+    @guarded(Guard(Budget(max_model_calls=50)), kind="model")
+    def ask(messages):
+        return {"role": "assistant", "content": "yes"}
+
+    def talk():
+        for _ in range(50):
+            messages.append(ask(messages))
+
+    with pytest.raises(BudgetExceeded, match="no_progress"):
+        talk()
