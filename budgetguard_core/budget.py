@@ -144,8 +144,9 @@ class Budget(BaseModel, metaclass=_OwnNames):
         max_cost_usd: US dollars, exact: three calls of 0.10 fit in 0.30. Checked as
             `max_total_tokens` is.
         tool_quotas: Tool bodies that may start, by tool name or pattern (`search_web`,
-            `mutating/*`, `*`). A call must pass every quota that matches its name or its
-            `class/name`. The excess call is refused with an error result, and the run goes on.
+            `mutating/*`, `*`). A call must pass every quota that matches its name, with or without
+            its namespace (`web.search`), or its `class/name`. The excess call is refused with an
+            error result, and the run goes on.
         tool_classes: The class of the tools that match a pattern: `{"delete_*": "mutating"}`. The
             first wins.
         max_output_tokens_per_call: Completion tokens of one call. Clamped to what is left;
@@ -291,7 +292,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         """Name the dimensions without a cap: whatever grows there is not bounded.
 
         Where tokens or dollars are capped and a completion is not, `max_output_tokens_per_call` is
-        named, too: calls at the same time can pass the cap before they are counted.
+        named, too: calls at the same time can exceed the cap before they are counted.
         """
         names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
         if self.needs_usage() and self.max_output_tokens_per_call is None:

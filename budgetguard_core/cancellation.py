@@ -27,7 +27,7 @@ class CancellationToken:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the run was aborted."""
+        """True if the run was aborted."""
         return self._cancelled
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -75,7 +75,7 @@ class CancellationToken:
         return errors
 
     def adopt(self, child: CancellationToken) -> None:
-        """Have `child` set whenever this token is."""
+        """Set `child` whenever this token is set."""
         with self._lock:
             if self._children is None:
                 self._children = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""What an adapter asks a guard, and what the guard answers."""
+"""The requests of an adapter to a guard, and the guard's decisions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ _Alike: TypeAlias = tuple[str | None, str, str]
 # One for all: thousands of runs never have an older generation.
 _NO_COUNTS: Mapping[_Alike, int] = {}
 
-ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
-"""What a tool call is: a body that starts, a handoff, the framework's structured output, or a tool
-that the provider runs."""
+ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted", "reported"]
+"""What a tool call is: a body that starts, a handoff, the framework's structured output, a tool of
+the provider's, or one that its caller runs without asking."""
 _KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
+COUNTED = frozenset[ToolKind]({"function", "hosted", "reported"})
+"""The kinds that are counted as tool calls."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +100,8 @@ class ToolCall:
     kind: ToolKind
     """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
-    provider ran it already; counted when reported, and never refused."""
+    provider ran it already; counted when reported, and never refused. `reported`: its caller has
+    it already; as hosted, but its result is still to come."""
     fingerprint: str | None = field(repr=False)
     """The fingerprint of the arguments: given where it is known (replay), else that of the
     arguments when the call was admitted, so that a tool that changes them changes nothing here."""
@@ -192,7 +195,7 @@ class Occurrences:
         return number
 
     def give_back(self, call: ToolCall, number: int) -> None:
-        """Let the next call like this one have this number."""
+        """Free the number of this call for the next one like it."""
         digest = _alike_digest(call.id, call.name, call.fingerprint or "")
         if self._free is None:
             self._free = {}
@@ -242,7 +245,7 @@ class Admit:
     call_id: int
 
     def answers(self, guard: Any, call: Any, call_id: int) -> Self:
-        """Be the answer to this call."""
+        """Make this the answer to its call."""
         self.guard = guard
         self.call = call
         self.call_id = call_id
@@ -250,8 +253,11 @@ class Admit:
 
     @property
     def breakers(self) -> Any:
-        """What may hold the call back before it starts; None where there is nothing."""
-        return next((hold for hold in self.holds if hold.delays), None)
+        """The breakers that may hold the call back before it starts; None where there are none."""
+        for hold in self.holds:
+            if hold.delays:
+                return hold
+        return None
 
     @property
     def seconds(self) -> float | None:
@@ -318,7 +324,7 @@ ToolDecision: TypeAlias = Admit | Refuse | Stop
 
 
 def wrong_model(model: object) -> str:
-    """Say what is wrong with a model's name that is no text."""
+    """Describe what is wrong with a model's name that is no text."""
     return (
         f"model must be a model's name, got {type(model).__name__}. "
         "Leave it out where it is not known."
@@ -343,7 +349,7 @@ def check_projection(call: ModelCall) -> None:
 
 
 def wrong_projection(call: ModelCall) -> str:
-    """Say what is wrong with a projection that no call can have."""
+    """Describe what is wrong with a projection that no call can have."""
     given, least, bound = call.input_tokens, call.min_output_tokens, call.max_output_tokens
     rule = "must be a whole number"
     if type(given) is not int or not 0 <= given <= MOST_TOKENS:

@@ -1,4 +1,4 @@
-"""What happened in a run, as frozen records in the past tense.
+"""The events of a run, as frozen records in the past tense.
 
 The events that change a guard carry all that the guard was told, so that `replay` can tell
 it again. Argument values are not among it unless the user asked for them; their hash is.
@@ -41,7 +41,7 @@ _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
 
 
 class EventBase(Record):
-    """What every event has."""
+    """The fields that every event has."""
 
     seq: int
     """The event's number in its tree of guards, from 1, without gaps."""

@@ -1,4 +1,4 @@
-"""What surrounds the code that runs: one context variable for the engine and all adapters."""
+"""The run around the code: one context variable for the engine and all adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Frame:
 
     @property
     def is_live(self) -> bool:
-        """Whether code in here still belongs to the frame's run.
+        """True if code in here still belongs to the frame's run.
 
         An ended run is nobody's parent. The body of a call that was started and not settled is
         still its work, whatever became of the run, and so is what a run that was cut has left
@@ -59,7 +59,7 @@ NOWHERE: Final = _Nowhere(None)
 
 
 class _Process:
-    """What is around all code of this process."""
+    """The frame around all code of this process."""
 
     __slots__ = ("frame",)
 

@@ -25,7 +25,7 @@ from budgetguard_core.run_state import RunState, check_options, refuse_unknown
 from budgetguard_core.sinks import Sink
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode as Mode
-from budgetguard_core.stop_state import as_mode
+from budgetguard_core.stop_state import ModeName, as_mode
 from budgetguard_core.tool_calls import ToolCalls
 from budgetguard_core.tree import Tree, as_price_book, as_sink
 from budgetguard_core.usage import TokenUsage, Usage
@@ -52,7 +52,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class Caps(TypedDict, total=False):
-    """What `Guard.extend` raises."""
+    """The caps that `Guard.extend` raises."""
 
     max_iterations: int
     max_model_calls: int
@@ -112,7 +112,7 @@ class Guard:
         self,
         budget: Budget | None = None,
         *,
-        mode: Mode | str = Mode.ENFORCE,
+        mode: Mode | ModeName = Mode.ENFORCE,
         run_id: str | None = None,
         sinks: _Sinks = (),
         on_warning: Callable[[Self, WarningEvent], object] | None = None,
@@ -135,7 +135,7 @@ class Guard:
         parent: Self | None,
         beside: Sequence[Self],
         budget: Budget | None,
-        mode: Mode | str,
+        mode: Mode | ModeName,
         run_id: str | None = None,
         on_warning: Callable[[Any, WarningEvent], object] | None = None,
         **plugged: Any,
@@ -167,7 +167,7 @@ class Guard:
         self,
         budget: Budget | None = None,
         *,
-        mode: Mode | str | None = None,
+        mode: Mode | ModeName | None = None,
         beside: Sequence[Self] = (),
         **options: Unpack[RunOptions],
     ) -> Self:
@@ -236,7 +236,7 @@ class Guard:
 
     @property
     def usage(self) -> Usage:
-        """What the run has used so far, its sub-agents included."""
+        """The usage of the run so far, its sub-agents included."""
         with self.tree.lock:
             return self.state.counters.usage(self.tree.now())
 
@@ -248,7 +248,7 @@ class Guard:
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
-        """What became of the last 256 tool calls; those in flight follow as interrupted."""
+        """The results of the last 256 tool calls; those in flight follow as interrupted."""
         with self.tree.lock:
             return self._tool_calls.described(self.open_tool_calls())
 
@@ -259,7 +259,7 @@ class Guard:
 
     @property
     def paused(self) -> bool:
-        """Whether a run on this guard waits for a person."""
+        """True if a run on this guard waits for a person."""
         return self.state.counters.pauses > 0
 
     def open_calls(self) -> tuple[Admit, ...]:
@@ -336,6 +336,10 @@ class Guard:
         """Ask for one tool call: a batch of one."""
         return self.admit_tool_calls((call,))[0]
 
+    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
+        """Return which calls of these tools, in this order, a limit would refuse; nothing trips."""
+        return self._tool_calls.refuses(names)
+
     def settle_tool_call(
         self,
         ticket: Admit,
@@ -387,7 +391,7 @@ class Guard:
         self.clock.start()
 
     def user_turn(self) -> None:
-        """Say that the user spoke: asking the same again is no repetition any more."""
+        """Begin a user's turn: the same call again is no repetition any more."""
         self.state.user_turn()
 
     def report_reply(
@@ -464,7 +468,7 @@ class Guard:
             self.state.record(events.BudgetExtended, now, budget=self.budget.to_json())
 
     def pause(self, waiting: Iterable[Admit] = ()) -> None:
-        """Say that a run on this guard waits for a person, whose time is not run time.
+        """Pause the run's time while it waits for a person.
 
         From here on, until as many `go_on` as `pause`, time counts only while a call is in flight
         that does not wait, here or in a sub-agent: several runs may share the guard, and the
@@ -478,7 +482,7 @@ class Guard:
         self.clock.pause(waiting)
 
     def go_on(self, waiting: Iterable[Admit] = ()) -> None:
-        """Say that the person has answered: the run's time counts again. Nothing without `pause`.
+        """End a pause: the run's time counts again. Does nothing without `pause`.
 
         Args:
             waiting: The calls that waited with the run and are in flight again.

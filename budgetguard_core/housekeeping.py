@@ -148,7 +148,7 @@ class Housekeeping(Generic[_G]):
 
 
 def late(seconds: float | None) -> str:
-    """Say that housekeeping was cut."""
+    """Record that housekeeping was cut."""
     return f"housekeeping must end within {seconds} seconds, and did not. Give it more seconds."
 
 

@@ -385,7 +385,7 @@ class LoopDetector:
         return f"The latest replies ({names}) were all made before"
 
     def violation(self) -> Violation:
-        """Say why the run is stopped; asked when `tripped`.
+        """Return why the run is stopped; requested when `tripped`.
 
         The reason is `oscillation` when the latest calls or replies went twice round a cycle of 2
         to 4 different ones, and `no_progress` otherwise.

@@ -85,7 +85,7 @@ def fingerprint_alike(text: str, ignore: Iterable[str]) -> str | None:
 
 
 def says_not_yet(text: str) -> bool:
-    """Whether a result says no more than that something runs, is queued or is not ready."""
+    """True if a result says no more than that something runs, is queued or is not ready."""
     return len(text) <= _SHORT_RESULT and _NOT_YET.search(text) is not None
 
 

@@ -14,7 +14,7 @@ Status: TypeAlias = Literal["completed", "terminated", "paused", "failed"]
 
 
 class ToolCallRecord(BaseModel):
-    """What became of one tool call."""
+    """The record of one tool call."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 

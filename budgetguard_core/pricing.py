@@ -1,4 +1,4 @@
-"""What a model call costs, in exact integers.
+"""The cost of a model call, in exact integers.
 
 Money is counted in whole femto-dollars (`FEMTO_USD_PER_USD` to the dollar), because a price of up
 to nine decimals per million tokens is then a whole number per token: sums are exact, cheap, and
@@ -134,7 +134,7 @@ def _checked_count(name: str, value: object) -> int:
 
 @dataclass(frozen=True, kw_only=True, init=False, slots=True)
 class Price:
-    """What one model costs, for `PriceBook(overrides=...)`.
+    """The price of one model, for `PriceBook(overrides=...)`.
 
     Rates are US dollars per million tokens with at most nine decimals. They may be given as
     Decimal, int or float (a float counts as it prints). A rate that is left out is never free.

@@ -44,6 +44,8 @@ from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.run_state import plain
 from budgetguard_core.sinks import Sink
+from budgetguard_core.stop_state import as_mode
+from budgetguard_core.tree import as_sink
 
 _LARGEST_COST = 10**9
 
@@ -94,7 +96,7 @@ class Replay:
         sinks: Iterable[Sink | Callable[[Event], object]] = (),
     ) -> None:
         self.root: Guard | None = None
-        self._sinks = tuple(sinks) or None
+        self._sinks = tuple(as_sink(sink) for sink in sinks)
         self._budget = budget
         self._prices = price_book
         self._clock = _RecordedClock(clock or SystemClock())
@@ -103,7 +105,7 @@ class Replay:
         self._tickets: dict[tuple[str, int], Admit] = {}
 
     def apply(self, event: Event) -> None:
-        """Tell the next event.
+        """Apply the next event.
 
         Raises:
             CheckpointError: The event's run has no start in this log, or the event holds what no
@@ -148,17 +150,21 @@ class Replay:
         if event.parent_run_id is not None and event.parent_run_id in self._guards:
             names = (event.parent_run_id, *event.beside)
             above = [self._guards[name] for name in names if name in self._guards]
-            guard = above[0].child(recorded, mode=event.mode, run_id=event.run_id, beside=above[1:])
+            guard = above[0].child(
+                recorded, mode=as_mode(event.mode), run_id=event.run_id, beside=above[1:]
+            )
             self._above[event.run_id] = above
         else:
             guard = Guard(
                 self._budget or recorded,
-                mode=event.mode,
+                mode=as_mode(event.mode),
                 run_id=event.run_id,
-                sinks=self._sinks,
+                sinks=None,
                 price_book=self._prices,
                 clock=self._clock,
             )
+            # Not through the guard: it would write to BUDGETGUARD_LOG as well, into what is read.
+            guard.tree.sinks = self._sinks
             self.root = self.root or guard
         self._guards[event.run_id] = guard
 
@@ -176,11 +182,13 @@ class Replay:
             snapshot.model_copy(
                 update={"budget": budget.to_json(), "stop_conditions": 0, "tenant": ()}
             ),
-            sinks=None if within else self._sinks,
+            sinks=None,
             price_book=self._prices,
             clock=self._clock,
             within=within,
         )
+        if not within:
+            guard.tree.sinks = self._sinks
         if self.root is None or self.root.run_id == event.run_id:
             self.root = guard
         self._guards[event.run_id] = guard
@@ -354,7 +362,7 @@ def replay(
     price_book: PriceBook | None = None,
     clock: Clock | None = None,
 ) -> Guard:
-    """Let the same counting code live through a recorded log again.
+    """Replay a recorded log through the same counting code.
 
     With the budget of the log the result is what the original was, and the run can go on from
     it. Under another budget the guard shows what that would have made of the run: once it has

@@ -1,4 +1,4 @@
-"""What a run keeps back for a last answer when a limit stops it."""
+"""The reserve of a run for a last answer when a limit stops it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from budgetguard_core.settings import Cap, Dollars, Seconds, Settings
 
 
 class FinalizeReserve(Settings):
-    """What is kept back of a run's caps for one last answer: time, and tokens, dollars or both.
+    """The part of a run's caps that is reserved for one last answer: time, tokens, dollars.
 
     A run that a limit stops then asks the model once more, without tools, to answer with what it
     knows. That call is no iteration and bound by nothing but this reserve and the whole of the

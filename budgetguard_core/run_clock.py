@@ -54,7 +54,7 @@ class RunClock:
                 state.record(events.TimeStarted, now)
 
     def pause(self, tickets: Iterable[Admit]) -> None:
-        """Let the time stand still while nothing is in flight but these calls."""
+        """Stop the time while nothing is in flight but these calls."""
         tickets = list(tickets)
         with self._state.tree.step() as now:
             self._state.counters.pauses += 1
@@ -69,7 +69,7 @@ class RunClock:
                 self._wait(events.RunResumed, tickets, now, wait=False)
 
     def stand_by(self, tickets: Iterable[Admit] | None = None) -> None:
-        """Let others have the places of open calls; of all of this run where none are given.
+        """Give the places of open calls to others; of all of this run where none are given.
 
         Nobody may be left who would settle them: tasks that were cancelled, for example.
         """

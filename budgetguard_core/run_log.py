@@ -56,7 +56,7 @@ class RunLog:
             os.close(descriptor)
 
     def flush(self) -> None:
-        """Have the disk write what was appended (fsync)."""
+        """Write what was appended to the disk (fsync)."""
         if self._path is None:
             return
         descriptor = os.open(self._path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What every step of a run works on: the chain it is charged to, its stops, its plugs, its log."""
+"""The state that every step of a run works on: the chain it charges, its stops, plugs and log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Withdraws(Protocol):
 
 
 class RunState:
-    """What the parts of one guard share. All is under the tree's lock, unless it says otherwise.
+    """The state that the parts of one guard share. The tree's lock guards it, unless noted.
 
     Args:
         guard: The guard.
@@ -148,14 +148,14 @@ class RunState:
 
     @property
     def is_last_answer(self) -> bool:
-        """Whether this is the run of a stopped run's last answer."""
+        """True if this is the run of a stopped run's last answer."""
         return any(link.answers for link in self.chain)
 
     # Outside the lock
 
     @property
     def asks_a_store(self) -> bool:
-        """Whether a plug of the chain waits for a store."""
+        """True if a plug of the chain waits for a store."""
         return any(plug.waits for _, plug in self._reserving)
 
     def reserve(
@@ -465,7 +465,7 @@ def check_options(budget: object, run_id: object, on_warning: object) -> None:
 
 
 def refuse_unknown(options: Mapping[str, object]) -> None:
-    """Say where an option belongs that a guard does not have.
+    """Return the error for an option that a guard does not have, with its place.
 
     Raises:
         ConfigurationError: There is one.

@@ -268,7 +268,7 @@ class CircuitBreakerConfig(Settings):
     run is stopped with `circuit_open`. Not a field of resilience4j: services have no rounds."""
 
     def outcome_of(self, result: object, error: BaseException | str | None) -> CallOutcome:
-        """Say what a call is to the breaker.
+        """Classify a call for the breaker.
 
         Args:
             result: What the call returned, where it raised nothing.

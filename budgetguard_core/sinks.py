@@ -1,4 +1,4 @@
-"""What takes events: a function, a file of JSON lines, the standard library's logging."""
+"""The sinks of events: a function, a file of JSON lines, the standard library's logging."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class JsonLinesSink:
         self._torn = False
 
     def flush(self) -> None:
-        """Have the disk write what was appended (fsync)."""
+        """Write what was appended to the disk (fsync)."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a guard knows, and the conversation that it was given, as plain data."""
+"""The state of a guard, and the conversation that it was given, as plain data."""
 
 from __future__ import annotations
 

@@ -81,11 +81,11 @@ class Trip(BaseModel):
 
 
 class Readings(Protocol):
-    """What the conditions here read of the guard that asks them."""
+    """The readings of a guard that the conditions here use."""
 
     @property
     def usage(self) -> Usage:
-        """What the run has used so far."""
+        """The usage of the run so far."""
         ...
 
     @property

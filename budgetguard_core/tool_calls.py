@@ -9,6 +9,7 @@ from budgetguard_core import counters, events
 from budgetguard_core.canonical import digest, fingerprint_result, result_text
 from budgetguard_core.canonical import fingerprint as fingerprint_arguments
 from budgetguard_core.decision import (
+    COUNTED,
     NOT_AVAILABLE,
     Admit,
     Occurrences,
@@ -91,6 +92,33 @@ class ToolCalls:
             state.finish(warnings)
         return decisions
 
+    def refuses(self, names: Sequence[str]) -> list[bool]:
+        """Return which calls of these tools, in this order, a cap or a quota would refuse.
+
+        Nothing is asked for and nothing trips: a person is not asked about what will be refused.
+        """
+        state = self._state
+        refused: list[bool] = []
+        with state.tree.lock:
+            now = state.tree.now()
+            over = state.stops.trip is not None or self._is_past(now, counters.BATCH)
+            for name in names:
+                refused.append(
+                    over
+                    or self._is_past(now, counters.TOOL_CALL)
+                    or self._quota_refusal(name) is not None
+                )
+                if not refused[-1]:
+                    self._count(name, 1)
+            for name, is_refused in zip(names, refused, strict=True):
+                if not is_refused:
+                    self._count(name, -1)
+        return refused
+
+    def _is_past(self, now: int, request: counters.Request) -> bool:
+        found = counters.violations(self._state.chain, now, request)
+        return any(link.owner.mode is Mode.ENFORCE for link, _, _ in found)
+
     def _decide(
         self, call: ToolCall, now: int, calm: bool, batch: Ask | None, index: int
     ) -> ToolDecision:
@@ -123,7 +151,7 @@ class ToolCalls:
                     self._show(call, fingerprint_result(refusal.message), _REFUSED_KIND)
                 return self._refused(call, refusal)
             self._count(call.name, 1)
-        elif call.kind == "hosted":
+        elif call.kind in ("hosted", "reported"):
             self._count(call.name, 1)
             for link in state.chain:
                 for quota in link.counters.tool(call.name).quotas:
@@ -131,6 +159,10 @@ class ToolCalls:
                     if quota.used > quota.limit:
                         passed = quota_passed(quota.pattern, quota.limit, quota.used)
                         link.owner.state.hold(passed)
+            if call.kind == "reported" and state.deciding:
+                # A stop of theirs holds for the next model call; a refusal comes too late.
+                ask = Ask(state.guard, call)
+                ask = ask if self._ask_plugs(ask, now) is None else None
         elif call.kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         state.tree.call_id += 1
@@ -180,7 +212,7 @@ class ToolCalls:
             state.detector.observe(call.name, call.fingerprint or "", result, error, alike)
 
     def _keep(self, call: ToolCall, status: str) -> None:
-        if status == "completed" and call.kind in ("function", "hosted"):
+        if status == "completed" and call.kind in COUNTED:
             self._state.completed_tool_calls += 1
         records = self.records
         records.append((call.id, call.name[:NAME_LENGTH], status))

@@ -1,4 +1,4 @@
-"""What one model call used, and what a run has used so far."""
+"""The usage of one model call, and of a run so far."""
 
 import string
 from decimal import Decimal
@@ -78,7 +78,7 @@ def check_token_usage(usage: TokenUsage) -> Counts:
 
 
 def out_of_range(least: int, value: object) -> str:
-    """Say from where to where a figure makes sense, and what was given; few pass the end."""
+    """Describe the range in which a figure makes sense, and what was given; few exceed it."""
     end = f" and <= {MOST_TOKENS}" if isinstance(value, int) and value > MOST_TOKENS else ""
     return f">= {least}{end}, got {shown(value)}"
 
@@ -156,7 +156,7 @@ def estimate_tokens(text: str) -> int:
 
 
 class Usage(BaseModel):
-    """What a run has used, all of its sub-agents included."""
+    """The usage of a run, all of its sub-agents included."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 

@@ -176,7 +176,7 @@ def seconds():
     return SystemClock.monotonic_ns() / 1e9
 
 
-def wait_until(done, timeout=300.0):
+def wait_until(done, timeout=120.0):
     """Ask again and again; for what another process does."""
     import threading
 
@@ -209,6 +209,7 @@ class RedisServer:
         )
 
         def answers():
+            assert self.process.poll() is None, "redis-server ended as it started"
             with contextlib.suppress(redis.RedisError, OSError):
                 return redis.Redis(port=self.port, socket_timeout=1).ping()
 

@@ -24,7 +24,10 @@ def main() -> None:
     from budgetguard_cli.app import app
 
     try:
-        app(prog_name="budgetguard")
+        try:
+            app(prog_name="budgetguard")
+        finally:
+            sys.stdout.flush()
     except OSError as error:
         # What is read has its own handling, so it is the output: a full disk, a lost terminal.
         sys.stderr.write(f"budgetguard: the output cannot be written: {error.strerror or error}.\n")

@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
 
 def is_there(path: str | Path) -> bool:
-    """Tell whether there is a file or a folder; none has a name that is too long, or out of reach.
+    """Return whether there is a file or folder; none has a name that is too long, or out of reach.
 
     `Path.exists` raises there.
     """

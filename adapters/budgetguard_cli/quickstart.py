@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,15 @@ class Framework(StrEnum):
     OPENAI = "openai"
 
 
+_NEEDS = {
+    Framework.LANGGRAPH: ("langchain", '".[langchain]" in the checkout'),
+    Framework.OPENAI_AGENTS: ("agents", '".[openai-agents]" in the checkout'),
+    Framework.STRANDS: ("strands", '".[strands]" in the checkout'),
+    Framework.OPENAI: ("openai", "openai httpx"),
+}
+"""The package that an agent imports, and how it is installed."""
+
+
 def quickstart(
     framework: Annotated[Framework, typer.Argument(help="What the agent is built with.")],
     output: Annotated[
@@ -39,13 +49,23 @@ def quickstart(
 
     Example: budgetguard quickstart langgraph -o agent.py
 
-    Ends with 0, and with 2 when the file is there already or cannot be written.
+    Ends with 0, and with 2 when the file is there already, would hide a package, or cannot be
+    written.
     """
     text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
+    needs, install = _NEEDS.get(framework, ("sys", ""))
+    if find_spec(needs) is None:
+        said = f"this agent needs {needs}, not installed here: pip install {install}"
+        typer.echo(f"budgetguard: {said}", err=True)
     written = {"framework": str(framework), "file": output, "text": text}
     if output is None:
         write_json(written) if as_json else typer.echo(text, nl=False)
         return
+    if find_spec(output.stem) is not None:
+        refuse(
+            f"{printable(output.name)} would hide the package {output.stem!r} from the agent. "
+            "Name it agent.py."
+        )
     try:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)

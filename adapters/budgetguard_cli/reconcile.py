@@ -26,14 +26,14 @@ from budgetguard_core.ledger.step import HoldRecord
 
 
 class Result(NamedTuple):
-    """What became of one reservation."""
+    """The result of one reservation."""
 
     settled: Amount | None
     words: str
 
 
 class Word(NamedTuple):
-    """What a person says that one reservation spent; None leaves a dimension at full value."""
+    """The amount that a person gives for one reservation; None leaves a dimension at full value."""
 
     hold: str
     usd: Decimal | None

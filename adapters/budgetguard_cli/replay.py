@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
-from budgetguard_cli.counted import REFUSED, Amounts
-from budgetguard_cli.logs import Unreadable, opened
+from budgetguard_cli.counted import REFUSED, Amounts, plain
 from budgetguard_cli.options import (
     AsJson,
     CountUnpricedAsZero,
     Logs,
     LoopDetectionOn,
     MaxCostUsd,
+    MaxInputTokens,
     MaxIterations,
     MaxModelCalls,
+    MaxOutputTokens,
     MaxSeconds,
     MaxToolCalls,
     MaxTotalTokens,
+    ProfileName,
     budget_fields,
 )
 from budgetguard_cli.runs import Run, read_runs
 from budgetguard_cli.screen import in_dollars, printable, refuse, say, table, write_json
-from budgetguard_core import Budget, BudgetGuardError, ConfigurationError, Trip
-from budgetguard_core.budget import BREAKERS
+from budgetguard_core import Budget, BudgetGuardError, Trip
+from budgetguard_core.profiles import load_profile
 from budgetguard_core.stop import PRECEDENCE
 
 _SHOWN = 20
@@ -37,17 +37,19 @@ _BREAKERS = {
     "call_delayed": "calls delayed",
     "tool_call_turned_away": "tool calls turned away",
     "circuit_breaker_changed": "circuit breakers changed",
-    "tool_mix_unusual": "tool mix told",
+    "tool_mix_unusual": "unusual mixes of tools",
 }
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def replay(
     logs: Logs,
+    profile: ProfileName = None,
     max_iterations: MaxIterations = None,
     max_model_calls: MaxModelCalls = None,
     max_tool_calls: MaxToolCalls = None,
     max_total_tokens: MaxTotalTokens = None,
+    max_input_tokens: MaxInputTokens = None,
+    max_output_tokens: MaxOutputTokens = None,
     max_seconds: MaxSeconds = None,
     max_cost_usd: MaxCostUsd = None,
     tool_quota: Annotated[
@@ -59,18 +61,12 @@ def replay(
     ] = None,
     count_unpriced_as_zero: CountUnpricedAsZero = False,
     loop_detection: LoopDetectionOn = True,
-    breakers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Breakers as JSON: the fields of a budget, such as velocity or circuit_breaker.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay recorded runs: what a budget would stop, cut and save.
 
-    Example: budgetguard replay logs --max-iterations 25 --tool-quota search_web=3
+    Examples: budgetguard replay logs --max-iterations 25 --tool-quota search_web=3;
+    budgetguard replay logs --profile research
 
     A run goes on as recorded until the budget stops it; that a correction might have brought the
     model back is not assumed. Ends with 0, with 1 when a line could not be read (the rest is
@@ -81,6 +77,8 @@ def replay(
         "max_model_calls": max_model_calls,
         "max_tool_calls": max_tool_calls,
         "max_total_tokens": max_total_tokens,
+        "max_input_tokens": max_input_tokens,
+        "max_output_tokens": max_output_tokens,
         "max_seconds": max_seconds,
         "max_cost_usd": max_cost_usd,
         "tool_quotas": _quotas(tool_quota or []),
@@ -89,9 +87,12 @@ def replay(
         caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
     )
     try:
-        budget = Budget(**given, **({} if breakers is None else _read_breakers(breakers)))
-    except (BudgetGuardError, Unreadable) as error:
+        own = Budget(**given)
+        budget = load_profile(profile).under(own) if profile else own
+    except BudgetGuardError as error:
         refuse(str(error))
+    # The recorded model was not asked to report.
+    budget = budget.model_copy(update={"progress": None})
     found, problems = read_runs(logs, candidate=budget)
     # What does not fit together is left out: it would only pull the figures down.
     runs = [run for run in found if run.damaged is None]
@@ -114,28 +115,6 @@ def _quotas(given: Sequence[str]) -> dict[str, int]:
             raise typer.BadParameter(msg, param_hint="--tool-quota")
         quotas[tool] = int(number)
     return quotas
-
-
-def _read_breakers(file: str) -> dict[str, Any]:
-    """Read the breakers of a budget: a JSON object with its fields."""
-    with opened(file) as raw:
-        try:
-            given = _OBJECT.validate_json(raw.read())
-        except (OSError, ValidationError):
-            msg = f"{printable(file)}: it holds no JSON object. Write the fields of a budget."
-            raise Unreadable(msg) from None
-    if "progress" in given:
-        raise ConfigurationError(
-            "breakers must not have progress, because the recorded model was not asked to report, "
-            "got it. Leave it out."
-        )
-    unknown = next((name for name in given if name not in BREAKERS), None)
-    if unknown is not None:
-        raise ConfigurationError(
-            f"breakers must be among {', '.join(BREAKERS)}, got {printable(unknown)!r}. "
-            "Other caps have options of their own."
-        )
-    return given
 
 
 def _trip(run: Run) -> Trip | None:
@@ -165,8 +144,8 @@ def _figures(runs: Sequence[Run], budget: Budget, problems: int) -> dict[str, An
         "stopped": {str(one): reasons[one] for one in sorted(reasons, key=PRECEDENCE.__getitem__)},
         "successful_runs_cut": of_stopped["completed"],
         "runaways_stopped": of_stopped["terminated"],
-        "recorded": asdict(recorded),
-        "saved": asdict(sum(map(_saved, runs), Amounts())),
+        "recorded": plain(recorded),
+        "saved": plain(sum(map(_saved, runs), Amounts())),
         "breakers": sum((run.candidate.refused for run in runs if run.candidate), Counter[str]()),
         "lines_not_read": problems,
         "notes": list(_notes(runs, recorded, problems)),
@@ -215,22 +194,23 @@ def _plain(run: Run, trip: Trip) -> dict[str, object]:
         "detail": trip.detail,
         "succeeded": run.root.status == "completed",
         "runaway": run.root.status == "terminated",
-        "recorded": asdict(run.recorded.amounts),
-        "saved": asdict(_saved(run)),
+        "recorded": plain(run.recorded.amounts),
+        "saved": plain(_saved(run)),
     }
 
 
 def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[str]:
-    """Say what the figures do not hold."""
-    if recorded.estimated_calls:
+    """Name what the figures leave out."""
+    of = f"of {recorded['model_calls']:,} model calls"
+    if recorded["estimated_calls"]:
         yield (
-            f"{recorded.estimated_calls:,} of {recorded.model_calls:,} model calls have no "
-            "recorded usage. Their tokens, and the dollars that follow, are estimates."
+            f"{recorded['estimated_calls']:,} {of} have no recorded usage. Their tokens, and the "
+            "dollars that follow, are estimates."
         )
-    if recorded.unpriced_calls:
+    if recorded["unpriced_calls"]:
         yield (
-            f"{recorded.unpriced_calls:,} of {recorded.model_calls:,} model calls have neither a "
-            "recorded cost nor a known price. They are not in the dollars."
+            f"{recorded['unpriced_calls']:,} {of} have neither a recorded cost nor a known price. "
+            "They are not in the dollars."
         )
     unreported = sum(run.recorded.unreported_calls for run in runs)
     if unreported:

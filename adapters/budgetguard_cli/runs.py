@@ -49,7 +49,7 @@ _DAMAGE = (BudgetGuardError, ArithmeticError, AttributeError, LookupError, TypeE
 
 @dataclass
 class Spent:
-    """What went into one model or one tool.
+    """The spend on one model or one tool.
 
     Attributes:
         cost_usd: Of a tool: of the model calls that asked for it, shared among all that they asked
@@ -177,12 +177,12 @@ class Run:
 
     @property
     def usage(self) -> Usage:
-        """What the root has used so far."""
+        """The usage of the root so far."""
         return self.root.usage or self.recorded.usage
 
     @property
     def spent(self) -> Spent:
-        """What its model calls cost that are told here: of all attempts and runs of the tree."""
+        """The cost of the model calls in this log: of all attempts and runs of the tree."""
         found = Spent()
         for node in self.nodes.values():
             for spent in node.models.values():

@@ -34,6 +34,7 @@ _MOST_LISTED = 40
 _BAR = 20
 # Letters that Markdown or HTML would take for their own.
 _SPECIAL = re.compile(r"[\\`*\[\]<>|#!~&]")
+_MADE_UP = re.compile("[0-9a-f]{32}")
 _WHOLE_LINES = 10_000
 _GO_ON = {
     "terminated": "Resume it under a fresh budget: its history is closed, no completed tool call "
@@ -86,7 +87,7 @@ def show(
     if wanted is None and (len(found) > 1 or log is None):
         _list(found, as_json)
     elif as_json:
-        write_json(_plain(found[-1]))
+        write_json(plain(found[-1]))
     elif markdown:
         _markdown(found[-1])
     else:
@@ -130,16 +131,19 @@ def _named(found: Sequence[Run], wanted: str, log: str) -> list[Run]:
 def _list(found: Sequence[Run], as_json: bool) -> None:
     newest = sorted(found, key=lambda one: -one.started_ns)
     if as_json:
-        write_json(*map(_plain, newest))
+        write_json(*map(plain, newest))
         return
-    rows = table("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
-    # The end of a run keeps the room; a folded id is still whole.
-    rows.columns[0].no_wrap, rows.columns[1].max_width = True, 10
+    columns = ("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
+    rows = table(*columns, right=("spent",))
+    rows.columns[0].no_wrap = True
+    ids = {one.root.run_id for one in found}
+    enough = next(n for n in range(8, 33) if len({one[:n] for one in ids}) == len(ids) or n == 32)
     for one in newest[:_MOST_LISTED]:
         root = one.root
         cells = (
             at_minute(one.started_ns),
-            root.run_id,
+            # An id that was made up; one that somebody chose is whole.
+            root.run_id[:enough] if _MADE_UP.fullmatch(root.run_id) else root.run_id,
             ", ".join(one.models()),
             root.profile or "",
             ", ".join(root.tenant),
@@ -283,7 +287,8 @@ def _calls(spent: Spent) -> str:
     return f"{spent.calls} calls" + (f" ({', '.join(extra)})" if extra else "")
 
 
-def _plain(run: Run) -> dict[str, Any]:
+def plain(run: Run) -> dict[str, Any]:
+    """Return a run for machines."""
     return {
         "started": at_minute(run.started_ns),
         "seconds": run.seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -17,13 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from budgetguard_cli.logs import LONGEST_LINE, Line, by_attempt, is_there
-from budgetguard_cli.options import opened_ledger
 from budgetguard_cli.runs import Run, Runs, used_of
 from budgetguard_cli.screen import cell, figure, printable, refuse, say, write_json
-from budgetguard_cli.show import log_folder
-from budgetguard_cli.windows import share_of, window
+from budgetguard_cli.show import log_folder, plain
 from budgetguard_core import SystemClock
-from budgetguard_core.ledger import AliveRun, WindowUsage
 
 _MOST_RUNS = 12
 _BAR_WIDTH = 24
@@ -42,10 +39,6 @@ def watch(
             show_default=False,
         ),
     ] = None,
-    ledger: Annotated[
-        str | None,
-        typer.Option(help="A ledger in place of logs: its URL.", show_default=False),
-    ] = None,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
     ] = 1.0,
@@ -56,8 +49,7 @@ def watch(
 ) -> None:
     """Watch runs live: a bar for each cap.
 
-    Reads logs that are being written, or a ledger, whose bars are the tenants' ceilings. Ctrl-C
-    ends it.
+    Reads logs that are being written. Ctrl-C ends it.
 
     Example: BUDGETGUARD_LOG=logs budgetguard watch
 
@@ -65,11 +57,6 @@ def watch(
     """
     if as_json and not once:
         refuse("--json needs --once: a live view is for people. Give both.")
-    if ledger is not None and logs:
-        refuse("watch takes logs or --ledger, got both. Leave one out.")
-    if ledger is not None:
-        _watch_ledger(ledger, interval, once=once, as_json=as_json)
-        return
     named = logs or [folder for folder in (log_folder(),) if folder is not None]
     if not named:
         refuse("nothing to watch. Name logs or a folder, or set BUDGETGUARD_LOG.")
@@ -80,19 +67,15 @@ def watch(
     if once:
         view.look()
         if as_json:
-            write_json(*(_plain(run, view.now_ns) for run in view.shown()))
+            write_json(*map(plain, view.shown()))
         else:
             say(view.render())
         return
-    _live(interval, view.refreshed)
-
-
-def _live(interval: float, look: Callable[[], Group]) -> None:
     never = threading.Event()
     try:
-        with Live(look(), console=Console(), auto_refresh=False) as live:
+        with Live(view.refreshed(), console=Console(), auto_refresh=False) as live:
             while not never.wait(interval):
-                live.update(look(), refresh=True)
+                live.update(view.refreshed(), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -252,77 +235,3 @@ def _shares(run: Run, now_ns: int) -> dict[str, float]:
         # Time goes on while nothing is written.
         shares["max_seconds"] = _seconds(run, now_ns) / run.root.budget.max_seconds
     return shares
-
-
-def _plain(run: Run, now_ns: int) -> dict[str, Any]:
-    return {
-        "run_id": run.root.run_id,
-        "status": run.root.status,
-        "stop_reason": run.root.stop_reason,
-        "profile": run.root.profile,
-        "tenant": list(run.root.tenant),
-        "shares": _shares(run, now_ns),
-        "usage": run.usage.model_dump(mode="json"),
-        "silent_seconds": max((now_ns - run.last_ns) / _NS, 0.0),
-    }
-
-
-# The ledger
-
-
-def _watch_ledger(url: str, interval: float, *, once: bool, as_json: bool) -> None:
-    with opened_ledger(url) as found:
-        if not once:
-            _live(interval, lambda: _ledger_view(found.windows(), found.runs()))
-        elif as_json:
-            for run in found.runs():
-                record = {"run_id": run.run, "tenant": list(run.tenant), "host": run.host}
-                write_json({**record, "pid": run.pid, "silent": run.silent})
-        else:
-            say(_ledger_view(found.windows(), found.runs()))
-
-
-def _used(row: WindowUsage) -> str:
-    """Return what is used, spent and reserved, of each ceiling; dollars where there is none."""
-    parts: list[str] = []
-    if row.ceiling_usd is not None or row.ceiling_tokens is None:
-        of = "" if row.ceiling_usd is None else f" of {figure(row.ceiling_usd)}"
-        parts.append(f"{figure(row.spent_usd + row.reserved_usd)}{of}")
-    if row.ceiling_tokens is not None:
-        used = row.spent_tokens + row.reserved_tokens
-        parts.append(f"{used:,} of {row.ceiling_tokens:,} tokens")
-    return ", ".join(parts)
-
-
-def _ledger_view(windows: Iterable[WindowUsage], runs: Iterable[AliveRun]) -> Group:
-    alive = list(runs)
-    latest: dict[tuple[str, str], WindowUsage] = {}
-    for row in windows:
-        at = (row.key, row.window[0])
-        if at not in latest or row.window > latest[at].window:
-            latest[at] = row
-    table = Table.grid(padding=(0, 1))
-    for _ in range(4):
-        table.add_column()
-    for (key, _), row in sorted(latest.items()):
-        share = share_of(row)
-        style = "red" if (share or 0) >= 1 else "yellow" if (share or 0) >= 0.8 else "green"
-        table.add_row(
-            Text(printable(key)),
-            Text(window(row.window)),
-            ProgressBar(
-                total=1.0, completed=min(float(share), 1.0), width=_BAR_WIDTH, complete_style=style
-            )
-            if share is not None
-            else Text("no ceiling", "dim"),
-            Text(_used(row)),
-        )
-    lines = [
-        Text(
-            f"{printable(run.run)[:40]}  {printable(', '.join(run.tenant))}  {run.host}:{run.pid}"
-            f"{'  silent' if run.silent else ''}"
-        )
-        for run in alive[:_MOST_RUNS]
-    ]
-    more = [Text(f"and {len(alive) - _MOST_RUNS:,} more")] if len(alive) > _MOST_RUNS else []
-    return Group(Text(f"{len(alive):,} runs are alive", "bold"), table, *lines, *more)

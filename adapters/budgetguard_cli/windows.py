@@ -31,20 +31,14 @@ def ceilings(usd: Decimal | None, tokens: int | None) -> str:
     return "  ".join(parts) or "none"
 
 
-def share_of(row: WindowUsage) -> Decimal | None:
+def share(row: WindowUsage) -> str:
     """Return the share of its nearest ceiling that a window has used, spent and reserved."""
     shares: list[Decimal] = []
     if row.ceiling_usd:
         shares.append((row.spent_usd + row.reserved_usd) / row.ceiling_usd)
     if row.ceiling_tokens:
         shares.append(Decimal(row.spent_tokens + row.reserved_tokens) / row.ceiling_tokens)
-    return max(shares, default=None)
-
-
-def share(row: WindowUsage) -> str:
-    """Return that share for people."""
-    found = share_of(row)
-    return "" if found is None else f"{found:.0%}"
+    return f"{max(shares):.0%}" if shares else ""
 
 
 def instant(seconds: float) -> str:

@@ -44,7 +44,7 @@ class Flight:
         return self._watch.trip
 
     def is_late(self) -> bool:
-        """Tell whether the run has ended while the request was in flight."""
+        """Return whether the run has ended while the request was in flight."""
         if self.trip is not None:
             return True
         run = self._run
@@ -53,7 +53,7 @@ class Flight:
         return False
 
     def trace(self, extensions: dict[str, Any]) -> None:
-        """Have the connection told by the extensions of the request: httpx's `trace`."""
+        """Trace the connection by an extension of the request, httpx's `trace`."""
         if "trace" not in extensions:
             extensions["trace"] = self._traced
             self._extensions = extensions
@@ -77,7 +77,7 @@ class Flight:
         self._shut = shut
 
     def close(self) -> None:
-        """Say that it is over; safe to call again."""
+        """Close it; safe to call again."""
         if self._is_over:
             return
         self._is_over = True

@@ -33,7 +33,7 @@ class Frames(Protocol):
         ...
 
     def are_lines(self, data: bytes) -> bool:
-        """Tell whether bytes are whole events of a line each, which may be read together."""
+        """Return whether bytes are whole events of a line each, which may be read together."""
         ...
 
     def rest(self) -> bytes:
@@ -73,7 +73,7 @@ class ServerSentEvents:
         return events
 
     def are_lines(self, data: bytes) -> bool:
-        """Tell by the ends of lines: none stands alone."""
+        """Judge by the ends of lines: none stands alone."""
         return (
             not self._waiting
             and data[-2:] == b"\n\n"
@@ -143,7 +143,7 @@ class EventStream:
         return events
 
     def are_lines(self, data: bytes) -> bool:
-        """Tell that they are none."""
+        """Return False: its messages are no lines."""
         del data
         return False
 
@@ -209,7 +209,7 @@ def event_stream_at(path: str) -> EventStream | None:
 
 
 def may_be_events(data: bytes) -> bool:
-    """Tell by its first character whether a text may be of events: a field's name, or a comment."""
+    """Return whether a text may be of events, by its first character: a field, or a comment."""
     return data.lstrip()[:1] in _BEGINNINGS
 
 

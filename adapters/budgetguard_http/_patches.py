@@ -1,4 +1,4 @@
-"""What is patched while the ambient way in is on: the clients of httpx, httpx2 and boto3.
+"""The patches of the ambient way in: the clients of httpx, httpx2 and boto3.
 
 Where gRPC was imported before, the opening of its channels as well, so that they are told of.
 """
@@ -43,7 +43,7 @@ class Patches:
 
     @property
     def are_in_place(self) -> bool:
-        """Whether somebody holds them."""
+        """True if somebody holds them."""
         return self._holders > 0
 
     def hold(self) -> None:
@@ -86,7 +86,7 @@ class Patches:
             self._undo.append(functools.partial(_restore, owner, "send", patched, own))
 
     def _listen(self, grpc: Any) -> None:
-        """Be told of each channel; nothing about it is changed."""
+        """Count each channel; nothing about it is changed."""
         for name in _CHANNELS:
             own = getattr(grpc, name, None)
             if own is None:
@@ -96,7 +96,7 @@ class Patches:
             self._undo.append(functools.partial(_restore, grpc, name, patched, own))
 
     def _hook(self, owner: Any) -> None:
-        """Have each client of Bedrock's hooked when it is first used."""
+        """Hook each client of Bedrock when it is first used."""
         # botocore 1.44: handlers of its own for every client (`BUILTIN_HANDLERS`) reach those
         # only that are made afterwards; this method, not public, is what others patch as well.
         own = owner._make_api_call  # noqa: SLF001

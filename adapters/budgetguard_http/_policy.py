@@ -1,4 +1,4 @@
-"""What is done with requests to providers that are not understood, and what is free."""
+"""The policy for requests to providers that are not understood, and for models that are free."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _FREE: Final = re.compile(
 
 
 def is_provider(host: str) -> bool:
-    """Tell whether a host is that of a provider of models."""
+    """Return whether a host is that of a provider of models."""
     return _PROVIDER.fullmatch(_name(host)) is not None
 
 
 def is_free(host: str, path: str) -> bool:
-    """Tell whether what is posted there costs nothing."""
+    """Return whether what is posted there costs nothing."""
     if "/conversations" in path and _name(host).endswith("mistral.ai"):
         # Here they are calls of a model; elsewhere they are where those are stored.
         return False
@@ -97,7 +97,7 @@ class Policy:
             )
 
     def is_exempt(self, model: str | None) -> bool:
-        """Tell whether a model costs no money."""
+        """Return whether a model costs no money."""
         return (
             bool(self.exempt)
             and model is not None

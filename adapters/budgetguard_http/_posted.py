@@ -45,7 +45,7 @@ class Posted:
     is_next_attempt: bool = False
 
     def says_that_it_is_a_retry(self) -> bool:
-        """Tell whether the client says that it tries again."""
+        """Return whether the client says that it tries again."""
         return self.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
@@ -55,7 +55,7 @@ def plain_path(path: str) -> str:
 
 
 def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
-    """Tell by its address whether a POST is worth reading."""
+    """Return whether a POST is worth reading, by its address."""
     if is_path_of_a_model(path):
         return True
     return policy.on_unknown != "pass" and is_provider(url.host) and not is_free(url.host, path)

@@ -19,7 +19,7 @@ after each attempt."""
 
 
 def shorten(request: Any, response: Any, left: float | None) -> None:
-    """Have a client that would wait beyond the end of its run try again then, and be refused.
+    """Shorten the wait of a client to the end of its run, where its retry is refused.
 
     Args:
         request: Of httpx or httpx2.

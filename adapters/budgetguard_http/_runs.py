@@ -12,7 +12,7 @@ from budgetguard_http._conversations import Conversations
 
 
 class Traffic:
-    """What is remembered of the calls of one run.
+    """The record of the calls of one run.
 
     Attributes:
         conversations: Its conversations.
@@ -33,12 +33,12 @@ _BLOCKS: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def is_own(run: Run) -> bool:
-    """Tell whether a run is one of clients alone: no other adapter makes its calls."""
+    """Return whether a run is one of clients alone: no other adapter makes its calls."""
     return run.is_loose or run in _BLOCKS
 
 
 def is_off(run: Run) -> bool:
-    """Tell whether no guard of a run enforces or looks on."""
+    """Return whether no guard of a run enforces or looks on."""
     for guard in run.guards:
         for one in guard.lineage:
             if one.mode is not Mode.OFF:  # as a rule the first

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 from budgetguard_core import (
     AdapterError,
@@ -20,6 +20,7 @@ from budgetguard_core import (
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
+    ProfileOptions,
     Run,
     envelope_of,
     is_stop,
@@ -40,7 +41,7 @@ _POLICIES: weakref.WeakKeyDictionary[Run, Policy] = weakref.WeakKeyDictionary()
 
 
 class _Ambient:
-    """What is on in this process."""
+    """The settings that are on in this process."""
 
     def __init__(self) -> None:
         self.patches = Patches(Seam(self.here, self.policy_of), Hooks(self.here, self.policy_of))
@@ -102,7 +103,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether clients are bounded wherever a guard is active."""
+    """Return whether clients are bounded wherever a guard is active."""
     return _AMBIENT.patches.are_in_place
 
 
@@ -133,6 +134,29 @@ class bounded_clients:
             that of a run around the block.
     """
 
+    @overload
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope,
+        *,
+        everywhere: bool = False,
+        on_unknown: OnUnknown = "admit",
+        exempt: Sequence[str] = (),
+        ask_for_usage: bool = True,
+        **options: Unpack[EnvelopeOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        *,
+        everywhere: bool = False,
+        on_unknown: OnUnknown = "admit",
+        exempt: Sequence[str] = (),
+        ask_for_usage: bool = True,
+        **options: Unpack[ProfileOptions],
+    ) -> None: ...
+
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
@@ -141,7 +165,7 @@ class bounded_clients:
         on_unknown: OnUnknown = "admit",
         exempt: Sequence[str] = (),
         ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
+        **options: Any,
     ) -> None:
         self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
         self._envelope = envelope_of(budget, default=Budget(), **options)
@@ -184,11 +208,10 @@ class bounded_clients:
         """List what OpenAI lacks of the conversation that it keeps, after a stop.
 
         With `previous_response_id` or `conversation` it waits for the results that the refused
-        request had, and for those of calls that were taken out of its answer. Send them before the
-        user's next words: `input=[*block.unsent_input(), message]`, with the `id` of the last
-        reply, which is that of the last response that OpenAI has made; where the very first request
-        was refused there is none, and it begins anew. Of several conversations it is the one that
-        was heard of last.
+        request had. Send them before the user's next words:
+        `input=[*block.unsent_input(), message]`, with the `id` of the last reply, which is that of
+        the last response that OpenAI has made; where the very first request was refused there is
+        none, and it begins anew. Of several conversations it is the one that was heard of last.
 
         Raises:
             AdapterError: The block was not entered.

@@ -29,7 +29,7 @@ class _Watcher:
         self.uncovered: Counter[str] = Counter()
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """Be called by the interpreter."""
+        """Take an audit event of the interpreter."""
         if event != _LOOK_UP or not args:
             return
         host = args[0]
@@ -87,13 +87,13 @@ def uncovered_hosts() -> Counts:
 
 
 def is_on() -> bool:
-    """Tell whether connections are counted."""
+    """Return whether connections are counted."""
     return _WATCHER.on
 
 
 @contextmanager
 def expected(host: str) -> Generator[None]:
-    """Say that a request to a host goes through the seam in this block."""
+    """Mark requests to a host as going through the seam in this block."""
     host = _plain(host)
     with _WATCHER.lock:
         _WATCHER.expected[host] += 1

@@ -29,7 +29,7 @@ else:
 
 
 class Bounded:
-    """What the explicit ways in have in common."""
+    """The common part of the explicit ways in."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class BudgetTransport(Bounded, _Sync):
         self._inner: Any = inner
 
     def handle_request(self, request: Any) -> Any:
-        """Be called by the client for each request."""
+        """Handle each request of the client."""
         if self._inner is None:
             self._inner = sys.modules[type(request).__module__.partition(".")[0]].HTTPTransport()
         return self._seam.send(request, self._inner.handle_request, stream=True, of_client=False)
 
     def close(self) -> None:
-        """Be called by the client: the run of its calls ends."""
+        """End the run of the client's calls."""
         if self._inner is not None:
             self._inner.close()
         self._end()
@@ -148,7 +148,7 @@ class AsyncBudgetTransport(Bounded, _Async):
         self._inner: Any = inner
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Be called by the client for each request."""
+        """Handle each request of the client."""
         if self._inner is None:
             mod = sys.modules[type(request).__module__.partition(".")[0]]
             self._inner = mod.AsyncHTTPTransport()
@@ -156,7 +156,7 @@ class AsyncBudgetTransport(Bounded, _Async):
         return await self._seam.asend(request, send, stream=True, of_client=False)
 
     async def aclose(self) -> None:
-        """Be called by the client: the run of its calls ends."""
+        """End the run of the client's calls."""
         if self._inner is not None:
             await self._inner.aclose()
         for run in self._runs.to_end():

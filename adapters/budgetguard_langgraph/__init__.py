@@ -19,7 +19,7 @@ with required("LangGraph", module="langgraph", extra="langgraph"):
     from budgetguard_langgraph.resume import aresume, aresume_stream, resume, resume_stream
 
 if TYPE_CHECKING:
-    from budgetguard_langgraph.executor import bounded_executor
+    from budgetguard_langgraph.bounded_executor import bounded_executor
     from budgetguard_langgraph.middleware import BudgetMiddleware
 
 __all__ = [
@@ -42,7 +42,9 @@ _LAZY = {
     "BudgetMiddleware": ("LangChain", "langchain"),
     "bounded_executor": ("langchain-classic", "langchain_classic"),
 }
-_FILES = {"BudgetMiddleware": "middleware", "bounded_executor": "executor"}
+# The second is named as what it has: where its framework is missing, `from ... import` looks for a
+# module of that name, whose error names the command that installs it.
+_FILES = {"BudgetMiddleware": "middleware", "bounded_executor": "bounded_executor"}
 
 del _ambient, _first
 
@@ -59,7 +61,9 @@ def __getattr__(name: str) -> Any:
     framework, module = _LAZY[name]
     try:
         with required(framework, module=module, extra="langchain"):
-            return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+            found = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     except ModuleNotFoundError as error:
         # So that `hasattr` says no.
         raise AttributeError(str(error), name=name) from error
+    globals()[name] = found  # an import puts the module there
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from budgetguard_core.kit import OpenModelCall
-from budgetguard_langgraph._seams import parameters_of
+from budgetguard_langgraph._seams import options_of, parameters_of
 
 _LOG: Final = logging.getLogger("budgetguard_langgraph")
 
@@ -15,6 +15,8 @@ _LOG: Final = logging.getLogger("budgetguard_langgraph")
 class _Words(NamedTuple):
     tokens: str
     timeout: str | None = None
+    options: str | None = None
+    """The setting that holds it, together with all of the model's own options."""
 
 
 # Packages whose models take these settings with a call, whatever class of them is used. A model
@@ -28,6 +30,7 @@ _PACKAGES: Final[Mapping[str, _Words]] = {
     "langchain_google_vertexai": _Words("max_output_tokens"),
     "langchain_groq": _Words("max_tokens", "timeout"),
     "langchain_mistralai": _Words("max_tokens"),
+    "langchain_ollama": _Words("num_predict", options="options"),
     "langchain_openai": _Words("max_tokens", "timeout"),
     "langchain_together": _Words("max_tokens", "timeout"),
     "langchain_xai": _Words("max_tokens", "timeout"),
@@ -37,20 +40,41 @@ _TOLD: set[str] = set()
 
 
 def can_be_bound(model: Any) -> bool:
-    """Tell whether a bound can be given to a model with a call."""
-    return _words(model) is not None
+    """Return whether a bound can be given to a model with a call."""
+    return words_of(model) is not None
 
 
-def bind(model: Any, settings: dict[str, Any], tokens: int | None, opened: OpenModelCall) -> bool:
-    """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
-    words = _words(model)
+def bind(
+    model: Any,
+    settings: dict[str, Any],
+    tokens: int | None,
+    opened: OpenModelCall,
+    parameters: Mapping[str, Any] | None = None,
+) -> bool:
+    """Put bounds into the settings of one request; tell whether that of the tokens is in it.
+
+    Args:
+        model: The model.
+        settings: The settings of the request.
+        tokens: The completion bound.
+        opened: The call.
+        parameters: What the request says besides.
+    """
+    words = words_of(model)
     if words is None:
         if tokens is not None:
             tell(model)
         return False
     if tokens is not None:
-        given: Any = settings.get(words.tokens)
-        settings[words.tokens] = min(given, tokens) if type(given) is int else tokens
+        held = settings
+        if words.options is not None:
+            # A request that has options has no others.
+            held = dict(
+                settings.get(words.options) or options_of(model, (parameters or {}).get("stop"))
+            )
+            settings[words.options] = held
+        given: Any = held.get(words.tokens)
+        held[words.tokens] = min(given, tokens) if type(given) is int and given > 0 else tokens
     if words.timeout is not None and (seconds := opened.seconds) is not None:
         limit: Any = settings.get(words.timeout)
         known = isinstance(limit, (int, float)) and not isinstance(limit, bool)
@@ -58,11 +82,14 @@ def bind(model: Any, settings: dict[str, Any], tokens: int | None, opened: OpenM
     return tokens is not None
 
 
-def _words(model: object) -> _Words | None:
+def words_of(model: object) -> _Words | None:
+    """Return the words of a model; None where a bound cannot be given to it."""
     kind = type(model)
     if kind not in _KNOWN:
         packages = [one.__module__.partition(".")[0] for one in kind.__mro__]
         words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)
+        if words is not None and words.options is not None and options_of(model) is None:
+            words = None
         if words is None and "max_tokens" in parameters_of(kind):
             words = _Words("max_tokens")
         _KNOWN[kind] = words
@@ -70,7 +97,7 @@ def _words(model: object) -> _Words | None:
 
 
 def tell(model: Any) -> None:
-    """Say once for each class that a bound cannot be given to it."""
+    """Warn once for each class that takes no completion bound."""
     kind = type(model).__name__
     if kind not in _TOLD:
         _TOLD.add(kind)

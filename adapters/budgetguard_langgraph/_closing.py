@@ -45,7 +45,7 @@ def conversation_in(values: Any, key: str | None) -> list[BaseMessage]:
 
 
 def holds_another(values: Any, key: str) -> bool:
-    """Tell whether the channel of this name holds anything but messages: it is not written to."""
+    """Return whether the channel of this name holds anything but messages: it is not written to."""
     found = values if key == ROOT else held_in(values, key)
     if found is None:
         return False
@@ -102,12 +102,12 @@ def writer_of(graph: Any, key: str) -> str:
 
 
 def is_sent(task: Any) -> bool:
-    """Tell whether a task was made by a `Send`, with an input of its own."""
+    """Return whether a task was made by a `Send`, with an input of its own."""
     return bool(task.path) and task.path[0] == PUSH
 
 
 def is_deferred(graph: Any, task: Any) -> bool:
-    """Tell whether a task is of a node that waits for all others, and that no command schedules."""
+    """Return whether a task is of a node that waits for all others and no command schedules."""
     node: Any = graph.builder.nodes.get(task.name)
     return bool(getattr(node, "defer", False))
 
@@ -115,7 +115,7 @@ def is_deferred(graph: Any, task: Any) -> bool:
 def asked_in(
     state: StateSnapshot | None, waiting: Sequence[Interrupt]
 ) -> tuple[bool, list[Interrupt]]:
-    """Tell whether a budget stopped tasks of a thread, and list what a person is asked in it.
+    """Return whether a budget stopped tasks of a thread, and list what a person is asked in it.
 
     Args:
         state: The thread.

@@ -83,7 +83,7 @@ def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessa
 def pause(
     graph_run: GraphRun, messages: Sequence[BaseMessage], drained: BaseException | None = None
 ) -> Outcome:
-    """Say that a run waits for a person, or to go on where it was drained."""
+    """Pause a run, which waits for a person, or to go on where it was drained."""
     outcome = graph_run.run.pause(
         messages,
         saved_messages=_saved(graph_run, messages),
@@ -104,7 +104,7 @@ def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterr
     """
     messages = [message for message in prompt if isinstance(message, BaseMessage)]
     if messages:
-        graph_run.talked(messages)
+        graph_run.sent, graph_run.said = messages, None
     graph_run.tell(trip)
     outcome = None
     if graph_run.root is None and graph_run.outer is None:

@@ -131,7 +131,7 @@ def synthetic_message(
 
 
 def is_synthetic(message: BaseMessage | None) -> bool:
-    """Tell whether a message was made by a stopped run."""
+    """Return whether a message was made by a stopped run."""
     return isinstance(message, AIMessage) and message.response_metadata.get("synthetic") is True
 
 

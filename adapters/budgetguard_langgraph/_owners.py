@@ -53,7 +53,7 @@ def _outlived() -> GraphRun | None:
 
 
 def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
-    """Tell whether a run of another adapter, inside this one, counts the calls in a frame."""
+    """Return whether a run of another adapter, inside this one, counts the calls in a frame."""
     if frame is None or isinstance(frame, Step) or frame.run is None:
         return False
     above = frame.run.above

@@ -1,4 +1,4 @@
-"""What a run leaves on its thread: how it ended; and its counters, where it waits for a person.
+"""The records of a run on its thread: its end, and its counters where it waits for a person.
 
 A checkpoint takes writes of tasks; those of a task that no graph has are kept and never applied. So
 both lie in the framework's own checkpoint, whatever saver it has, and nothing of them is in
@@ -95,7 +95,7 @@ class Thread:
             place["checkpoint_id"] = checkpoint
 
     def slot_in(self, outer: Any) -> int:
-        """Tell runs apart that are one inside the other on the same thread."""
+        """Separate runs that are one inside the other on the same thread."""
         if outer is None or outer.thread is None or outer.thread.key != self.key:
             return 0
         return int(outer.slot) + 1

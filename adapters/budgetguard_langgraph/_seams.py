@@ -99,7 +99,7 @@ _DRAINED: Final[Any] = getattr(langgraph.errors, "GraphDrained", None)  # since 
 
 
 def is_drained(error: BaseException | None) -> bool:
-    """Tell whether a graph was asked to leave off, between two steps, to go on elsewhere."""
+    """Return whether a graph was asked to leave off, between two steps, to go on elsewhere."""
     return _DRAINED is not None and isinstance(error, _DRAINED)
 
 
@@ -109,6 +109,7 @@ _MANAGER: Final = 7
 _STREAMS: Final = frozenset({"stream", "astream"})
 _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 _CALLS: Final = frozenset({"generate", "agenerate", "stream", "astream"})
+_APPROVES: Final = frozenset({"after_model"})
 _RUNNING: Final = frozenset({"_run_one", "_arun_one"})
 # `create_agent` binds it to every agent; it is nobody's choice.
 _BOUND_LIMIT: Final = 9_999
@@ -163,7 +164,7 @@ class GraphCall:
         self.config: Any = frame.f_locals.get("config")
 
     def left(self) -> tuple[bool, list[Any], Any]:
-        """Let go of the call; return whether it is at a breakpoint, its writes, and checkpoint."""
+        """Release the call; return whether it is at a breakpoint, its writes, and checkpoint."""
         frame, self._frame = self._frame, None
         loop: Any = None if frame is None else frame.f_locals.get("loop")
         status = str(getattr(loop, "status", "done"))
@@ -183,6 +184,18 @@ def graph_call() -> GraphCall | None:
     if frame is None or not isinstance(frame.f_locals.get("self"), Pregel):
         return None
     return GraphCall(frame)
+
+
+APPROVALS: Final = "langchain.agents.middleware.human_in_the_loop"
+"""The module whose name `interrupt` is called where a person is asked about tool calls."""
+
+
+def calls_to_approve() -> tuple[list[Any], list[int]]:
+    """Return the tool calls of the answer that a person is asked about, and which of them."""
+    frame = _frame_of(_APPROVES, "interrupt_indices", _NEAREST)
+    if frame is None:
+        return [], []
+    return list(frame.f_locals["last_ai_msg"].tool_calls), frame.f_locals["interrupt_indices"]
 
 
 def graph_of_manager() -> Any:
@@ -243,12 +256,12 @@ def close_pending_hooks() -> None:
 _STEP: Final = "graph:step:"
 
 
-def node_of(tags: list[str] | None, metadata: Mapping[str, Any] | None) -> str | None:
-    """Return the node whose task a chain is, by its tags; None for any other chain."""
-    for tag in tags or ():
+def is_step(tags: list[str] | None) -> bool:
+    """Tell whether a chain is the task of a node, by its tags."""
+    for tag in tags or ():  # noqa: SIM110 - asked at each step
         if tag.startswith(_STEP):
-            return str((metadata or _NOTHING).get("langgraph_node"))
-    return None
+            return True
+    return False
 
 
 _AWAITS: Final = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__
@@ -334,8 +347,14 @@ def parameters_of(model_kind: Any) -> Mapping[str, Any]:
     return signature(model_kind._generate).parameters  # noqa: SLF001 - no public way
 
 
+def options_of(model: Any, stop: Any = None) -> Any:
+    """Return the options that a model of Ollama's sends; None where it does not tell."""
+    tells = getattr(model, "_chat_params", None)
+    return None if tells is None else tells([], stop)["options"]
+
+
 class ToolCallRefused(ToolInvocationError):
-    """What a `ToolNode` turns into an error result; see `refusal`."""
+    """The error that a `ToolNode` turns into a result; see `refusal`."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

@@ -22,7 +22,7 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_core.kit import Envelope, load_to_resume
-from budgetguard_langgraph import _endings
+from budgetguard_langgraph import _approvals, _endings
 from budgetguard_langgraph._closing import (
     FOLD,
     addressed,
@@ -92,6 +92,7 @@ class Attached(BudgetCallback):
 
     def take(self, graph_run: GraphRun) -> None:
         """Take the run that was opened for this call."""
+        _approvals.attach()
         self._last = graph_run
 
 
@@ -145,7 +146,7 @@ class Session:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the call goes on with what the thread was at."""
+        """True if the call goes on with what the thread was at."""
         return self.given is None or isinstance(self.given, Command)
 
     def begin(
@@ -246,7 +247,7 @@ class Session:
 
     @property
     def _is_to_outlive_a_kill(self) -> bool:
-        """Whether each step is to be on the disk before the next: what it used is, in a store.
+        """True if each step is to be on the disk before the next: what it used is, in a store.
 
         A state that is one table too: LangGraph writes interrupts into it while it is saved. It
         hands this down, and a subgraph that has no checkpointer cannot wait for one.
@@ -261,7 +262,7 @@ class Session:
 
     @property
     def stops(self) -> tuple[type[Exception], ...]:
-        """What ends the run without an error: a limit of LangGraph's only where one is enforced."""
+        """The exceptions that end the run normally; LangGraph's limit only if one is enforced."""
         limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
         return (BudgetExceeded, *limits)
 
@@ -284,13 +285,13 @@ class Session:
         return run.stopped_by or self.graph_run.stopped_inside
 
     def has_to_wait(self, trip: Trip) -> bool:
-        """Tell whether tools are in flight that may still finish: nothing says that they hang."""
+        """Return whether tools are in flight that may still finish: nothing says that they hang."""
         if self.nested or trip.reason in (StopReason.MAX_SECONDS, StopReason.ABORTED):
             return False
         return self.graph_run.runs_tools()
 
     def wait(self) -> None:
-        """Let tools that are in flight finish."""
+        """Wait for tools that are in flight."""
         self.graph_run.wait_for_tools(self.terms.grace)
 
     def look_at(self, state: StateSnapshot | None) -> None:
@@ -339,7 +340,7 @@ class Session:
         return write(self.graph, key, whole)
 
     def stays_open(self, state: StateSnapshot | None) -> bool:
-        """Tell whether the tasks of a thread stay as they are, to be run when it is resumed.
+        """Return whether the tasks of a thread stay as they are, to be run when it is resumed.
 
         So does a workflow, and a graph below another one, which begins it anew unless it is open;
         a conversation is closed there, because it goes on from what it holds.

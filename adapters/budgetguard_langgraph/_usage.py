@@ -1,4 +1,4 @@
-"""What only LangChain's records tell: names, bounds, hosted tools, whether an answer was cut."""
+"""The facts of LangChain's records alone: names, bounds, hosted tools, answers that were cut."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ _PROVIDERS: Final = frozenset(
     ]
 )
 _CUT: Final = frozenset({"length", "max_tokens", "max_output_tokens", "model_length"})
+_REFUSED: Final = frozenset({"refusal", "content_filter", "SAFETY"})
 _FINISHES: Final = ("finish_reason", "stop_reason", "done_reason")
 # What providers run by themselves; `server_tool_call` is LangChain's own word for all of it.
 _HOSTED: Final = frozenset({"server_tool_call", "server_tool_use", "mcp_tool_use", "mcp_call"})
@@ -82,7 +83,7 @@ _NESTS_NOTHING: Final = frozenset({bool, float, int, str, type(None)})
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
-    """Tell whether a record of the framework's has named fields."""
+    """Return whether a record of the framework's has named fields."""
     # First what it nearly always is: an abstract class is asked in a call of Python's.
     return type(value) is dict or isinstance(value, Mapping)
 
@@ -94,7 +95,7 @@ def used_by(record: Any) -> tuple[TokenUsage | None, Decimal | None]:
         record: The answer, or the response of a text model.
     """
     told: Any = getattr(record, "usage_metadata", None)
-    used = _plainly(cast("dict[str, Any]", told)) if type(told) is dict else None
+    used = _plainly(told) if type(told) is dict else None
     if used is not None and _tells_no_cost(record):
         return used, None
     return token_usage(record), reported_cost(record)
@@ -226,9 +227,33 @@ def schema_of(parameters: Mapping[str, Any] | None) -> Any:
 
 
 def was_cut(message: BaseMessage | None) -> bool:
-    """Tell whether an answer ended because it may not be longer."""
+    """Return whether an answer ended because it may not be longer."""
     metadata: dict[str, Any] = getattr(message, "response_metadata", None) or {}
     return any(name in metadata and str(metadata[name]).lower() in _CUT for name in _FINISHES)
+
+
+def unusable_in(message: BaseMessage | None) -> list[tuple[ToolCall, str, str]]:
+    """List what an answer has that nobody can use, each with its text and kind.
+
+    That is a tool call that nobody can read, and a refusal.
+    """
+    if not isinstance(message, AIMessage):
+        return []
+    found = [
+        (
+            ToolCall(name=call["name"] or "unknown", arguments=call["args"], id=call["id"]),
+            str(call["error"]),
+            "invalid tool call",
+        )
+        for call in message.invalid_tool_calls or ()
+    ]
+    ended, refused = message.response_metadata, "refusal" in message.additional_kwargs
+    refused = refused and bool(message.additional_kwargs["refusal"])
+    for name in _FINISHES:
+        refused = refused or (name in ended and str(ended[name]) in _REFUSED)
+    if refused:
+        found.append((ToolCall(name="answer", kind="output"), "refused", "refusal"))
+    return found
 
 
 def calls_of(message: BaseMessage | None) -> tuple[list[ToolCall], list[ToolCall]]:

@@ -1,4 +1,4 @@
-"""What a caller of a bounded graph sees of its stream, and of the state that it ends with."""
+"""The caller's view of a bounded graph's stream, and of the state that it ends with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class View:
 
     @property
     def shows_checkpoints(self) -> bool:
-        """Whether the caller follows the thread by the stream."""
+        """True if the caller follows the thread by the stream."""
         return not _THREADS.isdisjoint(self._modes)
 
     def seen(self, chunk: Any) -> Sequence[Any]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast, overload
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStubs]
@@ -15,7 +15,14 @@ from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStub
 from langgraph.types import StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
-from budgetguard_core.kit import CutShort, Envelope, EnvelopeOptions, entered, envelope_of
+from budgetguard_core.kit import (
+    Envelope,
+    EnvelopeOptions,
+    ProfileOptions,
+    Scope,
+    entered,
+    envelope_of,
+)
 from budgetguard_langgraph._closing import FOLD
 from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_outcome_of
@@ -122,7 +129,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         error: Exception | None = None
         cut: Trip | None = None
         parts: Any = self._astream(inner, call.given, call.config, call.options)
-        cutting = CutShort(bounds)
+        cutting = Scope(bounds)
         try:
             await arun(self._closed_before(call, opened))
             while True:
@@ -130,8 +137,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
                 # One pull after the other in this very task: its context is the run's.
                 with entered(call.frame), cutting as watch:
                     chunk = await anext(parts, _NOTHING)
-                if watch is not None and watch.trip is not None:
-                    cut = watch.trip
+                cut = watch.trip or cut
                 if chunk is _NOTHING:
                     break
                 for one in call.view.seen(chunk):
@@ -247,13 +253,34 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 _NOTHING = object()
 
 
+@overload
+def bounded(
+    graph: _G,
+    budget: Budget | Guard | Envelope,
+    *,
+    messages_key: str = "messages",
+    grace: float = 2.0,
+    **options: Unpack[EnvelopeOptions],
+) -> _G: ...
+
+
+@overload
+def bounded(
+    graph: _G,
+    *,
+    messages_key: str = "messages",
+    grace: float = 2.0,
+    **options: Unpack[ProfileOptions],
+) -> _G: ...
+
+
 def bounded(
     graph: _G,
     budget: Budget | Guard | Envelope | None = None,
     *,
     messages_key: str = "messages",
     grace: float = 2.0,
-    **options: Unpack[EnvelopeOptions],
+    **options: Any,
 ) -> _G:
     """Return the same graph, of the same type, that ends every run within a budget.
 

@@ -55,13 +55,13 @@ class BudgetStop(BudgetExceeded, GraphBubbleUp, NotRetried):
 
 
 def is_budget_interrupt(interrupt: Any) -> bool:
-    """Tell whether an interrupt of a graph was made by a budget, not for a person to answer."""
+    """Return whether an interrupt of a graph was made by a budget, not for a person to answer."""
     value = getattr(interrupt, "value", None)
     return isinstance(value, dict) and value.get("type") == TYPE  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tell whether an error of a client says only that its call was refused, below in HTTP."""
+    """Return whether an error of a client says only that its call was refused, below in HTTP."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # boto3
         headers: Any = cast("Any", response).get("ResponseMetadata", {}).get("HTTPHeaders")
@@ -71,7 +71,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def was_stopped(graph: Any, config: Any) -> bool:
-    """Tell whether a thread was stopped and asks nobody; False where its saver must be awaited."""
+    """Return whether a thread was stopped and asks nobody; False if its saver must be awaited."""
     try:
         tasks: Any = graph.get_state(config).tasks
     except Exception:

@@ -39,7 +39,7 @@ from budgetguard_langgraph.progress import report_progress
 
 
 class BudgetState(AgentState[Any]):
-    """What the middleware keeps in the agent's state."""
+    """The part of the agent's state that the middleware keeps."""
 
     stop_reason: NotRequired[Annotated[str | None, OmitFromInput]]
     """Why the run was stopped; None or absent when it ended by itself."""
@@ -148,7 +148,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             return
         with cut_short(mine.run) as watch:
             yield
-        if watch is not None and watch.trip is not None:
+        if watch.trip is not None:
             mine.release(str(configuration().get("checkpoint_ns", "")))
             raise BudgetInterrupt(watch.trip)
 

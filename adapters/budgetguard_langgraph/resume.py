@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from langchain_core.messages import BaseMessage
+from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
@@ -28,11 +29,18 @@ from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph._session import Terms
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
+_Graph: TypeAlias = Pregel[Any, Any, Any, Any]
+
 _PAST: Final = 32
 _STOP_REASON: Final = "stop_reason"
 
 
-def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any) -> Any:
+def resume(
+    graph: _Graph,
+    config: Mapping[str, Any] | None,
+    budget: Budget | Guard | Envelope,
+    **options: Any,
+) -> dict[str, Any] | Any:
     """Go on with a stopped thread where it stopped; nothing that completed runs again.
 
     Args:
@@ -53,8 +61,11 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
 
 
 def resume_stream(
-    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
-) -> Iterator[Any]:
+    graph: _Graph,
+    config: Mapping[str, Any] | None,
+    budget: Budget | Guard | Envelope,
+    **options: Any,
+) -> Iterator[dict[str, Any] | Any]:
     """Go on with a stopped thread as `resume` does, and return what `stream` returns."""
     again, given = run(_prepared(graph, config, budget))
     found: Iterator[Any] = again.stream(given, config, **options)
@@ -62,16 +73,22 @@ def resume_stream(
 
 
 async def aresume(
-    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
-) -> Any:
+    graph: _Graph,
+    config: Mapping[str, Any] | None,
+    budget: Budget | Guard | Envelope,
+    **options: Any,
+) -> dict[str, Any] | Any:
     """Go on with a stopped thread where it stopped, as `resume` does."""
     again, given = await arun(_prepared(graph, config, budget))
     return await again.ainvoke(given, config, **options)
 
 
 async def aresume_stream(
-    graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
-) -> AsyncIterator[Any]:
+    graph: _Graph,
+    config: Mapping[str, Any] | None,
+    budget: Budget | Guard | Envelope,
+    **options: Any,
+) -> AsyncIterator[dict[str, Any] | Any]:
     """Go on with a stopped thread as `resume` does, and return what `astream` returns."""
     again, given = await arun(_prepared(graph, config, budget))
     found: AsyncIterator[Any] = again.astream(given, config, **options)
@@ -220,13 +237,13 @@ def _plan(
 
 
 def _has_ended(state: StateSnapshot, key: str | None) -> bool:
-    """Tell whether a checkpoint has the end of a stopped conversation."""
+    """Return whether a checkpoint has the end of a stopped conversation."""
     messages = conversation_in(state.values, key)
     return bool(messages) and is_synthetic(messages[-1])
 
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
-    """Tell whether a thread holds more than what its tasks wrote, and the end of its conversation.
+    """Return whether a thread holds more than its tasks wrote, and the end of its conversation.
 
     Args:
         state: The thread as it is.

@@ -23,7 +23,7 @@ _MAPPINGS: tuple[Any, ...] = (dict, Mapping)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReply:
-    """What one model call brought, for a step that does not return a response of OpenAI's."""
+    """The reply of one model call, for a step that does not return a response of OpenAI's."""
 
     message: Mapping[str, Any]
     """The assistant message in the format of chat completions: `content`, `tool_calls`."""
@@ -80,7 +80,7 @@ def _message_in(answer: Any) -> tuple[Message, bool]:
 
 
 class Said(NamedTuple):
-    """What a response, or a chunk of one, says."""
+    """The content of a response, or of a chunk of one."""
 
     text: str
     """Its text, and the arguments of its tool calls."""
@@ -91,7 +91,7 @@ class Said(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether this is an answer: a text that asks for no tool."""
+        """True if this is an answer: a text that asks for no tool."""
         return bool(self.text) and not self.asks
 
 

@@ -55,7 +55,7 @@ def guarded(
     tools: Iterable[Any] = (),
     **options: Unpack[EnvelopeOptions],
 ) -> Callable[[_F], _F]:
-    """Have every call of a function admitted, as a tool call or as a model call, and settled.
+    """Admit and settle every call of a function, as a tool call or as a model call.
 
     Works on functions, coroutine functions, generators and async generators; a generator is one
     call from its first item to its last. On an event loop the deadline and an abort cancel the
@@ -124,7 +124,7 @@ class _Call:
 
     @property
     def said_final(self) -> bool:
-        """Whether the model gave an answer: a text that asks for no tool."""
+        """True if the model gave an answer: a text that asks for no tool."""
         return any(self.pieces) and not self.asks
 
     def take(self, said: Said) -> None:
@@ -183,7 +183,7 @@ class _Gate:
                 with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
                 if result is _NOTHING:
-                    raise _CutShort(cast("Any", watch).trip)
+                    raise _CutShort(cast("Trip", watch.trip))
                 self._took(admitted, result)
             return result
 
@@ -233,7 +233,7 @@ class _Gate:
                         except StopAsyncIteration:
                             break
                         if item is _NOTHING:
-                            raise _CutShort(cast("Any", watch).trip)
+                            raise _CutShort(cast("Trip", watch.trip))
                         self._took(admitted, item, part_of_it=True)
                         try:
                             go_on = functools.partial(items.asend, (yield item))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from agents import (
     Agent,
@@ -27,10 +27,9 @@ from budgetguard_core import (
     Trip,
     Violation,
 )
-from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Frame, OpenToolCall, Run, entered, part
+from budgetguard_core.kit import FRAME, Frame, OpenToolCall, Run, part
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls
-from budgetguard_openai_agents._tools import Gates, progress_tool
 
 _NO_RESULT = "no result"
 _NO_TOOL: Any = None
@@ -48,26 +47,6 @@ class RunStopped(BudgetExceeded, AgentsException):
 
     It leaves a run only with `on_trip="raise"`, or through a run inside a run whose limit it was.
     """
-
-
-class _Copied(NamedTuple):
-    """A tool, what it held when its copy was made, and the copy."""
-
-    tool: Tool
-    held: tuple[dict[str, Any], tuple[Any, ...]]
-    copy: Tool
-
-
-class CallBounds(Protocol):
-    """What the settings of a model call ask the run that it belongs to."""
-
-    def output_bound(self, own: int | None) -> int | None:
-        """Return the completion tokens that the next call may ask for."""
-        ...
-
-    async def admit_retry(self, error: BaseException | None) -> bool:
-        """Tell whether a failed call may be tried again, and count the attempt if so."""
-        ...
 
 
 class RunFrame(Frame):
@@ -94,7 +73,8 @@ class ToolCalls:
         turn_frame: What the turn at hand runs in, its model call included; at first all of the run.
         tools: The tools of the turn at hand.
         settings: The settings of its model call.
-        bounds: What they ask; None where nothing bounds them.
+        copies: The copies of its tools.
+        bounds: The hooks of the run, which its settings ask; None where nothing bounds them.
         earlier: The items of an earlier leg of the run.
         resumed: The calls that the earlier leg had asked for, and left to this one.
         stopping: Why the run ends, where it is no limit of the budget's.
@@ -106,35 +86,12 @@ class ToolCalls:
         self.turn_frame: Frame = RunFrame(self)
         self.tools: list[Tool] = []
         self.settings: ModelSettings | None = None
-        self.bounds: CallBounds | None = None
+        self.bounds: Any = None
         self.earlier: list[RunItem] = []
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
         self._batch: list[Asked] = []
-        self._copies: dict[int, _Copied] = {}
-
-    def _copy_of(self, tool: Tool, known: dict[int, _Copied]) -> Tool:
-        """Return a tool's copy, that of the turn before where the tool is what it was."""
-        if not isinstance(tool, FunctionTool):
-            return GATES.tool(tool)
-        before = known.get(id(tool))
-        # The list may be changed in place.
-        held = vars(tool), tuple(tool.tool_input_guardrails or ())
-        if before is None or before.tool is not tool or before.held != held:
-            before = _Copied(tool, ({**held[0]}, held[1]), GATES.tool(tool))
-        self._copies[id(tool)] = before
-        return before.copy
-
-    def begin_turn(self, tools: list[Tool]) -> list[Tool]:
-        """Give an agent copies of its tools that ask this run, and make this task the turn's."""
-        self.turn_frame = RunFrame(self)
-        FRAME.set(self.turn_frame)
-        known, self._copies = self._copies, {}
-        self.tools = [self._copy_of(tool, known) for tool in tools]
-        asks = self.run.guard.budget.progress is not None
-        if asks and not any(tool.name == PROGRESS_TOOL.name for tool in tools):
-            self.tools.append(GATES.tool(progress_tool()))
-        return self.tools
+        self.copies: dict[int, Any] = {}
 
     def ask(self, batch: list[Asked]) -> None:
         """Ask for the calls of a reply, all together, or stop the run."""
@@ -203,7 +160,7 @@ class ToolCalls:
         return refusal
 
     async def start(self, context: Any, tool: Tool) -> bool:
-        """Say that a call's body starts now; False where something else is its result.
+        """Start a call's body; returns False where something else is its result.
 
         Raises:
             RunStopped: The call may not start, and nothing else can be its result.
@@ -274,10 +231,6 @@ class ToolCalls:
         is_it = asked is not None and asked.raw is getattr(context, "tool_call", None)
         return asked if is_it else None
 
-    def entered(self, asked: Asked) -> Any:
-        """Make the code of a block the body of a call."""
-        return entered(RunFrame(self, asked))
-
     def leave_partial(self, call: OpenToolCall, text: str) -> None:
         """Keep what a run inside the body of a call had brought when it was stopped."""
         for asked in self._batch:
@@ -297,7 +250,6 @@ class ToolCalls:
     def go_on(self, state: Any, agent: Agent[Any]) -> None:
         """Take over what an earlier leg left open, and ask for what was approved, all together."""
         self.earlier = _seams.items_of(state)
-        _seams.replace_pending_tools(state, GATES.tool)
         tickets = list(self.run.guard.open_tool_calls())
         decided = [
             (item, _seams.approval_of(state, item))
@@ -314,9 +266,12 @@ class ToolCalls:
             else:
                 asked.opened = OpenToolCall(asked.call, [ticket])
         for item, approved in decided:
-            ticket = None if approved else _take(tickets, part(item.raw_item, "call_id"))
-            if approved is False and ticket is not None:
-                self.run.guard.withdraw(ticket)
+            if approved is False:
+                ticket = _take(tickets, part(item.raw_item, "call_id"))
+                if ticket is not None:
+                    self.run.guard.withdraw(ticket, waits=True)
+                for asked in asked_calls(agent, [item.raw_item]):
+                    self._rejected(asked.call)
         started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
         for asked in asked_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.
@@ -327,6 +282,11 @@ class ToolCalls:
                 self.resumed.append(asked)
         self._opened(fresh)
         self._batch = self.resumed
+
+    def _rejected(self, call: ToolCall) -> None:
+        """Report a call that a person rejected: no tool call, but an error of its kind."""
+        without_body = ToolCall(name=call.name, arguments=call.arguments, id=call.id, kind="output")
+        self.run.finished(self.run.tool_call(without_body), error="rejected")
 
     def wait(self, call_ids: set[Any]) -> None:
         """Leave what waits for a person to the leg that goes on with the answer.
@@ -368,7 +328,7 @@ class ToolCalls:
         """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
         self.turn_frame = Frame(self.run.guard)
         self.bounds = self.settings = None
-        self.tools, self._copies, self.resumed = [], {}, []
+        self.tools, self.copies, self.resumed = [], {}, []
 
 
 def around() -> ToolCalls | None:
@@ -382,10 +342,6 @@ def around() -> ToolCalls | None:
             return None
         frame = frame.above
     return None
-
-
-GATES = Gates(around)
-"""The copies of tools that the runs of this adapter work with."""
 
 
 def _take(tickets: list[Any], call_id: Any) -> Any:

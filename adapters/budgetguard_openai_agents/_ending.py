@@ -1,14 +1,23 @@
-"""What the SDK would have returned, built for a run that was stopped; and the end of every run."""
+"""The SDK's result of a run that was stopped; and the end of every run."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from agents import (
+    Agent,
     ItemHelpers,
+    MaxTurnsExceeded,
     MessageOutputItem,
+    Model,
+    ModelResponse,
+    ModelTracing,
+    OpenAIResponsesModel,
+    RunConfig,
     RunContextWrapper,
     RunErrorDetails,
     RunItem,
@@ -17,18 +26,33 @@ from agents import (
     RunState,
     TResponseInputItem,
 )
+from agents.run import CallModelData, ModelInputData
 
-from budgetguard_core import Outcome, Trip, synthetic_metadata, synthetic_text
-from budgetguard_core.kit import part, remember
-from budgetguard_openai_agents import _seams, _session
+from budgetguard_core import ModelCall, Outcome, Trip, synthetic_metadata, synthetic_text
+from budgetguard_core.kit import (
+    ANSWER_NOW,
+    RESPONSES,
+    Answer,
+    OpenModelCall,
+    Prompt,
+    content_text,
+    grouped,
+    in_words,
+    last_answer,
+    part,
+    remember,
+)
+from budgetguard_openai_agents import _history, _seams
 from budgetguard_openai_agents._calls import RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
     closing_items,
+    history_of,
     synthetic_message,
 )
+from budgetguard_openai_agents._model import model_of, plain_settings, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import note, own_results
+from budgetguard_openai_agents._tools import hide_gate
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -37,35 +61,101 @@ _RESUME = (
 _ANSWER = "Answer with result.to_state(), and give that to the runner with a budget."
 
 
-def partial_result(
+async def ended(
     recorder: Recorder,
-    trip: Trip,
-    data: RunErrorDetails | RunResult | None,
+    work: asyncio.Task[Any],
     given: Any,
     options: dict[str, Any],
-    answer: str | None = None,
-) -> RunResult:
-    """Build the result of a stopped run.
+    streamed: RunResultStreaming | None = None,
+) -> Any:
+    """Wait for a run's work, and give the run its end: a result, also where it was stopped.
 
     Args:
         recorder: The hooks of the run.
-        trip: Why it was stopped.
-        data: What the SDK knows of it, None when its work was cancelled.
+        work: What the SDK runs.
         given: The input of the run.
         options: Its options.
-        answer: The model's last answer, if it gave one.
+        streamed: The result of a streamed run.
+
+    Raises:
+        RunStopped: The caller wants it so, or the stop is that of a run around this one.
     """
-    if data is None:
-        data = _data_from(recorder, given, options)
+    run = recorder.run
+    known: Any = streamed
+    result: Any = None
+    try:
+        trip = await recorder.supervised(work)
+        if trip is None or (work.done() and not work.cancelled()):
+            answer = work.result()
+            trip, result = None, streamed or answer
+            if streamed is not None and not streamed.interruptions:
+                _seams.raise_tripwire(streamed)
+        else:
+            recorder.cut_off()
+            is_judged = streamed is not None and recorder.is_judged()
+            result = cast("Any", streamed if is_judged else None)
+    except BaseException as raised:
+        error = raised
+        if streamed is not None and isinstance(error, asyncio.CancelledError) and run.stopped_by:
+            # The SDK cancels a streamed run whose input guardrail failed.
+            await asyncio.wait({work}, timeout=0)
+            failed = _seams.take_failed_guardrail(streamed)
+            if failed is not None:
+                cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+                error = failed
+        trip = recorder.left_by(error)
+        if trip is None:
+            await fail(recorder, error, given, streamed)
+            raise
+        recorder.cut_off(error)
+        known = streamed or getattr(error, "run_data", None)
+    waits = result is not None and bool(result.interruptions)
+    trip = trip or recorder.calls.stopping or run.stopped_by
+    if trip is None and streamed is not None and _seams.is_cancelled(streamed) and not waits:
+        left = asyncio.CancelledError("the stream was cancelled")
+        await fail(recorder, left, given, streamed)
+        return streamed
+    if trip is not None and not waits and not (result and is_answered(recorder, result)):
+        data = known or result
+        result = await _closed(recorder, trip, data, given, options, streamed)
+        await store_in_session(recorder, options.get("session"), given, result, rebuilt=not data)
+    elif trip is not None and not waits and recorder.is_completed_by_a_call(trip):
+        # Nothing that the refused calls of the same batch would have brought was waited for.
+        trip = run.trip = None
+    await conclude(recorder, trip, result)
+    return result
+
+
+async def _closed(
+    recorder: Recorder,
+    trip: Trip,
+    data: Any,
+    given: Any,
+    options: dict[str, Any],
+    streamed: RunResultStreaming | None,
+) -> Any:
+    """Give a stopped run its closed history and its last message; `data` is what the SDK knows."""
+    data = data or _data_from(recorder, given, options)
     recorder.withhold()
-    kept, closing, responses = _closed(recorder, data.new_items, data.raw_responses)
-    items = [*kept, *closing]
-    items += _last(recorder, trip, data.last_agent, items, responses, answer)
+    kept, closing, responses = _whole(recorder, data.new_items, data.raw_responses)
+    whole = [*kept, *closing]
+    last = await last_words(recorder, trip, data, whole, responses, options.get("session"))
+    # Behind an answer that was cut short there is none: its text is the last message.
+    if not (recorder.cut and isinstance(whole[-1] if whole else None, MessageOutputItem)):
+        closing.append(_last(recorder, trip, data.last_agent, whole, responses, last))
+    final = last.final if last.is_typed else _text_of([*kept, *closing][-1])
+    if streamed is not None:
+        streamed.raw_responses = responses
+        _seams.extend_streamed(streamed, kept, closing)
+        streamed.final_output = final
+        streamed.is_complete = True
+        recorder.closing = closing
+        return streamed
     result = RunResult(
         input=data.input,
-        new_items=items,
+        new_items=[*kept, *closing],
         raw_responses=responses,
-        final_output=_text_of(items[-1]),
+        final_output=final,
         input_guardrail_results=data.input_guardrail_results,
         output_guardrail_results=data.output_guardrail_results,
         # Older releases do not report these of a run that failed.
@@ -80,65 +170,34 @@ def partial_result(
     return result
 
 
-def close_streamed(
-    recorder: Recorder, trip: Trip, result: RunResultStreaming, answer: str | None = None
-) -> list[RunItem]:
-    """Give a streamed result its end; return the items that were added."""
-    recorder.withhold()
-    kept, closing, responses = _closed(recorder, result.new_items, result.raw_responses)
-    closing += _last(recorder, trip, result.last_agent, [*kept, *closing], responses, answer)
-    result.raw_responses = responses
-    _seams.extend_streamed(result, kept, closing)
-    result.final_output = _text_of(closing[-1])
-    result.is_complete = True
-    return closing
-
-
-def history_of(recorder: Recorder, given: Any, data: RunErrorDetails | None) -> list[Any]:
-    """Return the closed history of a run that an exception left."""
-    data = data or _data_from(recorder, given, {})
-    kept, closing, _ = _closed(recorder, data.new_items, data.raw_responses)
-    return [
-        *ItemHelpers.input_to_new_input_list(data.input),
-        *(item.to_input_item() for item in (*kept, *closing)),
-    ]
-
-
 def _last(
     recorder: Recorder,
     trip: Trip,
     agent: Any,
     items: Sequence[RunItem],
     responses: Sequence[Any],
-    answer: str | None,
-) -> list[SyntheticMessage]:
-    """Make the synthetic message; a run above also gets what its sub-agent had said so far.
-
-    There is none behind an answer that was cut short: its text is the last message.
-    """
-    if recorder.cut and isinstance(items[-1] if items else None, MessageOutputItem):
-        return []
+    last: LastWords,
+) -> SyntheticMessage:
+    """Make the synthetic message; a run above also gets what its sub-agent had said so far."""
     run = recorder.run
-    text = answer or synthetic_text(run.guard)
-    if answer is None and run.above is not None and run.above.run is not None:
+    text = last.text or synthetic_text(run.guard)
+    if last.text is None and run.above is not None and run.above.run is not None:
         said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
-    metadata = synthetic_metadata(run.guard, trip, finalized=answer is not None)
-    return [synthetic_message(agent, text, metadata, responses)]
+    metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
+    return synthetic_message(agent, text, metadata, responses)
 
 
-def is_answered(recorder: Recorder, result: Any, *, is_cut: bool = False) -> bool:
-    """Tell whether a run that was stopped has an answer all the same.
+def is_answered(recorder: Recorder, result: Any) -> bool:
+    """Return whether a run that was stopped has an answer all the same.
 
     It has one where the SDK ended the run by itself and had all that its answer needs: neither a
-    judge nor the call whose result is the answer was refused.
+    judge nor the call whose result is the answer was refused. Or the user's own handler gave it.
     """
+    if recorder.is_handled:
+        return True
     if recorder.run.trip is None or result.final_output is None:
         return False
-    if is_cut:
-        recorder.withhold()
-        if recorder.withheld():
-            return False
     refused = [
         one.shown()
         for turn in recorder.turns[-1:]
@@ -173,22 +232,22 @@ async def store_in_session(
     ends = any(isinstance(one, SyntheticMessage) for one in result.new_items[-1:])
     said = [new.pop()] if ends else []
     try:
-        stored = await _session.read(session)
+        stored = await _history.read(session)
         for item in recorder.withheld():
             # The SDK may have stored it before it asked its judges.
-            if _session.ends_with(stored, item):
-                await _session.drop_last(session)
+            if _history.ends_with(stored, item):
+                await _history.drop_last(session)
                 stored.pop()
         if isinstance(given, RunState):
             history = result.to_input_list()
-            compared = _session.compare(stored, history[: len(history) - len(said)])
+            compared = _history.compare(stored, history[: len(history) - len(said)])
         else:
             own = ItemHelpers.input_to_new_input_list(given)
-            compared = _session.compare(stored, [*own, *new])
+            compared = _history.compare(stored, [*own, *new])
             result.input = [*compared.before, *own]
             if rebuilt:
                 _seams.drop_items(result, {n - len(own) for n in compared.left_out})
-        await _session.add(session, [*compared.missing, *said])
+        await _history.add(session, [*compared.missing, *said])
     except Exception as error:
         recorder.run.guard.tree.report("session", error)
 
@@ -207,7 +266,7 @@ async def conclude(
         recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
     else:
         recorder.calls.close()
-    results = own_results(result.tool_input_guardrail_results)
+    hide_gate(result)
     messages = result.to_input_list()
 
     def end() -> Outcome:
@@ -223,24 +282,24 @@ async def conclude(
 
     found = await run.in_thread(end)
     if waits:
-        kept = run.guard.snapshot().model_dump(mode="json")
-        results.append(note({"snapshot": kept}))
-    result.tool_input_guardrail_results = results
+        _seams.keep(result, run.guard.snapshot().model_dump_json())
     remember(result, found)
-    hand_over(recorder, found)
+    if found.status == "terminated":
+        _hand_over(recorder, result)
     recorder.calls.let_go()
     stop = run.trip
     if stop is not None and not waits and (run.is_to_raise or run.is_of_the_run_around(stop)):
         raise RunStopped(stop, found)
 
 
-def hand_over(recorder: Recorder, found: Outcome) -> None:
+def _hand_over(recorder: Recorder, result: RunResult | RunResultStreaming) -> None:
     """Leave what a stopped run had brought with the tool call that it is the body of."""
     above = recorder.run.above
     call = None if above is None else above.call
     calls = getattr(above, "calls", None)
-    if found.status == "terminated" and calls is not None and call is not None:
-        calls.leave_partial(call, str(found.final))
+    if calls is not None and call is not None:
+        final = result.final_output
+        calls.leave_partial(call, _text_of(result.new_items[-1]) if final is None else str(final))
 
 
 async def fail(
@@ -251,8 +310,11 @@ async def fail(
 ) -> None:
     """End a run that an exception or a cancellation left; who has its result may read it there."""
     recorder.close(error)
-    data: RunErrorDetails | None = getattr(error, "run_data", None)
-    messages = history_of(recorder, given, data)
+    known: RunErrorDetails | None = getattr(error, "run_data", None)
+    hide_gate(known, result)
+    data = known or _data_from(recorder, given, {})
+    kept, closing, _ = _whole(recorder, data.new_items, data.raw_responses)
+    messages = history_of(data.input, [*kept, *closing])
     end: Callable[[], Outcome] = lambda: recorder.run.fail(error, messages, resume=_RESUME)  # noqa: E731
     # Whoever cancels a run does not wait for its store.
     cancelled = isinstance(error, asyncio.CancelledError)
@@ -262,7 +324,7 @@ async def fail(
     recorder.calls.let_go()
 
 
-def _closed(
+def _whole(
     recorder: Recorder, new_items: Sequence[RunItem], raw_responses: Sequence[Any]
 ) -> tuple[list[RunItem], list[RunItem], list[Any]]:
     """Return the items of a run, those that are missing, and all its responses."""
@@ -272,8 +334,7 @@ def _closed(
         for one in new_items
         if one.type != "tool_approval_item" and not recorder.is_withheld(one)
     ]
-    earlier: list[RunItem] = [one for one in calls.earlier if one.type != "tool_approval_item"]
-    closing = closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
+    closing = closing_items(recorder.turns, items, raw_responses, calls.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
         if not any(turn.response is response for response in responses):
@@ -298,3 +359,155 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
 
 def _text_of(item: RunItem) -> str:
     return ItemHelpers.text_message_output(item) if isinstance(item, MessageOutputItem) else ""
+
+
+# The last answer
+
+
+class LastWords(NamedTuple):
+    """How a stopped run ends."""
+
+    text: str | None = None
+    """The text of its last message; None for the synthetic one."""
+    is_typed: bool = False
+    """The program asked for an output of a type."""
+    final: Any = None
+    """That output; None where nobody gave one."""
+
+
+async def last_words(
+    recorder: Recorder,
+    trip: Trip,
+    data: Any,
+    items: Sequence[RunItem],
+    responses: Sequence[ModelResponse],
+    session: Any,
+) -> LastWords:
+    """Ask for the end of a stopped run: the model, where the run has a reserve for it.
+
+    For an output of a type, the user's own handler of `max_turns` is asked where there is none.
+
+    Args:
+        recorder: The hooks of the run.
+        trip: Why it was stopped.
+        data: What the SDK knows of it.
+        items: Its items, closed.
+        responses: The model's responses.
+        session: The user's session, if any.
+    """
+    agent = recorder.agent
+    schema = _seams.schema_of(agent)
+    is_typed = schema is not None and not schema.is_plain_text()
+    found: list[Any] = []
+
+    def parsed(text: str) -> str:
+        if schema is None or not is_typed:
+            return text
+        try:
+            found.append(schema.validate_json(text))
+        except Exception as error:
+            recorder.run.guard.tree.report("last answer", error)
+            return ""
+        return text
+
+    answer = await _answer(recorder, trip, history_of(data.input, items), data, session, parsed)
+    if answer is not None or not is_typed:
+        return LastWords(answer, is_typed, *found)
+    handler = recorder.take_handler()
+    if handler is None:
+        return LastWords(is_typed=True)
+    facts = {"input": data.input, "new_items": list(items), "raw_responses": list(responses)}
+    context = recorder.context or data.context_wrapper
+    error = MaxTurnsExceeded(trip.detail)
+    try:
+        text, final = await _seams.handled(handler, error, context, agent, facts)
+    except Exception as raised:
+        recorder.run.guard.tree.report("error_handlers", raised)
+        return LastWords(is_typed=True)
+    return LastWords(text, is_typed=True, final=final)
+
+
+async def _answer(
+    recorder: Recorder,
+    trip: Trip,
+    history: list[Any],
+    data: Any,
+    session: Any,
+    parsed: Callable[[str], str],
+) -> str | None:
+    agent, config = recorder.agent, recorder.run_config
+    # Nobody would judge the answer; an answer that was cut short is the last message by itself.
+    judged = agent.output_guardrails or config.output_guardrails
+    withheld = judged or recorder.cut or recorder.is_server_side
+    last = None if withheld else last_answer(recorder.run, trip)
+    if last is None:
+        return None
+    try:
+        sent = await _request(recorder, agent, history, data, session)
+    except Exception as error:
+        # Code of the user's: what makes the instructions, or filters what is sent.
+        recorder.run.guard.tree.report("last answer", error)
+        return None
+    name, provider = model_of(agent, config)
+    model = _model(agent, config)
+    schema = _seams.schema_of(agent)
+    tokens = Prompt().project(sent.input, system=sent.instructions, output_schema=agent.output_type)
+    call = ModelCall(model=name, provider=provider, input_tokens=tokens)
+
+    async def say(opened: OpenModelCall) -> Answer:
+        own = plain_settings(agent, config)
+        settings = replace(own, tool_choice=None, parallel_tool_calls=None)
+        set_bound(settings, opened.max_output_tokens)
+        response = await model.get_response(
+            sent.instructions,
+            sent.input,
+            settings,
+            [],
+            schema,
+            [],
+            ModelTracing.DISABLED,
+            previous_response_id=None,
+            conversation_id=None,
+            prompt=None,
+        )
+        return Answer(text=parsed(_text(response.output)), usage=usage_of(response))
+
+    return await last.ask_async(call, say)
+
+
+async def _request(
+    recorder: Recorder, agent: Agent[Any], history: list[Any], data: Any, session: Any
+) -> ModelInputData:
+    items = history
+    if session is not None:
+        stored = await _history.read(session)
+        items = [*_history.compare(stored, items).before, *items]
+    context = recorder.context or data.context_wrapper
+    instructions = await agent.get_system_prompt(context)
+    sent = ModelInputData(input=items, instructions=instructions)
+    own = recorder.run_config.call_model_input_filter
+    if own is not None:
+        filtered: Any = own(CallModelData(sent, agent, getattr(context, "context", None)))
+        sent = await filtered if inspect.isawaitable(filtered) else filtered
+    asked: Any = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
+    if not isinstance(_model(agent, recorder.run_config), OpenAIResponsesModel):
+        # Anthropic and Bedrock, through LiteLLM and its like, take no calls without their tools.
+        said = in_words(grouped(cast("Any", sent.input)), RESPONSES)
+        asked = [{"role": one["role"], "content": _words(one)} for (one,) in said]
+    return ModelInputData(input=asked, instructions=sent.instructions)
+
+
+def _words(message: dict[str, Any]) -> Any:
+    # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
+    content = message["content"]
+    return content_text(content) if message["role"] == "assistant" else content
+
+
+def _model(agent: Agent[Any], config: RunConfig) -> Model:
+    model = config.model or agent.model
+    return model if isinstance(model, Model) else config.model_provider.get_model(model)
+
+
+def _text(output: list[Any]) -> str:
+    said = (part(item, "content") for item in output if part(item, "type") == "message")
+    return "".join(part(piece, "text") or "" for content in said for piece in content or ())

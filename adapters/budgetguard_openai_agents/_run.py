@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agents import (
     Agent,
     InputGuardrailTripwireTriggered,
+    MaxTurnsExceeded,
     ModelResponse,
     OutputGuardrailTripwireTriggered,
     RunConfig,
@@ -20,18 +22,19 @@ from agents import (
 )
 from agents.run import ModelInputData
 
-from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, Trip
+from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, StopReason, Trip
 from budgetguard_core.kit import OpenModelCall, Prompt, Run, part, supervised, token_usage
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
 from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
-from budgetguard_openai_agents._tools import original
-from budgetguard_openai_agents._usage import (
+from budgetguard_openai_agents._model import (
     ended_at_its_bound,
     model_of,
     schemas_of,
+    set_bound,
     usage_of,
     written,
 )
+from budgetguard_openai_agents._tools import original
 
 # The least completion bound that the Responses API takes.
 _LEAST_OUTPUT = 16
@@ -59,6 +62,8 @@ class Recorder(RunHooks[Any]):
         streamed: What a stream has brought of the answer that is being written.
         run_config: The user's own.
         is_server_side: The provider keeps the conversation.
+        closing: What a stopped run's end has added to the items of its stream.
+        is_handled: The user's handler gave the answer when the SDK's turns were used up.
     """
 
     def __init__(
@@ -86,6 +91,9 @@ class Recorder(RunHooks[Any]):
         self._no_retry: BaseException | None = None
         self._retries = 0
         self._sent: Sequence[Any] = ()
+        self.closing: list[RunItem] = []
+        self.is_handled = False
+        self._handler: Callable[[Any], Any] | None = None
 
     # A turn, in the order of its steps
 
@@ -128,7 +136,7 @@ class Recorder(RunHooks[Any]):
         self._open(opened)
         if self.calls.settings is not None:
             # Streamed calls have theirs already.
-            self.calls.settings.max_tokens = opened.max_output_tokens
+            set_bound(self.calls.settings, opened.max_output_tokens)
         return sent
 
     async def on_agent_start(self, context: Any, agent: Any) -> None:
@@ -139,7 +147,7 @@ class Recorder(RunHooks[Any]):
     async def on_llm_start(
         self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
     ) -> None:
-        """Tell the model what it should be told first, and save where the run is."""
+        """Give the model its message first, and save where the run is."""
         self.context, call = context, self._call
         try:
             if self.run.is_saved:
@@ -267,11 +275,42 @@ class Recorder(RunHooks[Any]):
             response = data.get("response")
             self._incomplete = response if _is_bounded(response) else None
 
+    # The SDK's own limit
+
+    def handlers(self, own: Any) -> dict[str, Any]:
+        """Return the user's handlers of errors, of which that of `max_turns` is asked through us.
+
+        With one of ours, a run and a stream end alike where the user has none.
+        """
+        given: dict[str, Any] = own or {}
+        self._handler = given.get("max_turns")
+        return {**given, "max_turns": self._used_up}
+
+    async def _used_up(self, about: Any) -> Any:
+        handler, answer = self.take_handler(), None
+        if handler is not None:
+            answer = handler(about)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        if answer is None:
+            raise about.error
+        if self.run.is_enforced:
+            self.is_handled = True
+            self.calls.stopping = self.run.framework_limit(str(about.error))
+        return answer
+
+    def take_handler(self) -> Callable[[Any], Any] | None:
+        """Return the user's handler of `max_turns`, which is asked once."""
+        handler, self._handler = self._handler, None
+        return handler
+
     # Tool calls
 
     def left_by(self, error: BaseException) -> Trip | None:
-        """Tell whether an exception left the run because of a limit, and of which."""
+        """Return whether an exception left the run because of a limit, and of which."""
         self._fail(error)
+        if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
+            return self.run.framework_limit(str(error))
         stopped = self.calls.stopping or self.run.stopped_by
         if stopped is None:
             return None
@@ -298,13 +337,27 @@ class Recorder(RunHooks[Any]):
             judges += [*turn.agent.input_guardrails, *(self.run_config.input_guardrails or ())]
         turn.is_withheld = bool(judges)
 
+    def is_completed_by_a_call(self, trip: Trip) -> bool:
+        """Return whether an answer is a call's result, though others of its batch were refused.
+
+        The SDK asks for it with `tool_use_behavior`.
+        """
+        is_own = trip is self.run.trip and trip.run_id == self.run.guard.run_id
+        local = any(one.is_local for turn in self.turns[-1:] for one in turn.asked)
+        return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
+
+    def is_judged(self) -> bool:
+        """Return whether nothing of the last answer has to be kept back."""
+        self.withhold()
+        return not self.withheld()
+
     def withheld(self) -> list[Any]:
         """List what is kept back, as a history has it, the last item first."""
         outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
         return [item for items in outputs for item in reversed(items)]
 
     def is_withheld(self, item: RunItem) -> bool:
-        """Tell whether an item is a part of an answer that is kept back."""
+        """Return whether an item is a part of an answer that is kept back."""
         return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
@@ -328,7 +381,7 @@ class Recorder(RunHooks[Any]):
 
     @property
     def is_off(self) -> bool:
-        """Whether no guard of the run enforces or looks on."""
+        """True if no guard of the run enforces or looks on."""
         return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
 
 

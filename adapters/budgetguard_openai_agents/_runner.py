@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from functools import wraps
 from typing import Any, cast
 
@@ -11,47 +12,124 @@ from agents import (
     Agent,
     ItemHelpers,
     ModelSettings,
-    RunErrorDetails,
     RunHooks,
     RunResult,
     RunResultStreaming,
     RunState,
 )
 from agents.agent import AgentBase
-from agents.exceptions import MaxTurnsExceeded
 from agents.run import (
     DEFAULT_MAX_TURNS,
     AgentRunner,
     get_default_agent_runner,
     set_default_agent_runner,
 )
+from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
+    BudgetExceeded,
     CheckpointError,
     ConfigurationError,
     Guard,
     Mode,
     Outcome,
     Snapshot,
-    Trip,
 )
-from budgetguard_core.kit import Envelope, Run, current_guard, entered, load_to_resume, part
+from budgetguard_core.kit import (
+    Envelope,
+    Run,
+    current_guard,
+    entered,
+    load_to_resume,
+    outcome_of,
+    part,
+    remember,
+)
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
-from budgetguard_openai_agents._ending import (
-    conclude,
-    fail,
-    is_answered,
-    partial_result,
-    store_in_session,
-)
-from budgetguard_openai_agents._last import answer_of
+from budgetguard_openai_agents._ending import ended
+from budgetguard_openai_agents._model import asking, bounded_config, config_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._settings import asking, bounded_config, config_of
-from budgetguard_openai_agents._stream import StreamEnding
-from budgetguard_openai_agents._tools import noted
+from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
 
 _LOCK = threading.Lock()
+_TURNS = {"max_iterations", "max_model_calls"}
+
+
+class StreamEnding:
+    """Watches a streamed run and ends its stream normally.
+
+    Args:
+        recorder: The hooks of the run.
+        result: What the SDK returned; its task and its events are replaced.
+        given: The input of the run.
+        options: Its options.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        result: RunResultStreaming,
+        given: Any,
+        options: dict[str, Any],
+    ) -> None:
+        self._recorder = recorder
+        self._result = result
+        self._given = given
+        self._options = options
+        self._work = cast("asyncio.Task[Any]", result.run_loop_task)
+        self._events = result.stream_events
+        _seams.tap_events(result, recorder.see)
+        result.run_loop_task = asyncio.create_task(self._run())
+        result.run_loop_task.add_done_callback(self._is_over)
+        cast("Any", result).stream_events = self._stream
+
+    def _is_over(self, task: asyncio.Task[Any]) -> None:
+        # A task that is cancelled before its first step never comes to end anything.
+        self._work.cancel()
+        _seams.end_events(self._result)
+        if task.cancelled() and not self._recorder.run.ended:
+            self._recorder.close(asyncio.CancelledError())
+            remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
+
+    async def _run(self) -> None:
+        await ended(self._recorder, self._work, self._given, self._options, self._result)
+
+    async def _stream(self) -> AsyncIterator[StreamEvent]:
+        events = cast("Any", self._events())
+        left = True
+        try:
+            async for event in events:
+                yield event
+            left = False
+        except Exception as error:
+            # The consumer's side may hear of a failed guardrail before the run has ended, and in
+            # 0.18 is the only one to hear of it.
+            self._work.cancel()
+            shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
+            await asyncio.wait({shell})
+            failure = None if shell.cancelled() else shell.exception()
+            if failure is not None and isinstance(error, BudgetExceeded):
+                # A judge was stopped beside it.
+                raise failure from None
+            if failure is not None or shell.cancelled() or self._recorder.left_by(error) is None:
+                known = outcome_of(self._result, messages=self._result.to_input_list())
+                if known is not None and outcome_of(error) is None:
+                    # A judge's verdict that came with the stop.
+                    remember(error, known)
+                hide_gate(getattr(error, "run_data", None))
+                raise
+            left = False
+        finally:
+            if left and not self._work.done():
+                self._result.cancel()
+            await events.aclose()
+        closing, self._recorder.closing = self._recorder.closing, []
+        for item in closing:
+            if item.type == "message_output_item":
+                yield RunItemStreamEvent(name="message_output_created", item=item)
+            elif item.type in ("tool_call_output_item", "handoff_output_item"):
+                yield RunItemStreamEvent(name="tool_output", item=item)
 
 
 class BoundedHooks(RunHooks[Any]):
@@ -83,34 +161,9 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
-        run = recorder.run
         with entered(recorder.calls.turn_frame):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
-        known: RunErrorDetails | RunResult | None = None
-        result: RunResult | None = None
-        try:
-            trip = await recorder.supervised(work)
-            if trip is None or (work.done() and not work.cancelled()):
-                result = known = work.result()
-                trip = recorder.calls.stopping or run.stopped_by
-            else:
-                recorder.cut_off()
-        except BaseException as error:
-            trip = _limit_of(recorder, error)
-            if trip is None:
-                await fail(recorder, error, input)
-                raise
-            recorder.cut_off(error)
-            known = getattr(error, "run_data", None)
-        if trip is not None and not (
-            result is not None and (result.interruptions or is_answered(recorder, result))
-        ):
-            session = options.get("session")
-            answer = await answer_of(recorder, trip, input, known, session)
-            result = partial_result(recorder, trip, known, input, options, answer)
-            await store_in_session(recorder, session, input, result, rebuilt=known is None)
-        await conclude(recorder, trip, cast("RunResult", result))
-        return cast("RunResult", result)
+        return cast("RunResult", await ended(recorder, work, input, options))
 
     def run_sync(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
         """Run in an event loop of its own."""
@@ -134,12 +187,12 @@ class BudgetRunner(AgentRunner):
             except BaseException as error:
                 recorder.run.fail(error)
                 raise
-        StreamEnding(recorder, result, input, options.get("session"))
+        StreamEnding(recorder, result, input, options)
         return result
 
 
 def install() -> None:
-    """Have runs with a budget end normally. Runs without one go to the runner there was before.
+    """Install the runner, by which runs with a budget end normally. Others go to the one before.
 
     Raises:
         AdapterError: The installed release of the SDK lacks what the adapter needs.
@@ -170,7 +223,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether runs with a budget are bounded."""
+    """Return whether runs with a budget are bounded."""
     return isinstance(get_default_agent_runner(), BudgetRunner)
 
 
@@ -179,7 +232,7 @@ def _asking(listed: Any) -> Any:
     async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
         tools = await listed(self, run_context)
         calls = around()
-        return tools if calls is None or calls.run.ended else calls.begin_turn(tools)
+        return tools if calls is None or calls.run.ended else begin_turn(calls, tools)
 
     return get_all_tools
 
@@ -194,12 +247,6 @@ def _is_asking(method: Any) -> bool:
             return True
         method = getattr(method, "__wrapped__", None)
     return False
-
-
-def _limit_of(recorder: Recorder, error: BaseException) -> Trip | None:
-    if isinstance(error, MaxTurnsExceeded) and recorder.run.is_enforced:
-        return recorder.run.framework_limit(str(error))
-    return recorder.left_by(error)
 
 
 def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recorder | None, Any]:
@@ -237,12 +284,14 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         options["run_config"] = bounded_config(options.get("run_config"), recorder)
         recorder.calls.bounds = recorder
     options["hooks"] = recorder
+    options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
     if goes_on:
+        _seams.replace_pending_tools(given, copied)
         recorder.calls.go_on(given, agent)
     elif (
         options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
         and not getattr(hooks, "keeps_max_turns", False)
-        and _has_cap(run)
+        and _has_cap(run, isinstance(hooks, BoundedHooks))
     ):
         # The SDK's default is no decision of the user's.
         options["max_turns"] = None
@@ -254,9 +303,9 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     envelope, resume = hooks.envelope, hooks.resume
     goes_on = isinstance(given, RunState)
     if goes_on:
-        kept = noted(_seams.guardrail_results_of(given))
+        kept = _seams.kept(given)
         if kept is not None:
-            resume = Snapshot.model_validate(kept["snapshot"])
+            resume = Snapshot.model_validate_json(kept)
         context = _seams.context_of(given) if options.get("context") is None else options["context"]
     else:
         context = options.get("context")
@@ -292,9 +341,16 @@ def _loaded(envelope: Envelope, run_id: str) -> tuple[Snapshot, int | None]:
     return snapshot, leg
 
 
-def _has_cap(run: Run) -> bool:
+def _has_cap(run: Run, has_own: bool) -> bool:
+    """Return whether a cap takes the place of the SDK's turns.
+
+    In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
+    lot of them.
+    """
     guards: list[Guard] = [one for guard in run.guards for one in guard.lineage]
-    return any(one.mode is Mode.ENFORCE and one.budget.caps() for one in guards)
+    caps = {cap for one in guards if one.mode is Mode.ENFORCE for cap in one.budget.caps()}
+    is_inside = run.above is not None and run.above.run is not None
+    return bool(caps & _TURNS if is_inside and not has_own else caps)
 
 
 def _is_user_turn(given: Any) -> bool:

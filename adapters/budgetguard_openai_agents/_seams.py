@@ -13,12 +13,14 @@ import agents.run
 import agents.tool
 from agents import (
     Agent,
+    AgentOutputSchemaBase,
     ApplyPatchTool,
     ComputerTool,
     CustomTool,
     FunctionTool,
     InputGuardrailTripwireTriggered,
     LocalShellTool,
+    MaxTurnsExceeded,
     ModelSettings,
     RunConfig,
     RunContextWrapper,
@@ -47,49 +49,28 @@ TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
 
 _SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
 
-NEEDED: dict[Any, tuple[str, ...]] = {
-    agents.run: ("DEFAULT_MAX_TURNS", "get_default_agent_runner", "set_default_agent_runner"),
-    agents.result: ("QueueCompleteSentinel",),
-    agents.tool: ("_get_computer_initializer",),
-    AgentBase: ("get_all_tools",),
-    FunctionTool: ("_is_agent_tool", "tool_input_guardrails"),
-    ModelSettings: ("resolve",),
-    RunContextWrapper: ("get_approval_status",),
+NEEDED: dict[Any, str] = {
+    agents.run: "DEFAULT_MAX_TURNS get_default_agent_runner set_default_agent_runner",
+    agents.result: "QueueCompleteSentinel",
+    agents.tool: "_get_computer_initializer",
+    AgentBase: "get_all_tools",
+    FunctionTool: "_is_agent_tool tool_input_guardrails",
+    ModelSettings: "resolve",
+    RunContextWrapper: "get_approval_status",
     RunResult: (
-        "_auto_previous_response_id",
-        "_conversation_id",
-        "_current_step_for_state",
-        "_current_turn",
-        "_last_agent",
-        "_model_input_items",
-        "_original_input",
-        "_previous_response_id",
-        "_reasoning_item_id_policy",
+        "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
+        "_last_agent _model_input_items _original_input _previous_response_id "
+        "_reasoning_item_id_policy _tool_use_tracker_snapshot"
     ),
     RunResultStreaming: (
-        "_cancel_mode",
-        "_create_error_details",
-        "_event_queue",
-        "_input_guardrails_task",
-        "_max_turns_handled",
-        "_model_input_items",
-        "_state",
-        "run_loop_task",
+        "_cancel_mode _create_error_details _event_queue _input_guardrails_task "
+        "_model_input_items _state _tool_use_tracker_snapshot run_loop_task"
     ),
     RunState: (
-        "_auto_previous_response_id",
-        "_context",
-        "_conversation_id",
-        "_current_agent",
-        "_current_step",
-        "_generated_items",
-        "_last_processed_response",
-        "_model_responses",
-        "_original_input",
-        "_previous_response_id",
-        "_reasoning_item_id_policy",
-        "_session_items",
-        "_tool_input_guardrail_results",
+        "_auto_previous_response_id _context _conversation_id _current_agent _current_step "
+        "_generated_items _last_processed_response _model_responses _original_input "
+        "_previous_response_id _reasoning_item_id_policy _session_items "
+        "get_tool_use_tracker_snapshot"
     ),
 }
 """What a release has to have, by its owner."""
@@ -101,6 +82,7 @@ _LOCAL_TOOLS = (
     LocalShellTool,
     ShellTool,
 )
+_KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 
 
@@ -113,11 +95,12 @@ def probe() -> None:
     missing: list[str] = []
     for owner, names in NEEDED.items():
         known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-        missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
+        missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
     try:
         _again()
-    except ImportError:
-        missing.append("run_steps.NextStepRunAgain")
+        _error_handlers()
+    except (ImportError, AttributeError) as error:
+        missing.append(str(error))
     if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
@@ -142,17 +125,65 @@ def _again() -> Any:
     return NextStepRunAgain()
 
 
+def _error_handlers() -> Any:
+    from agents.run_internal import error_handlers
+
+    names = "build_run_error_data", "format_final_output_text", "get_output_schema"
+    for name in (*names, "resolve_run_error_handler_result", "validate_handler_final_output"):
+        getattr(error_handlers, name)
+    return error_handlers
+
+
+# Outputs of a type
+
+
+def schema_of(agent: Agent[Any]) -> AgentOutputSchemaBase | None:
+    """Return the schema of an agent's output; None where it is a text."""
+    schema: AgentOutputSchemaBase | None = _error_handlers().get_output_schema(agent)
+    return schema
+
+
+async def handled(
+    handler: Callable[[Any], Any],
+    error: MaxTurnsExceeded,
+    context: Any,
+    agent: Agent[Any],
+    facts: dict[str, Any],
+) -> tuple[str | None, Any]:
+    """Ask the user's handler of `max_turns` as the SDK does.
+
+    Returns:
+        The text for the history, and the output; None where the handler has none.
+
+    Raises:
+        UserError: What the handler gave is no output of the agent's type.
+    """
+    sdk = _error_handlers()
+    made = await sdk.resolve_run_error_handler_result(
+        error_handlers={"max_turns": handler},
+        error_kind="max_turns",
+        error=error,
+        context_wrapper=context,
+        run_data=sdk.build_run_error_data(last_agent=agent, **facts),
+    )
+    if made is None:
+        return None, None
+    final = sdk.validate_handler_final_output(agent, made.final_output)
+    text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
+    return text, final
+
+
 # Tools
 
 
 def is_agent_tool(tool: FunctionTool) -> bool:
-    """Tell whether a tool is an agent (`as_tool`)."""
+    """Return whether a tool is an agent (`as_tool`)."""
     return bool(cast("Any", tool)._is_agent_tool)
 
 
 def makes_computers(tool: ComputerTool[Any]) -> bool:
     """Return whether a tool makes a computer for each run."""
-    return agents.tool._get_computer_initializer(tool) is not None
+    return cast("Any", agents.tool)._get_computer_initializer(tool) is not None
 
 
 def qualified_name(name: str, namespace: str | None) -> str:
@@ -191,22 +222,8 @@ def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
 # Streamed results
 
 
-def take_over_turns(streamed: Any) -> None:
-    """Have only the run itself report that its turns are used up, not the consumer's side too."""
-    streamed._max_turns_handled = True
-
-
-def ran_out_of_turns(streamed: Any) -> bool:
-    """Tell whether a streamed run ended because of `max_turns`; it says so nowhere else."""
-    return (
-        streamed.max_turns is not None
-        and streamed.current_turn > streamed.max_turns
-        and streamed.final_output is None
-    )
-
-
 def is_cancelled(streamed: Any) -> bool:
-    """Tell whether the consumer cancelled a streamed run."""
+    """Return whether the consumer cancelled a streamed run."""
     return bool(streamed._cancel_mode != "none")
 
 
@@ -227,7 +244,7 @@ def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
     never end.
     """
     queue = streamed._event_queue
-    put = queue.put_nowait
+    put: Callable[[Any], None] = queue.put_nowait
 
     def seen(event: Any) -> None:
         if isinstance(event, _SENTINEL) and not is_cancelled(streamed):
@@ -257,7 +274,8 @@ def end_events(streamed: Any) -> None:
     if task is not None and not task.done():
         task.cancel()
         streamed._input_guardrails_task = None
-    asyncio.Queue.put_nowait(streamed._event_queue, _SENTINEL())
+    put: Any = asyncio.Queue.put_nowait
+    put(streamed._event_queue, _SENTINEL())
 
 
 def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:
@@ -304,7 +322,7 @@ def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
 
 
 def approval_of(state: Any, item: Any) -> bool | None:
-    """Tell what a person has said of a call; None when nothing was said, or nothing is called."""
+    """Return a person's decision on a call; None without one, or where nothing is called."""
     call_id = part(item.raw_item, "call_id")
     if item.tool_name is None or call_id is None:
         return None  # a request of a hosted server's is no call of a tool on this side
@@ -340,10 +358,17 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_unanswered(state: Any) -> bool:
-    """Tell whether no model has answered in a run that goes on."""
+    """Return whether no model has answered in a run that goes on."""
     return not state._model_responses
 
 
-def guardrail_results_of(state: Any) -> list[Any]:
-    """Return what guardrails of tools have said in a run that goes on."""
-    return list(state._tool_input_guardrail_results)
+def keep(result: Any, text: str) -> None:
+    """Keep a text in the state of a run that waits, JSON included."""
+    # What tools each agent has used; a name that no agent has is passed over.
+    result._tool_use_tracker_snapshot = {**result._tool_use_tracker_snapshot, _KEPT: [text]}
+
+
+def kept(state: Any) -> str | None:
+    """Return the text that is kept in the state of a run."""
+    texts: list[str] = state.get_tool_use_tracker_snapshot().get(_KEPT, [])
+    return texts[0] if texts else None

@@ -13,18 +13,13 @@ from agents.items import TResponseStreamEvent
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
-    ResponseContentPartAddedEvent,
-    ResponseContentPartDoneEvent,
     ResponseCreatedEvent,
     ResponseFunctionCallArgumentsDeltaEvent,
-    ResponseFunctionCallArgumentsDoneEvent,
     ResponseFunctionToolCall,
-    ResponseOutputItemAddedEvent,
     ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
     ResponseOutputText,
     ResponseTextDeltaEvent,
-    ResponseTextDoneEvent,
     ResponseUsage,
 )
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
@@ -68,7 +63,11 @@ class ScriptedModel(Model):
                     type="message",
                     role="assistant",
                     status="completed",
-                    content=[_text(turn.text)],
+                    content=[
+                        ResponseOutputText(
+                            text=turn.text, type="output_text", annotations=[], logprobs=[]
+                        )
+                    ],
                 )
             )
         return output, turn.usage
@@ -88,7 +87,7 @@ class ScriptedModel(Model):
     async def stream_response(
         self, *args: Any, **kwargs: Any
     ) -> AsyncIterator[TResponseStreamEvent]:
-        """Give the next answer in the events of a real stream; a text comes word by word."""
+        """Give the next answer in a stream: a text comes word by word."""
         del args, kwargs
         output, used = self._next()
         response = _response(f"resp_{next(self._numbers)}", self.model, output, used)
@@ -132,35 +131,26 @@ def _events(output: list[Any], response: Response) -> Iterator[TResponseStreamEv
         type="response.created", response=begun, sequence_number=next(numbers)
     )
     for place, item in enumerate(output):
-        where: dict[str, Any] = {"item_id": item.id, "output_index": place}
-        empty: dict[str, Any] = (
-            {"arguments": ""} if item.type == "function_call" else {"content": []}
-        )
-        yield ResponseOutputItemAddedEvent(
-            type="response.output_item.added",
-            item=item.model_copy(update={**empty, "status": "in_progress"}),
-            output_index=place,
-            sequence_number=next(numbers),
-        )
+        # The text is its deltas in a row, so that every word brings what stands before it.
+        text = item.content[0].text if item.type == "message" else ""
+        for word in re.findall(r"\s*\S+|\s+", text):
+            yield ResponseTextDeltaEvent(
+                type="response.output_text.delta",
+                delta=word,
+                logprobs=[],
+                item_id=item.id,
+                output_index=place,
+                content_index=0,
+                sequence_number=next(numbers),
+            )
         if item.type == "function_call":
             yield ResponseFunctionCallArgumentsDeltaEvent(
                 type="response.function_call_arguments.delta",
                 delta=item.arguments,
+                item_id=item.id,
+                output_index=place,
                 sequence_number=next(numbers),
-                **where,
             )
-            # Older releases of the client ask for the name, newer ones do not know it.
-            yield ResponseFunctionCallArgumentsDoneEvent.model_validate(
-                {
-                    "type": "response.function_call_arguments.done",
-                    "arguments": item.arguments,
-                    "name": item.name,
-                    "sequence_number": next(numbers),
-                    **where,
-                }
-            )
-        else:
-            yield from _text_events(item.content[0].text, where, numbers)
         yield ResponseOutputItemDoneEvent(
             type="response.output_item.done",
             item=item,
@@ -170,41 +160,3 @@ def _events(output: list[Any], response: Response) -> Iterator[TResponseStreamEv
     yield ResponseCompletedEvent(
         type="response.completed", response=response, sequence_number=next(numbers)
     )
-
-
-def _text_events(
-    text: str, where: dict[str, Any], numbers: Iterator[int]
-) -> Iterator[TResponseStreamEvent]:
-    where = {**where, "content_index": 0}
-    yield ResponseContentPartAddedEvent(
-        type="response.content_part.added",
-        part=_text(""),
-        sequence_number=next(numbers),
-        **where,
-    )
-    for word in re.findall(r"\s*\S+|\s+", text):
-        # The text is its deltas in a row, so that every word brings what stands before it.
-        yield ResponseTextDeltaEvent(
-            type="response.output_text.delta",
-            delta=word,
-            logprobs=[],
-            sequence_number=next(numbers),
-            **where,
-        )
-    yield ResponseTextDoneEvent(
-        type="response.output_text.done",
-        text=text,
-        logprobs=[],
-        sequence_number=next(numbers),
-        **where,
-    )
-    yield ResponseContentPartDoneEvent(
-        type="response.content_part.done",
-        part=_text(text),
-        sequence_number=next(numbers),
-        **where,
-    )
-
-
-def _text(text: str) -> ResponseOutputText:
-    return ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])

@@ -22,7 +22,7 @@ class Unbounded(Agent[Any, Any]):
 
 
 def takes_text(output_type: Any) -> bool:
-    """Tell whether a text is an output of this type: it is `str`, or one of several is."""
+    """Return whether a text is an output of this type: it is `str`, or one of several is."""
     several: Any = get_args(output_type) if get_origin(output_type) in (Union, UnionType) else ()
     if isinstance(output_type, list | tuple):
         several = output_type  # pyright: ignore[reportUnknownVariableType]

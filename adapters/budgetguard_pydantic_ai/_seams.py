@@ -35,7 +35,7 @@ def check() -> None:
 
 
 def is_new_turn(node: Any) -> bool:
-    """Tell whether a node will make a model call that begins a turn.
+    """Return whether a node will make a model call that begins a turn.
 
     One that the user has streamed is made already; a suspended response that goes on is no turn.
     """
@@ -47,7 +47,7 @@ def is_new_turn(node: Any) -> bool:
 
 
 def is_reply(node: Any) -> bool:
-    """Tell whether a node has a reply of the model."""
+    """Return whether a node has a reply of the model."""
     return isinstance(node, CallToolsNode)
 
 

@@ -20,11 +20,11 @@ from strands.hooks import (
     MessageAddedEvent,
 )
 from strands.middleware import ExecuteToolStage, InvokeModelStage
-from strands.types._events import TextStreamEvent
+from strands.types._events import ModelStreamChunkEvent, TextStreamEvent
 from strands.types.events import TypedEvent
 
 from budgetguard_core import Guard, ToolCall
-from budgetguard_core.kit import PROGRESS_TOOL, Run, Watch, current, part, report_progress
+from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Run, Watch, current, part, report_progress
 from budgetguard_strands import _ending, _seams
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._messages import DIALECT
@@ -201,14 +201,41 @@ class AgentHooks:
         self, at: AgentRun, agent: Agent, state: dict[str, Any], events: Events
     ) -> AsyncGenerator[Any, None]:
         watch = Watch(at.run, at.cut)
+        loop = asyncio.get_running_loop()
+        may_wait, is_streaming = _seams.has_model_middleware(agent), False
         span = trace.get_current_span()
         try:
             async with aclosing(events):
                 # Entered for each step, so that nothing of it shows in the consumer's context.
                 at.enter()
-                at.awaiting = asyncio.current_task()
+                at.awaiting = asyncio.current_task(loop)
                 async for event in events:
                     at.awaiting = None  # a stream that is left must not hold its consumer
+                    kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
+                    is_text = kind is TextStreamEvent and at.turn is not None
+                    if is_text or (
+                        kind is ModelStreamChunkEvent and "metadata" not in event["event"]
+                    ):
+                        # Nearly all events are these two: a chunk of an answer, and its text.
+                        # While they come no hook runs.
+                        if not is_streaming:
+                            at.leave()
+                        elif at.token is not None:
+                            FRAME.reset(at.token)
+                            at.token = None
+                        is_streaming = True
+                        if is_text:
+                            at.written.append(event["data"])
+                            at.look()
+                        yield event
+                        if at.due:
+                            break
+                        # Strands makes the text of a chunk without any wait.
+                        if may_wait or is_text or "contentBlockDelta" not in event["event"]:
+                            at.token = FRAME.set(at.inner)
+                            at.awaiting = asyncio.current_task(loop)
+                        continue
+                    is_streaming = False
                     at.note(event)
                     at.leave()
                     if "stop" in event:
@@ -222,7 +249,7 @@ class AgentHooks:
                         break
                     at.enter()
                     # The consumer may ask for each event in another task.
-                    at.awaiting = asyncio.current_task()
+                    at.awaiting = asyncio.current_task(loop)
                 else:
                     at.took_effect()
                     return
@@ -313,7 +340,7 @@ _joining = AgentHooks(Opener())
 
 
 def _around(agent: Agent, invocation_state: dict[str, Any], events: Events) -> Events:
-    """Let every provider that was registered with an agent watch over its run, the first outermost.
+    """Wrap an agent's run in every provider that was registered with it, the first outermost.
 
     Also one that is detached: a run that is on its way ends as bounded.
     """

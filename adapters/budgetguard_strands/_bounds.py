@@ -1,4 +1,4 @@
-"""What a model of Strands says of itself: its name, and the completion bound of one call."""
+"""The facts of a Strands model: its name, and the completion bound of one call."""
 
 from __future__ import annotations
 

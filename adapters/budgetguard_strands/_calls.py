@@ -167,6 +167,7 @@ class Calls:
         used = token_usage(at.usage)
         if at.usage is None and at.model is None and self.watching.get(agent):
             used = TokenUsage()  # the user's own hook or middleware answered in the model's place
+        turn.pieces += at.written
         written = "".join(turn.pieces)
         if not reply.calls and len(written) > len(reply.text):
             # Its reasoning is paid for, but is no part of what it says.
@@ -192,9 +193,10 @@ class Calls:
         turn, written = at.turn, at.written
         if turn is None:
             return
-        if isinstance(error, InterruptException) and not (at.usage or turn.pieces):
+        if isinstance(error, InterruptException) and not (at.usage or written or turn.pieces):
             turn.unmade()  # a hook asks a person before it
         else:
+            turn.pieces += written
             turn.call.measured = token_usage(at.usage) or turn.call.measured
             turn.failed(error, turned_away=isinstance(error, _REFUSALS))
         self._ended(at)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 from strands.hooks import MessageAddedEvent
@@ -65,8 +64,11 @@ class Dialect:
     def read(self, message: Any) -> Turn:
         """Read a message; what a model thought is signed for one request and in no other."""
         turn = _BLOCKS.read(message)
-        parts = tuple(one for one in turn.parts if part(one, "reasoningContent") is None)
-        return replace(turn, parts=parts, synthetic=is_synthetic(message))
+        parts = turn.parts
+        if any(not isinstance(one, str) for one in parts):
+            parts = tuple(one for one in parts if part(one, "reasoningContent") is None)
+        marked = is_synthetic(message)
+        return Turn(turn.role, parts, turn.calls, turn.results, marked)
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""

@@ -66,7 +66,7 @@ class AgentRun:
         output: The structured output that came with the batch in which the run was stopped.
         limit: The stop that Strands' own limit has made; None where none has.
         paused: Where the run paused; None while it does not.
-        is_entered: The running code is inside of the run.
+        token: Undoes that the running code is inside of the run; None while it is not.
         awaiting: The task that waits for the next event of the loop; None while none does.
         due: The run is to be left as soon as it can be.
     """
@@ -123,11 +123,10 @@ class AgentRun:
         self.limit: Trip | None = None
         self.output: Any = None
         self.inner: Frame = self.frame
-        self._token: Token[Frame | None] | None = None
-        self.is_entered = False
+        self.token: Token[Frame | None] | None = None
         self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled = self.due = False
-        self._earlier = self._pieces = 0
+        self._earlier = self.pieces = 0
         self.begin_call(None)
 
     def pause(self, agent: Any) -> None:
@@ -155,7 +154,6 @@ class AgentRun:
         if turn is not None:
             if "data" in event:
                 self.written.append(event["data"])
-                turn.piece(event["data"])
             elif "delta" in event:
                 turn.piece(thought(event["delta"]))
             elif "event" in event and "metadata" in event["event"]:
@@ -179,17 +177,15 @@ class AgentRun:
 
     def enter(self) -> None:
         """Make the running code a part of the run, for one step."""
-        if not self.is_entered:
-            self._token = FRAME.set(self.inner)
-            self.is_entered = True
+        if self.token is None:
+            self.token = FRAME.set(self.inner)
 
     def leave(self) -> None:
         """Undo that."""
-        if self._token is not None:
+        if self.token is not None:
             self.inner = FRAME.get() or self.inner
-            FRAME.reset(self._token)
-            self._token = None
-            self.is_entered = False
+            FRAME.reset(self.token)
+            self.token = None
 
     def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
         """Make the code that follows in this step the body of a call, or of none."""
@@ -216,8 +212,8 @@ class AgentRun:
 
         Once for many pieces: an answer that is all there when it is late is paid, and kept.
         """
-        self._pieces += 1
-        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
+        self.pieces += 1
+        if self.pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
 
     def took_effect(self) -> bool:
@@ -233,11 +229,12 @@ class AgentRun:
 
     def note_warnings(self) -> None:
         """Collect the warnings that were given since the last time, for the stream."""
-        for guard in (one for nearest in self.run.guards for one in nearest.lineage):
-            given, known = guard.warnings, self._warned.get(guard.run_id, 0)
-            if len(given) != known:
-                self._warned[guard.run_id] = len(given)
-                self.notices += [_notice(guard, one) for one in given[known:]]
+        for nearest in self.run.guards:
+            for guard in nearest.lineage:
+                given, known = guard.warnings, self._warned.get(guard.run_id, 0)
+                if len(given) != known:
+                    self._warned[guard.run_id] = len(given)
+                    self.notices += [_notice(guard, one) for one in given[known:]]
 
     @property
     def contexts(self) -> list[Context | None]:
@@ -246,7 +243,7 @@ class AgentRun:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the completion of each call is bounded, here or above."""
+        """True if the completion of each call is bounded, here or above."""
         every = (one for nearest in self.run.guards for one in nearest.lineage)
         return any(one.budget.max_output_tokens_per_call is not None for one in every)
 

@@ -34,7 +34,7 @@ _USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names.
 
 
 def wrap_runs(kind: type[Agent], around: Around) -> None:
-    """Let `around` see every event of every run of a class of agents, and end runs in their place.
+    """Wrap every run of a class of agents: `around` sees each event, and ends runs in their place.
 
     The class is wrapped once. A middleware around the whole stream would be a layer more for each
     chunk of an answer, and its stage has moved from release to release.
@@ -62,7 +62,7 @@ def wrap_runs(kind: type[Agent], around: Around) -> None:
 
 
 def join_runs_around(join: Callable[[Agent], None]) -> None:
-    """Let `join` see every agent of this process before each of its runs.
+    """Call `join` with every agent of this process before each of its runs.
 
     Strands 1.62 and before have no hook of all agents, and the tools that make agents give them
     none. The class is wrapped once, and each run asks one context variable.

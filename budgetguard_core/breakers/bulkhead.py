@@ -26,7 +26,7 @@ class Place:
         self._wake: Callable[[], object] | None = None
 
     def on_granted(self, wake: Callable[[], object]) -> None:
-        """Have the one who waits called when the place is granted; look at `granted` after this.
+        """Call the one who waits when the place is granted; look at `granted` after this.
 
         Args:
             wake: Called without arguments, in the thread that gave the place back
@@ -35,7 +35,7 @@ class Place:
         self._wake = wake
 
     def wake(self) -> None:
-        """Tell the one who waits that the place is granted."""
+        """Notify the one who waits that the place is granted."""
         if self._wake is not None:
             self._wake()
 
@@ -70,7 +70,7 @@ class Bulkhead:
         return len(self._queue)
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether no call has a place."""
+        """True if no call has a place."""
         del now_ns  # as the others are asked
         return self._running == 0
 

@@ -22,7 +22,7 @@ from budgetguard_core.settings import NS_PER_SECOND, CircuitBreakerConfig, nanos
 
 
 class CircuitBreakerState(StrEnum):
-    """What a circuit breaker does with a call."""
+    """The states of a circuit breaker, by what it does with a call."""
 
     CLOSED = "closed"
     """Permits every call, and watches how they end."""
@@ -153,7 +153,7 @@ class CircuitBreaker:
         return self._state
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether a new one in its place would permit the same calls."""
+        """True if a new one in its place would permit the same calls."""
         with self._lock:
             is_trial = self._state is CircuitBreakerState.HALF_OPEN
             return not is_trial and not self._retry_after(self._time(now_ns))

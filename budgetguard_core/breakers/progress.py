@@ -58,7 +58,7 @@ _NOT_A_WORD = re.compile(r"[\W_]+")
 
 
 class ProgressReport(NamedTuple):
-    """What the model said, as far as it is kept."""
+    """A report of progress by the model, as far as it is kept."""
 
     subgoal: str
     """A digest of the next subgoal."""
@@ -67,7 +67,7 @@ class ProgressReport(NamedTuple):
 
 
 class ProgressSignal:
-    """What a run's reports say, at constant memory. The guard's lock is its lock.
+    """Judges a run's reports of progress, at constant memory. The guard's lock is its lock.
 
     Whoever admits the iterations of a run calls `iteration` for each, and takes the `nudge` before
     it, even where it cannot be delivered; `tripped` says that the run is to be stopped.
@@ -164,7 +164,7 @@ class ProgressSignal:
         return _REQUEST
 
     def violation(self) -> Violation:
-        """Say why the run is stopped; asked when `tripped`."""
+        """Return why the run is stopped; requested when `tripped`."""
         settings = self.settings
         if self._asked:
             limit, used = settings.unanswered, self._asked

@@ -64,6 +64,6 @@ class RateLimiter:
             self._full_at -= self._interval_ns
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether the bucket is full: nothing is taken that is not back yet."""
+        """True if the bucket is full: nothing is taken that is not back yet."""
         with self._lock:
             return self._full_at <= now_ns

@@ -1,4 +1,4 @@
-"""What the model is told when a call is turned away: about the work, in a form it can read."""
+"""The answer to a model whose call is turned away: about the work, in a form it can read."""
 
 from __future__ import annotations
 

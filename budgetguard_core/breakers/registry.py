@@ -19,7 +19,7 @@ _T = TypeVar("_T", CircuitBreaker, RateLimiter, Bulkhead)
 
 
 class BreakerRegistry:
-    """What runs share: one circuit breaker for a tool, one rate limiter for a pattern, and so on.
+    """The breakers that runs share: one circuit breaker a tool, one rate limiter a pattern, ...
 
     Safe for threads. The same name under other settings, or in another scope, is another one. At
     4,096 of a kind the least recently used that is idle makes room: a closed breaker, a full

@@ -22,7 +22,7 @@ FARTHEST_NS = (_WINDOW + 1) * NS_PER_SECOND
 
 
 class VelocityMeter:
-    """What a run has used in the last minute, in constant memory. The guard's lock is its lock.
+    """Meters the use of the last minute, in constant memory. The guard's lock is its lock.
 
     The window is made of whole seconds, so that it covers the last 60 to 61 of them: never less
     than a minute. Times are nanoseconds of one monotonic clock.
@@ -112,7 +112,7 @@ class VelocityMeter:
         return Violation(reason=StopReason.VELOCITY, limit=limit, used=used, detail=detail)
 
     def _pass_time(self, now_ns: int) -> int:
-        """Let what is older than the window go; the second that it reaches up to."""
+        """Drop what is older than the window; return the second that it reaches up to."""
         second = now_ns // NS_PER_SECOND
         if second > self._latest:
             for window in self._windows:
@@ -122,7 +122,7 @@ class VelocityMeter:
 
 
 class _Window:
-    """What was used in each second, of the last minute and of the delays ahead."""
+    """The use in each second, of the last minute and of the delays ahead."""
 
     __slots__ = ("band", "ceiling", "name", "ring", "total")
 
@@ -155,7 +155,7 @@ class _Window:
         self.total += amount
 
     def pass_time(self, latest: int, second: int) -> None:
-        """Let what is older than the window go."""
+        """Drop what is older than the window."""
         if second - latest >= _RING:
             self.ring = [0] * _RING
             self.total = 0

@@ -1,4 +1,4 @@
-"""What is handed over of a run, as plain data."""
+"""The record of a run that is handed over, as plain data."""
 
 from __future__ import annotations
 

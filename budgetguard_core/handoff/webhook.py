@@ -147,7 +147,7 @@ def is_signed(
     within: float = 300.0,
     clock: Clock | None = None,
 ) -> bool:
-    """Tell whether a webhook's body is what somebody with the secret has just sent.
+    """Return whether a webhook's body is what somebody with the secret has just sent.
 
     Args:
         body: The body, as it came.

@@ -1,4 +1,4 @@
-"""What an adapter stands on: everything that it needs beside the names of `budgetguard_core`.
+"""The kit of adapters: all that one needs beside the names of `budgetguard_core`.
 
 An adapter takes an `Envelope` as its budget, opens a `Run` on it, and tells the run what its
 framework does. Which budgets apply, what is counted, what a failed call costs, how long it may take
@@ -16,12 +16,13 @@ from budgetguard_core.kit.ambient import (
     in_force,
 )
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
-from budgetguard_core.kit.cancel import Scope, Tasks, sleep
+from budgetguard_core.kit.cancel import Scope, Tasks, Watch, cut_short, sleep, supervised
 from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.envelope import (
     Envelope,
     EnvelopeOptions,
     OnTrip,
+    ProfileOptions,
     envelope_of,
     joined,
 )
@@ -39,19 +40,21 @@ from budgetguard_core.kit.flow import (
 from budgetguard_core.kit.formats import (
     CHAT,
     CONVERSE,
+    RESPONSES,
     Blocks,
     Message,
     SyntheticMessage,
     content_text,
     from_plain,
+    grouped,
     message_text,
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch
+from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
-from budgetguard_core.kit.outcomes import outcome_of, remember
+from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.pruning import Prune, keep_turns
@@ -68,7 +71,6 @@ from budgetguard_core.kit.usage import (
     reported_cost,
     token_usage,
 )
-from budgetguard_core.kit.watch import CutShort, Watch, cut_short, supervised
 
 __all__ = [
     "ANSWER_NOW",
@@ -77,11 +79,11 @@ __all__ = [
     "FRAME",
     "NOWHERE",
     "PROGRESS_TOOL",
+    "RESPONSES",
     "Answer",
     "Batch",
     "Blocks",
     "Call",
-    "CutShort",
     "Envelope",
     "EnvelopeOptions",
     "Flow",
@@ -93,6 +95,7 @@ __all__ = [
     "OnTrip",
     "OpenModelCall",
     "OpenToolCall",
+    "ProfileOptions",
     "Prompt",
     "Prune",
     "Request",
@@ -121,8 +124,10 @@ __all__ = [
     "estimate",
     "failed_usage",
     "from_plain",
+    "grouped",
     "in_force",
     "in_thread",
+    "in_words",
     "is_stop",
     "joined",
     "keep_turns",
@@ -131,6 +136,7 @@ __all__ = [
     "merge_usage",
     "message_text",
     "opened",
+    "outcome",
     "outcome_of",
     "part",
     "parts_of",

@@ -64,7 +64,7 @@ class Alarms:
         return self._thread
 
     def set(self, seconds: float, callback: Callable[[], object]) -> Alarm:
-        """Have somebody called back in so many seconds, once."""
+        """Call back in so many seconds, once."""
         alarm = Alarm(self, self._clock.monotonic_ns() + round(seconds * 1e9), callback)
         with self._changed:
             if self._thread is None:

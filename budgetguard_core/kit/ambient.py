@@ -76,7 +76,7 @@ def in_force(frame: Frame | None) -> list[Guard]:
 
 
 def inside_a_run(frame: Frame | None) -> bool:
-    """Tell whether a frame is within a run that somebody ends."""
+    """Return whether a frame is within a run that somebody ends."""
     while frame is not None:
         if frame.is_live and frame.run is not None and not frame.run.is_loose:
             return True

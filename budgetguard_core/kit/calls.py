@@ -99,7 +99,7 @@ class OpenModelCall(_Call):
         return (*self.tickets, *above)
 
     def attempted(self, used: TokenUsage | None, error: BaseException | str | None = None) -> None:
-        """Be told by a layer below how an attempt at this call ended."""
+        """Take a lower layer's report of how an attempt at this call ended."""
         # Zeros would be taken for a call that its provider answered for nothing.
         self.measured = used if used is not None and used.total_tokens else None
         self.attempt = used, error
@@ -157,7 +157,7 @@ class OpenToolCall(_Call):
     def refuse(
         self, result: str, reason: StopReason, detail: str = "", *, trip: Trip | None = None
     ) -> None:
-        """Say that the call may not start.
+        """Refuse the call: it may not start.
 
         Args:
             result: Its result, for the model.
@@ -173,7 +173,7 @@ class OpenToolCall(_Call):
 
     @property
     def is_open(self) -> bool:
-        """Whether the body was started and has not reported its end."""
+        """True if the body was started and has not reported its end."""
         return self.state == "started"
 
     @property
@@ -183,7 +183,7 @@ class OpenToolCall(_Call):
 
     @property
     def answer(self) -> Any:
-        """What the history has to say of the call: its result, or why there is none."""
+        """The text of the call in the history: its result, or why there is none."""
         if self.state in ("completed", "failed"):
             return self.result
         if self.state == "started":

@@ -18,11 +18,11 @@ from budgetguard_core.stop import StopReason, Trip
 
 
 class Waiting(Protocol):
-    """What a wait asks of the run that its call is a part of."""
+    """The part of a run that a waiting call needs."""
 
     @property
     def has_to_end(self) -> bool:
-        """Whether the run was aborted or its deadline has passed."""
+        """True if the run was aborted or its deadline has passed."""
         ...
 
     def time_left(self) -> float | None:
@@ -47,9 +47,9 @@ class Waiting(Protocol):
 
 
 def starts_at_once(run: Waiting, call: OpenModelCall | OpenToolCall) -> bool:
-    """Tell whether there is nothing to wait for, as for nearly every call."""
+    """Return whether there is nothing to wait for, as for nearly every call."""
     for ticket in call.tickets:
-        if ticket.breakers is not None:
+        if ticket.holds and ticket.breakers is not None:
             return False
     # A tool call may start long after the admission of its batch, so it is asked anew.
     return isinstance(call, OpenModelCall) or not run.has_to_end

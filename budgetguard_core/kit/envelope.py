@@ -1,4 +1,4 @@
-"""What every adapter takes as its budget, checked in one place, and how a run is opened on it."""
+"""The budget that every adapter takes, checked in one place, and the opening of a run on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from budgetguard_core.profiles import PastRun, Profile, Selector, Task, load_pro
 from budgetguard_core.profiles.profile import PROFILE
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
-from budgetguard_core.stop_state import as_mode
+from budgetguard_core.stop_state import ModeName, as_mode
 from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.tree import as_sink
 
@@ -54,10 +54,8 @@ _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDict
 _LOCK = threading.Lock()
 
 
-class EnvelopeOptions(TypedDict, total=False):
-    """The options that every adapter takes beside its budget; `Envelope` documents them."""
-
-    mode: Mode | str
+class _CommonOptions(TypedDict, total=False):
+    mode: Mode | ModeName
     sinks: Iterable[Sink | Callable[[Event], object]]
     on_warning: WarningHandler | None
     on_outcome: Callable[[Outcome], object] | None
@@ -69,7 +67,18 @@ class EnvelopeOptions(TypedDict, total=False):
     prune: Prune | None
     ledger: Ledger | str | None
     tenant: Tenant | Callable[[Any], Tenant] | None
+
+
+class EnvelopeOptions(_CommonOptions, total=False):
+    """The options that every adapter takes beside its budget; `Envelope` documents them."""
+
     profile: str | Profile | Selector | None
+
+
+class ProfileOptions(_CommonOptions):
+    """The options beside a profile that takes the place of a budget."""
+
+    profile: str | Profile | Selector
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +123,7 @@ class Envelope:
     """
 
     budget: Budget | Guard | None = None
-    mode: Mode | str = Mode.ENFORCE
+    mode: Mode | ModeName = Mode.ENFORCE
     sinks: Iterable[Sink | Callable[[Event], object]] = ()
     on_warning: WarningHandler | None = None
     on_outcome: Callable[[Outcome], object] | None = None
@@ -217,7 +226,7 @@ class Envelope:
 
     @property
     def may_ask_for_progress(self) -> bool:
-        """Whether runs may be asked for reports, so that the tool for them is to be offered."""
+        """True if runs may be asked for reports, so that the tool for them is to be offered."""
         given = self.budget
         budget = given.budget if isinstance(given, Guard) else given
         if budget is not None and budget.progress is not None:

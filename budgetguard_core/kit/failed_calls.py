@@ -1,4 +1,4 @@
-"""What a model call that failed is charged: one rule for every provider and framework."""
+"""The charge for a model call that failed: one rule for every provider and framework."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST_CHAIN: Final = 8
 
 
 def turned_away(error: BaseException | str | None) -> bool:
-    """Tell whether a provider turned a call away before it did any work for it.
+    """Return whether a provider turned a call away before it did any work for it.
 
     The HTTP status decides, from wherever the SDKs keep it: 400 to 499 (bad request, context
     overflow, no access, rate limit and their like), without 408, 424 and 499, after which the model

@@ -300,7 +300,7 @@ def _detail(details: Any, name: str, known: frozenset[str]) -> int:
 
 
 def is_free(record: object) -> bool:
-    """Tell whether a record says that the answer used nothing, as LangChain's own cache does."""
+    """Return whether a record says that the answer used nothing, as LangChain's own cache does."""
     if isinstance(record, TokenUsage):
         return fitted(record) == TokenUsage()
     return _is_free(fields_of(record) or {})
@@ -358,7 +358,7 @@ def _sum(usages: Iterable[TokenUsage]) -> TokenUsage:
 
 
 def _is_beside(fields: Mapping[Any, Any]) -> bool:
-    """Tell whether a record may count its prompt without what went through the cache."""
+    """Return whether a record may count its prompt without what went through the cache."""
     if "input_tokens" in fields:
         return not _ANTHROPIC_CACHE.isdisjoint(fields)
     return not _BEDROCK_PROMPT.isdisjoint(fields)

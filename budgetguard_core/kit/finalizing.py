@@ -33,7 +33,7 @@ _LEAST_WAIT = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model said.
+    """The answer of the model.
 
     Attributes:
         text: Its words; what it asked tools for is not looked at.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from budgetguard_core.budget import Budget
+from budgetguard_core.counters import is_calm
 from budgetguard_core.decision import Stop
 from budgetguard_core.ending import end_run
 from budgetguard_core.errors import RunFencedError
@@ -27,7 +28,7 @@ from budgetguard_core.threads import THREADS
 
 
 class Terms(Protocol):
-    """What a run asks of the envelope that it was opened on."""
+    """The terms of the envelope that a run was opened on."""
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -46,7 +47,7 @@ class Terms(Protocol):
 
     @property
     def on_trip(self) -> str:
-        """What the caller gets for a stop."""
+        """The form in which the caller gets a stop."""
         ...
 
     def note(self, outcome: Outcome) -> None:
@@ -127,7 +128,7 @@ class Lifetime:
 
     @property
     def goes_on_here(self) -> bool:
-        """Whether this code is what a run has left behind that was stopped, cancelled or failed.
+        """True if this code is what a run has left behind that was stopped, cancelled or failed.
 
         A body at work in a thread cannot be cancelled: what it calls is still held to the caps. In
         the run's own thread its work is over.
@@ -136,11 +137,11 @@ class Lifetime:
 
     @property
     def has_children(self) -> bool:
-        """Whether runs inside this one go on; at a deadline they end first, by themselves."""
+        """True if runs inside this one go on; at a deadline they end first, by themselves."""
         return any(not child.ended for child in list(self._children))
 
     def told(self, text: str) -> None:
-        """Say what a run was asked, before its first call.
+        """Record what the run was asked, before its first call.
 
         Where it is what the run before it has answered, on the same guard or in the same run or
         `activate` block around them, the two talk to each other: their answers are looked at for
@@ -182,7 +183,7 @@ class Lifetime:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run, or one around it, was aborted."""
+        """True if the run, or one around it, was aborted."""
         for guard in self.guards:  # noqa: SIM110 - asked before each call
             if guard.cancellation.cancelled:
                 return True
@@ -190,15 +191,20 @@ class Lifetime:
 
     @property
     def has_to_end(self) -> bool:
-        """Whether the run was aborted or its deadline has passed; `check` tells which."""
+        """True if the run was aborted or its deadline has passed; `check` tells which."""
         for guard in self.guards:
-            if guard.cancellation.cancelled or housekeeping_for(guard).time_left() == 0:
+            if guard.cancellation.cancelled:
+                return True
+            state = guard.state
+            if is_calm(state.chain, state.tree.now()):
+                continue  # far from every cap, the deadline too: asked before each step
+            if housekeeping_for(guard).time_left() == 0:
                 return True
         return False
 
     @property
     def is_enforced(self) -> bool:
-        """Whether any guard of the run ends it; else all of them look on, or are off."""
+        """True if any guard of the run ends it; else all of them look on, or are off."""
         return any(one.mode is Mode.ENFORCE for guard in self.guards for one in guard.lineage)
 
     def framework_limit(self, detail: str) -> Trip:
@@ -236,7 +242,7 @@ class Lifetime:
         return next((text for guard in self.guards if (text := guard.take_nudge())), None)
 
     def is_of_the_run_around(self, trip: Trip) -> bool:
-        """Tell whether a stop is that of a run around this one.
+        """Return whether a stop is that of a run around this one.
 
         Such a stop goes through: the adapter closes its history and raises, so that nobody takes
         its partial result for an answer. Only a run's own envelope gives its parent one.
@@ -244,7 +250,7 @@ class Lifetime:
         return self.is_inside(trip.run_id)
 
     def is_inside(self, run_id: str) -> bool:
-        """Tell whether this is a part of a run that somebody else ends."""
+        """Return whether this is a part of a run that somebody else ends."""
         return self._is_inside_a_run and run_id in self._around
 
     # Checkpoints, pauses and the end
@@ -296,7 +302,7 @@ class Lifetime:
 
     @property
     def is_saved(self) -> bool:
-        """Whether `save` has anything to do."""
+        """True if `save` has anything to do."""
         parent = self._parent
         return self.envelope.store is not None or (parent is not None and parent.is_saved)
 
@@ -366,7 +372,7 @@ class Lifetime:
         saved_messages: Sequence[Any] | None = None,
         resume: str | None = None,
     ) -> Outcome:
-        """Say that the run waits for a person: its time stands still until it goes on.
+        """Pause the run for a person: its time stands still until it goes on.
 
         This leg of it is over. Keep `run.guard.snapshot()` with the framework's own state, and go
         on with `Envelope.open(resume=snapshot)` when the answer comes: in the same object, in a
@@ -390,12 +396,12 @@ class Lifetime:
 
     @property
     def is_to_raise(self) -> bool:
-        """Whether the caller wants `BudgetExceeded` for a stop instead of the partial result."""
+        """True if the caller wants `BudgetExceeded` for a stop instead of the partial result."""
         return self.envelope.on_trip == "raise" and self.trip is not None and self.is_enforced
 
     @property
     def is_passed_on(self) -> bool:
-        """Whether the caller gets `BudgetExceeded` for the stop: it asked for it, or is cut too."""
+        """True if the caller gets `BudgetExceeded` for the stop: it asked for it, or is cut too."""
         trip = self.trip
         return trip is not None and (self.is_to_raise or self.is_of_the_run_around(trip))
 

@@ -259,7 +259,8 @@ def _listed(given: object) -> Sequence[object]:
     if given is None:
         return ()
     if isinstance(given, _LISTS):
-        return cast("Sequence[object]", given)
+        found: Sequence[object] = given  # pyright: ignore[reportUnknownVariableType] - no call
+        return found
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return list(cast("Sequence[object]", given))
     return (given,)
@@ -317,7 +318,7 @@ def _estimate_fields(fields: Mapping[Any, Any], parts: list[object]) -> int:
 
 
 def _are_in_content(content: object) -> bool:
-    """Tell whether calls are blocks of the content too, as in LangChain's messages."""
+    """Return whether calls are blocks of the content too, as in LangChain's messages."""
     if type(content) is str:
         return False
     blocks = cast("list[object]", content) if isinstance(content, list) else ()

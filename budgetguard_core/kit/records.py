@@ -18,7 +18,7 @@ _NAMELESS: Final = (str, int, float, bytes, list, type, type(None))
 
 
 def is_model(value: object) -> TypeGuard[BaseModel]:
-    """Tell whether something is a model of pydantic's, which is slow to say so itself."""
+    """Return whether something is a model of pydantic's, which is slow to say so itself."""
     return type(type(value)) is MODEL or isinstance(value, BaseModel)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Refuse, Stop, ToolCall
 from budgetguard_core.errors import ConfigurationError
@@ -15,7 +15,7 @@ from budgetguard_core.kit.ambient import housekeeping_for, open_model_call
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.delay import starts_at_once, wait, wait_async
 from budgetguard_core.kit.failed_calls import failed_usage
-from budgetguard_core.kit.flow import Flow, in_thread
+from budgetguard_core.kit.flow import Flow, Step, in_thread, run_awaited, run_blocking
 from budgetguard_core.kit.lifetime import Lifetime
 from budgetguard_core.kit.projection import Prompt
 from budgetguard_core.kit.usage import answered_usage
@@ -32,10 +32,11 @@ Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 
 
 _Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, Batch)
+_Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
 
 class OpensRuns(Protocol):
-    """What `Run.part` asks of an envelope."""
+    """The part of an envelope that `Run.part` needs."""
 
     def open(self, *, loose: bool = False) -> Run:
         """Open a run."""
@@ -225,7 +226,7 @@ class Run(Lifetime):
             self.guard.report_reply(text, speaker=speaker)
 
     def cut_short(self, call: OpenModelCall) -> Trip | None:
-        """Say that a settled answer ended at its completion bound, and not by itself.
+        """Record that a settled answer ended at its completion bound, and not by itself.
 
         Returns:
             The stop, where the bound was the budget's: the run ends, and its text is kept. None
@@ -288,20 +289,11 @@ class Run(Lifetime):
 
     # The wait between an admission and a start
 
-    @overload
-    def wait(self, call: OpenModelCall | Stop) -> OpenModelCall | Stop: ...
-
-    @overload
-    def wait(self, call: OpenToolCall) -> OpenToolCall: ...
-
-    @overload
-    def wait(self, call: Asked) -> Asked: ...
-
-    def wait(self, call: Asked) -> Asked:
+    def waited(self, call: _Waits) -> Flow[_Waits]:
         """Wait until a call may start, where the run's breakers hold it back.
 
         For the pace, a rate limit or a place: within the deadline, and no longer once the run is
-        aborted. Blocking: on an event loop use `wait_async`.
+        aborted. A task that is cancelled meanwhile takes the call back.
 
         Args:
             call: What `model_call` answered, or a call of a batch, before `start`.
@@ -313,22 +305,18 @@ class Run(Lifetime):
         """
         if isinstance(call, Stop) or starts_at_once(self, call):
             return call
-        return _waited(call, wait(self, call))
-
-    @overload
-    async def wait_async(self, call: OpenModelCall | Stop) -> OpenModelCall | Stop: ...
-
-    @overload
-    async def wait_async(self, call: OpenToolCall) -> OpenToolCall: ...
-
-    @overload
-    async def wait_async(self, call: Asked) -> Asked: ...
-
-    async def wait_async(self, call: Asked) -> Asked:
-        """Wait as `wait` does, in this task. Cancelled meanwhile, the call is taken back."""
-        if isinstance(call, Stop) or starts_at_once(self, call):
+        trip: Trip | None = yield Step(lambda: wait(self, call), lambda: wait_async(self, call))
+        if trip is None or isinstance(call, OpenToolCall):
             return call
-        return _waited(call, await wait_async(self, call))
+        return cast("_Waits", Stop(trip))
+
+    def wait(self, call: _Waits) -> _Waits:
+        """Wait as `waited` does, in this thread."""
+        return run_blocking(self.waited(call))
+
+    async def wait_async(self, call: _Waits) -> _Waits:
+        """Wait as `waited` does, in this task."""
+        return await run_awaited(self.waited(call))
 
     # Tool calls
 
@@ -397,12 +385,20 @@ class Run(Lifetime):
                 ticket.guard.withdraw(ticket)
         return opened
 
+    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
+        """Return which calls of these tools, in this order, a cap or a quota would refuse now.
+
+        Nothing is counted and nothing trips: no person is asked about what will be refused.
+        """
+        answers = [guard.refuses_tools(names) for guard in self.guards]
+        return [any(of) for of in zip(*answers, strict=True)]
+
     def start(self, call: OpenToolCall) -> str | None:
-        """Say that a tool's body starts now: None, or the result to give in its place."""
+        """Start a tool's body: returns None, or the result to give in its place."""
         if call.refusal is None:
             call.state = "started"
             for ticket in call.tickets:
-                if ticket.breakers is not None:
+                if ticket.holds and ticket.breakers is not None:
                     ticket.started()
         return call.refusal
 
@@ -467,10 +463,6 @@ class Run(Lifetime):
                 self._prunes = self._prunes or usage.input_tokens >= full
 
 
-def _waited(call: OpenModelCall | OpenToolCall, trip: Trip | None) -> Asked:
-    return call if trip is None or isinstance(call, OpenToolCall) else Stop(trip)
-
-
 def _covers(tickets: Iterable[Admit], guard: Guard) -> bool:
-    """Tell whether one of these admissions has charged a guard, or what it is a part of."""
+    """Return whether one of these admissions has charged a guard, or what it is a part of."""
     return any(guard in one.guard.lineage or one.guard in guard.lineage for one in tickets)

@@ -13,7 +13,7 @@ _LOG = logging.getLogger("budgetguard")
 
 
 def is_stop(error: BaseException | None) -> bool:
-    """Tell whether an exception says nothing but that a run was stopped.
+    """Return whether an exception says nothing but that a run was stopped.
 
     It is a `BudgetExceeded`, or a group (of an `asyncio.TaskGroup`, for instance) of nothing else.
     """

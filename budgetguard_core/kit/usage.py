@@ -1,4 +1,4 @@
-"""What a model call used and cost, read from whatever reports it.
+"""The usage and cost of a model call, read from whatever reports it.
 
 The figures of each provider are in `budgetguard_core.kit.figures`; here is where they are found,
 and what is charged when some of them are missing.
@@ -172,7 +172,7 @@ def _told_cost(record: object) -> Decimal | None:
 
 
 def _lacks(record: Any, names: frozenset[str]) -> bool:
-    """Tell whether a record is a dictionary with none of these names."""
+    """Return whether a record is a dictionary with none of these names."""
     return kind_of(record) is dict and names.isdisjoint(record)
 
 

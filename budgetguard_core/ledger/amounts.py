@@ -23,7 +23,7 @@ _PERIODS = {"d": "daily", "m": "monthly", "r": "run"}
 
 
 class Amount(NamedTuple):
-    """What a call may use or has used, in every dimension that a ceiling can have."""
+    """An amount in every dimension that a ceiling can have: requested or used."""
 
     usd: int = 0
     """Nano-dollars, of which one cached token may cost 25."""

@@ -1,4 +1,4 @@
-"""What a process knows of its store: whether it answers, which ledger it is, how its clock goes."""
+"""The state of a process's store: whether it answers, which ledger it is, how its clock goes."""
 
 from __future__ import annotations
 

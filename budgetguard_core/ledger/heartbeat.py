@@ -19,7 +19,7 @@ _LOG = logging.getLogger("budgetguard")
 
 
 class Beat:
-    """What a process asks of its store and tells it, twice a second while it has runs.
+    """The exchange of a process with its store, twice a second while it has runs.
 
     Args:
         connection: To the store.
@@ -113,12 +113,12 @@ class Heartbeat:
         self._stopped = False
 
     def hurry(self) -> None:
-        """Have `tick` called soon, if the thread runs."""
+        """Request a `tick` soon, if the thread runs."""
         if self._thread is not None:
             self._event.set()
 
     def wake(self) -> None:
-        """Have `tick` called soon; starts the thread where there is none."""
+        """Request a `tick` soon; starts the thread where there is none."""
         self._event.set()
         if self._thread is None:
             with self._lock:

@@ -269,7 +269,7 @@ class Ledger:
         self._ceilings.store(key, self._checked(ceilings))
 
     def clear_ceilings(self, tenant: str | None) -> None:
-        """Let a tenant have the default again; with None, take the stored default away.
+        """Return a tenant to the default; with None, remove the stored default.
 
         Raises:
             ConfigurationError: The key is no name.

@@ -26,7 +26,7 @@ _LOG = logging.getLogger("budgetguard")
 
 
 class Outbox:
-    """What the store has still to be told.
+    """The messages that the store has not got yet.
 
     Args:
         folder: Where a file is made when it is needed. One file for each process, locked while it
@@ -73,7 +73,7 @@ class Outbox:
             self._write(step, synced)
 
     def add(self, step: Step) -> None:
-        """Have a settlement sent as soon as the store answers; in memory until then."""
+        """Send a settlement as soon as the store answers; it is kept in memory until then."""
         with self._lock:
             self._waiting[step.id] = step
 

@@ -13,11 +13,11 @@ from budgetguard_core.ledger.connection import Connection
 
 
 class OpenLedger(Protocol):
-    """What has to end with its process."""
+    """A ledger that has to end with its process."""
 
     @property
     def connection(self) -> Connection:
-        """What talks to the store."""
+        """The connection to the store."""
         ...
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ _FORKING = threading.local()
 
 
 def end_with_process(ledger: OpenLedger) -> None:
-    """Have a ledger closed when the process ends, and begun anew in its children."""
+    """Close a ledger when the process ends, and begin it anew in its children."""
     _LEDGERS.add(ledger)
 
 

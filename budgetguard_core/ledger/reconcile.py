@@ -27,7 +27,7 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the logs say about one hold."""
+    """The proof of the logs for one hold."""
 
     spent: Amount
     complete: bool

@@ -28,7 +28,7 @@ _REPEATED_WITHIN = 86_400.0
 
 
 class Allowance:
-    """What this process may admit while its store is absent.
+    """The amount that this process may admit while its store is absent.
 
     Args:
         most: In all, from the store's last answer to its next; nothing if left out.
@@ -66,7 +66,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one call has reserved, in the windows that it was made in."""
+    """The reservation of one call, in the windows that it was made in."""
 
     id: str
     windows: Sequence[Window]
@@ -176,7 +176,7 @@ class Reservations:
         )
 
     def _take_back(self, part: Part) -> None:
-        """Have a reservation closed at nothing, also before it arrives.
+        """Close a reservation at nothing, also before it arrives.
 
         Never one under a name of the caller's: a retry under it may be under way, here or in
         another process.
@@ -195,7 +195,7 @@ class Reservations:
         return part
 
     def settle(self, part: Part, spent: Amount) -> None:
-        """Have it settled by the thread that talks to the store.
+        """Settle it in the thread that talks to the store.
 
         Should the process be killed before, the reservation stays charged. What was used beyond it
         is written to the disk first.

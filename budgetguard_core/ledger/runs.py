@@ -21,6 +21,7 @@ from budgetguard_core.ledger.kill_switch import kill_of
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.reservation import Part, Reservations
 from budgetguard_core.ledger.step import Step, Store, new_id
+from budgetguard_core.ledger.windows import RUN
 
 _LOG = logging.getLogger("budgetguard")
 _ANNOUNCE_SECONDS = 10.0
@@ -75,17 +76,17 @@ class LedgerRun:
         self._runs.report(self, spent)
 
     def open(self) -> None:
-        """Say that the run begins, or goes on after it was said to have ended."""
+        """Register a run that begins, or goes on after its end was reported."""
         self.is_open = True
         self._runs.add(self)
 
     def close(self) -> None:
-        """Say that the run has ended; what it reserved can still be settled."""
+        """End the run; what it reserved can still be settled."""
         self.is_open = False
         self._runs.remove(self)
 
     def abandon(self) -> None:
-        """Say that nobody keeps the run any more: from a finalizer, so no lock is taken."""
+        """Mark the run as abandoned: from a finalizer, so no lock is taken."""
         self._runs.forget(self)
 
 
@@ -168,7 +169,7 @@ class Runs:
             self._runs.clear()
 
     def tell_killed(self, flags: Mapping[str, str]) -> None:
-        """Tell the runs that a kill switch is set for, by its flag and text."""
+        """Notify the runs that a kill switch is set for, by its flag and text."""
         for run in self.all() if flags else ():
             for flag in (*run.account.flags, f"r:{run.run}"):
                 if flag in flags:
@@ -176,10 +177,11 @@ class Runs:
                     break
 
     def warn(self, warned: Sequence[Warned]) -> None:
-        """Tell the runs that are charged in a window that it reached 80 % of a ceiling."""
+        """Notify the runs that are charged in a window which reached 80 % of a ceiling."""
         now = self.connection.now()
         for one in warned:
-            _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
+            if one.window[0] != RUN:  # that is for whoever made a ledger for one run
+                _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
             runs = [
                 run
                 for run in self.all()
@@ -210,7 +212,7 @@ class Runs:
 
 
 def _call(listener: Callable[[Any], object], fact: object) -> None:
-    """Tell a run's listener something; that it fails changes nothing."""
+    """Notify a run's listener; its failure changes nothing."""
     try:
         listener(fact)
     except Exception as error:
@@ -251,7 +253,7 @@ class AliveRuns:
         self._announced: frozenset[tuple[object, ...]] = frozenset()
 
     def announce(self, runs: Sequence[LedgerRun]) -> None:
-        """Say which runs this process works on, where they changed or it is time to say it again.
+        """Report the runs of this process, where they changed or it is time to report again.
 
         Raises:
             LedgerUnreachable: The store does not answer.

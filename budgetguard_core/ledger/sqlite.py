@@ -412,7 +412,7 @@ class SqliteLedgerStore:
         return True
 
     def after_fork(self) -> None:
-        """Let the parent process go on."""
+        """Release the parent process after a fork."""
         self._mutex.release()
 
     def forked(self) -> None:

@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the store says."""
+    """The answer of the store."""
 
     status: Status
     amount: Amount = ZERO
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a step changes in each of its windows."""
+    """The change of a step in each of its windows."""
 
     charged: Amount
     spent: Amount
@@ -177,7 +177,7 @@ class HoldRecord(NamedTuple):
 
     @property
     def spent(self) -> Amount:
-        """What was reported."""
+        """The amount that was reported."""
         return self.charge if self.closed else ZERO
 
 

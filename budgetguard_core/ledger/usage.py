@@ -1,4 +1,4 @@
-"""What was used in a window, in the units that people use."""
+"""The usage of a window, in the units that people use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from budgetguard_core.ledger.step import WindowRecord
 
 @dataclass(frozen=True, slots=True)
 class WindowUsage:
-    """What one key has used in one window."""
+    """The usage of one key in one window."""
 
     key: str
     window: str
@@ -34,14 +34,14 @@ class WindowUsage:
 
     @property
     def remaining_usd(self) -> Decimal | None:
-        """What may still be reserved; None without a ceiling."""
+        """The amount that may still be reserved; None without a ceiling."""
         if self.ceiling_usd is None:
             return None
         return max(Decimal(0), self.ceiling_usd - self.spent_usd - self.reserved_usd)
 
     @property
     def remaining_tokens(self) -> int | None:
-        """What may still be reserved; None without a ceiling."""
+        """The amount that may still be reserved; None without a ceiling."""
         if self.ceiling_tokens is None:
             return None
         return max(0, self.ceiling_tokens - self.spent_tokens - self.reserved_tokens)
@@ -49,7 +49,7 @@ class WindowUsage:
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What one key has used today and this month."""
+    """The usage of one key today and this month."""
 
     daily: WindowUsage
     monthly: WindowUsage

@@ -48,7 +48,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What has ceilings of its own: a tenant, a user, a team.
+    """A key with ceilings of its own: a tenant, a user, a team.
 
     Attributes:
         name: 1 to 200 bytes of UTF-8 without control characters; used as it is, never normalised,

@@ -1,4 +1,4 @@
-"""What a selector knows of the task for which it chooses a profile."""
+"""The task for which a selector chooses a profile."""
 
 from __future__ import annotations
 

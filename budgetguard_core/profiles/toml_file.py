@@ -13,7 +13,7 @@ _LARGEST = 2**20
 
 
 class TomlFile:
-    """What a TOML file holds.
+    """The content of a TOML file.
 
     Args:
         path: The file.

@@ -127,7 +127,7 @@ class OpenTelemetrySink:
         elif isinstance(event, ModelCallRefused):
             self._checked(run, "model", "stop")
             self._write.refusals.add(
-                1, {**run.tags, names.REASON: event.reason, names.KIND: "model"}
+                1, {**run.tags, names.REASON: str(event.reason), names.KIND: "model"}
             )
         elif isinstance(event, ModelCallSettled):
             self._model_call_ended(run, event)
@@ -142,7 +142,7 @@ class OpenTelemetrySink:
         elif isinstance(event, ToolCallTurnedAway):
             run.turned_away[event.name] += 1
             self._write.refusals.add(
-                1, {**run.tags, names.REASON: event.reason, names.KIND: "tool"}
+                1, {**run.tags, names.REASON: str(event.reason), names.KIND: "tool"}
             )
         elif isinstance(event, CircuitBreakerChanged):
             tags = {**run.tags, names.BREAKER: event.breaker}
@@ -331,7 +331,11 @@ class OpenTelemetrySink:
                     # Counted when the breaker turned it away.
                     away[call.name] -= 1
                     continue
-                tags = {**run.tags, names.REASON: str(call.reason), names.KIND: "tool"}
+                tags = {
+                    **run.tags,
+                    names.REASON: str(call.reason or call.decision),
+                    names.KIND: "tool",
+                }
                 self._write.refusals.add(1, tags)
                 continue
             span = None

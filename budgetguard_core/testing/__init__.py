@@ -1,4 +1,4 @@
-"""What users and adapters test with: a manual clock, scripted replies, the conformance suite."""
+"""The testing tools: a manual clock, scripted replies, fixtures, the conformance suite."""
 
 from budgetguard_core.testing.bounded import assert_bounded
 from budgetguard_core.testing.clauses import CLAUSES

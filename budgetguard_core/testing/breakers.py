@@ -30,6 +30,7 @@ from budgetguard_core.events import (
 )
 from budgetguard_core.guard import Guard
 from budgetguard_core.stop import StopReason
+from budgetguard_core.stop_state import ModeName
 from budgetguard_core.testing.checks import (
     act,
     check_completed,
@@ -55,7 +56,7 @@ _LONG = 30.0
 _REQUEST = f"Before you go on, call {REPORT_PROGRESS}"
 
 
-def _guard(events: list[Event], mode: str = "enforce", **fields: Any) -> Guard:
+def _guard(events: list[Event], mode: ModeName = "enforce", **fields: Any) -> Guard:
     """Make a guard with a breaker; loops are not looked for, because they would be seen first."""
     return Guard(Budget(loop_detection=None, **fields), mode=mode, sinks=[events.append])
 

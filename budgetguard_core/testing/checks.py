@@ -1,4 +1,4 @@
-"""What the clauses are made of: how to have a run done, and what its end has to look like."""
+"""The parts of clauses: performing a run, and checks of its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def search_tool() -> Tool:
 
 
 def act(driver: Driver, mode: Mode, script: Script, **facts: Any) -> tuple[Ran, Scenario]:
-    """Have a driver do a run; `perform` says what it raises."""
+    """Perform a run by a driver; it raises as `perform` does."""
     scenario = Scenario(script=script, mode=mode, **facts)
     return perform(driver, scenario), scenario
 
@@ -90,7 +90,7 @@ def results_of(history: Sequence[Message]) -> list[str]:
 
 
 def act_timed(driver: Driver, mode: Mode, script: Script, **facts: Any) -> tuple[Ran, float]:
-    """Have a driver do a run, and measure the seconds that it took."""
+    """Perform a run by a driver, and measure the seconds that it took."""
     clock = SystemClock()
     began = clock.monotonic_ns()
     ran, _ = act(driver, mode, script, **facts)

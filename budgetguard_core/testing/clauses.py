@@ -22,6 +22,7 @@ from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.sqlite_checkpoints import MemoryStore
 from budgetguard_core.stop import StopReason, tool_called
+from budgetguard_core.stop_state import ModeName
 from budgetguard_core.testing.breakers import (
     bulkhead,
     circuit_breaker,
@@ -468,7 +469,7 @@ def _warnings(driver: Driver, mode: Mode) -> None:
 def _observe(driver: Driver, mode: Mode) -> None:
     events: list[Event] = []
 
-    def run(guard_mode: str) -> tuple[Ran, Script]:
+    def run(guard_mode: ModeName) -> tuple[Ran, Script]:
         guard = Guard(Budget(max_iterations=2), mode=guard_mode, sinks=[events.append])
         script = Script([*[calls("search")] * 4, says("Done.")])
         ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
@@ -715,7 +716,9 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
         user_input="Go on.",
         **facts,
     )
-    expect(script.calls >= 6, f"only {script.calls} prompts to look at")
+    # A quota that cannot refuse its tool stops the first run at its third call.
+    least = 4 if driver.deviation(4, mode) else 6
+    expect(script.calls >= least, f"only {script.calls} prompts to look at")
     sent_at_all = list(script.sent)
     if driver.has("reports"):
         sent_at_all += reports_of(driver, mode)

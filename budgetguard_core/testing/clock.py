@@ -20,7 +20,7 @@ class ManualClock:
         return self._now_ns
 
     def advance(self, seconds: float) -> None:
-        """Let time pass.
+        """Advance the time.
 
         Raises:
             ConfigurationError: `seconds` is negative: time does not go back.

@@ -29,7 +29,7 @@ class Clause:
         return next((driver.lacks[one] for one in self.needs if not driver.has(one)), None)
 
     def is_asked(self, driver: Driver, mode: Mode) -> bool:
-        """Tell whether the clause has a meaning for a driver in a mode."""
+        """Return whether the clause has a meaning for a driver in a mode."""
         return mode in driver.modes and mode in self.modes and self.lacking(driver) is None
 
     def judge(self, driver: Driver, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""What acts a scenario out with a real framework."""
+"""The driver, which performs a scenario with a real framework."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Driver(ABC):
         return ran
 
     def has(self, feature: Feature) -> bool:
-        """Tell whether the framework has a feature."""
+        """Return whether the framework has a feature."""
         return feature not in self.lacks
 
     def deviation(self, clause: int, mode: Mode) -> str | None:
@@ -134,7 +134,7 @@ class Nested:
 
 
 def perform(driver: Driver, scenario: Scenario) -> Ran:
-    """Have a driver do a run, and see that it used all parts of it.
+    """Perform a run by a driver, and check that it used all parts of it.
 
     Raises:
         DriverError: It ignored a part of the scenario.

@@ -34,7 +34,7 @@ def nest(
     *,
     script: Script | None = None,
 ) -> tuple[Ran, Script, Script]:
-    """Have a tool of a run do another run, whose model never comes to an end.
+    """Nest a run, whose model never comes to an end, in a tool of another.
 
     Args:
         outer: Does the run around.

@@ -32,7 +32,7 @@ _MARKER = "budget"
 
 
 class MakeGuard(Protocol):
-    """What the fixture `budget_guard` is."""
+    """The type of the fixture `budget_guard`."""
 
     def __call__(self, budget: Budget | None = None, **caps: Any) -> Guard:
         """Make a guard."""
@@ -40,7 +40,7 @@ class MakeGuard(Protocol):
 
 
 class MakeModel(Protocol):
-    """What the fixture `scripted_model` is."""
+    """The type of the fixture `scripted_model`."""
 
     def __call__(self, framework: str, *answers: Answer, usage: TokenUsage | None = None) -> Any:
         """Make a model."""
@@ -48,7 +48,7 @@ class MakeModel(Protocol):
 
 
 class ReadRun(Protocol):
-    """What the fixture `recorded_run` is."""
+    """The type of the fixture `recorded_run`."""
 
     def __call__(self, path: str | Path, *, within: Budget | None = None) -> Guard:
         """Read a run."""
@@ -56,10 +56,10 @@ class ReadRun(Protocol):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the marker."""
+    """Register the marker with pytest."""
     config.addinivalue_line(
         "markers",
-        f"{_MARKER}(**caps): fail the test if what it runs passes this envelope; nothing is "
+        f"{_MARKER}(**caps): fail the test if what it runs exceeds this envelope; nothing is "
         "stopped. The caps are those of budgetguard_core.Budget.",
     )
 
@@ -78,7 +78,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Observe a marked test, and fail it when a run in it passes its envelope."""
+    """Observe a marked test, and fail it when a run in it exceeds its envelope."""
     marker = pyfuncitem.get_closest_marker(_MARKER)
     if marker is None:
         return (yield)

@@ -40,6 +40,6 @@ def part(thing: Recorded, name: str) -> Any:
 
 
 def unread(things: Iterable[Recorded], name: str, unset: Any) -> bool:
-    """Tell whether a part is set in some of these things, and was read in none of those."""
+    """Return whether a part is set in some of these things, and was read in none of those."""
     having = [thing for thing in things if part(thing, name) != unset]
     return bool(having) and not any(name in parts_read(thing) for thing in having)

@@ -14,7 +14,7 @@ from budgetguard_core.testing.scenario import Mode
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What became of one clause in one mode."""
+    """The result of one clause in one mode."""
 
     clause: int
     title: str
@@ -28,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of every clause; printed as one line each."""
+    """The results of every clause; printed as one line each."""
 
     driver: str
     cases: tuple[Case, ...]

@@ -25,7 +25,7 @@ PLACES: tuple[Place, ...] = ("same object", "new object", "new process")
 
 
 class Scratch(dict[str, Any]):
-    """What a driver keeps between scenarios that run on one and the same agent object.
+    """The memory of a driver between scenarios that run on one and the same agent object.
 
     Attributes:
         used: The parts of those scenarios that the driver has read so far, for the suite.
@@ -117,14 +117,14 @@ class Scenario(Recorded):
         return result if tool.runs is None else self.read(await tool.runs.run_async())
 
     def read(self, answer: str) -> str:
-        """Be handed the answer of a nested run, wherever code of the user's gets it."""
+        """Take the answer of a nested run, wherever code of the user's gets it."""
         part(self, "answers").append(answer)
         return answer
 
 
 @dataclass(slots=True, kw_only=True)
 class Ran:
-    """What a run came to, as a driver reports it."""
+    """The result of a run, as a driver reports it."""
 
     history: Sequence[Message]
     """The conversation after the run, as the next turn would send it."""

@@ -1,4 +1,4 @@
-"""What a scripted model answers and scripted tools return, without any framework."""
+"""The script: answers of a model and results of tools, without any framework."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = count()
 
 
 class ProviderError(Exception):
-    """What a scripted model call fails with; a driver may raise its framework's own."""
+    """The error of a scripted model call; a driver may raise its framework's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Tool(Recorded):
         self._started = 0
 
     def run(self, value: str) -> str:
-        """Be called once: raise the error, or return the result."""
+        """Run one call: raise the error, or return the result."""
         with self._lock:
             number = self._started
             self._started += 1

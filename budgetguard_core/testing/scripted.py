@@ -1,4 +1,4 @@
-"""What a scripted model of a real framework answers in a user's own test."""
+"""The answers of a scripted model of a real framework in a user's own test."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Answers:
 
 
 class MakesModel(Protocol):
-    """What an adapter declares as its entry point `budgetguard.scripted_models`."""
+    """The type of an adapter's entry point `budgetguard.scripted_models`."""
 
     def __call__(self, answers: Answers) -> Any:
         """Make a model of the adapter's framework that gives these answers."""

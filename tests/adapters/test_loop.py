@@ -654,7 +654,7 @@ async def test_cancelling_the_task_closes_the_run_and_leaves_nothing():
 
 
 async def test_work_that_does_not_listen_is_left_behind_after_the_grace(monkeypatch):
-    monkeypatch.setattr("budgetguard_core.kit.cancel.GRACE", 0.1)
+    monkeypatch.setattr("budgetguard_core.kit.cancel.UNCANCELLABLE", 0.1)
     free = asyncio.Event()
 
     async def deaf(*_):

@@ -21,7 +21,6 @@ from openai import AsyncOpenAI
 from budgetguard_core import Budget, FinalizeReserve
 from budgetguard_core.kit import ANSWER_NOW
 from budgetguard_openai_agents import BudgetHooks, outcome
-from budgetguard_openai_agents._last import _asked, _in_words
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool
 from provider_server import ProviderServer
 
@@ -107,44 +106,6 @@ def test_what_a_guardrail_would_have_to_judge_is_not_asked_for():
     result = asyncio.run(go("run", agent, hooks=BudgetHooks(BUDGET)))
     assert not outcome(result).finalized
     assert script_of(agent).calls == 1
-
-
-def test_nobody_speaks_twice_in_a_row():
-    assert _asked([]) == [{"role": "user", "content": ANSWER_NOW}]
-    assert _asked([{"role": "user", "content": "Go."}]) == [
-        {"role": "user", "content": f"Go.\n\n{ANSWER_NOW}"}
-    ]
-    (message,) = _asked([{"role": "user", "content": [{"type": "input_image"}]}])
-    assert [one["type"] for one in message["content"]] == ["input_image", "input_text"]
-
-
-def test_a_history_is_told_in_words_to_a_model_that_is_none_of_openais():
-    picture = {"type": "input_image", "image_url": "https://example.com/a.png"}
-    said = _in_words(
-        [
-            {"role": "user", "content": "Go."},
-            {"type": "reasoning", "id": "r", "summary": []},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-            {"type": "function_call", "call_id": "1", "name": "look", "arguments": '{"at": "é"}'},
-            {"type": "custom_tool_call", "call_id": "2", "name": "sh", "input": "ls"},
-            {"type": "web_search_call", "id": "w"},
-            {"type": "function_call_output", "call_id": "1", "output": "nothing"},
-            {
-                "type": "custom_tool_call_output",
-                "call_id": "2",
-                "output": [{"type": "input_text", "text": "a.txt"}, picture],
-            },
-            {"type": "function_call_output", "call_id": "3", "output": ""},
-            {"role": "user", "content": [picture]},
-            {"role": "assistant", "content": None},
-        ]
-    )
-    assert [one["role"] for one in said] == ["user", "assistant", "user"]
-    assert said[1]["content"] == (
-        'I look.\n\nI called look with {"at": "é"}.\n\nI called sh with ls.'
-    )
-    told = "look returned: nothing\n\nsh returned: a.txt\n\nThe tool returned: "
-    assert said[2]["content"] == [{"type": "input_text", "text": told}, picture]
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses"])

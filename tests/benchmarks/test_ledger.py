@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import importlib
 import sqlite3
 import statistics
 import time
-import uuid
 
 import pytest
 
 import ledger_workers as workers
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
-from budgetguard_core.ledger.step import Step
+from budgetguard_core.ledger.step import Step, new_id
 from budgetguard_core.ledger.windows import windows_at
 from ledger_servers import Place, RedisServer, need
 
@@ -40,15 +41,14 @@ def ratio(arms, rounds=ROUNDS, steps=STEPS):
 
 def pair(store):
     """One exact reservation and its settlement, with two windows."""
-    import datetime as dt
-
-    windows = windows_at("acme", store.now(), dt.UTC, Amount(2**50, 0), Amount(2**50, 0))
-    amount = Amount(1000, 10)
+    ceiling = Amount(2**50)
+    windows = [one._replace(ceiling=ceiling) for one in windows_at("acme", store.now(), dt.UTC)]
+    amount = Amount(1000, 10, 1)
 
     def act():
-        one = uuid.uuid4().hex
-        store.step(Step(one, 1, windows, need=amount, want=amount))
-        store.step(Step(one, 2, windows, spent=amount, close=True))
+        one = new_id()
+        store.step(Step("reserve", one, windows, amount))
+        store.step(Step("settle", one, windows, amount))
 
     return act
 
@@ -88,19 +88,27 @@ def test_redis_microseconds_in_the_server(tmp_path):
     assert used <= 60
 
 
+@contextlib.contextmanager
+def bare_row(place):
+    """A connection of its own to a table with one row."""
+    psycopg = importlib.import_module("psycopg")
+    with psycopg.connect(place.url, autocommit=True) as db:
+        db.execute("CREATE TABLE bare(id int PRIMARY KEY, n bigint) WITH (fillfactor = 20)")
+        db.execute("INSERT INTO bare VALUES(1, 0)")
+        yield db
+
+
 def test_a_postgres_step_beside_a_bare_transaction(tmp_path):
     need("postgres")
     place = Place("postgres", tmp_path)
     store = place.store()
-    db = store._db
-    db.execute("CREATE TABLE bare(id int PRIMARY KEY, n bigint) WITH (fillfactor = 20)")
-    db.execute("INSERT INTO bare VALUES(1, 0)")
+    with bare_row(place) as db:
 
-    def bare():
-        for _ in range(2):
-            db.execute("UPDATE bare SET n = n + %s WHERE id = 1", ("5",))
+        def bare():
+            for _ in range(2):
+                db.execute("UPDATE bare SET n = n + %s WHERE id = 1", ("5",))
 
-    medians = ratio({"bare": bare, "again": bare, "pair": pair(store)}, 5, 100)
+        medians = ratio({"bare": bare, "again": bare, "pair": pair(store)}, 5, 100)
     store.close()
     place.remove()
     assert 0.8 < medians["again"] / medians["bare"] < 1.25
@@ -161,17 +169,17 @@ def test_sqlite_statements_of_a_pair(tmp_path):
     act()
     store._db.set_trace_callback(None)
     store.close()
-    # BEGIN, one look, a row for each of two windows, the hold, COMMIT; twice.
-    assert len(said) == 12, said
+    # To reserve: BEGIN, a look at the hold, at each of two windows and its ceiling, at the kill
+    # switches, both windows, the hold, the number, COMMIT. To settle: no ceilings, no switches.
+    assert len(said) == 12 + 9, said
 
 
 def test_a_hot_row_of_postgres_beside_a_bare_one(tmp_path):
     need("postgres")
     place = Place("postgres", tmp_path)
-    store = place.store()
-    store._db.execute("CREATE TABLE bare(id int PRIMARY KEY, n bigint) WITH (fillfactor = 20)")
-    store._db.execute("INSERT INTO bare VALUES(1, 0)")
-    store.close()
+    place.store().close()
+    with bare_row(place):
+        pass
     ratios = []
     for _ in range(5):
         bare, _ = rate(workers.timed_bare_postgres, place.url, 150)

@@ -75,7 +75,7 @@ def test_a_cycle():
         ways = arms(runner, lambda: ScriptedModel(Script(replies)))
         times, beyond = compared("a cycle", ways, units=CYCLES, rounds=40)
     assert abs(beyond["null"]) < 60
-    assert beyond["guard"] <= 600
+    assert beyond["guard"] <= 930
     judge(times, "guard", 1.08)
 
 
@@ -84,5 +84,6 @@ def test_a_streamed_chunk():
         ways = arms(runner, lambda: Chatty(Script([says("")])))
         times, beyond = compared("a chunk", ways, units=CHUNKS, rounds=20)
     assert abs(beyond["null"]) < 1
-    assert beyond["guard"] <= 5
+    # Two of them make what the model's own code does between two chunks a part of the run.
+    assert beyond["guard"] <= 9
     judge(times, "guard", 1.1)

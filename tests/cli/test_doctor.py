@@ -98,6 +98,34 @@ def test_what_a_strands_agent_cannot_be_bounded_in_is_named(doctor, script, way)
     assert names(found, "problem") == [("way", way)]
 
 
+@pytest.mark.parametrize(
+    ("imports", "problems", "notes"),
+    [
+        ("import strands", [], ["no adapter"]),
+        ("import strands, budgetguard_strands", [], []),
+        ("import strands, langgraph, budgetguard_langgraph", ["strands"], []),
+        ("import strands, langgraph, budgetguard_langgraph, budgetguard_http", [], []),
+        ("import langgraph, openai, budgetguard_langgraph", [], ["openai"]),
+        ("import pydantic_ai, budgetguard_pydantic_ai", [], []),
+        ("import openai, budgetguard_loop", [], []),
+    ],
+)
+def test_mixes_that_are_not_covered_are_named(doctor, imports, problems, notes):
+    code, found = doctor(imports)
+    mixes = [one for one in found if one["kind"] == "mix"]
+    assert names(mixes, "problem") == [("mix", name) for name in problems]
+    assert names(mixes, "note") == [("mix", name) for name in notes]
+    assert code == bool(problems)
+
+
+def test_what_concerns_run_is_kept_apart(doctor, tmp_path):
+    (tmp_path / "graph.py").write_text("import langgraph")
+    text = CliRunner().invoke(app, ["doctor", "graph.py"], env={"COLUMNS": "140"}).stdout
+    above, below = text.split("Under `budgetguard run` alone:")
+    assert "raw thread pool" in below
+    assert "raw thread pool" not in above
+
+
 def test_agents_that_tools_of_strands_make_are_covered(doctor):
     code, found = doctor("from strands import Agent\nfrom strands_tools import think, swarm, graph")
     assert (code, names(found, "problem")) == (0, [])

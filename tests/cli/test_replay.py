@@ -117,6 +117,16 @@ def test_a_runaway_is_stopped_before_its_fifth_identical_call(log):
     assert in_all(path, "--no-loop-detection")["stopped"] == {}
 
 
+@pytest.mark.parametrize("command", ["show", "replay", "calibrate"])
+def test_reading_logs_writes_none(command, tmp_path, monkeypatch, budgetguard):
+    monkeypatch.setenv("BUDGETGUARD_LOG", str(tmp_path))
+    live_run(Guard(Budget(loop_detection=None)), 3)
+    (log,) = tmp_path.iterdir()
+    before = log.read_bytes()
+    budgetguard(command, tmp_path, *(["--max-iterations", "2"] if command == "replay" else []))
+    assert ([*tmp_path.iterdir()], log.read_bytes()) == ([log], before)
+
+
 def test_an_honest_run_is_not_cut(log):
     path, sink = log
     live_run(unbounded(sink, "other arguments"), 30)
@@ -139,6 +149,8 @@ def test_an_honest_run_is_not_cut(log):
         ("max_model_calls", "3", 3),
         ("max_tool_calls", "3", 4),
         ("max_total_tokens", "3150", 3),
+        ("max_input_tokens", "3000", 3),
+        ("max_output_tokens", "150", 3),
         ("max_cost_usd", "0.009", 3),
     ],
 )

@@ -11,7 +11,7 @@ from budgetguard_cli.app import app
 from budgetguard_core import Admit, Budget, Guard, JsonLinesSink, TokenUsage, ToolCall, end_run
 from budgetguard_core.testing import ManualClock
 
-CIRCUIT = {"sliding_window_size": 4, "minimum_number_of_calls": 2, "stop_after_open_rounds": 9}
+CIRCUIT = "{ sliding_window_size = 4, minimum_number_of_calls = 2, stop_after_open_rounds = 9 }"
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def log(tmp_path):
 
 
 def run(tmp_path, log, breakers, *options):
-    path = tmp_path / "breakers.json"
-    path.write_text(breakers if isinstance(breakers, str) else json.dumps(breakers))
-    arguments = ["replay", str(log), "--no-loop-detection", "--breakers", str(path), *options]
-    return CliRunner().invoke(app, arguments)
+    path = tmp_path / "profiles.toml"
+    path.write_text(f"[profiles.mine]\nversion = 1\n{breakers}\n")
+    arguments = ["replay", str(log), "--no-loop-detection", "--profile", "mine", *options]
+    return CliRunner().invoke(app, arguments, env={"BUDGETGUARD_PROFILES": str(path)})
 
 
 def figures(tmp_path, log, breakers):
@@ -45,34 +45,28 @@ def figures(tmp_path, log, breakers):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_what_would_have_been_turned_away_and_stopped_is_reported(tmp_path, log):
-    found = figures(tmp_path, log, {"circuit_breaker": CIRCUIT})
+def test_what_the_breakers_of_a_profile_would_have_done_is_reported(tmp_path, log):
+    found = figures(tmp_path, log, f"circuit_breaker = {CIRCUIT}")
     # Two failures open it, and the nine rounds after that end the run.
     assert found["breakers"] == {"circuit_breaker_changed": 1, "tool_call_turned_away": 9}
     assert found["stopped"] == {"circuit_open": 1}
-    found = figures(tmp_path, log, {"velocity": {"max_tool_calls_per_minute": 20}})
+    found = figures(tmp_path, log, "velocity = { max_tool_calls_per_minute = 20 }")
     assert found["stopped"] == {"velocity": 1}
     assert found["breakers"] == {"call_delayed": 4}
-    found = figures(tmp_path, log, {"rate_limits": {"*": {"rate": 2, "burst": 3}}})
+    found = figures(tmp_path, log, 'rate_limits = { "*" = { rate = 2, burst = 3 } }')
     assert found["breakers"]["tool_call_turned_away"] > 5
-    text = run(tmp_path, log, {"circuit_breaker": CIRCUIT}).stdout
+    text = run(tmp_path, log, f"circuit_breaker = {CIRCUIT}").stdout
     assert "tool calls turned away" in text
     assert "circuit breakers changed" in text
 
 
-@pytest.mark.parametrize(
-    ("breakers", "sentence"),
-    [
-        ("[1]", "holds no JSON object. Write the fields of a budget."),
-        ({"progress": {}}, "the recorded model was not asked to report"),
-        ({"max_iterations": 3}, "breakers must be among progress, velocity, "),
-        ({"velocity": {"max_tool_calls_per_minute": 0}}, "must be a whole number >= 1, got 0"),
-    ],
-)
-def test_a_wrong_file_is_refused(tmp_path, log, breakers, sentence):
-    done = run(tmp_path, log, breakers)
+def test_options_win_over_the_profile_and_a_wrong_one_is_refused(tmp_path, log):
+    cut = run(tmp_path, log, "max_iterations = 5", "--max-iterations", "8", "--json")
+    assert json.loads(cut.stdout.splitlines()[-1])["saved"]["model_calls"] == 22
+    done = run(tmp_path, log, "velocity = { max_tool_calls_per_minute = 0 }")
     assert done.exit_code == 2
-    assert sentence in done.stderr
-    (tmp_path / "breakers.json").unlink()
-    missing = ["replay", str(log), "--breakers", str(tmp_path / "breakers.json")]
-    assert CliRunner().invoke(app, missing).exit_code == 2
+    assert "must be a whole number >= 1, got 0" in done.stderr
+
+
+def test_a_report_of_progress_is_not_asked_of_a_recorded_model(tmp_path, log):
+    assert figures(tmp_path, log, "progress = {}")["stopped"] == {}

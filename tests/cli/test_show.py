@@ -239,6 +239,15 @@ def test_without_an_argument_the_runs_of_the_folder_are_listed_newest_first(tmp_
     assert [json.loads(line)["run_id"] for line in listed] == ["third", "second", "first"]
 
 
+def test_made_up_ids_are_listed_as_short_as_they_are_unique_and_chosen_ones_whole(tmp_path):
+    same = "0123456789ab"
+    named(tmp_path, same + "0" * 20, same + "1" * 20, "nightly-report-of-tuesday")
+    text = invoke(BUDGETGUARD_LOG=str(tmp_path))
+    assert f" {same}0 " in text
+    assert f" {same}1 " in text
+    assert " nightly-report-of-tuesday " in text
+
+
 def test_a_run_is_found_by_a_unique_beginning_of_its_id(tmp_path):
     named(tmp_path, "abc1", "abd2")
     folder = str(tmp_path)

@@ -1,4 +1,4 @@
-"""`budgetguard watch`, on logs that are being written, and on a ledger."""
+"""`budgetguard watch`, on logs that are being written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import threading
 
 import pytest
 
-from budgetguard_core import Budget, Guard, JsonLinesSink, ModelCall
-from budgetguard_core.ledger import Ledger
-from budgetguard_core.testing import ManualClock
+from budgetguard_core import Budget, Guard, JsonLinesSink
 from run_logs import CALL, USED, in_legs, write
 
 
@@ -86,42 +84,6 @@ def test_a_run_for_machines(budgetguard, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_ledger_shows_tenants_against_their_ceilings(budgetguard, tmp_path):
-    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    with Ledger(url, daily_model_calls=1000) as ledger:
-        ledger.set_ceilings("acme", daily_usd=1)
-        guard = Guard(Budget(max_iterations=3), run_id="working", ledger=ledger, tenant="acme")
-        guard.settle_model_call(guard.admit_model_call(ModelCall(model="gpt-4o")), USED)
-        ledger.beat()  # says that the run is alive
-        text = budgetguard("watch", "--ledger", url, "--once").stdout.decode()
-        record = json.loads(budgetguard("watch", "--ledger", url, "--once", "--json").stdout)
-    assert "1 runs are alive" in text
-    assert "acme" in text
-    assert "of $1" in text
-    assert (record["run_id"], record["tenant"]) == ("working", ["acme"])
-
-
-def test_a_ceiling_in_tokens_has_a_bar_too(budgetguard, tmp_path):
-    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    with Ledger(url, queue=tmp_path / "queue") as ledger:
-        ledger.set_ceilings("acme", daily_tokens=1000, monthly_usd=5, monthly_tokens=9000)
-        ledger.reserve("acme", usd=1, tokens=900).settle(1, 900)
-    text = budgetguard("watch", "--ledger", url, "--once", COLUMNS="100").stdout.decode()
-    assert "no ceiling" not in text
-    assert "900 of 1,000 tokens" in text
-    assert "$1.00 of $5.00, 900 of 9,000 tokens" in text
-
-
-def test_what_a_tenant_spent_long_ago_was_not_today(budgetguard, tmp_path):
-    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    with Ledger(url, queue=tmp_path / "queue", clock=ManualClock()) as ledger:
-        ledger.reserve("acme", usd=1).settle(1)
-    text = budgetguard("watch", "--ledger", url, "--once", COLUMNS="100").stdout.decode()
-    assert "acme day 1970-01-01" in text
-    assert "acme month 1970-01" in text
-
-
-@pytest.mark.slow
 def test_the_folder_is_that_of_the_variable(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")
     done = budgetguard("watch", "--once", BUDGETGUARD_LOG=str(tmp_path))
@@ -135,16 +97,11 @@ def test_errors_are_clear(budgetguard, tmp_path):
         (("watch", "--once"), b"nothing to watch"),
         (("watch", tmp_path / "none", "--once"), b"No such file or folder"),
         (("watch", tmp_path, "--json"), b"--json needs --once"),
-        (("watch", tmp_path, "--ledger", "sqlite:///x"), b"got both"),
-        (("watch", "--ledger", "nonsense://x", "--once"), b"budgetguard: "),
-        # A wrong path is no empty ledger.
-        (("watch", "--ledger", f"sqlite:///{tmp_path}/no/l.db", "--once"), b"a ledger must be"),
     ]
     for arguments, said in cases:
         done = budgetguard(*arguments, BUDGETGUARD_LOG="")
         assert done.returncode == 2, arguments
         assert said in done.stderr
-    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow

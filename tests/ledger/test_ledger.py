@@ -289,6 +289,20 @@ def test_a_window_that_a_call_brought_beyond_80_percent_warns_with_the_next(plac
     beta.close()
 
 
+def test_a_window_that_reports_alone_brought_to_80_percent_warns_with_the_next(place, opened):
+    """What nothing was reserved for, such as the calls of a run that only observes."""
+    ledger, told = opened(place, daily_usd=10), []
+    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
+    run.report(Amount(8 * 10**9))
+    ledger.beat()
+    assert told == []  # a settlement asks for nothing that could be held back
+    for _ in range(2):
+        run.obtain(Amount(10**8))
+    assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
+        ("tenant_daily", 10, Decimal("8.1"))
+    ]
+
+
 def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
     ledger = opened(place, daily_usd=1)
     ledger.reserve("acme", usd=1).settle(1)

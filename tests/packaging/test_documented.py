@@ -88,3 +88,17 @@ def test_a_name_without_a_text_is_seen(monkeypatch):
     monkeypatch.setattr(module, "NUMBER", 3, raising=False)
     monkeypatch.setattr(module, "__all__", ["NUMBER", "bounded", "planted"])
     assert list(undocumented("budgetguard_loop")) == ["NUMBER", "planted"]
+
+
+def test_a_docstring_says_what_a_thing_is_or_does_from_its_first_word_on():
+    found = []
+    for root in ("budgetguard_core", "adapters"):
+        for file in sorted((layout.ROOT / root).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(
+                    node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+                ):
+                    text = (ast.get_docstring(node) or "A").split()[0].rstrip(",.:")
+                    if text in {"What", "Tell", "Say", "Be", "Let", "Have", "Whether"}:
+                        found.append(f"{file}:{node.body[0].lineno}: {text}")
+    assert found == []

@@ -79,6 +79,8 @@ guard = Guard(
     sinks=[listen, JsonLinesSink("run.jsonl")],
     price_book=PriceBook({"house-model": Price(input=1, output=2)}),
 )
+Guard(budget, mode="observe")
+Guard(budget, mode="watch")  # type: ignore[arg-type]
 child: Guard = guard.child(Budget(max_tool_calls=3))
 guard.extend(max_iterations=40, max_seconds=90, max_cost_usd=Decimal(2))
 guard.extend(max_iteration=40)  # type: ignore[call-arg]

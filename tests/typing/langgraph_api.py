@@ -76,5 +76,9 @@ async def stream(model: BaseChatModel) -> Any:
     return await aresume(agent, config, Budget(max_iterations=25))
 
 
-bounded(compiled, Budget(), on_trip="never")  # type: ignore[arg-type]
-bounded(builder, Budget())  # type: ignore[type-var]
+bounded(compiled, Budget(), on_trip="never")  # type: ignore[call-overload]
+bounded(builder, Budget())  # type: ignore[call-overload]
+bounded(compiled)  # type: ignore[call-overload]
+bounded(compiled, profile="research")
+resume(compiled, "1", Budget())  # type: ignore[arg-type]
+resume(builder, config, Budget())  # type: ignore[arg-type]

@@ -42,11 +42,11 @@ class Agent:
 
     @property
     def name(self) -> str:
-        """What it is called on the command line."""
+        """Its name on the command line."""
         return self.adapter.removeprefix("budgetguard_").replace("_", "-")
 
     def is_installed(self) -> bool:
-        """Tell whether the adapter and its framework can be imported."""
+        """Return whether the adapter and its framework can be imported."""
         return all(find_spec(name) is not None for name in (self.adapter, *self.needs))
 
 
@@ -116,7 +116,7 @@ def _langgraph(base_url: str, guard: Guard, read_file: ReadFile) -> Outcome | No
     tools = [convert_to_openai_tool(tool)]
 
     class HttpChat(BaseChatModel):
-        """What `langchain_openai.ChatOpenAI` sends and reads, without that dependency."""
+        """The requests and answers of `langchain_openai.ChatOpenAI`, without that dependency."""
 
         model_name: str = "gpt-4o"
 

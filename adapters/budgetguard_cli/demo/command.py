@@ -59,7 +59,7 @@ _ACTS = {
 
 @dataclass(slots=True)
 class Shown:
-    """What became of the runaways of one agent.
+    """The runaways of one agent, and how they ended.
 
     Attributes:
         failed: Why it did not show what it has to show.
@@ -77,7 +77,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Unbounded:
-    """What a run would have cost had nobody stopped it, in US dollars.
+    """The cost of a run had nobody stopped it, in US dollars.
 
     Attributes:
         cached: With every earlier token read from the provider's prompt cache.

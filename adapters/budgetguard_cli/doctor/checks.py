@@ -1,4 +1,4 @@
-"""What `doctor` looks at, one finding after the other."""
+"""The checks of `doctor`, one finding after the other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Status: TypeAlias = Literal["ok", "note", "problem"]
 
 _PROVIDER: Final = "<provider>"
 _AMBIENT: Final = "budgetguard_http"
+_LOOP: Final = "budgetguard_loop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        kind: What it is: framework, client, way, model, ledger, profile or script.
+        kind: What it is: framework, client, way, mix, model, ledger, profile or script; `run` is
+            what concerns `budgetguard run` alone.
         name: Which one.
         version: The release that is installed, where it is a package.
         status: `problem` is what would not hold.
@@ -49,10 +51,11 @@ def packages(all_of: Declared, source: Source | None) -> Iterator[Finding]:
         if one.installed is None and not used:
             continue
         yield _package(one)
-        for gap in one.gaps:
-            if gap not in told:
-                told.add(gap)
-                yield Finding(kind="way", name=one.module, status="note", detail=gap)
+        for kind, gaps in (("way", one.gaps), ("run", one.run_gaps)):
+            for gap in gaps:
+                if gap not in told:
+                    told.add(gap)
+                    yield Finding(kind=kind, name=one.module, status="note", detail=f"{gap}.")
 
 
 def _package(one: Covered) -> Finding:
@@ -79,12 +82,32 @@ def ways(all_of: Declared, source: Source) -> Iterator[Finding]:
     """Look for what a script uses and nothing covers."""
     for one in all_of.uncovered:
         if _uses(source, one):
-            yield Finding(
-                kind="way",
-                name=one.module,
-                status="problem",
-                detail=f"not covered: {one.why}. Way out: {one.instead}.",
+            detail = f"not covered: {one.why}. Way out: {one.instead}."
+            yield _problem("way", one.module, detail)
+
+
+def mixes(all_of: Declared, source: Source) -> Iterator[Finding]:
+    """Find what a script uses beside its adapters, and none of them sees."""
+    used = [one for one in all_of.covered if _uses(source, one)]
+    frameworks = {one.module: one for one in used if one.adapter != _AMBIENT}
+    adapters = {one.adapter for one in all_of.covered} | {_LOOP}
+    bound = ", ".join(sorted(one for one in adapters if source.imports(one)))
+    if not bound and used:
+        detail = "no adapter is imported: bound it in code, or start it with `budgetguard run`."
+        yield Finding(kind="mix", name="no adapter", status="note", detail=detail)
+    if not bound or _AMBIENT in bound:
+        return
+    for one in frameworks.values():
+        if one.adapter not in bound:
+            detail = f"not bounded: {bound} sees no run of it. Use {one.adapter} as well."
+            yield _problem("mix", one.module, detail)
+    for one in used:
+        if one.adapter == _AMBIENT and one.module not in frameworks and bound != _LOOP:
+            detail = (
+                f"{bound} sees no call that is made with it outside of a run. Put such calls in a "
+                "block of budgetguard_http.bounded_clients."
             )
+            yield Finding(kind="mix", name=one.module, status="note", detail=detail)
 
 
 def _uses(source: Source, one: Covered | Uncovered) -> bool:
@@ -110,11 +133,10 @@ def models(names: list[str]) -> Iterator[Finding]:
         if any(one and book.rates_for(one) is not None for one in spellings):
             yield Finding(kind="model", name=name, detail="its price is known.")
         else:
-            yield Finding(
-                kind="model",
-                name=name,
-                status="problem",
-                detail="no price is known: a cap in dollars stops the run at its first call. Give "
+            yield _problem(
+                "model",
+                name,
+                "no price is known: a cap in dollars stops the run at its first call. Give "
                 "PriceBook(overrides=...), or --count-unpriced-as-zero.",
             )
 
@@ -126,15 +148,11 @@ def ledger(url: str) -> Finding:
         with Ledger(url, timeout=5.0) as opened:
             file = missing_file(opened)
             if file is not None:
-                return Finding(
-                    kind="ledger",
-                    name=shown,
-                    status="problem",
-                    detail=f"there is no file {file}. Make it with `budgetguard ledger set`.",
-                )
+                way_out = "Make it with `budgetguard ledger set`."
+                return _problem("ledger", shown, f"there is no file {file}. {way_out}")
             opened.runs()
     except BudgetGuardError as error:
-        return Finding(kind="ledger", name=shown, status="problem", detail=str(error))
+        return _problem("ledger", shown, str(error))
     return Finding(kind="ledger", name=shown, detail="it can be reached.")
 
 
@@ -143,17 +161,16 @@ def profile(name: str | None) -> Iterator[Finding]:
     try:
         path = find_file()
         if path is not None:
-            found = Profiles(path)
-            listed = ", ".join(found.names) or "none"
+            listed = ", ".join(Profiles(path).names) or "none"
             yield Finding(kind="profile", name=path.name, detail=f"valid: {listed}.")
         if name:
             chosen = load_profile(name)
             missing = ", ".join(chosen.budget.uncapped()) or "nothing"
-            yield Finding(
-                kind="profile",
-                name=name,
-                version=chosen.version,
-                detail=f"of {chosen.source}; it leaves open: {missing}.",
-            )
+            detail = f"of {chosen.source}; it leaves open: {missing}."
+            yield Finding(kind="profile", name=name, version=chosen.version, detail=detail)
     except BudgetGuardError as error:
-        yield Finding(kind="profile", name=name or "file", status="problem", detail=str(error))
+        yield _problem("profile", name or "file", str(error))
+
+
+def _problem(kind: str, name: str, detail: str) -> Finding:
+    return Finding(kind=kind, name=name, status="problem", detail=detail)

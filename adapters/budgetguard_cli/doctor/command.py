@@ -69,20 +69,17 @@ def doctor(
     models = list(model or ())
     if source is not None:
         found += checks.ways(everything, source)
+        found += checks.mixes(everything, source)
         models += sorted(source.models - set(models))
-        found += [
-            checks.Finding(kind="script", name=script or "", status="problem", detail=problem)
-            for problem in source.problems
+        facts: list[tuple[checks.Status, str]] = [
+            ("problem", problem) for problem in source.problems
         ]
         if not any(one.kind in ("framework", "client", "way") for one in found):
-            found.append(
-                checks.Finding(
-                    kind="script",
-                    name=script or "",
-                    status="note",
-                    detail="nothing that calls models was found in its imports.",
-                )
-            )
+            facts.append(("note", "nothing that calls models was found in its imports."))
+        found += [
+            checks.Finding(kind="script", name=script or "", status=status, detail=detail)
+            for status, detail in facts
+        ]
     found += checks.models(models)
     found += checks.profile(profile)
     if ledger is not None:
@@ -94,7 +91,10 @@ def doctor(
         looked += [f"profile {profile}"] if profile else []
         looked += ["the ledger"] if ledger is not None else []
         typer.echo(f"Looked at: {printable(', '.join(looked))}.")
-        _print(found)
+        _print(one for one in found if one.kind != "run")
+        if any(one.kind == "run" for one in found):
+            typer.echo("\nUnder `budgetguard run` alone:")
+            _print(one for one in found if one.kind == "run")
     if any(one.status == "problem" for one in found):
         raise typer.Exit(1)
 

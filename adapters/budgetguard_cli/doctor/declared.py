@@ -1,4 +1,4 @@
-"""What the installed adapters declare: what they cover, in which releases, and what they do not."""
+"""The declarations of the installed adapters: what they cover, in which releases, and what not."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Covered:
         extra: The extra of ours that brings it, with its range of releases.
         texts: It does other work, too: it counts where the script names one of these.
         gaps: What the adapter does not cover there.
+        run_gaps: The same, of `budgetguard run` alone.
     """
 
     adapter: str
@@ -38,6 +39,7 @@ class Covered:
     extra: str
     texts: Sequence[str] = ()
     gaps: Sequence[str] = ()
+    run_gaps: Sequence[str] = ()
 
     @property
     def installed(self) -> str | None:
@@ -84,10 +86,10 @@ def declared() -> Declared:
     uncovered: list[Uncovered] = []
     for adapter, file in _files():
         content: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-        extra, gaps = content["extra"], tuple(content.get("gaps", ()))
-        for entry in content.get("covers", ()):
-            facts: dict[str, Any] = {"extra": extra, "gaps": gaps, **entry}
-            covered.append(Covered(adapter=adapter, **facts))
+        common = {key: content[key] for key in ("extra", "gaps", "run_gaps") if key in content}
+        covered += [
+            Covered(adapter=adapter, **{**common, **entry}) for entry in content.get("covers", ())
+        ]
         uncovered += [Uncovered(**entry) for entry in content.get("uncovered", ())]
     return Declared(covered, uncovered)
 

@@ -1,4 +1,4 @@
-"""What a script imports and names, read from its text: nothing of it is run."""
+"""The imports and names of a script, read from its text: nothing of it is run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Source:
     problems: list[str] = field(default_factory=list[str])
 
     def imports(self, module: str) -> bool:
-        """Tell whether a module, or a part of it, is imported."""
+        """Return whether a module, or a part of it, is imported."""
         return any(one == module or one.startswith(f"{module}.") for one in self.modules)
 
     def names(self, text: str) -> bool:
-        """Tell whether a text stands in the script."""
+        """Return whether a text stands in the script."""
         return any(text in one for one in self.texts)
 
 

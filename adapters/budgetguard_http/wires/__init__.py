@@ -58,7 +58,7 @@ def _rows_of(path: str) -> tuple[_Row, ...]:
 
 
 def is_path_of_a_model(path: str) -> bool:
-    """Tell whether an address ends as one of the table's."""
+    """Return whether an address ends as one of the table's."""
     return bool(_rows_of(path))
 
 

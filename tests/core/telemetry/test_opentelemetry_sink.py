@@ -181,6 +181,7 @@ def test_the_metrics_count_what_happened(telemetry):
         for a, p in seen.points("budgetguard.refusals")
     }
     assert refused == {("model", "max_iterations"): 1, ("tool", "tool_quota"): 1}
+    assert {type(reason) for _, reason in refused} == {str}
     ((trip, point),) = seen.points("budgetguard.trips")
     assert trip == {**tags, "budgetguard.reason": "max_iterations"}
     assert point.value == 1
@@ -299,7 +300,8 @@ def test_a_tenant_is_a_tag(telemetry, tmp_path):
 def test_a_run_that_pauses_ends_its_spans_and_keeps_its_tags(telemetry, tmp_path, where):
     first = telemetry()
     seen = telemetry() if where == "new process" else first
-    paid = {"ledger": f"sqlite:///{tmp_path / 'ledger.sqlite3'}", "tenant": "acme"}
+    ledger = Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}", daily_model_calls=1000)
+    paid = {"ledger": ledger, "tenant": "acme"}
     guard = Guard(Budget(), sinks=[first.sink], **paid)
     guard.settle_model_call(guard.admit_model_call(CALL), USED)
     (tool,) = guard.admit_tool_calls([ToolCall(name="ask", id="c1")])

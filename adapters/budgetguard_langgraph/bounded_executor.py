@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
-from langchain_classic.agents import AgentExecutor
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import Runnable, RunnableConfig
 
@@ -26,12 +25,16 @@ from budgetguard_core.kit import (
     cut_short,
     entered,
     envelope_of,
+    required,
 )
 from budgetguard_langgraph._outcomes import with_own_outcome
 from budgetguard_langgraph._owners import run_around
 from budgetguard_langgraph._run import GraphRun, Step
 from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
 from budgetguard_langgraph._session import Attached
+
+with required("langchain-classic", module="langchain_classic", extra="langchain"):
+    from langchain_classic import agents
 
 _NOTHING = object()
 _LIMIT = re.compile(r"Agent stopped due to (max iterations|iteration limit or time limit)\.$")
@@ -41,7 +44,7 @@ _LIMIT = re.compile(r"Agent stopped due to (max iterations|iteration limit or ti
 class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
     """An `AgentExecutor` that ends within a budget; made by `bounded_executor`."""
 
-    def __init__(self, executor: AgentExecutor, envelope: Envelope) -> None:
+    def __init__(self, executor: agents.AgentExecutor, envelope: Envelope) -> None:
         self._executor = executor
         self._envelope = envelope
         self.outcome: Outcome | None = None
@@ -164,7 +167,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
 
 
 def bounded_executor(
-    executor: AgentExecutor,
+    executor: agents.AgentExecutor,
     budget: Budget | Guard | Envelope | None = None,
     **options: Unpack[EnvelopeOptions],
 ) -> BoundedExecutor:
@@ -182,7 +185,7 @@ def bounded_executor(
         ConfigurationError: The budget or an option is none.
     """
     envelope = envelope_of(budget, **options)
-    if not isinstance(cast("object", executor), AgentExecutor):
+    if not isinstance(cast("object", executor), agents.AgentExecutor):
         raise AdapterError(
             f"bounded_executor takes an AgentExecutor, got {type(executor).__name__}. "
             "Use bounded for a graph, or pass BudgetCallback in the config."
