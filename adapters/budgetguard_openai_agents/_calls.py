@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from agents import (
@@ -27,7 +28,7 @@ from budgetguard_core import (
     Trip,
     Violation,
 )
-from budgetguard_core.kit import FRAME, Frame, OpenToolCall, Run, part
+from budgetguard_core.kit import FRAME, Batch, Frame, OpenToolCall, Run, part, run_awaited
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls
 
@@ -77,6 +78,7 @@ class ToolCalls:
         bounds: The hooks of the run, which its settings ask; None where nothing bounds them.
         earlier: The items of an earlier leg of the run.
         resumed: The calls that the earlier leg had asked for, and left to this one.
+        asks_a_store: A store has a say in what is admitted.
         stopping: Why the run ends, where it is no limit of the budget's.
     """
 
@@ -91,23 +93,33 @@ class ToolCalls:
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
         self._batch: list[Asked] = []
+        self.asks_a_store = any(guard.asks_a_store for guard in run.guards)
         self.copies: dict[int, Any] = {}
 
-    def ask(self, batch: list[Asked]) -> None:
+    async def answer(self, question: Callable[[], Any]) -> Any:
+        """Ask the guards; where a store has a say in a thread, or it would block the event loop."""
+        return await run_awaited(self.run.ask(question))
+
+    async def ask(self, batch: list[Asked]) -> None:
         """Ask for the calls of a reply, all together, or stop the run."""
         self._batch = batch
-        self._opened(batch)
+        if self.asks_a_store:
+            await self.answer(lambda: self._opened(batch))
+        else:
+            self._opened(batch)
         trip = self.run.trip
         if trip is not None and not any(
             one.is_local and one.opened and one.opened.state == "waiting" for one in batch
         ):
             self.stop(trip)
 
-    def _opened(self, batch: list[Asked]) -> None:
+    def _opened(self, batch: list[Asked]) -> Batch:
         # What the provider has run already takes its places before anything else starts.
         listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
-        for asked, opened in zip(listed, self.run.batch(one.call for one in listed), strict=True):
+        answers = self.run.batch(one.call for one in listed)
+        for asked, opened in zip(listed, answers, strict=True):
             asked.opened = opened
+        return answers
 
     def trip_of(self, violation: Violation) -> Trip:
         """Make the stop of a limit that is not the budget's own."""

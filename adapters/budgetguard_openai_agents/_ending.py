@@ -96,6 +96,7 @@ async def ended(
             result = cast("Any", streamed if is_judged else None)
     except BaseException as raised:
         error = raised
+        work.cancel()  # whoever cancels the run may do it before anybody waits for its work
         if streamed is not None and isinstance(error, asyncio.CancelledError) and run.stopped_by:
             # The SDK cancels a streamed run whose input guardrail failed.
             await asyncio.wait({work}, timeout=0)

@@ -114,21 +114,23 @@ class Recorder(RunHooks[Any]):
         self.agent = agent
         self.calls.close()
         model, provider = model_of(agent, self.run_config)
-        asked = self.run.model_call(
-            ModelCall(
-                model=model,
-                provider=provider,
-                input_tokens=self._prompt.project(
-                    sent.input,
-                    system=sent.instructions,
-                    tools=schemas_of(agent, self.calls.tools),
-                    output_schema=agent.output_type,
-                ),
-                # Some servers take -1 for a completion without a bound.
-                max_output_tokens=own if own is None or own >= 1 else None,
-                min_output_tokens=_LEAST_OUTPUT,
-            )
+        call = ModelCall(
+            model=model,
+            provider=provider,
+            input_tokens=self._prompt.project(
+                sent.input,
+                system=sent.instructions,
+                tools=schemas_of(agent, self.calls.tools),
+                output_schema=agent.output_type,
+            ),
+            # Some servers take -1 for a completion without a bound.
+            max_output_tokens=own if own is None or own >= 1 else None,
+            min_output_tokens=_LEAST_OUTPUT,
         )
+        if self.calls.asks_a_store:
+            asked = await self.calls.answer(lambda: self.run.model_call(call))
+        else:
+            asked = self.run.model_call(call)
         opened = await self.run.wait_async(asked)
         if isinstance(opened, Stop):
             raise RunStopped(opened.trip)
@@ -171,7 +173,7 @@ class Recorder(RunHooks[Any]):
         self.turns.append(turn)
         await self.hooks.on_llm_end(context, agent, response)
         if turn.asked:
-            self.calls.ask(turn.asked)
+            await self.calls.ask(turn.asked)
             if self.run.is_saved:
                 there = [item.to_input_item() for item in turn_items(turn)]
                 self._sent = [*self._sent, *there]
@@ -215,8 +217,10 @@ class Recorder(RunHooks[Any]):
             return True
         self._fail(error or "failed")
         bound = call.max_output_tokens
-        asked = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
-        opened = await self.run.wait_async(self.run.model_call(asked))
+        retry = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
+        opened = await self.run.wait_async(
+            await self.calls.answer(lambda: self.run.model_call(retry))
+        )
         if isinstance(opened, Stop):
             # The SDK raises the failure; it is the budget that made it the last one.
             self._no_retry = error
@@ -363,7 +367,7 @@ class Recorder(RunHooks[Any]):
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
         work.add_done_callback(_seen)
-        if self.run.check() is not None:
+        if await self.calls.answer(self.run.check) is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
         return await supervised(self.run, work)

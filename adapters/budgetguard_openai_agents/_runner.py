@@ -28,8 +28,6 @@ from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
     BudgetExceeded,
-    CheckpointError,
-    ConfigurationError,
     Guard,
     Mode,
     Outcome,
@@ -40,7 +38,7 @@ from budgetguard_core.kit import (
     Run,
     current_guard,
     entered,
-    load_to_resume,
+    named,
     outcome_of,
     part,
     remember,
@@ -302,43 +300,31 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
 def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[Run, Any]:
     envelope, resume = hooks.envelope, hooks.resume
     goes_on = isinstance(given, RunState)
-    if goes_on:
-        kept = _seams.kept(given)
-        if kept is not None:
-            resume = Snapshot.model_validate_json(kept)
-        context = _seams.context_of(given) if options.get("context") is None else options["context"]
-    else:
-        context = options.get("context")
-    stopped = isinstance(resume, Outcome) and resume.status == "terminated"
-    if isinstance(resume, Outcome):
-        resume = Snapshot.of_outcome(resume)
+    kept = _seams.kept(given) if goes_on else None
+    earlier: Snapshot | None = None
     leg: int | None = None
-    # A run that was stopped goes on under a fresh budget, one that was left where it is.
-    fresh = not goes_on or resume is hooks.resume
-    if isinstance(resume, str):
-        resume, leg = _loaded(envelope, resume)
-        if not (goes_on or options.get("session") or _seams.kept_by_server(given, options)):
-            # Who keeps the conversation elsewhere has it already.
-            given = [*resume.messages, *ItemHelpers.input_to_new_input_list(given)]
-    spoke = not goes_on and _is_user_turn(given)
-    fresh = fresh and resume is not None and (stopped or resume.trip is not None)
-    asked = None if isinstance(given, RunState) else given
-    run = envelope.open(user_spoke=spoke, resume=resume, fresh=fresh, config=context, given=asked)
-    if resume is not None:
-        run.go_on_as(leg, resume.run_id)
-    return run, cast("Any", given)
-
-
-def _loaded(envelope: Envelope, run_id: str) -> tuple[Snapshot, int | None]:
-    if envelope.store is None:
-        raise ConfigurationError(
-            f"resume={run_id!r} names a run in a store, got store=None. Pass the store, or a "
-            "Snapshot."
-        )
-    snapshot, leg = load_to_resume(envelope.store, run_id)
-    if snapshot is None:
-        raise CheckpointError(f"the store has no run {run_id!r}. Check the id, or start anew.")
-    return snapshot, leg
+    fresh = False
+    if kept is not None:
+        earlier = Snapshot.model_validate_json(kept)
+    elif resume is not None:
+        earlier, leg = named(resume, envelope.store)
+        # A run that was stopped goes on under a fresh budget, one that was left where it is.
+        stopped = isinstance(resume, Outcome) and resume.status == "terminated"
+        fresh = stopped or earlier.trip is not None
+        is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
+        if isinstance(resume, str) and not is_elsewhere:
+            given = [*earlier.messages, *ItemHelpers.input_to_new_input_list(given)]
+    context = options.get("context")
+    run = envelope.open(
+        user_spoke=not goes_on and _is_user_turn(given),
+        resume=earlier,
+        fresh=fresh,
+        config=_seams.context_of(given) if goes_on and context is None else context,
+        given=None if goes_on else given,
+    )
+    if earlier is not None:
+        run.go_on_as(leg, earlier.run_id)
+    return run, given
 
 
 def _has_cap(run: Run, has_own: bool) -> bool:

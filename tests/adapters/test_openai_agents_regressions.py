@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from decimal import Decimal
 from typing import Any
 
@@ -34,6 +35,7 @@ from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel, ValidationError
 
 from budgetguard_core import Budget, FinalizeReserve, Guard, StopReason
+from budgetguard_core.plugs import Plug
 from budgetguard_core.testing import Call, ManualClock, Reply
 from budgetguard_openai_agents import BudgetHooks, bounded_run, outcome
 from conformance.budgetguard_openai_agents_driver import MemorySession, ScriptedModel, own_loop
@@ -696,3 +698,36 @@ def test_11_tools_of_one_name_in_two_namespaces_share_its_quota(way):
     result = ended(way, agent, hooks=BudgetHooks(Budget(tool_quotas={"search": 1})))
     assert result.final_output == "Done."
     assert bodies == ["search"]
+
+
+# A store that is asked does not hold up the event loop
+
+
+class SlowStore(Plug):
+    """Answers when the event loop has done something else meanwhile."""
+
+    waits = True
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.loop: Any = None
+
+    def reserve(self, owner: Any, ask: Any) -> bool:
+        went_on = threading.Event()
+        self.loop.call_soon_threadsafe(went_on.set)
+        self.asked.append(went_on.wait(PATIENCE))
+        return True
+
+
+@pytest.mark.parametrize("way", ["run", "run_streamed"])
+def test_the_event_loop_goes_on_while_a_store_is_asked(way, monkeypatch):
+    store = SlowStore()
+    monkeypatch.setattr("budgetguard_core.guard.plugs_of", lambda guard, **_: (store,))
+    agent = agent_of(calls("search"), says("Done."), tools=[tool("search", [])])
+
+    async def main() -> Any:
+        store.loop = asyncio.get_running_loop()
+        return await go(way, agent, hooks=BudgetHooks(Budget(max_iterations=5)))
+
+    assert asyncio.run(main()).final_output == "Done."
+    assert set(store.asked) == {True}
