@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from langchain_core.messages import BaseMessage
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope, outcome_of
+from budgetguard_core.kit import Envelope, Flow, outcome_of, run_awaited, run_blocking
 from budgetguard_langgraph._closing import (
     conversation_in,
     conversation_key,
@@ -20,10 +19,9 @@ from budgetguard_langgraph._closing import (
     is_sent,
     replaced,
 )
-from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
-from budgetguard_langgraph._pauses import Thread, with_outcome
+from budgetguard_langgraph._pauses import Thread, both, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph._session import Terms
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
@@ -48,7 +46,7 @@ def resume(graph: Any, config: Any, budget: Budget | Guard | Envelope, **options
             thread, because there is no checkpointer or no `thread_id`; or a tenant paid for the
             guard that was around it, and a `Budget` does not say who pays now.
     """
-    again, given = run(_prepared(graph, config, budget))
+    again, given = run_blocking(_prepared(graph, config, budget))
     return again.invoke(given, config, **options)
 
 
@@ -56,7 +54,7 @@ def resume_stream(
     graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
 ) -> Iterator[Any]:
     """Go on with a stopped thread as `resume` does, and return what `stream` returns."""
-    again, given = run(_prepared(graph, config, budget))
+    again, given = run_blocking(_prepared(graph, config, budget))
     found: Iterator[Any] = again.stream(given, config, **options)
     return found
 
@@ -65,7 +63,7 @@ async def aresume(
     graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
 ) -> Any:
     """Go on with a stopped thread where it stopped, as `resume` does."""
-    again, given = await arun(_prepared(graph, config, budget))
+    again, given = await run_awaited(_prepared(graph, config, budget))
     return await again.ainvoke(given, config, **options)
 
 
@@ -73,7 +71,7 @@ async def aresume_stream(
     graph: Any, config: Any, budget: Budget | Guard | Envelope, **options: Any
 ) -> AsyncIterator[Any]:
     """Go on with a stopped thread as `resume` does, and return what `astream` returns."""
-    again, given = await arun(_prepared(graph, config, budget))
+    again, given = await run_awaited(_prepared(graph, config, budget))
     found: AsyncIterator[Any] = again.astream(given, config, **options)
     return found
 
@@ -91,11 +89,11 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
             'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
         )
     found: dict[str, Any] = {**(config or {}), "configurable": place}
-    state = yield graph.get_state, graph.aget_state, (found,)
-    saved = yield saver.get_tuple, saver.aget_tuple, (state.config,)
+    state = yield both(graph.get_state, graph.aget_state, found)
+    saved = yield both(saver.get_tuple, saver.aget_tuple, state.config)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
-        past = yield partial(_history, graph), partial(_ahistory, graph), (found,)
+        past = yield both(_history, _ahistory, graph, found)
     if saved is None:
         raise AdapterError(
             "resume needs a thread that a budget stopped, got one on which there was no run. "
@@ -104,7 +102,7 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     state = with_outcome(state, saved)
     update, given, before = _plan(graph, state, past)
     if update is not None:
-        yield graph.bulk_update_state, graph.abulk_update_state, (found, update)
+        yield both(graph.bulk_update_state, graph.abulk_update_state, found, update)
     if before is not None:
         yield from go_back(graph, saver, before.config)
     return bind(plain(graph), (*inner, replace(terms, earlier=outcome_of(state)))), given
