@@ -12,6 +12,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from langgraph.checkpoint.base import WRITES_IDX_MAP, BaseCheckpointSaver
@@ -140,7 +141,7 @@ class Thread:
             yield from self.keep(guard, slot)
         if slot == 0 and outcome.status != "completed":
             try:
-                yield from self._add(lambda saved: _told(outcome, saved))
+                yield from self._add(partial(_told, outcome))
             except Exception as error:
                 guard.tree.report("checkpoint", error)
         yield from self.forget(outcome)
