@@ -16,6 +16,7 @@ from budgetguard_core import (
     synthetic_text,
 )
 from budgetguard_core.kit import remember as kept_with
+from budgetguard_core.kit import run_blocking
 from budgetguard_langgraph._history import closed, final_text, messages_of, placed, results_for
 from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._run import GraphRun
@@ -121,7 +122,7 @@ def end(
     if graph_run.waits and (error is None or is_drained(error)):
         outcome = pause(graph_run, messages, error)
         if graph_run.thread is not None:
-            graph_run.thread.keep(graph_run.run.guard, graph_run.slot)
+            run_blocking(graph_run.thread.keep(graph_run.run.guard, graph_run.slot))
         remember(outputs, messages_key, outcome)
         return None
     if error is not None and not isinstance(error, BudgetExceeded):
@@ -134,7 +135,7 @@ def end(
         trip = limit_of(graph_run, messages)
     outcome = conclude(graph_run, messages, trip)
     if graph_run.thread is not None:
-        graph_run.thread.forget(outcome)
+        run_blocking(graph_run.thread.forget(outcome))
     if isinstance(error, BudgetExceeded):
         error.outcome = outcome if trip is not None else error.outcome or outcome
         return None

@@ -12,7 +12,8 @@ from typing import Any, Final, cast
 
 from langgraph.types import StateSnapshot, StateUpdate
 
-from budgetguard_langgraph._flow import Flow
+from budgetguard_core.kit import Flow
+from budgetguard_langgraph._pauses import both
 from budgetguard_langgraph._seams import COPY, configuration
 
 _COPY: Final = [[StateUpdate(None, COPY)]]
@@ -28,14 +29,14 @@ def go_back(graph: Any, saver: Any, config: Any) -> Flow[None]:
         config: Where the checkpoint is.
     """
     before = yield from _state(graph, config)
-    saved = yield saver.get_tuple, saver.aget_tuple, (config,)
-    copy = yield graph.bulk_update_state, graph.abulk_update_state, (config, _COPY)
+    saved = yield both(saver.get_tuple, saver.aget_tuple, config)
+    copy = yield both(graph.bulk_update_state, graph.abulk_update_state, config, _COPY)
     yield from _carry(graph, saver, before, saved, copy)
 
 
 def _state(graph: Any, config: Any) -> Flow[StateSnapshot]:
     get, aget = partial(graph.get_state, subgraphs=True), partial(graph.aget_state, subgraphs=True)
-    state: StateSnapshot = yield get, aget, (config,)
+    state: StateSnapshot = yield both(get, aget, config)
     return state
 
 
@@ -50,16 +51,16 @@ def _carry(graph: Any, saver: Any, before: StateSnapshot, saved: Any, copy: Any)
         if task in done:
             writes.setdefault(done[task], []).append((channel, value))
     for task, written in writes.items():
-        yield saver.put_writes, saver.aput_writes, (copy, written, task)
+        yield both(saver.put_writes, saver.aput_writes, copy, written, task)
     for old, new in pairs:
         inner, place = old.state, new.state
         if old.id in done or not isinstance(inner, StateSnapshot):
             continue
-        kept = yield saver.get_tuple, saver.aget_tuple, (inner.config,)
+        kept = yield both(saver.get_tuple, saver.aget_tuple, inner.config)
         if kept is not None and isinstance(place, StateSnapshot):
             moved = _placed(kept, copied, place)
             if moved is not None:
-                there = yield saver.put, saver.aput, moved
+                there = yield both(saver.put, saver.aput, *moved)
                 yield from _carry(graph, saver, inner, kept, there)
 
 

@@ -7,17 +7,19 @@ the state. Caps are not read from there.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from langgraph.checkpoint.base import WRITES_IDX_MAP, BaseCheckpointSaver
 from langgraph.types import Interrupt, StateSnapshot
 
 from budgetguard_core import BudgetGuardError, Guard, Outcome, Snapshot
-from budgetguard_core.kit import remember
+from budgetguard_core.kit import Flow, Step, remember
 from budgetguard_langgraph._seams import CHECKPOINTER, INTERRUPT, TASK, configuration
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
@@ -28,7 +30,14 @@ _KEPT: Final = 1024
 # Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
 _HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
 
+# What savers raise that can only be awaited, in a hook.
+_ONLY_AWAITED: Final = (NotImplementedError, asyncio.InvalidStateError)
 _COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
+
+
+def both(call: Callable[..., Any], awaited: Callable[..., Awaitable[Any]], *given: Any) -> Step:
+    """Return the step of a call that has a blocking and an awaited form."""
+    return Step(lambda: call(*given), lambda: awaited(*given))
 
 
 def called_with(bound: Any, given: Any) -> dict[str, Any]:
@@ -100,102 +109,59 @@ class Thread:
             return 0
         return int(outer.slot) + 1
 
-    def kept(self, slot: int) -> Snapshot | None:
+    def kept(self, slot: int) -> Flow[Snapshot | None]:
         """Return the counters of the run that waits here."""
         if self.saver is None:
             return None
         chain: list[Any] = []
-        with suppress(Exception):  # a saver that can only be awaited
+        with suppress(Exception):  # a saver that can only be awaited; one that fails ends the graph
             place: Any = self.config
             while place is not None:
-                chain.append(self.saver.get_tuple(place))
+                chain.append((yield self._read(place)))
                 place = _before(chain[-1], slot)
         return self._newest(chain, slot)
 
-    async def akept(self, slot: int) -> Snapshot | None:
-        """Return the counters of the run that waits here."""
-        if self.saver is None:
-            return None
-        chain: list[Any] = []
-        place: Any = self.config
-        while place is not None:
-            chain.append(await self.saver.aget_tuple(place))
-            place = _before(chain[-1], slot)
-        return self._newest(chain, slot)
-
-    def keep(self, guard: Guard, slot: int) -> None:
+    def keep(self, guard: Guard, slot: int) -> Flow[None]:
         """Leave the counters of a run at the checkpoint where it waits."""
         if self.saver is None:
             return
         writes = _writes(guard, slot)
         try:
-            saved = self.saver.get_tuple(self.config)
-            if saved is not None:
-                self.saver.put_writes(saved.config, writes, str(uuid.uuid4()))
-        except Exception:  # a saver that can only be awaited
+            yield from self._add(writes)
+        except Exception as error:
             _HERE[(*self.key, slot)] = writes[0][1]
             while len(_HERE) > _KEPT:
                 _HERE.popitem(last=False)
+            if not isinstance(error, _ONLY_AWAITED):
+                guard.tree.report("checkpoint", error)
 
-    async def akeep(self, guard: Guard, slot: int) -> None:
-        """Leave the counters of a run at the checkpoint where it waits."""
-        if self.saver is None:
-            return
-        writes = _writes(guard, slot)
-        try:
-            saved = await self.saver.aget_tuple(self.config)
-            if saved is not None:
-                await self.saver.aput_writes(saved.config, writes, str(uuid.uuid4()))
-        except Exception as error:
-            guard.tree.report("checkpoint", error)
-
-    def leave(self, guard: Guard, outcome: Outcome, slot: int) -> None:
-        """Leave how a run ended, and its counters where it waits."""
+    def leave(self, guard: Guard, outcome: Outcome, slot: int) -> Flow[None]:
+        """Leave how a run ended, without its messages, and its counters where it waits."""
         if outcome.status == "paused":
-            self.keep(guard, slot)
+            yield from self.keep(guard, slot)
         if slot == 0 and outcome.status != "completed":
-            self.tell(guard, outcome)
-        self.forget(outcome)
+            try:
+                yield from self._add(partial(_told, outcome))
+            except Exception as error:
+                guard.tree.report("checkpoint", error)
+        yield from self.forget(outcome)
 
-    async def aleave(self, guard: Guard, outcome: Outcome, slot: int) -> None:
-        """Leave how a run ended, and its counters where it waits."""
-        if outcome.status == "paused":
-            await self.akeep(guard, slot)
-        if slot == 0 and outcome.status != "completed":
-            await self.atell(guard, outcome)
-        await self.aforget(outcome)
-
-    def tell(self, guard: Guard, outcome: Outcome) -> None:
-        """Leave how a run ended at its last checkpoint, without its messages."""
-        try:
-            saved = self.saver.get_tuple(self.config)
-            if saved is not None:
-                self.saver.put_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
-        except Exception as error:
-            guard.tree.report("checkpoint", error)
-
-    async def atell(self, guard: Guard, outcome: Outcome) -> None:
-        """Leave how a run ended at its last checkpoint, without its messages."""
-        try:
-            saved = await self.saver.aget_tuple(self.config)
-            if saved is not None:
-                await self.saver.aput_writes(saved.config, _told(outcome, saved), str(uuid.uuid4()))
-        except Exception as error:
-            guard.tree.report("checkpoint", error)
-
-    def forget(self, outcome: Outcome) -> None:
-        """Make nothing of the counters that a stopped run was taken up with: others begin anew."""
-        if self._taken is not None and outcome.status == "terminated":
-            with suppress(Exception):  # a saver that can only be awaited: they are not there
-                saved = self.saver.get_tuple(self.config)
-                self.saver.put_writes(saved.config, [(_OVER, self._taken)], str(uuid.uuid4()))
-
-    async def aforget(self, outcome: Outcome) -> None:
+    def forget(self, outcome: Outcome) -> Flow[None]:
         """Make nothing of the counters that a stopped run was taken up with: others begin anew."""
         if self._taken is not None and outcome.status == "terminated":
             with suppress(Exception):  # the outcome has told of a saver that fails
-                saved, writes = await self.saver.aget_tuple(self.config), [(_OVER, self._taken)]
-                await self.saver.aput_writes(saved.config, writes, str(uuid.uuid4()))
+                yield from self._add([(_OVER, self._taken)])
+
+    def _read(self, config: Any) -> Step:
+        return both(self.saver.get_tuple, self.saver.aget_tuple, config)
+
+    def _add(self, writes: Any) -> Flow[None]:
+        """Write to the checkpoint where the thread is, in the name of a task that no graph has."""
+        saved = yield self._read(self.config)
+        if saved is not None:
+            given = writes(saved) if callable(writes) else writes
+            to = saved.config, given, str(uuid.uuid4())
+            yield both(self.saver.put_writes, self.saver.aput_writes, *to)
 
     def _newest(self, chain: Sequence[Any], slot: int) -> Snapshot | None:
         here = _HERE.pop((*self.key, slot), None)

@@ -143,6 +143,7 @@ class GraphRun:
         root: The id of the chain that it began with; None for calls outside of any chain.
         chains: The chains that go on, by id, with the frames of their code.
         waits: A person was asked, or the graph stopped at a breakpoint.
+        open_before: The tool calls that were open when it began: those of a killed process.
         is_answered: It goes on with a person's answer; `is_saved`: it has a store.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
@@ -170,6 +171,7 @@ class GraphRun:
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)
         self.is_answered = answered
+        self.open_before = run.guard.open_tool_calls()
         self._first_steps: dict[RunId | None, Any] = {}
         self.asked = AskedCalls(run, self.lock, answered=answered)
         self.models: dict[RunId, ModelCallInFlight] = {}

@@ -21,7 +21,7 @@ from budgetguard_core import (
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.kit import Envelope, load_to_resume
+from budgetguard_core.kit import Envelope, Flow, load_to_resume, run_blocking
 from budgetguard_langgraph import _approvals, _endings
 from budgetguard_langgraph._closing import (
     FOLD,
@@ -389,15 +389,10 @@ class Session:
             self._told.take(outcome)
         return outcome
 
-    def leave(self, outcome: Outcome) -> None:
+    def leave(self, outcome: Outcome) -> Flow[None]:
         """Leave on the thread how the run ended, or its counters where it waits."""
         if self.checkpointed:
-            self.thread.leave(self.graph_run.run.guard, outcome, self.slot)
-
-    async def aleave(self, outcome: Outcome) -> None:
-        """Leave on the thread how the run ended, or its counters where it waits."""
-        if self.checkpointed:
-            await self.thread.aleave(self.graph_run.run.guard, outcome, self.slot)
+            yield from self.thread.leave(self.graph_run.run.guard, outcome, self.slot)
 
     def fail(self, error: BaseException) -> Outcome:
         """End a run that an exception or a cancellation left."""
@@ -408,7 +403,7 @@ class Session:
         if not is_drained(error):
             return _endings.fail(graph_run, error, messages)
         outcome = _endings.pause(graph_run, messages, error)
-        self.thread.keep(graph_run.run.guard, self.slot)
+        run_blocking(self.thread.keep(graph_run.run.guard, self.slot))
         return outcome
 
     def raise_where_asked(self) -> None:

@@ -74,6 +74,7 @@ def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | 
     guard = graph_run.run.guard
     with graph_run.lock:
         ours = [ticket for one in graph_run.tools.values() for ticket in one.call.tickets]
+        ours += graph_run.open_before
     with guard.tree.lock:
         tickets = list(guard.tree.open.values())
     for ticket in tickets:

@@ -95,7 +95,7 @@ def used_by(record: Any) -> tuple[TokenUsage | None, Decimal | None]:
         record: The answer, or the response of a text model.
     """
     told: Any = getattr(record, "usage_metadata", None)
-    used = _plainly(told) if type(told) is dict else None
+    used = _plainly(told) if type(told) is dict else None  # pyright: ignore[reportUnknownArgumentType] - no call
     if used is not None and _tells_no_cost(record):
         return used, None
     return token_usage(record), reported_cost(record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,15 +17,19 @@ from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
+    Flow,
     ProfileOptions,
     Scope,
+    Step,
     entered,
     envelope_of,
+    in_thread,
+    run_awaited,
+    run_blocking,
 )
 from budgetguard_langgraph._closing import FOLD
-from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_outcome_of
-from budgetguard_langgraph._pauses import Thread, with_outcome
+from budgetguard_langgraph._pauses import Thread, both, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
 from budgetguard_langgraph._session import Session, Terms
 
@@ -59,11 +62,11 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             return
         *inner, terms = budgets
         call = Session(self, terms, given, config, options, told)
-        opened = run(self._opened(call))
+        opened = run_blocking(self._opened(call))
         error: Exception | None = None
         parts: Any = None
         try:
-            run(self._closed_before(call, opened))
+            run_blocking(self._closed_before(call, opened))
             parts = self._stream(inner, call.given, call.config, call.options)
             while True:
                 # Not around the yield: what reads the stream is no part of the run.
@@ -83,11 +86,11 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             raise
         trip = call.trip(error)
         if trip is None:
-            call.leave(call.conclude(None))
+            run_blocking(call.leave(call.conclude(None)))
             call.raise_where_asked()
             return
-        outcome = run(self._ended(call, trip, error))
-        call.leave(outcome)
+        outcome = run_blocking(self._ended(call, trip, error))
+        run_blocking(call.leave(outcome))
         yield from call.last_chunks(trip, outcome)
 
     def astream(self, input: Any, config: Any = None, **options: Any) -> Any:
@@ -124,14 +127,14 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             return
         *inner, terms = budgets
         call = Session(self, terms, given, config, options, told)
-        opened = await arun(self._opened(call))
+        opened = await run_awaited(self._opened(call))
         bounds = call.graph_run.run
         error: Exception | None = None
         cut: Trip | None = None
         parts: Any = self._astream(inner, call.given, call.config, call.options)
         cutting = Scope(bounds)
         try:
-            await arun(self._closed_before(call, opened))
+            await run_awaited(self._closed_before(call, opened))
             while True:
                 chunk: Any = _NOTHING
                 # One pull after the other in this very task: its context is the run's.
@@ -157,11 +160,11 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             await parts.aclose()
         trip = call.trip(error, cut)
         if trip is None:
-            await call.aleave(await bounds.in_thread(lambda: call.conclude(None)))
+            await run_awaited(call.leave(await bounds.in_thread(lambda: call.conclude(None))))
             call.raise_where_asked()
             return
-        outcome = await arun(self._ended(call, trip, error))
-        await call.aleave(outcome)
+        outcome = await run_awaited(self._ended(call, trip, error))
+        await run_awaited(call.leave(outcome))
         for one in call.last_chunks(trip, outcome):
             yield one
 
@@ -171,51 +174,53 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         """Open the run; return what has to be written to its thread first, if anything."""
         state = kept = None
         if call.checkpointed:
-            state = yield self._plain.get_state, self._plain.aget_state, (call.address,)
+            state = yield self._read(call)
             if call.goes_on:
-                kept = yield call.thread.kept, call.thread.akept, (call.slot,)
+                kept = yield from call.thread.kept(call.slot)
         return call.begin(state, kept)
 
     def _closed_before(self, call: Session, opened: list[list[StateUpdate]] | None) -> Flow[None]:
         """Close what a stopped run left open on the thread."""
-        write = self.bulk_update_state, self.abulk_update_state
         if opened is None:
             return
-        left = yield self.get_state, self.aget_state, (call.address,)
-        call.moved((yield *write, (call.address, opened)))
-        state = yield self._plain.get_state, self._plain.aget_state, (call.address,)
-        rest = call.opened(state, left)
+        left = yield both(self.get_state, self.aget_state, call.address)
+        call.moved((yield self._write(call, opened)))
+        rest = call.opened((yield self._read(call)), left)
         if rest is not None:
-            call.moved((yield *write, (call.address, rest)))
+            call.moved((yield self._write(call, rest)))
 
     def _ended(self, call: Session, trip: Trip, error: Exception | None) -> Flow[Outcome]:
         """Close a stopped run, on its thread too, and end it."""
-        read = self._plain.get_state, self._plain.aget_state, (call.address,)
-        write = self.bulk_update_state, self.abulk_update_state
         if call.has_to_wait(trip):
-            yield call.wait, partial(asyncio.to_thread, call.wait), ()
+            yield in_thread(call.wait)
         call.graph_run.leave(error)
         state: StateSnapshot | None = None
         if call.checkpointed:
-            state = yield read
+            state = yield self._read(call)
         call.look_at(state)
         if call.stays_open(state):
             state = None
         if state is not None and state.next:
-            call.thread.moved((yield *write, (call.address, [FOLD])))
-            state = yield read
+            call.thread.moved((yield self._write(call, [FOLD])))
+            state = yield self._read(call)
         last = call.last_call(trip, state)
         answer: str | None = None
         if last is not None:
-            answer = yield last.ask, last.ask_async, ()
+            answer = yield Step(last.ask, last.ask_async)
         plan = call.close(trip, state, answer)
         if plan is not None:
-            call.thread.moved((yield *write, (call.address, plan)))
+            call.thread.moved((yield self._write(call, plan)))
             if call.view.shows_checkpoints:
-                call.written((yield read))
+                call.written((yield self._read(call)))
         conclude = partial(call.conclude, trip)
-        outcome: Outcome = yield conclude, partial(call.graph_run.run.in_thread, conclude), ()
+        outcome: Outcome = yield Step(conclude, lambda: call.graph_run.run.in_thread(conclude))
         return outcome
+
+    def _read(self, call: Session) -> Step:
+        return both(self._plain.get_state, self._plain.aget_state, call.address)
+
+    def _write(self, call: Session, updates: list[list[StateUpdate]]) -> Step:
+        return both(self.bulk_update_state, self.abulk_update_state, call.address, updates)
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""

@@ -28,6 +28,7 @@ from budgetguard_core.kit import (
     current,
     entered,
     envelope_of,
+    run_blocking,
 )
 from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
@@ -381,7 +382,7 @@ class BudgetCallback(BaseCallbackHandler):
             answer = getattr(cast("object", given), "resume", None)
             if answer is not None and was_stopped(call.graph, call.config):
                 raise AdapterError(ANSWERED)
-            kept = thread.kept(slot) if goes_on else None
+            kept = run_blocking(thread.kept(slot)) if goes_on else None
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 from langchain_core.messages import BaseMessage
@@ -12,7 +11,7 @@ from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope, outcome_of
+from budgetguard_core.kit import Envelope, Flow, outcome_of, run_awaited, run_blocking
 from budgetguard_langgraph._closing import (
     conversation_in,
     conversation_key,
@@ -21,10 +20,9 @@ from budgetguard_langgraph._closing import (
     is_sent,
     replaced,
 )
-from budgetguard_langgraph._flow import Flow, arun, run
 from budgetguard_langgraph._going_back import go_back
 from budgetguard_langgraph._history import is_synthetic, unanswered
-from budgetguard_langgraph._pauses import Thread, with_outcome
+from budgetguard_langgraph._pauses import Thread, both, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph._session import Terms
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
@@ -56,7 +54,7 @@ def resume(
             thread, because there is no checkpointer or no `thread_id`; or a tenant paid for the
             guard that was around it, and a `Budget` does not say who pays now.
     """
-    again, given = run(_prepared(graph, config, budget))
+    again, given = run_blocking(_prepared(graph, config, budget))
     return again.invoke(given, config, **options)
 
 
@@ -67,7 +65,7 @@ def resume_stream(
     **options: Any,
 ) -> Iterator[dict[str, Any] | Any]:
     """Go on with a stopped thread as `resume` does, and return what `stream` returns."""
-    again, given = run(_prepared(graph, config, budget))
+    again, given = run_blocking(_prepared(graph, config, budget))
     found: Iterator[Any] = again.stream(given, config, **options)
     return found
 
@@ -79,7 +77,7 @@ async def aresume(
     **options: Any,
 ) -> dict[str, Any] | Any:
     """Go on with a stopped thread where it stopped, as `resume` does."""
-    again, given = await arun(_prepared(graph, config, budget))
+    again, given = await run_awaited(_prepared(graph, config, budget))
     return await again.ainvoke(given, config, **options)
 
 
@@ -90,7 +88,7 @@ async def aresume_stream(
     **options: Any,
 ) -> AsyncIterator[dict[str, Any] | Any]:
     """Go on with a stopped thread as `resume` does, and return what `astream` returns."""
-    again, given = await arun(_prepared(graph, config, budget))
+    again, given = await run_awaited(_prepared(graph, config, budget))
     found: AsyncIterator[Any] = again.astream(given, config, **options)
     return found
 
@@ -108,11 +106,11 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
             'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
         )
     found: dict[str, Any] = {**(config or {}), "configurable": place}
-    state = yield graph.get_state, graph.aget_state, (found,)
-    saved = yield saver.get_tuple, saver.aget_tuple, (state.config,)
+    state = yield both(graph.get_state, graph.aget_state, found)
+    saved = yield both(saver.get_tuple, saver.aget_tuple, state.config)
     past: Sequence[StateSnapshot] = ()
     if not state.next:
-        past = yield partial(_history, graph), partial(_ahistory, graph), (found,)
+        past = yield both(_history, _ahistory, graph, found)
     if saved is None:
         raise AdapterError(
             "resume needs a thread that a budget stopped, got one on which there was no run. "
@@ -121,7 +119,7 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     state = with_outcome(state, saved)
     update, given, before = _plan(graph, state, past)
     if update is not None:
-        yield graph.bulk_update_state, graph.abulk_update_state, (found, update)
+        yield both(graph.bulk_update_state, graph.abulk_update_state, found, update)
     if before is not None:
         yield from go_back(graph, saver, before.config)
     return bind(plain(graph), (*inner, replace(terms, earlier=outcome_of(state)))), given

@@ -259,8 +259,7 @@ def _listed(given: object) -> Sequence[object]:
     if given is None:
         return ()
     if isinstance(given, _LISTS):
-        found: Sequence[object] = given  # pyright: ignore[reportUnknownVariableType] - no call
-        return found
+        return given  # pyright: ignore[reportUnknownVariableType] - without a call of `cast`
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return list(cast("Sequence[object]", given))
     return (given,)
