@@ -75,12 +75,13 @@ def doctor(
             for problem in source.problems
         ]
         if not any(one.kind in ("framework", "client", "way") for one in found):
+            imports = ", ".join(sorted(source.modules)) or "none"
             found.append(
                 checks.Finding(
                     kind="script",
                     name=script or "",
                     status="note",
-                    detail="nothing that calls models was found in its imports.",
+                    detail=f"nothing known to call models is among its imports: {imports}.",
                 )
             )
     found += checks.models(models)
