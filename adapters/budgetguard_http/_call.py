@@ -16,6 +16,7 @@ from budgetguard_core.kit import (
     failed_usage,
     reported_cost,
 )
+from budgetguard_http._billing import TIERS, tier_of
 from budgetguard_http._conversations import Conversation
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
@@ -23,10 +24,13 @@ from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
-from budgetguard_http.wires.wire import Answer, Body, Reader, listed, parsed
+from budgetguard_http.wires.wire import Answer, Body, Reader, listed, parsed, record
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
+_FEMTO: Final = 10**15
+_UNKNOWN_ANSWER: Final = 1024
+"""Tokens that an answer of unknown length is taken for where its price is not the book's."""
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -78,6 +82,7 @@ class Call:
         self._cost: Decimal | None = None
         self._told = 0
         self._is_over = False
+        self._tier = posted.tier
         self._reader: Reader | None = None
 
     # The request
@@ -153,6 +158,7 @@ class Call:
     def parsed(self, body: Body) -> None:
         """Take a whole answer that was parsed before; as `whole`."""
         self.posted.wire.read(body, self.answer)
+        self._served(body)
         self.over()
 
     def reader(self) -> Reader | None:
@@ -166,6 +172,12 @@ class Call:
         """Take what an event of a stream says of the cost."""
         if "usage" in data:
             self._cost = reported_cost(data) or self._cost
+        self._served(record(data.get("response")) or data)
+
+    def _served(self, body: Body) -> None:
+        """Take the tier of service that an answer had: not always the one that was asked for."""
+        if body.get("service_tier"):
+            self._tier = tier_of(body)
 
     # The end
 
@@ -187,6 +199,10 @@ class Call:
             cost = _FREE
         elif self.posted.wire is EMBEDDINGS and usage is not None:
             cost = embedding_cost(self.posted.model, usage.total_tokens)
+        elif cost is None and usage is not None:
+            factor = TIERS.get(self._tier or "")
+            if factor is not None:
+                cost = _in_tier(self.run, self.posted, usage, factor)
         at = self._at
         at.answered(
             opened,
@@ -312,7 +328,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         retry = _was_failed(traffic, posted.raw) or posted.says_that_it_is_a_retry() or retry
     bound, choices = wire.bound(body), wire.choices(body)
     call = ModelCall(
-        model=posted.model,
+        model=_priced_as(posted),
         provider=wire.provider,
         retry=retry,
         max_output_tokens=None if bound is None else bound * choices,
@@ -325,6 +341,9 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         call.cost_usd = _FREE
     elif wire is EMBEDDINGS:
         call.cost_usd = embedding_cost(posted.model, call.input_tokens)
+    elif posted.tier in TIERS:
+        most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
+        call.cost_usd = _in_tier(run, posted, most, TIERS[posted.tier])
     opened = asked.model_call(call)
     if isinstance(opened, Stop):
         trip = opened.trip
@@ -333,6 +352,18 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
             traffic.conversations.stopped(conversation, trip, wire, body, refusal.text)
         return refusal
     return Call(run, opened, posted, policy, traffic, conversation, len(turns))
+
+
+def _priced_as(posted: Posted) -> str | None:
+    """Return the model; with its tier where nothing tells what that costs, so it has no price."""
+    if posted.tier is None or posted.tier in TIERS:
+        return posted.model
+    return f"{posted.model} ({posted.tier})"
+
+
+def _in_tier(run: Run, posted: Posted, usage: TokenUsage, factor: Decimal) -> Decimal | None:
+    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.wire.provider)
+    return None if rates is None else factor * rates.cost(usage) / _FEMTO
 
 
 def _is_capped(run: Run) -> bool:

@@ -198,6 +198,31 @@ class EventStream:
         return frame + _CRC.pack(zlib.crc32(frame))
 
 
+class Lines(ServerSentEvents):
+    """`application/x-ndjson`, of Ollama: an event is a line."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Cut after each line."""
+        *lines, rest = (self.rest() + data).split(b"\n")
+        self._waiting = [rest] if rest else []
+        return [line + b"\n" for line in lines]
+
+    def are_lines(self, data: bytes) -> bool:
+        """Tell that none is read together with others."""
+        del data
+        return False
+
+    def parse(self, event: bytes) -> Event | None:
+        """Return a line's JSON."""
+        body = parsed(event)
+        return None if body is None else ("", body)
+
+    def write(self, event: Event) -> bytes:
+        """Write a line."""
+        return json.dumps(event[1]).encode() + b"\n"
+
+
+LINES: Final = "application/x-ndjson"
 EVENT_STREAM: Final = "application/vnd.amazon.eventstream"
 
 
@@ -206,6 +231,16 @@ def event_stream_at(path: str) -> EventStream | None:
     if path.endswith("/converse-stream"):
         return EventStream(wrapped=False)
     return EventStream(wrapped=True) if path.endswith("response-stream") else None
+
+
+def frames_at(path: str) -> tuple[Frames, str]:
+    """Return how the stream of an address is written, and the type of its content."""
+    frames = event_stream_at(path)
+    if frames is not None:
+        return frames, EVENT_STREAM
+    if path.endswith(("/api/chat", "/api/generate")):
+        return Lines(), LINES
+    return ServerSentEvents(), "text/event-stream"
 
 
 def may_be_events(data: bytes) -> bool:
@@ -225,7 +260,7 @@ def frames_of(content_type: str, path: str, *, is_asked_for: bool) -> Frames | N
         return event_stream_at(path) or EventStream(wrapped=True)
     if content_type.startswith("text/event-stream"):
         return ServerSentEvents()
-    return (event_stream_at(path) or ServerSentEvents()) if is_asked_for else None
+    return frames_at(path)[0] if is_asked_for else None
 
 
 def _text_header(name: str, value: str) -> bytes:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from budgetguard_http._policy import Policy, is_free, is_provider
+from budgetguard_http._billing import bills, tier_of
+from budgetguard_http._policy import Policy, is_provider
 from budgetguard_http.wires import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, wire_of
 from budgetguard_http.wires.wire import Body, Wire, parsed
 
 _SIGNED: Final = "AWS4"
 _SLASHES: Final = re.compile("/+(?=/|$)")
+_MODEL_OF_A_FORM: Final = re.compile(rb'name="model"\r\n\r\n([^\r\n]+)\r\n')
+_LONGEST_HEAD: Final = 4096
 _MISTRAL: Final = "mistral"
 
 
@@ -30,6 +33,7 @@ class Posted:
         is_signed: A signature covers the body: it must go out as it is.
         is_unwanted: It is not understood, and such requests are refused.
         headers: Its headers.
+        tier: The tier of service that it asks for; None for the default.
         is_next_attempt: botocore says that the client tries again.
     """
 
@@ -42,11 +46,20 @@ class Posted:
     is_signed: bool
     is_unwanted: bool
     headers: Mapping[str, str]
+    tier: str | None
     is_next_attempt: bool = False
 
     def says_that_it_is_a_retry(self) -> bool:
         """Return whether the client says that it tries again."""
         return self.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+
+
+def _model_of_a_form(raw: bytes) -> str | None:
+    """Return the model that an upload in parts names, as a transcription does."""
+    named = _MODEL_OF_A_FORM.search(raw[:_LONGEST_HEAD]) or _MODEL_OF_A_FORM.search(
+        raw[-_LONGEST_HEAD:]
+    )
+    return None if named is None else named[1].decode("utf-8", "replace")
 
 
 def plain_path(path: str) -> str:
@@ -58,7 +71,7 @@ def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
     """Return whether a POST is worth reading, by its address."""
     if is_path_of_a_model(path):
         return True
-    return policy.on_unknown != "pass" and is_provider(url.host) and not is_free(url.host, path)
+    return policy.on_unknown != "pass" and is_provider(url.host) and bills(url.host, path)
 
 
 def read_posted(
@@ -78,7 +91,8 @@ def read_posted(
     if wire is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):
         wire = MISTRAL
     if wire is None:
-        unknown = is_provider(host) or ("model" in body and is_path_of_a_model(path))
+        known = is_provider(host) and bills(host, path)
+        unknown = known or ("model" in body and is_path_of_a_model(path))
         if not unknown or policy.on_unknown == "pass":
             return None
         wire = OPAQUE
@@ -87,7 +101,8 @@ def read_posted(
         path=path,
         body=body,
         raw=raw,
-        model=wire.model(path, body),
+        model=wire.model(path, body) or _model_of_a_form(raw),
+        tier=tier_of(body),
         is_streamed=wire.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),
         is_unwanted=wire is OPAQUE and policy.on_unknown == "refuse",

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from budgetguard_core import Trip, synthetic_metadata, synthetic_text
 from budgetguard_core.kit import Run
-from budgetguard_http._frames import EVENT_STREAM, ServerSentEvents, event_stream_at
+from budgetguard_http._frames import frames_at
 from budgetguard_http._posted import Posted
 
 STATUS: Final = 402
@@ -19,6 +19,10 @@ REFUSED: Final = "budgetguard_refused"
 REASON_HEADER: Final = "x-budgetguard-stop-reason"
 RUN_HEADER: Final = "x-budgetguard-run-id"
 _UNKNOWN: Final = "This request was not sent: what it costs is not known here."
+_UNSENT: Final = (
+    "The provider still waits for the results of this request: send unsent_input() before anything "
+    "else."
+)
 _ERROR: Final = "This run was stopped before this call started."
 
 
@@ -54,6 +58,9 @@ class Refusal:
         self._trip = trip
         self._is_side_call = is_side_call
         self.text = synthetic_text(run.guard)
+        if posted.wire.follows(posted.body) is not None and posted.wire.results(posted.body):
+            # It answers every turn without them with an error.
+            self.text = f"{self.text} {_UNSENT}"
 
     def content(self) -> tuple[int, Mapping[str, str], bytes]:
         """Return status, headers and body of the answer.
@@ -78,13 +85,10 @@ class Refusal:
         if is_text and not self._is_side_call:
             if posted.is_streamed:
                 events = wire.synthetic_stream(body, model, self.text, mark)
-                frames = event_stream_at(posted.path)
-                if events and frames is not None:
-                    stream = b"".join(map(frames.write, events))
-                    return 200, {**headers, "content-type": EVENT_STREAM}, stream
                 if events:
-                    written = b"".join(map(ServerSentEvents().write, events))
-                    return 200, {**headers, "content-type": "text/event-stream"}, written
+                    frames, kind = frames_at(posted.path)
+                    stream = b"".join(map(frames.write, events))
+                    return 200, {**headers, "content-type": kind}, stream
             whole = wire.synthetic(body, model, self.text, mark)
             if whole is not None:
                 return 200, {**headers, "content-type": "application/json"}, _json(whole)

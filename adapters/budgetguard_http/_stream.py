@@ -49,7 +49,7 @@ class Passing:
         self._reader: Reader | None = None if frames is None else call.reader()
         self._encoding = encoding
         self._began = False
-        self._is_assumed = is_assumed and isinstance(frames, ServerSentEvents)
+        self._is_assumed = is_assumed and type(frames) is ServerSentEvents
 
     def plain(self, mod: Any, inner: Any) -> Any:
         """Return a stream of the answer's bytes, decompressed as its client would have done it."""

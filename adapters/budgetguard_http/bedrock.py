@@ -14,10 +14,11 @@ from urllib.parse import unquote, urlsplit
 from budgetguard_core import AdapterError, Budget, Guard, Stop
 from budgetguard_core.kit import Envelope, EnvelopeOptions, Run
 from budgetguard_http import audit
+from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import event_stream_at
-from budgetguard_http._policy import OnUnknown, Policy, is_free
+from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._posted import read_posted
 from budgetguard_http._refusal import Refusal, unknown_refused
 from budgetguard_http._runs import is_off
@@ -112,7 +113,7 @@ class Hooks:
         policy = self._policy_of(run)
         address = urlsplit(str(request.url))
         path = unquote(address.path)
-        if not is_path_of_a_model(path) and (policy.on_unknown == "pass" or is_free(_HOST, path)):
+        if not is_path_of_a_model(path) and (policy.on_unknown == "pass" or not bills(_HOST, path)):
             return
         data = request.data
         raw = data.encode() if isinstance(data, str) else bytes(data or b"")

@@ -109,3 +109,12 @@ def test_a_transport_says_it_too(provider, httpserver):
         talk(client, [message("Go.")], {})
     sent = transport.unsent_input()
     assert [one["call_id"] for one in sent] == ["call_0_0", "call_0_1", "call_0_2"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_refused_reply_to_calls_says_how_to_go_on(provider, client, stream):
+    """The provider answers every later turn with an error until it has their results."""
+    with bounded_clients(Budget(max_iterations=1)):
+        reply, _ = talk(client, [message("Go.")], {}, stream=stream)
+    assert "unsent_input()" in reply.output_text
+    assert "budget" not in reply.output_text

@@ -71,7 +71,8 @@ def test_a_covered_script(doctor):
         "import agents.realtime",
         "from agents import realtime",
         "import importlib; importlib.import_module('vertexai')",
-        "import ollama",
+        "import openai\nwith openai.OpenAI().realtime.connect() as one: pass",
+        "from google import genai\ngenai.Client().aio.live.connect()",
         "def broken(:",
     ],
 )
@@ -139,6 +140,29 @@ def test_bedrock_through_boto3_is_covered(doctor):
 
 @pytest.mark.parametrize(
     "script",
+    [
+        "import ollama",
+        "import litellm\nlitellm.completion(model='ollama/qwen3', messages=[])",
+        "from crewai import Agent, Crew",
+        "from smolagents import CodeAgent",
+        "import dspy",
+    ],
+)
+def test_what_stands_on_the_clients_is_found(doctor, script):
+    _, found = doctor(script)
+    clients = [one for one in found if one["kind"] == "client"]
+    assert len(clients) == 1
+    # It need not be installed where the doctor is.
+    assert "covered" in clients[0]["detail"] or clients[0]["version"] is None
+
+
+def test_a_script_in_which_nothing_is_found_is_told_what_was_looked_at(doctor):
+    _, found = doctor("import json\nimport langfuse")
+    assert "json, langfuse" in found[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    "script",
     ["import boto3; boto3.client('s3')", "import requests; requests.get('https://example.com')"],
 )
 def test_other_work_of_the_same_libraries_is_none_of_ours(doctor, script):
@@ -148,13 +172,13 @@ def test_other_work_of_the_same_libraries_is_none_of_ours(doctor, script):
 
 
 def test_modules_beside_the_script_are_read_and_hide_packages(doctor, tmp_path):
-    (tmp_path / "agents.py").write_text("import ollama")
+    (tmp_path / "agents.py").write_text("import vertexai")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "__init__.py").write_text("")
     (tmp_path / "deep" / "er.py").write_text("from anthropic import Anthropic")
     code, found = doctor("import agents\nfrom deep import er")
     assert code == 1
-    assert names(found, "problem") == [("way", "ollama")]
+    assert names(found, "problem") == [("way", "vertexai")]
     assert names(found, "ok") == [("client", "anthropic")]
 
 

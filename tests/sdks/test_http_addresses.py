@@ -12,7 +12,7 @@ from mistralai.client import Mistral
 
 from budgetguard_core import Budget
 from budgetguard_http import BudgetHooks, BudgetTransport
-from budgetguard_http._policy import is_free
+from budgetguard_http._billing import bills
 from provider_server import ProviderServer
 
 MESSAGES = [{"role": "user", "content": "go"}]
@@ -98,11 +98,11 @@ def test_a_conversation_of_mistrals_is_a_call():
         ("api.mistral.ai", "/v1/conversations", False),
         ("API.Mistral.AI.", "/v1/conversations/conv_1", False),
         ("api.openai.com", "/v1/conversations/conv_1/items", True),
-        ("api.openai.com", "/v1/myconversations", False),
+        ("api.openai.com", "/v1/vector_stores", True),
     ],
 )
 def test_conversations_are_free_where_they_are_only_stored(host, path, free):
-    assert is_free(host, path) is free
+    assert bills(host, path) is not free
 
 
 def test_tool_calls_of_mistrals_agents_are_counted():

@@ -64,7 +64,9 @@ def _package(one: Covered) -> Finding:
     detail = f"covered by {one.adapter}"
     is_supported = version is not None and supported.contains(version, prereleases=True)
     if version is None:
-        detail = f"not installed. Install the extra {one.extra!r}"
+        detail = "not installed"
+        if supported:
+            detail += f". Install the extra {one.extra!r}"
     elif not is_supported:
         detail = f"supported are {supported}: its calls are bounded at HTTP alone"
     elif supported:

@@ -75,7 +75,9 @@ def doctor(
             ("problem", problem) for problem in source.problems
         ]
         if not any(one.kind in ("framework", "client", "way") for one in found):
-            facts.append(("note", "nothing that calls models was found in its imports."))
+            imports = ", ".join(sorted(source.modules)) or "none"
+            detail = f"nothing known to call models is among its imports: {imports}."
+            facts.append(("note", detail))
         found += [
             checks.Finding(kind="script", name=script or "", status=status, detail=detail)
             for status, detail in facts

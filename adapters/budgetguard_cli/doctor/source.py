@@ -20,7 +20,7 @@ class Source:
     Attributes:
         modules: What is imported, by full name.
         models: Names of models, as far as they stand in the text.
-        texts: Every text in it.
+        texts: Every text in it, and the names of attributes, with a dot before them.
         problems: Files that could not be read.
     """
 
@@ -86,6 +86,8 @@ def _names(tree: ast.AST, source: Source) -> None:
         match node:
             case ast.Constant(value=str(text)):
                 source.texts.add(text)
+            case ast.Attribute(attr=name):
+                source.texts.add(f".{name}")
             case ast.keyword(arg=str(name), value=ast.Constant(value=str(model))):
                 _take_model(name, model, source)
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(model))):

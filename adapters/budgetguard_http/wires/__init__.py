@@ -8,9 +8,11 @@ from typing import Final, NamedTuple
 
 from budgetguard_http.wires.anthropic_messages import AnthropicMessages
 from budgetguard_http.wires.bedrock_converse import BedrockConverse
-from budgetguard_http.wires.embeddings import Embeddings
+from budgetguard_http.wires.completions import Completions
+from budgetguard_http.wires.embeddings import Embeddings, GeminiEmbeddings, OllamaEmbeddings
 from budgetguard_http.wires.gemini import Gemini
 from budgetguard_http.wires.mistral import Mistral
+from budgetguard_http.wires.ollama import Ollama
 from budgetguard_http.wires.opaque import Opaque
 from budgetguard_http.wires.openai_chat import OpenAIChat
 from budgetguard_http.wires.openai_responses import OpenAIResponses
@@ -32,6 +34,8 @@ OPAQUE: Final = Opaque()
 CHAT: Final = OpenAIChat()
 _ANTHROPIC: Final = AnthropicMessages()
 _INVOKE: Final = re.compile(r"/model/.+/invoke(-with-response-stream)?$")
+_OF_GEMINI: Final = GeminiEmbeddings()
+_OLLAMA: Final = Ollama()
 _RESPONSES: Final = OpenAIResponses()
 # Without an input it goes on from what the provider keeps.
 _OF_RESPONSES: Final = ("input", "previous_response_id", "conversation", "prompt")
@@ -48,6 +52,14 @@ TABLE: Final = (
     _Row(re.compile(r"(?<!/count-tokens):(streamR|r)awPredict$"), "anthropic_version", _ANTHROPIC),
     _Row(re.compile(r":(streamG|g)enerateContent$"), "contents", Gemini()),
     _Row(re.compile(r"/embeddings$"), "input", EMBEDDINGS),
+    _Row(re.compile(r":embedContent$"), "content", _OF_GEMINI),
+    _Row(re.compile(r":batchEmbedContents$"), "requests", _OF_GEMINI),
+    # Those of chat, too, end like this.
+    _Row(re.compile(r"(?<!/chat|gents)/completions$"), "prompt", Completions()),
+    _Row(re.compile(r"/api/chat$"), "model", _OLLAMA),
+    _Row(re.compile(r"/api/generate$"), "model", _OLLAMA),
+    _Row(re.compile(r"/api/embed$"), "input", OllamaEmbeddings()),
+    _Row(re.compile(r"/api/embeddings$"), "prompt", OllamaEmbeddings()),
 )
 """By the end of the address, not by the host: gateways and local servers are understood as well."""
 

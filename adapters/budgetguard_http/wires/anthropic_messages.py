@@ -172,7 +172,7 @@ class AnthropicMessages(Wire):
     ) -> list[Event]:
         """Return the events of such a message."""
         message = self.synthetic(body, model, text, mark)
-        begun = {**message, "content": [], "stop_reason": None}
+        begun: Body = {**message, "content": [], "stop_reason": None}
         start = {"type": "message_start", "message": begun}
         block = _text_block(0, text) if message["content"] else []
         end = _end({"output_tokens": 0}, message["stop_reason"])

@@ -6,7 +6,15 @@ from decimal import Decimal
 from typing import Final
 
 from budgetguard_http.wires.opaque import Opaque
-from budgetguard_http.wires.wire import Answer, Body, Prompted, text_or_none, usage_in
+from budgetguard_http.wires.wire import (
+    Answer,
+    Body,
+    Prompted,
+    items,
+    record,
+    text_or_none,
+    usage_in,
+)
 
 PRICES: Final = {
     "text-embedding-3-small": Decimal("0.02"),
@@ -37,6 +45,30 @@ class Embeddings(Opaque):
         if answer.usage is not None:
             # There is no completion that could be missing.
             answer.usage = answer.usage._replace(estimated=False)
+
+
+class GeminiEmbeddings(Embeddings):
+    """`:embedContent` and `:batchEmbedContents`; their usage is estimated where none is told."""
+
+    provider = "google"
+
+    def model(self, path: str, body: Body) -> str | None:
+        """Return the model in the address."""
+        del body
+        return path.rpartition("/")[2].partition(":")[0] or None
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return the contents."""
+        contents = [record(one).get("content") for one in items(body.get("requests"))]
+        return Prompted(contents or [body.get("content")])
+
+
+class OllamaEmbeddings(Embeddings):
+    """`/api/embed` and `/api/embeddings`."""
+
+    def prompt(self, body: Body) -> Prompted:
+        """Return the texts."""
+        return Prompted(body.get("input") or body.get("prompt"))
 
 
 def embedding_cost(model: str | None, tokens: int) -> Decimal | None:

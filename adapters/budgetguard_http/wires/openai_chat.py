@@ -35,12 +35,12 @@ _MUST_CALL: Final = ("required", "any")
 _CALLED: Final = ("function", "custom")
 # Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
 _TEXT: Final = re.compile(
-    rb'"(content|refusal|reasoning(?:_content)?)":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'
+    rb'"(content|refusal|text|reasoning(?:_content)?)":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'
 )
 _MORE_THAN_TEXT: Final = re.compile(
     rb'"(?:(?:tool_calls|usage|x_groq)":\s*[^n\s]|content":\s*\[|finish_reason":\s*")'
 )
-_SAID: Final = (b"content", b"refusal")
+_SAID: Final = (b"content", b"refusal", b"text")
 _BESIDE_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
 _NO_USAGE: Final = {
     "prompt_tokens": 0,
@@ -148,6 +148,7 @@ class OpenAIChat(Wire):
             choice = record(one)
             message = record(choice.get("message"))
             _write(answer, message)
+            answer.says(choice.get("text"))
             answer.is_cut |= choice.get("finish_reason") == "length"
             for call in items(message.get("tool_calls")):
                 answer.calls.append(_call(answer, record(call)))
@@ -177,7 +178,7 @@ class OpenAIChat(Wire):
     ) -> list[Event]:
         """Return two chunks, the usage where it is asked for, and the end."""
         place = self._place_of_text(body)
-        chunks = [
+        chunks: list[Body] = [
             {**_chunk(model, {"role": "assistant", place: text}, None), MARK: dict(mark)},
             _chunk(model, {}, "stop"),
         ]
@@ -227,6 +228,7 @@ class ChatReader(Reader):
             delta, place = record(choice.get("delta")), choice.get("index")
             place = place if isinstance(place, int) else 0
             _write(answer, delta)
+            answer.says(choice.get("text"))
             answer.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(items(delta.get("tool_calls"))):
                 self._take_part(place, number, record(piece))
