@@ -257,7 +257,7 @@ _STEP: Final = "graph:step:"
 
 
 def is_step(tags: list[str] | None) -> bool:
-    """Tell whether a chain is the task of a node, by its tags."""
+    """Return whether a chain is the task of a node, by its tags."""
     for tag in tags or ():  # noqa: SIM110 - asked at each step
         if tag.startswith(_STEP):
             return True

@@ -52,7 +52,7 @@ class AnthropicMessages(Wire):
         return text_or_none(body.get("model")) or (named[1] if named else None)
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell by the body or the address."""
+        """Recognise it by the body or the address."""
         return bool(body.get("stream")) or path.endswith(("streamRawPredict", "response-stream"))
 
     def bound(self, body: Body) -> int | None:
@@ -112,7 +112,7 @@ class AnthropicMessages(Wire):
         return None if is_result and not text else text
 
     def takes_words(self, body: Body) -> bool:
-        """Tell that results which go to the model's code take none beside them."""
+        """Return False for results which go to the model's code: they take none beside them."""
         turns = reversed(self.turns(body))
         reply = next((turn for turn in turns if self.reply_mark(turn) is not None), None)
         callers = (record(block).get("caller") for block in items(record(reply).get("content")))
@@ -190,7 +190,7 @@ class MessagesReader(Reader):
         self._piece: re.Match[bytes] | None = None
 
     def needs(self, event: bytes) -> bool:
-        """Tell a piece of text by all that there is of it."""
+        """Recognise a piece of text by all that there is of it."""
         self._piece = _TEXT.fullmatch(event)
         return self._piece is None
 

@@ -42,7 +42,7 @@ class BedrockConverse(Wire):
         return named[1] if named else None
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell by the address."""
+        """Recognise it by the address."""
         del body
         return path.endswith("/converse-stream")
 
@@ -212,7 +212,7 @@ def _use(block: object) -> Body:
 
 
 def _is_local(use: Body) -> bool:
-    """Tell whether the client has to run a call; what the provider has run says so."""
+    """Return whether the client has to run a call; what the provider has run says so."""
     return bool(use) and use.get("type") != "server_tool_use"
 
 

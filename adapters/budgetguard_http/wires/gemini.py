@@ -43,7 +43,7 @@ class Gemini(Wire):
         return named[1] if named else None
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell by the address."""
+        """Recognise it by the address."""
         del body
         return path.endswith(":streamGenerateContent")
 
@@ -188,7 +188,7 @@ class GeminiReader(Reader):
         self.has_calls = bool(self.answer.calls)
 
     def closing(self, text: str) -> list[Event]:
-        """Say that it is over."""
+        """Return the events that end it."""
         said = "" if self.answer.said else text
         return [("", self._wire.synthetic({}, self.answer.model or "", said, {}))]
 

@@ -206,7 +206,7 @@ class ChatReader(Reader):
         self._latest: _Latest = {}
 
     def needs(self, event: bytes) -> bool:
-        """Tell by the names of what is more than text."""
+        """Recognise it by the names of what is more than text."""
         return _MORE_THAN_TEXT.search(event) is not None or b"[DONE]" in event
 
     def skim(self, event: bytes) -> None:
@@ -271,7 +271,7 @@ def _write(answer: Answer, message: Body) -> None:
 
 
 def _key_of(place: int, number: int, piece: Body, latest: _Latest) -> _Key:
-    """Tell which call of which choice a piece belongs to.
+    """Return which call of which choice a piece belongs to.
 
     By the index. Some servers give several calls the same one, each with a name and an id of its
     own; others make up an id for each piece, and only the first has a name.

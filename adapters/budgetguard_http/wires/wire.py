@@ -1,4 +1,4 @@
-"""What the seam asks of one wire format: facts of requests and answers, and synthetic ones."""
+"""The protocol of one wire format: facts of requests and answers, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST: Final = 128
 
 
 class Answer:
-    """What is known of one answer, whole or streamed so far.
+    """The facts of one answer, whole or streamed so far.
 
     Attributes:
         usage: What the provider reported, in the provider's own record or as a `TokenUsage`.
@@ -77,7 +77,7 @@ class Result:
 
 
 class Prompted(NamedTuple):
-    """What of a request is the prompt, for its projection."""
+    """The prompt of a request, for its projection."""
 
     messages: Any
     system: Any = None
@@ -100,7 +100,7 @@ class Reader(ABC):
         """A tool call was begun: an answer that is cut then has no good end."""
 
     def needs(self, event: bytes) -> bool:
-        """Tell whether an event has to be parsed; what is only text need not be.
+        """Return whether an event has to be parsed; what is only text need not be.
 
         Args:
             event: One, or several of a line each.
@@ -150,7 +150,7 @@ class Wire(ABC):
         return text_or_none(body.get("model"))
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell whether the answer comes as a stream."""
+        """Return whether the answer comes as a stream."""
         del path
         return bool(body.get("stream"))
 
@@ -205,7 +205,7 @@ class Wire(ABC):
         """Return the words of a turn of the user's; None for another's."""
 
     def takes_words(self, body: Body) -> bool:
-        """Tell whether the model may be told something with this request."""
+        """Return whether the model may be told something with this request."""
         del body
         return True
 
