@@ -51,7 +51,6 @@ def test_langgraph(way, mode):
     assert result.get("structured_response") is None
 
 
-@pytest.mark.xfail(strict=True, reason="issue 33: a text stands in the typed place")
 @each_mode
 @pytest.mark.parametrize("way", AGENT_WAYS)
 def test_openai_agents(way, mode):
