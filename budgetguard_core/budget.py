@@ -16,9 +16,13 @@ from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.settings import (
     BulkheadConfig,
+    Cap,
     CircuitBreakerConfig,
+    Dollars,
+    Frozen,
     ProgressReports,
     RateLimit,
+    Share,
     ToolMix,
     VelocityLimits,
 )
@@ -57,22 +61,8 @@ _METERED = ("max_total_tokens", "max_cost_usd", *TOKEN_PARTS)
 _MOST = 10**18
 _MOST_SECONDS = 10**12
 
-_DOLLAR_DIGITS = 15
 # As a Decimal writes itself. Longer exponents are no amounts, and too long for a Decimal.
 _AMOUNT = re.compile(r"[0-9]+(\.[0-9]+)?(E[+-]?[0-9]{1,9})?", re.ASCII)
-
-
-def _whole(value: object) -> object:
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise ValueError(f"must be a whole number >= 1, got {shown(value)}. Use None for no cap.")
-    if value < 1:
-        raise ValueError(f"must be >= 1, got {shown(value)}. Use None for no cap.")
-    # Far above any run; a number without end overflows what it is compared with.
-    if value > _MOST:
-        raise ValueError(f"must be <= {_MOST}, got more. Use None for no cap.")
-    return value
 
 
 def _seconds(value: object) -> object:
@@ -90,36 +80,7 @@ def _seconds(value: object) -> object:
     return float(value)  # type: ignore[arg-type]
 
 
-def _dollars(value: object) -> object:
-    if value is None:
-        return None
-    if type(value) not in (int, float, Decimal):
-        raise ValueError(
-            f"must be an amount of US dollars > 0 (Decimal, int or float), got {shown(value)}. "
-            "Use None for no cap."
-        )
-    # repr, so that 0.3 means three tenths and not the binary fraction nearest to it.
-    amount = value if isinstance(value, Decimal) else Decimal(repr(value))
-    if not (amount.is_finite() and amount > 0):
-        raise ValueError(f"must be finite and > 0, got {value}. Use None for no cap.")
-    # A huge exponent, either way, would take all memory as an exact integer.
-    if not -_DOLLAR_DIGITS <= amount.adjusted() < _DOLLAR_DIGITS:
-        raise ValueError(
-            f"must be >= 1E-{_DOLLAR_DIGITS} and < 1E+{_DOLLAR_DIGITS}, got {shown(value)}. "
-            "Use None for no cap."
-        )
-    return amount
-
-
-def _share(value: object) -> object:
-    if type(value) is not float or not 0 < value < 1:
-        raise ValueError(f"must be a share between 0 and 1, got {shown(value)}. Use 0.8 for 80 %.")
-    return value
-
-
-Whole = Annotated[int | None, BeforeValidator(_whole)]
 Seconds = Annotated[float | None, BeforeValidator(_seconds)]
-Dollars = Annotated[Decimal | None, BeforeValidator(_dollars)]
 
 
 class ProfileId(BaseModel):
@@ -135,20 +96,7 @@ class ProfileId(BaseModel):
     """The overlay that was chosen, the environment; None without one."""
 
 
-class _Frozen(dict[str, Any]):
-    """A dict that stays as it is, and can be copied and pickled."""
-
-    def _refuse(self, *_: object, **__: object) -> Any:
-        raise TypeError("a budget cannot be changed. Make another with model_copy(update=...).")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict(self),)
-
-
-_NONE: Mapping[str, Any] = _Frozen()
+_NONE: Mapping[str, Any] = Frozen()
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -233,19 +181,19 @@ class Budget(BaseModel, metaclass=_OwnNames):
         defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
     )
 
-    max_iterations: Whole = None
-    max_model_calls: Whole = None
-    max_tool_calls: Whole = None
-    max_total_tokens: Whole = None
-    max_input_tokens: Whole = None
-    max_output_tokens: Whole = None
+    max_iterations: Cap = None
+    max_model_calls: Cap = None
+    max_tool_calls: Cap = None
+    max_total_tokens: Cap = None
+    max_input_tokens: Cap = None
+    max_output_tokens: Cap = None
     max_seconds: Seconds = None
     max_cost_usd: Dollars = None
     tool_quotas: Mapping[str, int] = Field(default_factory=dict)
     tool_classes: Mapping[str, str] = Field(default_factory=dict)
-    max_output_tokens_per_call: Whole = None
+    max_output_tokens_per_call: Cap = None
     finalize_reserve: FinalizeReserve | None = None
-    warn_at: Annotated[float, BeforeValidator(_share)] = 0.8
+    warn_at: Share = 0.8
     stop_when: tuple[Callable[..., str | bool | None], ...] = ()
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
@@ -316,7 +264,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
     @field_validator("tool_quotas", "tool_classes", "rate_limits", "bulkheads")
     @classmethod
     def _freeze(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _Frozen(value)
+        return Frozen(value)
 
     @field_validator("finalize_reserve")
     @classmethod
@@ -344,7 +292,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         """Name the dimensions without a cap: whatever grows there is not bounded.
 
         Where tokens or dollars are capped and a completion is not, `max_output_tokens_per_call` is
-        named, too: calls at the same time can pass the cap before they are counted.
+        named, too: calls at the same time can exceed the cap before they are counted.
         """
         names = tuple(name for name in DIMENSIONS if getattr(self, name) is None)
         if self.needs_usage() and self.max_output_tokens_per_call is None:

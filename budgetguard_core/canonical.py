@@ -16,7 +16,7 @@ from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -215,7 +215,8 @@ class _Walk:
 def _fields(value: Any) -> Mapping[Any, Any] | None:
     """Return what is named in a dict, model or dataclass; None for anything else."""
     if isinstance(value, dict):
-        return cast("dict[Any, Any]", value)
+        found: dict[Any, Any] = value  # pyright: ignore[reportUnknownVariableType] - no call
+        return found
     if isinstance(value, BaseModel):
         return {**value.__dict__, **(value.__pydantic_extra__ or {})}
     kind = _kind_of(value)

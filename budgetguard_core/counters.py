@@ -310,7 +310,7 @@ class Link:
         return [INFINITY if one in self.exempt else cap for one, cap in zip(ALL, caps, strict=True)]
 
     def describe(self, dimension: int, projected: float = 0) -> Violation:
-        """Put a cap that is reached, or would be passed, into words."""
+        """Put a cap that is reached, or would be exceeded, into words."""
         reason, _, shown = DIMENSIONS[dimension]
         counters, budget = self.counters, self.counters.budget
         used, limit = shown(counters.used[dimension]), getattr(budget, reason.value)
@@ -318,7 +318,7 @@ class Link:
         held_back = "" if kept is None else f", {kept} kept back for a last answer"
         text = f"reached: {used} used"
         if counters.used[dimension] < self.limits[dimension] and projected:
-            text = f"would be passed: {used} used, {shown(int(projected))} projected"
+            text = f"would be exceeded: {used} used, {shown(int(projected))} projected"
         return Violation(
             reason=reason, limit=limit, used=used, detail=f"{reason}={limit} {text}{held_back}"
         )
@@ -370,7 +370,7 @@ Found: TypeAlias = list[tuple[Link, list[int], Request]]
 
 
 def passed(used: Sequence[int], needed: Request, limits: Sequence[float]) -> list[int]:
-    """Return the dimensions in which what is needed passes the limit: the only comparison."""
+    """Return the dimensions in which what is needed exceeds the limit: the only comparison."""
     return [
         one
         for one, has, needs, limit in zip(ALL, used, needed, limits, strict=True)
@@ -484,8 +484,10 @@ def expected_completion(chain: Chain) -> int:
 
     The longest answer of the run, or of an ancestor where it has none; at least `UNKNOWN_ANSWER`.
     """
-    longest = (one.counters.largest_output for one in chain if one.counters.largest_output)
-    return max(next(longest, 0), UNKNOWN_ANSWER)
+    for one in chain:
+        if one.counters.largest_output:
+            return max(one.counters.largest_output, UNKNOWN_ANSWER)
+    return UNKNOWN_ANSWER
 
 
 def reserve(chain: Chain, retry: bool, tokens: int, cost: int, prompt: int, by: int = 1) -> None:

@@ -34,10 +34,12 @@ _Alike: TypeAlias = tuple[str | None, str, str]
 # One for all: thousands of runs never have an older generation.
 _NO_COUNTS: Mapping[_Alike, int] = {}
 
-ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted"]
-"""What a tool call is: a body that starts, a handoff, the framework's structured output, or a tool
-that the provider runs."""
+ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted", "reported"]
+"""What a tool call is: a body that starts, a handoff, the framework's structured output, a tool of
+the provider's, or one that its caller runs without asking."""
 _KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
+COUNTED = frozenset[ToolKind]({"function", "hosted", "reported"})
+"""The kinds that are counted as tool calls."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +100,8 @@ class ToolCall:
     kind: ToolKind
     """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
-    provider ran it already; counted when reported, and never refused."""
+    provider ran it already; counted when reported, and never refused. `reported`: its caller has
+    it already; as hosted, but its result is still to come."""
     fingerprint: str | None = field(repr=False)
     """The fingerprint of the arguments: given where it is known (replay), else that of the
     arguments when the call was admitted, so that a tool that changes them changes nothing here."""
@@ -251,7 +254,10 @@ class Admit:
     @property
     def breakers(self) -> Any:
         """The breakers that may hold the call back before it starts; None where there are none."""
-        return next((hold for hold in self.holds if hold.delays), None)
+        for hold in self.holds:
+            if hold.delays:
+                return hold
+        return None
 
     @property
     def seconds(self) -> float | None:

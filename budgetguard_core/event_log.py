@@ -72,7 +72,7 @@ def _reason(line: str | bytes, error: ValidationError) -> str:
         version = json.loads(line).get("format_version", FORMAT_VERSION)
     except (ValueError, AttributeError, RecursionError):
         return "not a JSON object. Restore the file from its source, or cut the line."
-    if version not in (1, FORMAT_VERSION):
+    if version != FORMAT_VERSION:
         return f"format {version} is newer than {FORMAT_VERSION}. Upgrade BudgetGuard."
     problem = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in problem["loc"]) or "the whole"

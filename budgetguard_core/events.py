@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeAlias,
-    cast,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field
 
@@ -35,8 +27,8 @@ from budgetguard_core.records import Record
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
-FORMAT_VERSION = 2
-"""The version of the log. Version 1, which had the fields of a model call flat, is read as well.
+FORMAT_VERSION = 1
+"""The version of the log.
 
 Readers refuse a field that they do not know: from the first release on, a new field is a version.
 """
@@ -46,7 +38,6 @@ _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
     Refuse: "refuse",
     Stop: "stop",
 }
-_CALL = frozenset(ModelCall.__dataclass_fields__)
 
 
 class EventBase(Record):
@@ -64,12 +55,8 @@ class EventBase(Record):
     @classmethod
     def of(cls, seq: int, run_id: str, at_ns: int, wall_ns: int, facts: dict[str, Any]) -> Self:
         """Make an event of what the engine says itself: only what is read has to be validated."""
-        fields = cls._beginning | facts
-        fields["seq"] = seq
-        fields["run_id"] = run_id
-        fields["at_ns"] = at_ns
-        fields["wall_ns"] = wall_ns
-        return cls.made(fields)
+        place = {"seq": seq, "run_id": run_id, "at_ns": at_ns, "wall_ns": wall_ns}
+        return cls.made(cls._beginning | facts | place)
 
 
 class RunStarted(EventBase):
@@ -109,15 +96,6 @@ class ModelCallAsked(EventBase):
 
     call: ModelCall
     """The request, as the guard was given it."""
-
-    @classmethod
-    def upgraded(cls, fields: Any) -> Any:
-        """Read version 1, in which the fields of the call stood beside those of the event."""
-        if not isinstance(fields, dict) or "call" in fields:
-            return cast("Any", fields)
-        flat = cast("dict[str, Any]", fields)
-        rest = {name: value for name, value in flat.items() if name not in _CALL}
-        return {**rest, "call": {name: flat[name] for name in flat if name in _CALL}}
 
 
 class ModelCallAdmitted(ModelCallAsked):
@@ -200,36 +178,25 @@ class ToolCallRequested:
         cls, calls: Sequence[ToolCall], decisions: Sequence[ToolDecision], log_arguments: bool
     ) -> tuple[Self, ...]:
         """Describe the calls of a batch with their answers."""
-        described: list[Self] = []
-        for call, decision in zip(calls, decisions, strict=True):
-            one = _new(cls)
-            # As a record is made: to set each field of a frozen one takes four times as long.
-            _set_fields(
-                one,
-                {
-                    "call_id": decision.call_id if isinstance(decision, Admit) else None,
-                    "id": call.id,
-                    "name": call.name,
-                    "kind": call.kind,
-                    "fingerprint": call.fingerprint or "",
-                    "arguments": call.arguments if log_arguments else None,
-                    "decision": _ANSWERS[type(decision)],
-                    "reason": _reason_of(decision),
-                },
+        return tuple(
+            cls(
+                call_id=decision.call_id if isinstance(decision, Admit) else None,
+                id=call.id,
+                name=call.name,
+                kind=call.kind,
+                fingerprint=call.fingerprint or "",
+                arguments=call.arguments if log_arguments else None,
+                decision=_ANSWERS[type(decision)],
+                reason=_reason_of(decision),
             )
-            described.append(one)
-        return tuple(described)
+            for call, decision in zip(calls, decisions, strict=True)
+        )
 
 
 def _reason_of(decision: ToolDecision) -> StopReason | None:
     if isinstance(decision, Admit):
         return None
     return decision.reason if isinstance(decision, Refuse) else decision.trip.reason
-
-
-_new = object.__new__
-# The slot itself: to set it by its name takes twice as long.
-_set_fields = vars(ToolCallRequested)["__dict__"].__set__
 
 
 class ToolCallsRequested(EventBase):

@@ -14,10 +14,9 @@ class Frame:
         run: The run that the code is a part of, None in an `activate` block.
         call: The call whose body the code is, None outside of any.
         above: The frame around this one.
-        said: What the last run in an `activate` block has answered.
     """
 
-    __slots__ = ("above", "call", "guard", "run", "said")
+    __slots__ = ("above", "call", "guard", "run")
 
     def __init__(
         self, guard: Any, *, run: Any = None, call: Any = None, above: Frame | None = None
@@ -26,7 +25,6 @@ class Frame:
         self.run = run
         self.call = call
         self.above = above
-        self.said = ""
 
     @property
     def is_live(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
+from typing import Annotated, Any, Self, TypeAlias, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from budgetguard_core.errors import ConfigurationError, shown
+from budgetguard_core.errors import shown
+from budgetguard_core.settings import Settings
 
 
 def _count(value: object) -> object:
@@ -40,7 +41,7 @@ _Count: TypeAlias = Annotated[int, BeforeValidator(_count)]
 _Names: TypeAlias = Annotated[Sequence[str], BeforeValidator(_names)]
 
 
-class LoopDetection(BaseModel):
+class LoopDetection(Settings):
     """When a run that brings nothing new is corrected, and when it is stopped.
 
     Seven kinds of rows are counted, each by itself. At their `nudge_after` the model gets a
@@ -55,8 +56,6 @@ class LoopDetection(BaseModel):
     Raises:
         ConfigurationError: A field makes no sense: rule, value, way out.
     """
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     nudge_after: _Count = 2
     """Stale calls in a row after which the model is corrected: at an identical call's third time.
@@ -137,14 +136,6 @@ class LoopDetection(BaseModel):
     was called for.
     """
 
-    if not TYPE_CHECKING:  # type checkers make the signature from the fields
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                raise ConfigurationError(_sentences(error)) from None
-
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         for field in type(self).model_fields:
@@ -159,15 +150,3 @@ class LoopDetection(BaseModel):
                 )
                 raise ValueError(msg)
         return self
-
-
-def _sentences(error: ValidationError) -> str:
-    sentences: list[str] = []
-    for problem in error.errors(include_url=False):
-        name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            known = ", ".join(LoopDetection.model_fields)
-            sentences.append(f"{name} is not a field of LoopDetection. Use one of: {known}.")
-        else:
-            sentences.append(f"{name} {problem['msg'].removeprefix('Value error, ')}".strip())
-    return "\n".join(sentences)

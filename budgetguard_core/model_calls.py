@@ -84,6 +84,10 @@ class ModelCalls:
         cost = projected_cost(call, rates, bound)
         unpriced = rates is None and call.cost_usd is None
         ask = state.reserve(call, tokens, cost, unpriced=unpriced)
+        clamped_by = None
+        if ask is not None and ask.bound is not None:
+            bound, clamped_by = ask.bound, ask.cut_by
+            tokens, cost = prompt + bound, projected_cost(call, rates, bound)
         decision: ModelDecision | None = None
         warnings: Sequence[Notice] = ()
         with tree.lock:
@@ -100,9 +104,9 @@ class ModelCalls:
                     tokens, cost = kept_tokens, kept_cost
             calm = counters.is_calm(chain, now, kept_tokens, kept_cost, prompt)
             found = () if calm else counters.violations(chain, now, (retry, tokens, cost, prompt))
-            clamped_by = None
             if found and bound is not None and not call.output_is_fixed:
-                bound, clamped_by = counters.clamp(self._binding, call, rates, bound)
+                bound, cut_by = counters.clamp(self._binding, call, rates, bound)
+                clamped_by = cut_by or clamped_by
                 tokens = kept_tokens = prompt + bound
                 cost = kept_cost = projected_cost(call, rates, bound)
                 found = counters.violations(chain, now, (retry, tokens, cost, prompt))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from inspect import get_annotations
 from typing import (
     Annotated,
@@ -25,9 +26,6 @@ _CONTROL = re.compile(
     "\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
 """What JSON does not escape, and a terminal or an editor obeys or does not show."""
-
-
-_new = object.__new__
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -56,19 +54,14 @@ class Record:
         cls._required |= {name for name, default in own.items() if default is ...}
 
     def __init__(self, **fields: Any) -> None:
-        _set_fields(self, _fields_of(type(self)).validator.validate_python(fields))
+        self.__dict__.update(_fields_of(type(self)).validator.validate_python(fields))
 
     @classmethod
     def made(cls, fields: dict[str, Any]) -> Self:
         """Make a record of all of its fields, in their order, as they are."""
-        record = _new(cls)
-        _set_fields(record, fields)
+        record = object.__new__(cls)
+        record.__dict__.update(fields)
         return record
-
-    @classmethod
-    def upgraded(cls, fields: Any) -> Any:
-        """Turn what an earlier version of the record has written into what this one has."""
-        return fields
 
     def model_dump(self, *, mode: Literal["python", "json"] = "python") -> dict[str, Any]:
         """Return the fields as plain data.
@@ -95,7 +88,8 @@ class Record:
         Raises:
             ValueError: The record holds what JSON cannot.
         """
-        return _WRITERS[type(self)](self.__dict__)
+        line: bytes = _fields_of(type(self)).serializer.to_json(self.__dict__)
+        return line
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
         """Return a copy with other values for some fields; they are not validated."""
@@ -130,12 +124,11 @@ class Record:
             if not required:
                 field = core_schema.with_default_schema(field, default=default)
             fields[name] = core_schema.typed_dict_field(field, required=required)
-        schema = core_schema.typed_dict_schema(
+        return core_schema.typed_dict_schema(
             fields,
             extra_behavior="forbid",
             config=core_schema.CoreConfig(ser_json_inf_nan="strings"),
         )
-        return core_schema.no_info_before_validator_function(cls.upgraded, schema)
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -151,10 +144,6 @@ class Record:
         )
 
 
-# The slot itself: to set it by its name takes twice as long.
-_set_fields = vars(Record)["__dict__"].__set__
-
-
 class _Fields:
     """The fields of a kind of record, as pydantic asks for their schema."""
 
@@ -167,25 +156,12 @@ class _Fields:
         return self._kind.schema_of_fields(handler)
 
 
-_KNOWN: dict[type[Record], TypeAdapter[dict[str, Any]]] = {}
+def _adapter_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
+    return TypeAdapter(Annotated[dict[str, Any], _Fields(kind)])
 
 
-def _fields_of(kind: type[Record]) -> TypeAdapter[dict[str, Any]]:
-    known = _KNOWN.get(kind)
-    if known is None:
-        known = _KNOWN[kind] = TypeAdapter(Annotated[dict[str, Any], _Fields(kind)])
-    return known
-
-
-class _Writers(dict[type[Record], Callable[[dict[str, Any]], bytes]]):
-    """The writers of a kind of record's fields as JSON; made when the first is written."""
-
-    def __missing__(self, kind: type[Record]) -> Callable[[dict[str, Any]], bytes]:
-        write = self[kind] = _fields_of(kind).serializer.to_json
-        return write
-
-
-_WRITERS = _Writers()
+_fields_of: Any = cache(_adapter_of)
+"""Makes the schema of a kind of record when the first is read or written."""
 
 
 def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:

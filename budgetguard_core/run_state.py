@@ -52,11 +52,21 @@ class RunState:
         deciding: Those of them that are asked about a step.
         completed_tool_calls: Tool calls of the run that were completed; none of sub-agents.
         own_tools: The tools that the run's plugs give the model.
+        last_answer: What the last run on the guard, or right inside it, has answered.
     """
 
     __slots__ = (
         *("_early", "_reserving", "chain", "completed_tool_calls", "counters", "deciding"),
-        *("detector", "guard", "mode", "on_warning", "own_plugs", "own_tools", "plugs"),
+        *(
+            "detector",
+            "guard",
+            "last_answer",
+            "mode",
+            "on_warning",
+            "own_plugs",
+            "own_tools",
+            "plugs",
+        ),
         *("stops", "tree"),
     )
 
@@ -73,6 +83,7 @@ class RunState:
         self.counters = Counters(guard.budget)
         self.stops = StopState()
         self.completed_tool_calls = 0
+        self.last_answer = ""
         detection = None if self.mode is Mode.OFF else guard.budget.loop_detection
         self.detector = None if detection is None else LoopDetector(detection)
         links = {} if self.mode is Mode.OFF else {guard: Link(guard, self.counters)}

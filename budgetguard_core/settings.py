@@ -28,6 +28,9 @@ def _count(value: object) -> object:
 
 
 def _cap(value: object) -> object:
+    if type(value) is int and value > _MOST:
+        # A number without end overflows what it is compared with.
+        raise ValueError(f"must be <= {_MOST}, got more. Use None for no cap.")
     if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
         raise ValueError(f"must be a whole number >= 1, got {shown(value)}. Use None for no cap.")
     return value

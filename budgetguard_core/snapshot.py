@@ -37,9 +37,9 @@ class OpenCall(BaseModel):
     reserved_tokens: NonNegativeInt = 0
     """Tokens that are set aside for it until it is settled."""
     reserved_cost: NonNegativeInt = 0
+    """Money that is set aside for it, in femto-dollars (1E-15 US dollars)."""
     reserved_input: NonNegativeInt = 0
     """Those of the tokens that are of its prompt."""
-    """Money that is set aside for it, in femto-dollars (1E-15 US dollars)."""
     model: str | None = None
     """The model that was asked for, where it was named."""
     provider: str | None = None

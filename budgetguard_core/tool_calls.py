@@ -9,6 +9,7 @@ from budgetguard_core import counters, events
 from budgetguard_core.canonical import digest, fingerprint_result, result_text
 from budgetguard_core.canonical import fingerprint as fingerprint_arguments
 from budgetguard_core.decision import (
+    COUNTED,
     NOT_AVAILABLE,
     Admit,
     Occurrences,
@@ -149,7 +150,7 @@ class ToolCalls:
                     self._show(call, fingerprint_result(refusal.message), _REFUSED_KIND)
                 return self._refused(call, refusal)
             self._count(call.name, 1)
-        elif call.kind == "hosted":
+        elif call.kind in ("hosted", "reported"):
             self._count(call.name, 1)
             for link in state.chain:
                 for quota in link.counters.tool(call.name).quotas:
@@ -157,6 +158,10 @@ class ToolCalls:
                     if quota.used > quota.limit:
                         passed = quota_passed(quota.pattern, quota.limit, quota.used)
                         link.owner.state.hold(passed)
+            if call.kind == "reported" and state.deciding:
+                # A stop of theirs holds for the next model call; a refusal comes too late.
+                ask = Ask(state.guard, call)
+                ask = ask if self._ask_plugs(ask, now) is None else None
         elif call.kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         state.tree.call_id += 1
@@ -206,7 +211,7 @@ class ToolCalls:
             state.detector.observe(call.name, call.fingerprint or "", result, error, alike)
 
     def _keep(self, call: ToolCall, status: str) -> None:
-        if status == "completed" and call.kind in ("function", "hosted"):
+        if status == "completed" and call.kind in COUNTED:
             self._state.completed_tool_calls += 1
         records = self.records
         records.append((call.id, call.name[:NAME_LENGTH], status))

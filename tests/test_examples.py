@@ -22,6 +22,12 @@ SHOWN = {
         "5 model calls in all",
         "warning: 4 of 4 max_iterations",
     ],
+    "pydantic_ai_agent": [
+        "max_iterations: This run was stopped before it finished. So far 2 tool calls",
+        "completed: The report has four pages.",
+        "3 more model calls",
+        "max_iterations: Report(pages=4)",
+    ],
     "loop_sync": [
         "terminated: max_iterations=2 reached",
         "completed: The report has four pages.",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import partial
-from typing import Any, Self
+from typing import TypeAlias
 
 from budgetguard_core import Budget, Event, Guard, ModelCall, PriceBook, Trip, Usage
 from budgetguard_core.events import (
@@ -27,47 +24,19 @@ REFUSED = "tool_call_refused"
 """The name under which calls are counted that a candidate with quotas would have refused."""
 
 _OF_BREAKERS = (CallDelayed, ToolCallTurnedAway, CircuitBreakerChanged, ToolMixUnusual)
+Amounts: TypeAlias = Counter[str]
+"""The amounts of a run, spent or saved, by name; a difference is never below nothing."""
+_NAMES = ("model_calls", "tool_calls", "tokens", "cost_usd", "estimated_calls", "unpriced_calls")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
-    """The amounts of a run, spent or saved.
-
-    Attributes:
-        tokens: Prompt plus completion.
-        cost_usd: US dollars of the calls whose cost was recorded or whose model has a known price.
-        estimated_calls: Model calls without recorded usage: tokens and dollars are estimates.
-        unpriced_calls: Model calls of unknown price: they are not in `cost_usd`.
-    """
-
-    model_calls: int = 0
-    tool_calls: int = 0
-    tokens: int = 0
-    cost_usd: Decimal = Decimal(0)
-    estimated_calls: int = 0
-    unpriced_calls: int = 0
-
-    @classmethod
-    def of(cls, usage: Usage) -> Self:
-        """Return what is compared out of a guard's usage."""
-        names = [f.name for f in fields(cls) if f.name != "tokens"]
-        return cls(tokens=usage.total_tokens, **{name: getattr(usage, name) for name in names})
-
-    def __add__(self, other: Amounts) -> Amounts:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: Amounts) -> Amounts:
-        """Return the difference, and nothing where the other is larger."""
-        return self._with(other, _less)
-
-    def _with(self, other: Amounts, combined: Callable[[Any, Any], Any]) -> Amounts:
-        names = [f.name for f in fields(self)]
-        pairs = {name: combined(getattr(self, name), getattr(other, name)) for name in names}
-        return Amounts(**pairs)
+def plain(amounts: Amounts) -> dict[str, int | Decimal]:
+    """Return amounts for machines, zeros included."""
+    return {name: amounts[name] for name in _NAMES} | {"cost_usd": Decimal(amounts["cost_usd"])}
 
 
-def _less(mine: Any, its: Any) -> Any:
-    return max(mine - its, type(mine)(0))
+def _of(usage: Usage) -> Amounts:
+    fields = {name: "total_tokens" if name == "tokens" else name for name in _NAMES}
+    return Counter({name: getattr(usage, field) for name, field in fields.items()})
 
 
 class Counted:
@@ -105,7 +74,7 @@ class Counted:
         self._replay.apply(event)
         root = self._replay.root
         if resumes:
-            self._began = Amounts.of(self.usage)
+            self._began = _of(self.usage)
         if root is not None and self._is_candidate:
             self.trip = root.trip
         if root is not None and (self.trip or (is_root and isinstance(event, RunEnded))):
@@ -131,7 +100,7 @@ class Counted:
 
     @property
     def _of_attempt(self) -> Amounts:
-        return Amounts.of(self.usage) - self._began
+        return _of(self.usage) - self._began
 
     def _count(self, event: Event) -> None:
         if isinstance(event, _OF_BREAKERS):

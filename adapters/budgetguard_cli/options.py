@@ -59,6 +59,8 @@ MaxIterations = Annotated[int | None, typer.Option(help="Turns of the loop.")]
 MaxModelCalls = Annotated[int | None, typer.Option(help="Model calls, with retries.")]
 MaxToolCalls = Annotated[int | None, typer.Option(help="Tool calls.")]
 MaxTotalTokens = Annotated[int | None, typer.Option(help="Tokens, prompt plus completion.")]
+MaxInputTokens = Annotated[int | None, typer.Option(help="Of them, those of prompts.")]
+MaxOutputTokens = Annotated[int | None, typer.Option(help="Of them, those of completions.")]
 MaxSeconds = Annotated[float | None, typer.Option(help="Seconds from the start on.")]
 MaxCostUsd = Annotated[
     Decimal | None, typer.Option(parser=dollars, metavar="USD", help="US dollars, exact.")
@@ -69,7 +71,7 @@ LoopDetectionOn = Annotated[
 CountUnpricedAsZero = Annotated[
     bool,
     typer.Option(
-        "--count-unpriced-as-zero", help="Let models of unknown price pass under --max-cost-usd."
+        "--count-unpriced-as-zero", help="Models of unknown price are free under --max-cost-usd."
     ),
 ]
 

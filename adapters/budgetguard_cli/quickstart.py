@@ -24,6 +24,15 @@ class Framework(StrEnum):
     OPENAI = "openai"
 
 
+_NEEDS = {
+    Framework.LANGGRAPH: ("langchain", '".[langchain]" in the checkout'),
+    Framework.OPENAI_AGENTS: ("agents", '".[openai-agents]" in the checkout'),
+    Framework.STRANDS: ("strands", '".[strands]" in the checkout'),
+    Framework.OPENAI: ("openai", "openai httpx"),
+}
+"""The package that an agent imports, and how it is installed."""
+
+
 def quickstart(
     framework: Annotated[Framework, typer.Argument(help="What the agent is built with.")],
     output: Annotated[
@@ -44,6 +53,10 @@ def quickstart(
     written.
     """
     text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
+    needs, install = _NEEDS.get(framework, ("sys", ""))
+    if find_spec(needs) is None:
+        said = f"this agent needs {needs}, not installed here: pip install {install}"
+        typer.echo(f"budgetguard: {said}", err=True)
     written = {"framework": str(framework), "file": output, "text": text}
     if output is None:
         write_json(written) if as_json else typer.echo(text, nl=False)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from budgetguard_cli.counted import REFUSED, Amounts
+from budgetguard_cli.counted import REFUSED, Amounts, plain
 from budgetguard_cli.options import (
     AsJson,
     CountUnpricedAsZero,
     Logs,
     LoopDetectionOn,
     MaxCostUsd,
+    MaxInputTokens,
     MaxIterations,
     MaxModelCalls,
+    MaxOutputTokens,
     MaxSeconds,
     MaxToolCalls,
     MaxTotalTokens,
@@ -47,6 +48,8 @@ def replay(
     max_model_calls: MaxModelCalls = None,
     max_tool_calls: MaxToolCalls = None,
     max_total_tokens: MaxTotalTokens = None,
+    max_input_tokens: MaxInputTokens = None,
+    max_output_tokens: MaxOutputTokens = None,
     max_seconds: MaxSeconds = None,
     max_cost_usd: MaxCostUsd = None,
     tool_quota: Annotated[
@@ -74,6 +77,8 @@ def replay(
         "max_model_calls": max_model_calls,
         "max_tool_calls": max_tool_calls,
         "max_total_tokens": max_total_tokens,
+        "max_input_tokens": max_input_tokens,
+        "max_output_tokens": max_output_tokens,
         "max_seconds": max_seconds,
         "max_cost_usd": max_cost_usd,
         "tool_quotas": _quotas(tool_quota or []),
@@ -139,8 +144,8 @@ def _figures(runs: Sequence[Run], budget: Budget, problems: int) -> dict[str, An
         "stopped": {str(one): reasons[one] for one in sorted(reasons, key=PRECEDENCE.__getitem__)},
         "successful_runs_cut": of_stopped["completed"],
         "runaways_stopped": of_stopped["terminated"],
-        "recorded": asdict(recorded),
-        "saved": asdict(sum(map(_saved, runs), Amounts())),
+        "recorded": plain(recorded),
+        "saved": plain(sum(map(_saved, runs), Amounts())),
         "breakers": sum((run.candidate.refused for run in runs if run.candidate), Counter[str]()),
         "lines_not_read": problems,
         "notes": list(_notes(runs, recorded, problems)),
@@ -189,22 +194,23 @@ def _plain(run: Run, trip: Trip) -> dict[str, object]:
         "detail": trip.detail,
         "succeeded": run.root.status == "completed",
         "runaway": run.root.status == "terminated",
-        "recorded": asdict(run.recorded.amounts),
-        "saved": asdict(_saved(run)),
+        "recorded": plain(run.recorded.amounts),
+        "saved": plain(_saved(run)),
     }
 
 
 def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[str]:
     """Name what the figures leave out."""
-    if recorded.estimated_calls:
+    of = f"of {recorded['model_calls']:,} model calls"
+    if recorded["estimated_calls"]:
         yield (
-            f"{recorded.estimated_calls:,} of {recorded.model_calls:,} model calls have no "
-            "recorded usage. Their tokens, and the dollars that follow, are estimates."
+            f"{recorded['estimated_calls']:,} {of} have no recorded usage. Their tokens, and the "
+            "dollars that follow, are estimates."
         )
-    if recorded.unpriced_calls:
+    if recorded["unpriced_calls"]:
         yield (
-            f"{recorded.unpriced_calls:,} of {recorded.model_calls:,} model calls have neither a "
-            "recorded cost nor a known price. They are not in the dollars."
+            f"{recorded['unpriced_calls']:,} {of} have neither a recorded cost nor a known price. "
+            "They are not in the dollars."
         )
     unreported = sum(run.recorded.unreported_calls for run in runs)
     if unreported:

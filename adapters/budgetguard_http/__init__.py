@@ -6,7 +6,7 @@ in a block; `install` puts the same seam below every other adapter and `guard.ac
 
 from importlib.util import find_spec
 
-from budgetguard_core.kit import PROGRESS_TOOL, current_guard, report_progress, required
+from budgetguard_core.kit import PROGRESS_TOOL, current_guard, outcome, report_progress, required
 from budgetguard_http._policy import is_provider
 from budgetguard_http._refusal import RunStopped
 from budgetguard_http.ambient import bounded_clients, install, is_installed, uninstall
@@ -29,6 +29,7 @@ __all__ = [
     "install",
     "is_installed",
     "is_provider",
+    "outcome",
     "report_progress",
     "uncovered_hosts",
     "uninstall",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from decimal import Decimal
 from hashlib import blake2b
 from typing import Final
 
-from budgetguard_core import ModelCall, Stop, TokenUsage, ToolCall, Trip
+from budgetguard_core import ModelCall, Stop, TokenUsage, Trip
 from budgetguard_core.kit import (
     OpenModelCall,
     Prompt,
@@ -24,7 +23,7 @@ from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.wires import EMBEDDINGS
 from budgetguard_http.wires.embeddings import embedding_cost
-from budgetguard_http.wires.wire import NOTHING_LEFT, Answer, Body, Editor, listed, parsed
+from budgetguard_http.wires.wire import Answer, Body, Reader, listed, parsed
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
@@ -78,6 +77,8 @@ class Call:
         self._length = length
         self._cost: Decimal | None = None
         self._told = 0
+        self._is_over = False
+        self._reader: Reader | None = None
 
     # The request
 
@@ -99,7 +100,16 @@ class Call:
             wire.add_nudge(body, text)
         if may_ask and wire.ask_for_usage(body):
             self.asked_for_usage = True
-        if told or not known.items() <= body.items():
+        try:
+            return self._changed(known, is_whole=bool(told))
+        finally:
+            if self.asked_for_usage:
+                # A synthetic answer has what the caller asked for.
+                body["stream_options"] = known.get("stream_options")
+
+    def _changed(self, known: Body, *, is_whole: bool) -> bytes | None:
+        posted, body = self.posted, self.posted.body
+        if is_whole or not known.items() <= body.items():
             return _json(body)
         added = {name: value for name, value in body.items() if name not in known}
         raw = posted.raw.strip()
@@ -114,79 +124,48 @@ class Call:
         nudge, conversation = self.opened.nudge, self._conversation
         if conversation is None:
             return [] if nudge is None else [nudge]
-        untold, posted = conversation.untold, self.posted
         if nudge is not None:
-            untold.append((None, nudge))
+            conversation.untold.append(nudge)
+        untold, posted = conversation.untold, self.posted
         if untold and not posted.wire.takes_words(posted.body):
             return []
         # Until there is an answer: an attempt that failed has told nobody.
         self._told = len(untold)
-        refused = [(call, text) for call, text in untold if call is not None]
-        if refused and posted.wire.add_refused(posted.body, refused):
-            return [text for call, text in untold if call is None]
-        texts = (text if call is None else f"{call.name}: {text}" for call, text in untold)
-        return list(dict.fromkeys(texts))
+        return list(dict.fromkeys(untold))
 
     # The answer
 
-    def whole(self, content: bytes) -> bytes | None:
-        """Take a whole answer; return another where tool calls had to be left out of it."""
+    def whole(self, content: bytes) -> None:
+        """Take a whole answer."""
         body = parsed(content)
         if body is None:
-            return self._array(content)
+            # The chunks of a stream in an array, as Gemini writes them.
+            chunks, reader = listed(content), self.reader()
+            if reader is not None:
+                for chunk in chunks:
+                    reader.take("", chunk)
+            self.over()
+            return
         if b"cost" in content:  # all names of it
             self._cost = reported_cost(body)
-        other = self.parsed(body)
-        return None if other is None else _json(other)
+        self.parsed(body)
 
-    def _array(self, content: bytes) -> bytes | None:
-        """Take what is no object: the chunks of a stream in an array, as Gemini writes them."""
-        chunks, editor = listed(content), self.editor()
-        made: list[Body] = []
-        if chunks and editor is not None:
-            for chunk in chunks:
-                edited = editor.take("", chunk)
-                made += [chunk] if edited is None else [data for _, data in edited]
-            made += [data for _, data in editor.rest()]
-        self.settle()
-        return json.dumps(made).encode() if self.answer.calls else None
-
-    def parsed(self, body: Body) -> Body | None:
-        """Take a whole answer that was parsed before; as `whole`, which it may change in place."""
+    def parsed(self, body: Body) -> None:
+        """Take a whole answer that was parsed before; as `whole`."""
         self.posted.wire.read(body, self.answer)
-        kept: list[bool] = []
-        if self.answer.calls and self._conversation is not None:
-            self.settle()
-            kept = self.ask(self.answer.calls)
-        self.settle()
-        if all(kept):
-            return None
-        return self.posted.wire.keep(body, kept, NOTHING_LEFT)
+        self.over()
 
-    def editor(self) -> Editor | None:
-        """Return what reads, and edits, a stream; None for one that is not understood."""
-        return self.posted.wire.editor(
-            self.answer,
-            None if self._conversation is None else self.ask,
-            body=self.posted.body,
-            hides_usage=self.asked_for_usage,
+    def reader(self) -> Reader | None:
+        """Return what reads a stream; None for one that is not understood."""
+        self._reader = self.posted.wire.reader(
+            self.answer, body=self.posted.body, hides_usage=self.asked_for_usage
         )
+        return self._reader
 
     def priced(self, data: Body) -> None:
         """Take what an event of a stream says of the cost."""
         if "usage" in data:
             self._cost = reported_cost(data) or self._cost
-
-    def ask(self, calls: Sequence[ToolCall]) -> list[bool]:
-        """Ask for the tool calls of the answer; tell for each whether it may stay."""
-        conversation = self._conversation
-        if conversation is None:
-            return [True] * len(calls)
-        forced = self.posted.wire.forced_tool(self.posted.body)
-        for call in calls:
-            if call.name == forced:
-                call.kind = "output"
-        return self._traffic.conversations.ask(conversation, calls)
 
     # The end
 
@@ -233,15 +212,21 @@ class Call:
                 run.finished(call, "reported")
 
     def over(self) -> None:
-        """Take the end of the whole exchange, tool calls asked for: the conversation goes on."""
-        if self.opened.is_open:
-            self.settle()
-        if self._conversation is not None:
-            del self._conversation.untold[: self._told]
-            self._told = 0
-            self._traffic.conversations.answered(
-                self._conversation, self.posted.wire, self._length, self.answer
-            )
+        """Take the end of the whole exchange, once: the conversation goes on."""
+        self.settle()
+        self._replied()
+
+    def _replied(self) -> None:
+        conversation, posted, answer = self._conversation, self.posted, self.answer
+        if conversation is None or self._is_over:
+            return
+        self._is_over = True
+        del conversation.untold[: self._told]
+        forced = posted.wire.forced_tool(posted.body)
+        for call in answer.calls:
+            if call.name == forced:
+                call.kind = "output"
+        self._traffic.conversations.answered(conversation, posted.wire, self._length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -255,6 +240,11 @@ class Call:
             reported=self.answer.usage,
         )
         self._at.answered(self.opened, used, model=self.answer.model)
+        if self._reader is not None:
+            self._reader.end()
+            if self.answer.calls:
+                # Who has them may run them.
+                self._replied()
 
     def failed(self, error: BaseException | str) -> None:
         """Charge a call that failed."""

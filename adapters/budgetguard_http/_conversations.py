@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
-from budgetguard_core import NOT_AVAILABLE, OUTCOME_UNKNOWN, TokenUsage, ToolCall, Trip
-from budgetguard_core.kit import Envelope, OpenToolCall, Prompt, Run
+from budgetguard_core import OUTCOME_UNKNOWN, TokenUsage, ToolCall, Trip
+from budgetguard_core.kit import PROGRESS_TOOL, Envelope, OpenToolCall, Prompt, Run
 from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
 
 _MOST_KEPT: Final = 256
@@ -35,8 +35,7 @@ class Conversation:
         mark: What the last reply is recognised by.
         answer_id: The last reply's id, where the provider keeps the conversation.
         pending: Tool calls that the client has got, and no result is known of.
-        untold: What the model is to be told with the next request: a correction, or the call that
-            was taken out of its answer with its result.
+        untold: Corrections that the model gets with the next request.
         unreported: The last answer without tool calls, not looked at for repetition yet.
         is_busy: Its tools are at work.
         turns: The turns of the last request, for the outcome.
@@ -45,7 +44,6 @@ class Conversation:
         admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
         wire: The format of that.
-        body: The last request.
         unsent: Of a request that was refused, what the provider has not seen.
     """
 
@@ -62,14 +60,13 @@ class Conversation:
     admitted_by: Run | None = None
     final: str | None = None
     wire: Wire | None = None
-    body: Body
     unsent: Sequence[Any] = ()
 
     def __init__(self, head: bytes) -> None:
         self.head = head
         self.prompt = Prompt()
         self.pending: list[OpenToolCall] = []
-        self.untold: list[tuple[ToolCall | None, str]] = []
+        self.untold: list[str] = []
 
     def missed(self, wire: Wire, body: Body) -> None:
         """Note a request that got no answer: one that goes on where the provider keeps the rest."""
@@ -108,9 +105,8 @@ class Conversations:
                 self._keep(found)
         if found is None:
             found = Conversation(head)
-            found.body, found.turns = body, turns
+            found.turns = turns
             return found
-        found.body = body
         self._settle(found, results)
         if not results:
             self._spoken(found, wire, turns)
@@ -122,6 +118,8 @@ class Conversations:
 
     def answered(self, conversation: Conversation, wire: Wire, length: int, answer: Answer) -> None:
         """Take the reply to a request of a conversation, which had so many turns."""
+        if answer.calls:
+            self._given(conversation, answer.calls)
         said = "".join(answer.said).strip()
         conversation.is_busy = bool(conversation.pending)
         conversation.length = length
@@ -143,22 +141,17 @@ class Conversations:
             while len(self._kept) > _MOST_KEPT:
                 self._drop(next(iter(self._kept)))
 
-    def ask(self, conversation: Conversation, calls: Sequence[ToolCall]) -> list[bool]:
-        """Ask for the tool calls of a reply; tell for each whether the client gets it."""
+    def _given(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
+        """Count the tool calls of a reply, which its client has: past a cap no request follows."""
         run = self.seat(conversation)
-        kept: list[bool] = []
-        for call in run.batch(calls):
-            stays = run.start(call) is None
-            kept.append(stays)
-            if stays and call.call.kind == "function":
-                conversation.pending.append(call)
-            elif stays:
-                run.finished(call, "given")
+        for call in calls:
+            if call.kind == "function" and call.name != PROGRESS_TOOL.name:
+                call.kind = "reported"
+        for opened in run.batch(calls):
+            if run.start(opened) is None and opened.call.kind == "reported":
+                conversation.pending.append(opened)
             else:
-                conversation.untold.append((call.call, call.refusal or NOT_AVAILABLE))
-                if run is not self._run:
-                    self.trip = self.trip or call.trip
-        return kept
+                run.finished(opened, "given")
 
     def seat(self, conversation: Conversation) -> Run:
         """Return where the loops of a conversation are looked for.
@@ -205,11 +198,7 @@ class Conversations:
 
     def unsent_input(self) -> list[Any]:
         """Return what the provider lacks of the conversation that was heard of last."""
-        latest = self.latest
-        if latest is None or latest.wire is None:
-            return []
-        refused = [(call, text) for call, text in latest.untold if call is not None]
-        return [*latest.wire.outputs(latest.body, refused), *latest.unsent]
+        return [] if self.latest is None else [*self.latest.unsent]
 
     def stopped(
         self, conversation: Conversation, trip: Trip, wire: Wire, body: Body, text: str

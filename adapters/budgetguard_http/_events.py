@@ -1,4 +1,4 @@
-"""The events of a stream of boto3's on their way: read, edited, and ended in good order."""
+"""The events of a stream of boto3's on their way: read, and ended in good order."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class BoundedEvents:
 
 
 def _passed(inner: Any, call: Call, flight: Flight, form: Plain | Wrapped) -> Iterator[Any]:
-    editor = call.editor()
+    reader = call.reader()
     began = False
 
     def cut(error: Exception | None) -> list[Any]:
@@ -97,25 +97,23 @@ def _passed(inner: Any, call: Call, flight: Flight, form: Plain | Wrapped) -> It
             raise cast("Exception", error)
         call.failed("cut short")
         posted, text = call.posted, synthetic_text(call.run.guard)
-        if editor is None or posted.wire.wants_form(posted.body):
+        if reader is None or reader.has_calls or posted.wire.form(posted.body) != "text":
             raise read_timeout(posted.path) from error
         if began:
-            return list(map(form.write, editor.closing(text)))
-        made = posted.wire.synthetic_stream(posted.model or "", text, {})
+            return list(map(form.write, reader.closing(text)))
+        made = posted.wire.synthetic_stream(posted.body, posted.model or "", text, {})
         return list(map(form.write, made))
 
     try:
         for event in inner:
-            read = None if editor is None else form.read(event)
-            if editor is None or read is None:
-                yield event
-            else:
+            read = None if reader is None else form.read(event)
+            if reader is not None and read is not None:
                 began = True
                 call.priced(read[1])
-                edited = editor.take(*read)
-                if editor.is_settled:
+                reader.take(*read)
+                if reader.is_settled:
                     call.over()
-                yield from (event,) if edited is None else map(form.write, edited)
+            yield event
             if not call.is_settled and flight.is_late():
                 yield from cut(None)
                 return
@@ -123,8 +121,8 @@ def _passed(inner: Any, call: Call, flight: Flight, form: Plain | Wrapped) -> It
             # The connection was shut down, which some releases of urllib3 take for the end.
             yield from cut(None)
             return
-        if editor is not None:
-            yield from map(form.write, editor.rest())
+        if reader is not None:
+            reader.end()
         call.over()
     except Exception as error:
         yield from cut(error)

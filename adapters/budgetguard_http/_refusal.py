@@ -73,10 +73,11 @@ class Refusal:
         wire, body = posted.wire, posted.body
         mark = synthetic_metadata(run.guard, trip)
         model = posted.model or ""
-        if not (self._is_side_call or wire.wants_form(body)):
+        form = wire.form(body)
+        is_text = form == "text" or (form == "json" and wire.can_refuse)
+        if is_text and not self._is_side_call:
             if posted.is_streamed:
-                made = wire.synthetic_stream(model, self.text, mark)
-                events = [(name, wire.placed(data, body)) for name, data in made]
+                events = wire.synthetic_stream(body, model, self.text, mark)
                 frames = event_stream_at(posted.path)
                 if events and frames is not None:
                     stream = b"".join(map(frames.write, events))
@@ -84,9 +85,8 @@ class Refusal:
                 if events:
                     written = b"".join(map(ServerSentEvents().write, events))
                     return 200, {**headers, "content-type": "text/event-stream"}, written
-            whole = wire.synthetic(model, self.text, mark)
+            whole = wire.synthetic(body, model, self.text, mark)
             if whole is not None:
-                whole = wire.placed(whole, body)
                 return 200, {**headers, "content-type": "application/json"}, _json(whole)
         error = {"message": _ERROR, "type": "run_stopped", "code": "run_stopped"}
         headers["content-type"] = "application/json"

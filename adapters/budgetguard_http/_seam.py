@@ -161,8 +161,7 @@ class Seam:
                 made = await self._exchange(mod, request, send, call, stream, of_client)
             if made is None:
                 call.failed("cut short")
-                cut = run.check() if watch is None else watch.trip
-                return call.refusal(cut or run.stopped_by).response(mod, request)
+                return call.refusal(watch.trip or run.stopped_by).response(mod, request)
             return made  # noqa: TRY300 - the refusals before it may raise as well
         except BaseException as error:
             hide(error, request)
@@ -299,16 +298,13 @@ def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
 def _whole(
     mod: Any, response: Any, call: Call, content: bytes, *, fresh: bool, of_client: bool
 ) -> Any:
-    """Take a whole answer; return it, or one without the tool calls that may not start."""
+    """Take a whole answer; return it, anew where its reader may want the bytes."""
     if call.posted.is_streamed and may_be_events(content):
         # A stream whose server says that it is JSON.
         frames = frames_of("", call.posted.path, is_asked_for=True)
         return _read_stream(mod, response, Passing(call, frames, ""), of_client=of_client)
-    other = call.whole(content)
-    call.over()
-    if other is None and not fresh:
-        return response
-    return _remade(mod, response, content if other is None else other, of_client=of_client)
+    call.whole(content)
+    return _remade(mod, response, content, of_client=of_client) if fresh else response
 
 
 def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The bytes of a streamed answer on their way: read, edited, and ended in good order when cut."""
+"""The bytes of a streamed answer on their way: read, and ended in good order when cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from budgetguard_core.kit import Watch
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import Frames, ServerSentEvents, may_be_events
-from budgetguard_http.wires.wire import Editor
+from budgetguard_http.wires.wire import Reader
 
 _IDENTITY: Final = "identity"
 
@@ -46,7 +46,7 @@ class Passing:
     ) -> None:
         self.call = call
         self._frames: Frames = frames or ServerSentEvents()
-        self._editor: Editor | None = None if frames is None else call.editor()
+        self._reader: Reader | None = None if frames is None else call.reader()
         self._encoding = encoding
         self._began = False
         self._is_assumed = is_assumed and isinstance(frames, ServerSentEvents)
@@ -62,62 +62,62 @@ class Passing:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes; return those that the reader gets."""
-        editor, frames = self._editor, self._frames
+        reader, frames = self._reader, self._frames
         if self._is_assumed and data.strip():
             self._is_assumed = False
             if not may_be_events(data):
-                editor = self._editor = None
-        if editor is None:
+                reader = self._reader = None
+        if reader is None:
             return data
         if frames.are_lines(data):
-            if not editor.needs(data):
+            if not reader.needs(data):
                 # Nearly all of a long answer.
                 self._began = True
-                editor.skim(data)
+                reader.skim(data)
                 return data
             if data.count(b"\n") == 2:
-                return self._edited(editor, data)
+                return self._taken(reader, data)
         return b"".join(map(self._passed, frames.feed(data)))
 
     def _passed(self, event: bytes) -> bytes:
-        editor = self._editor
-        if editor is None:
+        reader = self._reader
+        if reader is None:
             return event
-        if event.count(b"data:") < 2 and not editor.needs(event):  # else maybe spread over lines
+        if event.count(b"data:") < 2 and not reader.needs(event):  # else maybe spread over lines
             self._began = True
-            editor.skim(event)
+            reader.skim(event)
             return event
-        return self._edited(editor, event)
+        return self._taken(reader, event)
 
-    def _edited(self, editor: Editor, event: bytes) -> bytes:
+    def _taken(self, reader: Reader, event: bytes) -> bytes:
         parsed = self._frames.parse(event)
         if parsed is None:
             return event
         name, data = parsed
         if data == "[DONE]":
-            out = self._written(editor.rest()) + event
+            reader.end()
             self.call.over()
-            return out
+            return event
         self._began = True
         self.call.priced(data)
-        edited = editor.take(name, data)
-        if editor.is_settled:
+        is_hidden = reader.take(name, data)
+        if reader.is_settled:
             # A client may stop reading here, and never close.
             self.call.over()
-        return event if edited is None else self._written(edited)
+        return b"" if is_hidden else event
 
     def _written(self, events: Any) -> bytes:
         return b"".join(map(self._frames.write, events))
 
     def last(self) -> bytes:
         """Take the end of the stream; return what is left for the reader."""
-        editor = self._editor
+        reader = self._reader
         rest = self._frames.rest()
         out = b""
-        if editor is not None:
+        if reader is not None:
             if rest.strip():
                 out += self._passed(rest)
-            out += self._written(editor.rest())
+            reader.end()
         self.call.over()
         return out
 
@@ -129,15 +129,17 @@ class Passing:
         call = self.call
         was_settled = call.is_settled
         call.failed("cut short")
-        editor, posted = self._editor, call.posted
+        reader, posted = self._reader, call.posted
         if was_settled:
             return b""
-        if editor is None or posted.wire.wants_form(posted.body):
+        if reader is None or reader.has_calls or posted.wire.form(posted.body) != "text":
             return None
         text = synthetic_text(call.run.guard)
         if not self._began:
-            return self._written(posted.wire.synthetic_stream(posted.model or "", text, {}))
-        return self._written(editor.closing(text))
+            return self._written(
+                posted.wire.synthetic_stream(posted.body, posted.model or "", text, {})
+            )
+        return self._written(reader.closing(text))
 
     def broke(self, error: BaseException) -> None:
         """Take an error of the connection."""

@@ -208,11 +208,10 @@ class bounded_clients:
         """List what OpenAI lacks of the conversation that it keeps, after a stop.
 
         With `previous_response_id` or `conversation` it waits for the results that the refused
-        request had, and for those of calls that were taken out of its answer. Send them before the
-        user's next words: `input=[*block.unsent_input(), message]`, with the `id` of the last
-        reply, which is that of the last response that OpenAI has made; where the very first request
-        was refused there is none, and it begins anew. Of several conversations it is the one that
-        was heard of last.
+        request had. Send them before the user's next words:
+        `input=[*block.unsent_input(), message]`, with the `id` of the last reply, which is that of
+        the last response that OpenAI has made; where the very first request was refused there is
+        none, and it begins anew. Of several conversations it is the one that was heard of last.
 
         Raises:
             AdapterError: The block was not entered.

@@ -280,13 +280,11 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
     field = "stream" if "stream" in parsed else "body"
     if field not in parsed:
         call.parsed(parsed)
-        call.over()
         return False
     if not call.posted.is_streamed and event_stream_at(call.posted.path) is None:
         content = parsed[field].read()
-        other = call.whole(content)
-        call.over()
-        parsed[field] = _body(content if other is None else other)
+        call.whole(content)
+        parsed[field] = _body(content)
         return False
     from budgetguard_http._events import BoundedEvents, Plain, Wrapped
 

@@ -67,7 +67,9 @@ class _AmbientCallback:
     """Looks to LangChain like a context variable with the callback of the run around the code."""
 
     def get(self) -> BaseCallbackHandler | None:
-        frame = current()
+        frame = FRAME.get()
+        if type(frame) is not Step or frame.closed or frame.run.ended:
+            frame = current()
         if frame is None or (frame.run is not None and frame.run.is_of_clients):
             # Of a block of clients each call is counted where it is sent.
             return None

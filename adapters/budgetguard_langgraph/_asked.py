@@ -86,8 +86,8 @@ class AskedCalls:
             listed = self._asked.get(namespace)
             if listed is None and self._is_answered:
                 self._answered_by_a_person(namespace, prompt, handoffs)
-            if not listed or all(one.batch is not None for one in listed):
-                return
+            if not listed or (listed[0].batch is not None and len(listed) == 1):
+                return  # nearly always
             _, results = _last_results(prompt)
             for asked in list(listed):
                 if asked.batch is not None or any(one.id not in results for one in asked.calls):
@@ -125,7 +125,9 @@ class AskedCalls:
         """Report a call that got an error in place of its body."""
         ToolCalls(self._run).answered_without_body(call, result, kind=kind)
 
-    def of_the_same_answer(self, namespace: str, id_: str | None) -> list[ToolCall | OpenToolCall]:
+    def of_the_same_answer(
+        self, namespace: str, id_: str | None
+    ) -> Sequence[ToolCall | OpenToolCall]:
         """Return a call that is asked for already, or the calls of its answer before it."""
         with self._lock:
             for asked in self._asked.get(namespace, ()):
@@ -168,18 +170,15 @@ class AskedCalls:
             if waiting is not None:
                 return waiting
             for asked in self._asked.get(namespace, ()):
-                if not any(one.id == id_ and one.name == name for one in asked.calls):
-                    continue
-                if asked.batch is None:
-                    # A name that the node does not know starts nothing. One that starts is known.
-                    node = enclosing_tool_node() if len(asked.calls) > 1 else None
-                    tools = getattr(node, "tools_by_name", None)
-                    asked.batch = self._run.batch(
-                        [one for one in asked.calls if tools is None or one.name in tools]
-                    )
-                found = asked.batch.take(id_, name)
-                if found is not None:
-                    return found
+                for call in asked.calls:
+                    if call.id != id_ or call.name != name:
+                        continue
+                    if asked.batch is None:
+                        asked.batch = self._run.batch(_known(asked.calls))
+                    found = asked.batch.take(id_, name)
+                    if found is not None:
+                        return found
+                    break
         return None
 
     def _resumed(self, id_: str | None, name: str) -> OpenToolCall | None:
@@ -207,6 +206,12 @@ class AskedCalls:
             if asked.batch is not None:
                 self._give_up(asked.batch)
         self._asked.clear()
+
+
+def _known(calls: list[ToolCall]) -> list[ToolCall]:
+    """Leave out the names that the node does not know: they start nothing. One that starts is."""
+    tools = getattr(enclosing_tool_node(), "tools_by_name", None) if calls[1:] else None
+    return calls if tools is None else [one for one in calls if one.name in tools]
 
 
 def _last_results(prompt: Sequence[Any]) -> tuple[AIMessage | None, dict[Any, ToolMessage]]:

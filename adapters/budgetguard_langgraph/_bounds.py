@@ -41,13 +41,7 @@ _TOLD: set[str] = set()
 
 def can_be_bound(model: Any) -> bool:
     """Return whether a bound can be given to a model with a call."""
-    return _words(model) is not None
-
-
-def tells_no_bound(model: Any) -> bool:
-    """Return whether the bound of a model is known by the model alone."""
-    words = _words(model)
-    return words is None or words.options is not None
+    return words_of(model) is not None
 
 
 def bind(
@@ -55,7 +49,7 @@ def bind(
     settings: dict[str, Any],
     tokens: int | None,
     opened: OpenModelCall,
-    stop: Any = None,
+    parameters: Mapping[str, Any] | None = None,
 ) -> bool:
     """Put bounds into the settings of one request; tell whether that of the tokens is in it.
 
@@ -64,9 +58,9 @@ def bind(
         settings: The settings of the request.
         tokens: The completion bound.
         opened: The call.
-        stop: The stop words of the request.
+        parameters: What the request says besides.
     """
-    words = _words(model)
+    words = words_of(model)
     if words is None:
         if tokens is not None:
             tell(model)
@@ -75,7 +69,9 @@ def bind(
         held = settings
         if words.options is not None:
             # A request that has options has no others.
-            held = dict(settings.get(words.options) or options_of(model, stop))
+            held = dict(
+                settings.get(words.options) or options_of(model, (parameters or {}).get("stop"))
+            )
             settings[words.options] = held
         given: Any = held.get(words.tokens)
         held[words.tokens] = min(given, tokens) if type(given) is int and given > 0 else tokens
@@ -86,7 +82,8 @@ def bind(
     return tokens is not None
 
 
-def _words(model: object) -> _Words | None:
+def words_of(model: object) -> _Words | None:
+    """Return the words of a model; None where a bound cannot be given to it."""
     kind = type(model)
     if kind not in _KNOWN:
         packages = [one.__module__.partition(".")[0] for one in kind.__mro__]

@@ -104,7 +104,7 @@ def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterr
     """
     messages = [message for message in prompt if isinstance(message, BaseMessage)]
     if messages:
-        graph_run.talked(messages)
+        graph_run.sent, graph_run.said = messages, None
     graph_run.tell(trip)
     outcome = None
     if graph_run.root is None and graph_run.outer is None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
 from budgetguard_core import Guard, ModelCall, Stop, Trip
-from budgetguard_core.kit import OpenModelCall, current, entered
-from budgetguard_langgraph._bounds import bind, can_be_bound, tell, tells_no_bound
+from budgetguard_core.kit import FRAME, OpenModelCall, current, entered
+from budgetguard_langgraph._bounds import bind, tell, words_of
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     ModelCallInFlight,
     RunId,
     Step,
-    when_task_ends,
 )
 from budgetguard_langgraph._seams import close_pending_hooks, request_around
 from budgetguard_langgraph._usage import (
@@ -36,15 +35,12 @@ from budgetguard_langgraph._usage import (
     written,
 )
 
-
-def namespace_of(metadata: Mapping[str, Any] | None) -> str:
-    """Return where in its graph a call is made."""
-    return str((metadata or {}).get("langgraph_checkpoint_ns") or "")
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
-def graph_of(namespace: str) -> str:
+def graph_of(node: str) -> str:
     """Return the namespace of the graph around a node: tasks have their own below it."""
-    return namespace.rpartition("|")[0]
+    return node.rpartition("|")[0]
 
 
 def ask(
@@ -76,8 +72,9 @@ def ask(
         if sent is not None and kept is not None:
             # In the request alone: the graph's state stays what it is.
             sent[:] = prompt = kept
-    node = namespace_of(metadata)
-    namespace, place = graph_of(node), node or parent_run_id or run_id
+    node = str((metadata or _NOTHING).get("langgraph_checkpoint_ns") or "")
+    namespace = graph_of(node) if "|" in node else ""
+    place = node or parent_run_id or run_id
     call = ModelCall(
         model=model,
         provider=provider,
@@ -87,20 +84,24 @@ def ask(
     capped, limits, reserves = _needs_of(graph_run.run.guards)
     if capped:
         call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
-    requested, settings = None, None
+    requested, settings, fixed = None, None, False
     if limits or reserves:
         requested, settings, _ = request_around()
     # The graph's own agents, and not those that its tools run.
     if reserves and (not namespace or graph_run.asked_model[0] is None):
         told = [one for one in prompt if isinstance(one, SystemMessage)]
         graph_run.asked_model, graph_run.model_name = (requested, told), model
-    if bound is None and limits and settings is not None and tells_no_bound(requested):
-        bound = call.max_output_tokens = own_bound(requested)
-    if bound is not None and limits and settings is not None and not can_be_bound(requested):
+    if limits and settings is not None:
+        words = words_of(requested)
+        if bound is None and (words is None or words.options is not None):
+            # It is known by the model alone.
+            bound = call.max_output_tokens = own_bound(requested)
+        fixed = words is None and bound is not None
+    if fixed:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
-        bounds = [one.max_output_tokens_per_call or bound for one in graph_run.budgets]
-        if min(bounds) < bound:
+        bounds = [one.max_output_tokens_per_call for one in graph_run.budgets]
+        if any(most is not None and most < (bound or 0) for most in bounds):
             tell(requested)
     graph_run.asked.answered(namespace, prompt, graph_run.handoffs)
     opened = _asked(graph_run, call, parent_run_id, run_id)
@@ -127,15 +128,14 @@ def begin(
     if flying.settings is not None:
         most = opened.max_output_tokens
         added = None if most == flying.asked.max_output_tokens else most
-        stop = (flying.parameters or {}).get("stop")
-        flying.bounded = bind(flying.model, flying.settings, added, opened, stop)
+        flying.bounded = bind(flying.model, flying.settings, added, opened, flying.parameters)
     flying.call = opened
     flying.step = step = Step(graph_run, opened, run_id)
-    flying.forget = when_task_ends(lambda: fail(graph_run, run_id, asyncio.CancelledError()))
     graph_run.models[run_id] = flying
     OWNERS[run_id] = graph_run
-    step.enter()
-    graph_run.save()
+    FRAME.set(step)
+    if graph_run.is_saved:
+        graph_run.save()
     return None
 
 
@@ -153,7 +153,8 @@ def _projected(
 def _asked(
     graph_run: GraphRun, call: ModelCall, parent: RunId | None, run_id: RunId
 ) -> OpenModelCall | Stop:
-    frame = current()
+    frame = FRAME.get()
+    frame = frame if type(frame) is not Step or frame.call is None else current()
     if type(frame) is Step and frame.call is not None and frame.run_id not in (parent, run_id):
         # The call of a stream that is read between its chunks; this one is another.
         with entered(graph_run.run.frame()):
@@ -190,7 +191,8 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         run_id = cast("RunId", frame.run_id)
         flying = graph_run.models.pop(run_id)
         OWNERS.pop(run_id, None)
-        flying.forget()
+        if flying.forget is not None:
+            flying.forget()
         graph_run.run.unmade(flying.call)
         flying.step.leave()
         frame = current()
@@ -214,7 +216,8 @@ def _taken(graph_run: GraphRun, run_id: RunId) -> ModelCallInFlight | None:
         flying = graph_run.models.pop(run_id, None)
     OWNERS.pop(run_id, None)
     if flying is not None:
-        flying.forget()
+        if flying.forget is not None:
+            flying.forget()
         flying.step.leave()
     return flying
 
@@ -231,7 +234,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
     used, cost = used_by(record)
-    used = totals_in(flying.reported) or used
+    if flying.reported:
+        used = totals_in(flying.reported) or used
     if used is None or used.estimated or not used.input_tokens:
         _project(graph_run, flying)
     told = used is not None and not used.estimated and used.output_tokens > 0
@@ -247,7 +251,7 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         text=text or "".join(flying.streamed),
         model=model_of(response, answer),
         cost_usd=cost,
-        speaker=cast("Any", flying.facts.get("metadata") or {}).get("langgraph_node"),
+        speaker=(flying.facts.get("metadata") or _NOTHING).get("langgraph_node"),
         final=not asked and not unusable and graph_run.is_said_in_turn(text, flying.prompt),
     )
     if flying.bounded and not asked and was_cut(answer):
@@ -256,12 +260,13 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         for call in run.batch(hosted):
             run.start(call)
             run.finished(call, "reported")
-    for call, wrong, kind in unusable:
-        graph_run.asked.without_body(call, wrong, kind)
+    for lost, wrong, kind in unusable:
+        graph_run.asked.without_body(lost, wrong, kind)
     if asked:
         graph_run.asked.put(flying.namespace, asked)
-    graph_run.talked(flying.prompt, answer)
-    graph_run.save()
+    graph_run.sent, graph_run.said = flying.prompt, answer
+    if graph_run.is_saved:
+        graph_run.save()
 
 
 def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
@@ -272,7 +277,13 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
     graph_run.has_failed(flying.place)
     _project(graph_run, flying)
     graph_run.run.failed(flying.call, error, written="".join(flying.streamed))
-    graph_run.save()
+    if graph_run.is_saved:
+        graph_run.save()
+
+
+def cancelled(graph_run: GraphRun, run_id: RunId) -> None:
+    """Charge a model call whose task ended before it."""
+    fail(graph_run, run_id, asyncio.CancelledError())
 
 
 def _project(graph_run: GraphRun, flying: ModelCallInFlight) -> None:

@@ -113,7 +113,7 @@ def outcome(result: Any, *, messages_key: str = "messages") -> Outcome:
     Args:
         result: What `invoke` or `ainvoke` returned; a stream that is through, of any mode, whose
             outcome is without messages; the last value of a stream; the state of a thread that a
-            bounded graph's `get_state` returned; or the exception that left.
+            bounded graph's `get_state` returned; the exception that left; a callback.
         messages_key: The key of the conversation in the graph's state.
 
     Raises:
@@ -126,7 +126,8 @@ def outcome(result: Any, *, messages_key: str = "messages") -> Outcome:
     if found is not None and isinstance(values, dict):
         found = _with_messages(found, messages_of(values, messages_key)) or found
     if found is None:
-        found = getattr(result, "outcome", None) if isinstance(result, BaseException) else None
+        own = result if isinstance(result, Outcome) else getattr(result, "outcome", None)
+        found = own if isinstance(own, Outcome) else None
     messages = messages_of(getattr(result, "value", result), messages_key)
     if found is None and messages:
         found = _with_messages(outcome_of(messages[-1]), messages)

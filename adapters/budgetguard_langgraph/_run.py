@@ -30,7 +30,10 @@ LangGraph takes ids that are none, as texts, and keeps them.
 
 
 class Step(Frame):
-    """The frame of a stretch of a LangChain run: a node, a model call, a tool."""
+    """The frame of a stretch of a LangChain run: a node, a model call, a tool.
+
+    Hooks have no block to enter it in: they set it, and `leave` takes it back.
+    """
 
     __slots__ = ("before", "closed", "graph_run", "run_id")
 
@@ -45,10 +48,6 @@ class Step(Frame):
         self.closed = False
         before = FRAME.get()
         self.before = _open(before) if type(before) is Step and before.closed else before
-
-    def enter(self) -> None:
-        """Make this the frame of the code that runs; hooks have no block to do it in."""
-        FRAME.set(self)
 
     def leave(self) -> None:
         """Take the frame back.
@@ -85,10 +84,6 @@ def _open(frame: Frame | None) -> Frame | None:
     return frame if frame is not None or last is None or last.run.ended else last
 
 
-def _nothing() -> None:
-    """There is nothing to take back."""
-
-
 @dataclass(slots=True)
 class ModelCallInFlight:
     """A model call, from its start hook to its end.
@@ -114,7 +109,7 @@ class ModelCallInFlight:
     call: OpenModelCall = field(init=False)
     step: Step = field(init=False)
     bounded: bool = False
-    forget: Callable[[], None] = _nothing
+    forget: Callable[[], None] | None = None
     streamed: list[str] = field(default_factory=list[str])
     reported: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
@@ -131,7 +126,7 @@ class ToolCallInFlight:
     run_id: RunId
     call: OpenToolCall
     step: Step = field(init=False)
-    forget: Callable[[], None] = _nothing
+    forget: Callable[[], None] | None = None
 
 
 class Fenced(RunFencedError, GraphBubbleUp, NotRetried):
@@ -148,11 +143,13 @@ class GraphRun:
         root: The id of the chain that it began with; None for calls outside of any chain.
         chains: The chains that go on, by id, with the frames of their code.
         waits: A person was asked, or the graph stopped at a breakpoint.
+        is_answered: It goes on with a person's answer; `is_saved`: it has a store.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
         next_step: What was refused last.
         asked_model: The model of the last request, with its system messages; kept where the run
             may have a last answer. `model_name` is its name for the price.
+        sent: What a model was sent last; `said` is its answer.
         stopped_inside: The stop of a run inside this one that is the same call of the graph.
     """
 
@@ -166,13 +163,13 @@ class GraphRun:
         answered: bool = False,
     ) -> None:
         self.run = run
-        self._is_saved = run.is_saved
+        self.is_saved = run.is_saved
         self.opener = opener
         self.root = root
         self.outer = outer
         self.lock = threading.RLock()
         self.settled = threading.Condition(self.lock)
-        self._is_answered = answered
+        self.is_answered = answered
         self._first_steps: dict[RunId | None, Any] = {}
         self.asked = AskedCalls(run, self.lock, answered=answered)
         self.models: dict[RunId, ModelCallInFlight] = {}
@@ -184,8 +181,8 @@ class GraphRun:
         self.inner: dict[int, GraphRun] = {}
         self.failed: OrderedDict[Any, None] = OrderedDict()
         self.handoffs: set[str] = set()
-        self._sent: Sequence[Any] = ()
-        self._said: BaseMessage | None = None
+        self.sent: Sequence[Any] = ()
+        self.said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
         self.waits = False
         self.is_awaited = False
@@ -238,7 +235,7 @@ class GraphRun:
             graph: The id of the graph's own chain.
             step: The number of its step.
         """
-        if not self._is_answered or self.run.has_to_end:
+        if self.run.has_to_end:
             return False
         return self._first_steps.setdefault(graph, step) == step
 
@@ -249,10 +246,12 @@ class GraphRun:
         """
         run = self.run
         trip = run.stopped_by
-        if trip is None and (
-            run.has_to_end or any(one.trip for guard in run.guards for one in guard.lineage)
-        ):
-            trip = run.check()
+        if trip is None:
+            ends = run.has_to_end
+            for guard in run.guards:
+                for one in guard.lineage:
+                    ends = ends or one.trip is not None
+            trip = run.check() if ends else None
         return None if trip is None or self.asked.are_due() else trip
 
     # Prompts
@@ -265,11 +264,7 @@ class GraphRun:
     @property
     def conversation(self) -> list[BaseMessage]:
         """The last conversation that a model was sent, with its answer."""
-        return [one for one in (*self._sent, self._said) if isinstance(one, BaseMessage)]
-
-    def talked(self, sent: Sequence[Any], said: BaseMessage | None = None) -> None:
-        """Keep what a model was sent and has answered; it is looked at when the run ends."""
-        self._sent, self._said = sent, said
+        return [one for one in (*self.sent, self.said) if isinstance(one, BaseMessage)]
 
     def prompt_of(self, namespace: str) -> Prompt:
         """Return the projection of the prompts of one graph in this run."""
@@ -324,7 +319,8 @@ class GraphRun:
             flying = [self.models.pop(id_) for id_ in ids]
         for one in flying:
             OWNERS.pop(one.run_id, None)
-            one.forget()
+            if one.forget is not None:
+                one.forget()
             self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
             one.step.leave()
 
@@ -360,7 +356,8 @@ class GraphRun:
             self.chains.clear()
             self.models.clear()
         for flying in models:
-            flying.forget()
+            if flying.forget is not None:
+                flying.forget()
             # A cancelled call reports nothing at all.
             self.run.failed(
                 flying.call, error or asyncio.CancelledError(), written="".join(flying.streamed)
@@ -376,7 +373,7 @@ class GraphRun:
         Raises:
             Fenced: The run was resumed elsewhere.
         """
-        if self._is_saved:
+        if self.is_saved:
             try:
                 self.run.save()
             except RunFencedError as error:
@@ -393,25 +390,21 @@ OWNERS: Final[dict[RunId, GraphRun]] = {}
 """The innermost run around each chain, model call and tool call that goes on."""
 
 
-def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None]:
+def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None] | None:
     """Call back when the current task ends: a cancelled call reports no end.
 
     Returns:
-        A function that takes it back.
+        A function that takes it back; None where there is no task.
     """
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    task = asyncio.current_task()
     if task is None:
-        return _nothing
-    watched = task
+        return None
 
     def ended(_: object) -> None:
         call_back()
 
-    watched.add_done_callback(ended)
-    return lambda: cast("None", watched.remove_done_callback(ended))
+    task.add_done_callback(ended)
+    return lambda: cast("None", task.remove_done_callback(ended))
 
 
 def _texts(prompt: Sequence[Any]) -> list[Any]:

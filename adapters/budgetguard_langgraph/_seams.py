@@ -256,12 +256,12 @@ def close_pending_hooks() -> None:
 _STEP: Final = "graph:step:"
 
 
-def node_of(tags: list[str] | None, metadata: Mapping[str, Any] | None) -> str | None:
-    """Return the node whose task a chain is, by its tags; None for any other chain."""
-    for tag in tags or ():
+def is_step(tags: list[str] | None) -> bool:
+    """Tell whether a chain is the task of a node, by its tags."""
+    for tag in tags or ():  # noqa: SIM110 - asked at each step
         if tag.startswith(_STEP):
-            return str((metadata or _NOTHING).get("langgraph_node"))
-    return None
+            return True
+    return False
 
 
 _AWAITS: Final = _found("langchain_core.callbacks.manager", "_ahandle_event_for_handler").__name__

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command
 
 from budgetguard_core import StopReason, ToolCall, Trip, Violation
-from budgetguard_core.kit import OpenToolCall, is_stop
-from budgetguard_langgraph._model_calls import graph_of, namespace_of
+from budgetguard_core.kit import FRAME, OpenToolCall, is_stop
+from budgetguard_langgraph._model_calls import graph_of
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     RunId,
     Step,
     ToolCallInFlight,
-    when_task_ends,
 )
 from budgetguard_langgraph._seams import (
     HANDOFF,
     enclosing_tool_node,
     refusal,
 )
+
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 def ask(
@@ -52,7 +53,9 @@ def ask(
     if handoff:
         _is_handoff(graph_run, name)
     else:
-        opened = graph_run.asked.take(graph_of(namespace_of(metadata)), id_, name)
+        node = str((metadata or _NOTHING).get("langgraph_checkpoint_ns") or "")
+        namespace = graph_of(node) if "|" in node else ""
+        opened = graph_run.asked.take(namespace, id_, name)
     if opened is None and id_ is not None:
         opened = _admitted_below(graph_run, id_, name)
     if opened is None:
@@ -94,11 +97,11 @@ def begin(graph_run: GraphRun, flying: ToolCallInFlight) -> Exception | Trip | N
         graph_run.next_step = f"run the tool {opened.call.name}"
         return refusal(enclosing_tool_node(), refused) or _trip_of(graph_run, opened)
     flying.step = step = Step(graph_run, opened, run_id)
-    flying.forget = when_task_ends(lambda: _cancelled(graph_run, run_id))
     graph_run.tools[run_id] = flying
     OWNERS[run_id] = graph_run
-    step.enter()
-    graph_run.save()
+    FRAME.set(step)
+    if graph_run.is_saved:
+        graph_run.save()
     return None
 
 
@@ -136,12 +139,14 @@ def _taken(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
         if graph_run.is_awaited:
             graph_run.settled.notify_all()
     if flying is not None:
-        flying.forget()
+        if flying.forget is not None:
+            flying.forget()
         flying.step.leave()
     return flying
 
 
-def _cancelled(graph_run: GraphRun, run_id: RunId) -> None:
+def cancelled(graph_run: GraphRun, run_id: RunId) -> None:
+    """Note that the task of a tool call ended before it: its outcome is unknown."""
     flying = _taken(graph_run, run_id)
     if flying is not None:
         graph_run.interrupted.append(flying.call)
@@ -167,7 +172,8 @@ def end(graph_run: GraphRun, run_id: RunId, output: Any) -> None:
     if message is not None:
         with graph_run.lock:
             graph_run.asked.results.setdefault(message.tool_call_id, []).append(message)
-    graph_run.save()
+    if graph_run.is_saved:
+        graph_run.save()
 
 
 def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | None:
@@ -195,7 +201,8 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | Non
         run.finished(call, error=error)
     else:
         graph_run.interrupted.append(call)
-    graph_run.save()
+    if graph_run.is_saved:
+        graph_run.save()
     return None
 
 

@@ -95,7 +95,7 @@ def used_by(record: Any) -> tuple[TokenUsage | None, Decimal | None]:
         record: The answer, or the response of a text model.
     """
     told: Any = getattr(record, "usage_metadata", None)
-    used = _plainly(cast("dict[str, Any]", told)) if type(told) is dict else None
+    used = _plainly(told) if type(told) is dict else None
     if used is not None and _tells_no_cost(record):
         return used, None
     return token_usage(record), reported_cost(record)
@@ -245,11 +245,13 @@ def unusable_in(message: BaseMessage | None) -> list[tuple[ToolCall, str, str]]:
             str(call["error"]),
             "invalid tool call",
         )
-        for call in message.invalid_tool_calls
+        for call in message.invalid_tool_calls or ()
     ]
-    if message.additional_kwargs.get("refusal") or any(
-        str(message.response_metadata.get(name)) in _REFUSED for name in _FINISHES
-    ):
+    ended, refused = message.response_metadata, "refusal" in message.additional_kwargs
+    refused = refused and bool(message.additional_kwargs["refusal"])
+    for name in _FINISHES:
+        refused = refused or (name in ended and str(ended[name]) in _REFUSED)
+    if refused:
         found.append((ToolCall(name="answer", kind="output"), "refused", "refusal"))
     return found
 

@@ -16,10 +16,10 @@ from langgraph.types import StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
 from budgetguard_core.kit import (
-    CutShort,
     Envelope,
     EnvelopeOptions,
     ProfileOptions,
+    Scope,
     entered,
     envelope_of,
 )
@@ -129,7 +129,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         error: Exception | None = None
         cut: Trip | None = None
         parts: Any = self._astream(inner, call.given, call.config, call.options)
-        cutting = CutShort(bounds)
+        cutting = Scope(bounds)
         try:
             await arun(self._closed_before(call, opened))
             while True:
@@ -137,8 +137,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
                 # One pull after the other in this very task: its context is the run's.
                 with entered(call.frame), cutting as watch:
                     chunk = await anext(parts, _NOTHING)
-                if watch is not None and watch.trip is not None:
-                    cut = watch.trip
+                cut = watch.trip or cut
                 if chunk is _NOTHING:
                     break
                 for one in call.view.seen(chunk):

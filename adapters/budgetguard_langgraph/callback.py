@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Unpack, cast
 from uuid import UUID
 
@@ -38,22 +39,17 @@ from budgetguard_langgraph._run import (
     RunId,
     Step,
     ToolCallInFlight,
+    when_task_ends,
 )
 from budgetguard_langgraph._seams import (
     WaitingHook,
     closing_pending_hooks,
     configuration,
     graph_call,
-    node_of,
+    is_step,
     probe,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
-
-
-def _keys(run_id: UUID, facts: Mapping[str, Any]) -> tuple[RunId, RunId | None]:
-    """Return the ids of a call and of the chain around it, as keys."""
-    parent: Any = facts.get("parent_run_id")
-    return getattr(run_id, "int", run_id), getattr(parent, "int", parent)
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -127,23 +123,23 @@ class BudgetCallback(BaseCallbackHandler):
         **_: Any,
     ) -> None:
         """Note whose run a chain belongs to, and start no step of a run that was stopped."""
-        key: RunId = getattr(run_id, "int", run_id)
-        above: RunId | None = getattr(parent_run_id, "int", parent_run_id)
-        node = node_of(tags, metadata)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
+        is_node = is_step(tags)
         owner = self._nearest(above)
         if owner is not None:
             # In code of the run already, and of no call in it.
-            self._start_step(owner, node, above, metadata)
+            self._start_step(owner, is_node, above, metadata)
             owner.chains.setdefault(key, None)
             OWNERS[key] = owner
             return
         owner = None if above is None else OWNERS.get(above)
         if owner is not None and owner.opener is self and key not in OWNERS and not FRAME.get():
             # A node of the run, and nothing of ours is around its code.
-            self._start_step(owner, node, above, metadata)
+            self._start_step(owner, is_node, above, metadata)
             OWNERS[key] = owner
             step = owner.chains[key] = Step(owner, None, key)
-            step.enter()
+            FRAME.set(step)
             return
         frame = current()
         owner = owner_of(key, above, frame)
@@ -153,7 +149,7 @@ class BudgetCallback(BaseCallbackHandler):
         if owner is None:
             return
         if mine is owner:
-            self._start_step(owner, node, above, metadata)
+            self._start_step(owner, is_node, above, metadata)
         owner.chains.setdefault(key, None)
         OWNERS[key] = owner
         if mine is None or mine is not owner:
@@ -161,28 +157,30 @@ class BudgetCallback(BaseCallbackHandler):
         if key != mine.root and not is_counted_below(mine, frame):
             # Only below the root: what reads a stream from outside is no part of the run.
             step = Step(mine, call_around(frame), key)
-            step.enter()
+            FRAME.set(step)
             mine.chains[key] = step
 
     def _start_step(
         self,
         owner: GraphRun,
-        node: str | None,
+        is_node: bool,
         above: RunId | None,
         metadata: Mapping[str, Any] | None,
     ) -> None:
         """Raise where a step of a run begins that was stopped, whatever its node calls."""
-        if node is None or (self.ends_in_a_node and above == owner.root):
+        if not is_node or (self.ends_in_a_node and above == owner.root):
             return
-        step = (metadata or {}).get("langgraph_step")
-        trip = None if owner.goes_on_with(above, step) else owner.has_to_end()
+        if owner.is_answered and owner.goes_on_with(above, (metadata or {}).get("langgraph_step")):
+            return
+        trip = owner.has_to_end()
         if trip is not None:
-            owner.next_step = owner.next_step or f"run the node {node}"
+            name = (metadata or {}).get("langgraph_node")
+            owner.next_step = owner.next_step or f"run the node {name}"
             raise _endings.stop(owner, trip, ())
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         """End the run when its root has ended."""
-        key: RunId = getattr(run_id, "int", run_id)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
         owner = OWNERS.get(key)
         if owner is not None and owner.root != key and owner.opener is self:
             # Nearly every chain.
@@ -197,8 +195,8 @@ class BudgetCallback(BaseCallbackHandler):
 
         What was refused to a client in a node ends the graph as a refused tool does.
         """
-        key: RunId = getattr(run_id, "int", run_id)
-        mine = self._flying(key) if node_of(tags, None) and is_refusal(error) else None
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        mine = self._flying(key) if is_step(tags) and is_refusal(error) else None
         self._over(key, None, error)
         trip = None if mine is None else mine.run.check()
         if mine is not None and trip is not None:
@@ -230,26 +228,41 @@ class BudgetCallback(BaseCallbackHandler):
     # Models
 
     def _start_model_call(
-        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
+        self,
+        serialized: Any,
+        prompts: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **facts: Any,
     ) -> None:
         """Admit a model call, or stop the run."""
-        key, above = _keys(run_id, facts)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
         mine = self._counting(key, above)
         asked = None if mine is None else _model_calls.ask(mine, key, above, prompts, facts)
         if mine is not None and asked is not None:
             self._let_model_go(mine, asked, mine.run.wait(asked.opened))
 
     async def _astart_model_call(
-        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
+        self,
+        serialized: Any,
+        prompts: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **facts: Any,
     ) -> None:
         """Admit a model call, or stop the run."""
-        key, above = _keys(run_id, facts)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
         mine = self._counting(key, above)
         asked = None if mine is None else _model_calls.ask(mine, key, above, prompts, facts)
         if mine is not None and asked is not None:
             with closing_pending_hooks():
                 opened = await mine.run.wait_async(asked.opened)
             self._let_model_go(mine, asked, opened)
+            asked.forget = when_task_ends(partial(_model_calls.cancelled, mine, key))
 
     def _let_model_go(self, mine: GraphRun, asked: ModelCallInFlight, opened: Any) -> None:
         trip = _model_calls.begin(mine, asked, opened)
@@ -268,7 +281,7 @@ class BudgetCallback(BaseCallbackHandler):
         **_: Any,
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
-        key: RunId = getattr(run_id, "int", run_id)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
         mine = self._flying(key)
         if mine is not None:
             text = token if isinstance(token, str) else str(token)
@@ -278,23 +291,32 @@ class BudgetCallback(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
-        key: RunId = getattr(run_id, "int", run_id)
-        mine = self._flying(key)
-        if mine is not None:
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        mine = OWNERS.get(key)
+        if mine is not None and mine.opener is self:
             _model_calls.end(mine, key, response)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that failed or was cancelled."""
-        key: RunId = getattr(run_id, "int", run_id)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
         mine = self._flying(key)
         if mine is not None:
             _model_calls.fail(mine, key, error)
 
     # Tools
 
-    def _start_tool_call(self, serialized: Any, given: str, *, run_id: UUID, **facts: Any) -> None:
+    def _start_tool_call(
+        self,
+        serialized: Any,
+        given: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **facts: Any,
+    ) -> None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        key, above = _keys(run_id, facts)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
         mine = self._counting(key, above)
         asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
         if mine is not None and asked is not None:
@@ -302,15 +324,23 @@ class BudgetCallback(BaseCallbackHandler):
             self._let_tool_go(mine, asked)
 
     async def _astart_tool_call(
-        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
+        self,
+        serialized: Any,
+        given: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **facts: Any,
     ) -> None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        key, above = _keys(run_id, facts)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
         mine = self._counting(key, above)
         asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
         if mine is not None and asked is not None:
             await mine.run.wait_async(asked.call)
             self._let_tool_go(mine, asked)
+            asked.forget = when_task_ends(partial(_tool_calls.cancelled, mine, key))
 
     def _let_tool_go(self, mine: GraphRun, asked: ToolCallInFlight) -> None:
         refused = _tool_calls.begin(mine, asked)
@@ -323,14 +353,14 @@ class BudgetCallback(BaseCallbackHandler):
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
-        key: RunId = getattr(run_id, "int", run_id)
-        mine = self._flying(key)
-        if mine is not None:
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
+        mine = OWNERS.get(key)
+        if mine is not None and mine.opener is self:
             _tool_calls.end(mine, key, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
-        key: RunId = getattr(run_id, "int", run_id)
+        key: RunId = run_id.int if type(run_id) is UUID else run_id
         mine = self._flying(key)
         trip = None if mine is None else _tool_calls.fail(mine, key, error)
         if mine is not None and trip is not None:
@@ -385,7 +415,7 @@ class BudgetCallback(BaseCallbackHandler):
     def _nearest(self, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where the code is plainly in it; None asks for a search."""
         frame = FRAME.get()
-        if type(frame) is not Step or frame.call is not None or not frame.is_live:
+        if type(frame) is not Step or frame.call is not None or frame.closed or frame.run.ended:
             return None
         mine = frame.graph_run
         above = None if parent_run_id is None else OWNERS.get(parent_run_id)

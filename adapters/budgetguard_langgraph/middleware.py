@@ -148,7 +148,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             return
         with cut_short(mine.run) as watch:
             yield
-        if watch is not None and watch.trip is not None:
+        if watch.trip is not None:
             mine.release(str(configuration().get("checkpoint_ns", "")))
             raise BudgetInterrupt(watch.trip)
 

@@ -4,8 +4,13 @@
 a loop of your own around any SDK; `guarded` is for single functions.
 """
 
-from budgetguard_core.kit import current_call, current_guard, report_progress, token_usage
-from budgetguard_core.kit import outcome_of as outcome
+from budgetguard_core.kit import (
+    current_call,
+    current_guard,
+    outcome,
+    report_progress,
+    token_usage,
+)
 from budgetguard_loop._calls import AdmittedModelCall, AdmittedToolCall, ToolCalls, ToolRefused
 from budgetguard_loop._history import SyntheticMessage
 from budgetguard_loop._reply import ModelReply

@@ -17,17 +17,19 @@ from budgetguard_core import (
     Violation,
 )
 from budgetguard_core.kit import (
+    Call,
     OpenModelCall,
     OpenToolCall,
     Prompt,
     Run,
+    read_call,
     reported_cost,
     run_awaited,
     token_usage,
 )
 from budgetguard_loop import _history as history
-from budgetguard_loop._history import Message, RequestedCall
-from budgetguard_loop._reply import said_by
+from budgetguard_loop._history import Message
+from budgetguard_loop._reply import is_in_turn, said_by
 from budgetguard_loop._settings import is_async
 
 
@@ -123,7 +125,7 @@ class AdmittedModelCall:
             text=said.text,
             model=model,
             cost_usd=cost_usd or reported_cost(response),
-            final=said.is_final,
+            final=said.is_final and is_in_turn(self._run, said.text, self._messages),
         )
         self._prompt.measured(usage)
         if said.is_cut:
@@ -175,7 +177,7 @@ class AdmittedToolCall:
         name: The tool's name.
     """
 
-    def __init__(self, run: Run, wanted: RequestedCall, call: OpenToolCall) -> None:
+    def __init__(self, run: Run, wanted: Call, call: OpenToolCall) -> None:
         self._run = run
         self._wanted = wanted
         self._call = call
@@ -199,7 +201,7 @@ class AdmittedToolCall:
         Raises:
             ValueError: The model wrote no JSON object.
         """
-        return self._wanted.parsed()
+        return history.parsed(self._wanted.arguments)
 
     @property
     def seconds(self) -> float | None:
@@ -303,11 +305,11 @@ class ToolCalls(list[AdmittedToolCall]):
                 self._run.finished(call)
 
 
-def _wanted(call: Any) -> tuple[RequestedCall, ToolCall] | None:
+def _wanted(call: Any) -> tuple[Call, ToolCall] | None:
     """Read a tool call; None for the other blocks of a reply's content."""
     if isinstance(call, ToolCall):
-        return RequestedCall(call.id or "", call.name, call.arguments), call
-    wanted = history.read_call(call)
+        return Call(call.id or "", call.name, call.arguments), call
+    wanted = read_call(call)
     if not wanted.name:
         return None
     asked = ToolCall(name=wanted.name, arguments=wanted.arguments, id=wanted.id or None)

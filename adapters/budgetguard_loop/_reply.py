@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from budgetguard_core import AdapterError, TokenUsage
-from budgetguard_core.kit import merge_usage, part, parts_of, reported_cost, token_usage
+from budgetguard_core.kit import Run, merge_usage, part, parts_of, reported_cost, token_usage
 from budgetguard_loop._history import Message, content_text, message_text, result_text
 
 # To ask first whether it is a dictionary: a protocol is asked through Python.
+_REPLIES_KEPT = 16
+_REPLIES: WeakKeyDictionary[Run, deque[str]] = WeakKeyDictionary()
 _LISTS: tuple[Any, ...] = (list, tuple)
 _MAPPINGS: tuple[Any, ...] = (dict, Mapping)
 
@@ -110,6 +114,22 @@ def said_by(response: Any, usage: TokenUsage | None = None) -> Said:
         return Said(result_text(response), asks=asks, is_cut=cut)
     calls = message.get("tool_calls")
     return Said(written(message, usage), asks=bool(calls), is_cut=is_cut and not calls)
+
+
+def is_in_turn(run: Run, text: str, prompt: Iterable[Any]) -> bool:
+    """Return whether an answer belongs to what was said before in this run.
+
+    Who asks about one document after the other may get the same answer many times. That is no
+    conversation: its prompts hold no earlier reply.
+    """
+    said = _REPLIES.setdefault(run, deque(maxlen=_REPLIES_KEPT))
+    before = set(said)
+    said.append(text.strip())
+    texts = (
+        message_text(one) if isinstance(one, Mapping) else content_text(part(one, "content") or one)
+        for one in prompt
+    )
+    return not before or any(one.strip() in before for one in texts)
 
 
 def written(message: Mapping[str, Any], usage: TokenUsage | None) -> str:

@@ -81,14 +81,6 @@ class Settings:
         return {*kwargs, *(self.arguments(args, kwargs) if args else ())}
 
 
-def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """Name the parameters of a function."""
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether calling a function gives something to await."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(

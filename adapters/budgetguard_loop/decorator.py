@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
@@ -36,7 +36,7 @@ from budgetguard_core.kit import (
 )
 from budgetguard_loop._calls import refusal_of
 from budgetguard_loop._history import result_text
-from budgetguard_loop._reply import Said, said_by, said_by_chunk
+from budgetguard_loop._reply import Said, is_in_turn, said_by, said_by_chunk
 from budgetguard_loop._settings import Settings, is_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -111,6 +111,7 @@ class _Call:
     run: Run
     open: OpenModelCall | OpenToolCall
     settings: dict[str, Any]
+    prompt: Sequence[Any]
     usage: Any = None
     pieces: list[str] = field(default_factory=list[str])
     asks: bool = False
@@ -131,6 +132,14 @@ class _Call:
         self.pieces.append(said.text)
         self.asks |= said.asks
         self.is_cut = (self.is_cut or said.is_cut) and not self.asks
+
+
+def _messages_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments, message by message: what the provider has measured counts as such."""
+    messages: list[Any] = []
+    for given in (*args, *kwargs.values()):
+        messages += cast("list[Any]", given) if isinstance(given, list) else [given]
+    return messages
 
 
 @dataclass(eq=False)
@@ -174,7 +183,7 @@ class _Gate:
                 with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
                 if result is _NOTHING:
-                    raise _CutShort(cast("Any", watch).trip)
+                    raise _CutShort(cast("Trip", watch.trip))
                 self._took(admitted, result)
             return result
 
@@ -224,7 +233,7 @@ class _Gate:
                         except StopAsyncIteration:
                             break
                         if item is _NOTHING:
-                            raise _CutShort(cast("Any", watch).trip)
+                            raise _CutShort(cast("Trip", watch.trip))
                         self._took(admitted, item, part_of_it=True)
                         try:
                             go_on = functools.partial(items.asend, (yield item))
@@ -261,15 +270,11 @@ class _Gate:
         """Return the run, and what asks it for a call: of a tool too, though the type names one."""
         run = self._run()
         if self._kind == "model":
-            messages: list[Any] = []
-            for given in (*args, *kwargs.values()):
-                # Message by message, so that what the provider has measured counts as such.
-                messages += cast("list[Any]", given) if isinstance(given, list) else [given]
             prompt = self._prompts.setdefault(run, Prompt())
             call = ModelCall(
                 model=self._model,
                 provider=self._provider,
-                input_tokens=prompt.project(messages, tools=self._tools),
+                input_tokens=prompt.project(_messages_in(args, kwargs), tools=self._tools),
             )
             return run, lambda: run.model_call(call)
         opened: Any = functools.partial(run.tool_call, function=self.wrapper)
@@ -291,7 +296,7 @@ class _Gate:
             opened.seen = not hasattr(self._function, "__wrapped__")
         same = isinstance(opened, OpenModelCall) and not opened.tickets
         settings = self._settings.for_call(run, opened, args, kwargs, nudges=not same)
-        return _Call(run, opened, settings)
+        return _Call(run, opened, settings, _messages_in(args, kwargs))
 
     def _run(self) -> Run:
         """Return the run that a call from here counts in."""
@@ -324,7 +329,7 @@ class _Gate:
             if not interrupted:
                 call.run.finished(call.open, call.text, error=error)
         elif error is None:
-            final = call.said_final
+            final = call.said_final and is_in_turn(call.run, call.text, call.prompt)
             call.run.answered(call.open, call.usage, text=call.text, final=final)
             self._prompts[call.run].measured(call.usage)
             if call.is_cut:

@@ -160,7 +160,7 @@ class ToolCalls:
         return refusal
 
     async def start(self, context: Any, tool: Tool) -> bool:
-        """Say that a call's body starts now; False where something else is its result.
+        """Start a call's body; returns False where something else is its result.
 
         Raises:
             RunStopped: The call may not start, and nothing else can be its result.

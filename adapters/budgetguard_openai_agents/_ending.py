@@ -31,17 +31,18 @@ from agents.run import CallModelData, ModelInputData
 from budgetguard_core import ModelCall, Outcome, Trip, synthetic_metadata, synthetic_text
 from budgetguard_core.kit import (
     ANSWER_NOW,
+    RESPONSES,
     Answer,
     OpenModelCall,
     Prompt,
     content_text,
+    grouped,
+    in_words,
     last_answer,
     part,
     remember,
 )
-from budgetguard_core.kit.formats import RESPONSES, grouped
-from budgetguard_core.kit.history import in_words
-from budgetguard_openai_agents import _seams, _session
+from budgetguard_openai_agents import _history, _seams
 from budgetguard_openai_agents._calls import RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
@@ -49,10 +50,9 @@ from budgetguard_openai_agents._history import (
     history_of,
     synthetic_message,
 )
+from budgetguard_openai_agents._model import model_of, plain_settings, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._settings import plain_settings, set_bound
 from budgetguard_openai_agents._tools import hide_gate
-from budgetguard_openai_agents._usage import model_of, usage_of
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -82,7 +82,7 @@ async def ended(
     """
     run = recorder.run
     known: Any = streamed
-    result: Any = cast("Any", None)
+    result: Any = None
     try:
         trip = await recorder.supervised(work)
         if trip is None or (work.done() and not work.cancelled()):
@@ -92,7 +92,8 @@ async def ended(
                 _seams.raise_tripwire(streamed)
         else:
             recorder.cut_off()
-            result = streamed if streamed is not None and recorder.is_judged() else None
+            is_judged = streamed is not None and recorder.is_judged()
+            result = cast("Any", streamed if is_judged else None)
     except BaseException as raised:
         error = raised
         if streamed is not None and isinstance(error, asyncio.CancelledError) and run.stopped_by:
@@ -231,22 +232,22 @@ async def store_in_session(
     ends = any(isinstance(one, SyntheticMessage) for one in result.new_items[-1:])
     said = [new.pop()] if ends else []
     try:
-        stored = await _session.read(session)
+        stored = await _history.read(session)
         for item in recorder.withheld():
             # The SDK may have stored it before it asked its judges.
-            if _session.ends_with(stored, item):
-                await _session.drop_last(session)
+            if _history.ends_with(stored, item):
+                await _history.drop_last(session)
                 stored.pop()
         if isinstance(given, RunState):
             history = result.to_input_list()
-            compared = _session.compare(stored, history[: len(history) - len(said)])
+            compared = _history.compare(stored, history[: len(history) - len(said)])
         else:
             own = ItemHelpers.input_to_new_input_list(given)
-            compared = _session.compare(stored, [*own, *new])
+            compared = _history.compare(stored, [*own, *new])
             result.input = [*compared.before, *own]
             if rebuilt:
                 _seams.drop_items(result, {n - len(own) for n in compared.left_out})
-        await _session.add(session, [*compared.missing, *said])
+        await _history.add(session, [*compared.missing, *said])
     except Exception as error:
         recorder.run.guard.tree.report("session", error)
 
@@ -333,8 +334,7 @@ def _whole(
         for one in new_items
         if one.type != "tool_approval_item" and not recorder.is_withheld(one)
     ]
-    earlier: list[RunItem] = [one for one in calls.earlier if one.type != "tool_approval_item"]
-    closing = closing_items(recorder.turns, items, raw_responses, earlier, calls.resumed)
+    closing = closing_items(recorder.turns, items, raw_responses, calls.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
         if not any(turn.response is response for response in responses):
@@ -480,8 +480,8 @@ async def _request(
 ) -> ModelInputData:
     items = history
     if session is not None:
-        stored = await _session.read(session)
-        items = [*_session.compare(stored, items).before, *items]
+        stored = await _history.read(session)
+        items = [*_history.compare(stored, items).before, *items]
     context = recorder.context or data.context_wrapper
     instructions = await agent.get_system_prompt(context)
     sent = ModelInputData(input=items, instructions=instructions)
@@ -492,8 +492,8 @@ async def _request(
     asked: Any = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
     if not isinstance(_model(agent, recorder.run_config), OpenAIResponsesModel):
         # Anthropic and Bedrock, through LiteLLM and its like, take no calls without their tools.
-        said = [item for items in in_words(grouped(sent.input), RESPONSES) for item in items]
-        asked = [{"role": one["role"], "content": _words(one)} for one in said]
+        said = in_words(grouped(cast("Any", sent.input)), RESPONSES)
+        asked = [{"role": one["role"], "content": _words(one)} for (one,) in said]
     return ModelInputData(input=asked, instructions=sent.instructions)
 
 

@@ -1,12 +1,13 @@
-"""Tool calls in a response, and a history in which every one of them has a result."""
+"""Tool calls in a response, a history in which each has a result, and what a session lacks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from agents import (
     Agent,
@@ -221,49 +222,40 @@ def closing_items(
     turns: Sequence[Turn],
     items: Sequence[RunItem],
     responses: Sequence[ModelResponse],
-    earlier: Sequence[RunItem] = (),
     resumed: Sequence[Asked] = (),
 ) -> list[RunItem]:
     """List what is missing behind the items of a run for its history to be whole.
 
     Args:
         turns: What the model answered and what became of it.
-        items: The items that the SDK kept.
+        items: The items that the SDK kept, those of an earlier leg of the run first.
         responses: The responses that the SDK kept.
-        earlier: The first of these items, which are of an earlier leg of the run.
         resumed: What became of calls that the earlier leg had asked for.
     """
-    calls = _count_calls(items)
-    calls.subtract(_count_calls(earlier))
-    results = _count_results(items)
-    results.subtract(_count_results(earlier))
-    known = {id(one.raw): one for one in resumed}
+    records = {id(one.raw): one for turn in turns for one in turn.asked}
+    records |= {id(one.raw): one for one in resumed}
     by_id = {one.call.id: one for one in resumed}
-    missing: list[RunItem] = []
-    open_before = _count_results(earlier)
-    for item in earlier:
-        if not _is_call(item):
-            continue
-        call_id = _call_id(item)
-        if open_before[call_id] > 0:
-            open_before[call_id] -= 1
-        elif results[call_id] > 0:
-            results[call_id] -= 1
-        else:
-            # It waited for approval. Whatever was not heard of since never started.
-            one = known.get(id(item.raw_item)) or by_id.get(call_id)
-            shown = NOT_EXECUTED if one is None else one.shown()
-            missing += result_items(item.agent, item.raw_item, shown)
-    shown = {id(item.raw_item) for item in items}
+
+    def results(opened: Iterable[RunItem]) -> Iterator[RunItem]:
+        for item in opened:
+            # Of an earlier leg, whatever was not heard of since never started.
+            one = records.get(id(item.raw_item)) or by_id.get(_call_id(item))
+            if one is None:
+                yield from result_items(item.agent, item.raw_item, NOT_EXECUTED)
+            else:
+                yield from _results(item.agent, one, one.shown())
+
+    opened = _open(items)
+    missing = list(results(one for one in opened if not any(turn.has(one) for turn in turns)))
     for turn in turns:
         kept = any(response is turn.response for response in responses)
-        if kept and turn is not turns[-1]:
-            # Whole, but for what a filter of the user's took away.
-            there = [one.call.id for one in turn.asked if id(one.raw) in shown]
-            calls.subtract(there)
-            results.subtract(there)
-        elif not turn.is_withheld:
-            missing += _turn_items(turn, calls, results, kept=kept)
+        if turn.is_withheld:
+            continue
+        # One that was kept is whole, but for what a filter of the user's took away.
+        is_whole = kept and turn is not turns[-1]
+        made = [] if is_whole else _made(turn, items, kept=kept)
+        missing += made
+        missing += results([*(one for one in opened if turn.has(one)), *_open(made)])
     return missing
 
 
@@ -272,45 +264,35 @@ def turn_items(turn: Turn) -> list[RunItem]:
 
     Who reads it later finds a process that was killed: what might have started may have been done.
     """
-    return _turn_items(turn, Counter(), Counter(), kept=False, may_run=True)
+    made = _made(turn, (), kept=False)
+    for one in turn.asked:
+        if one.call.kind != "hosted":
+            waits = one.opened is not None and one.opened.state == "waiting"
+            made += _results(turn.agent, one, OUTCOME_UNKNOWN if waits else one.shown())
+    return made
 
 
-def _turn_items(
-    turn: Turn,
-    calls: Counter[Any],
-    results: Counter[Any],
-    *,
-    kept: bool,
-    may_run: bool = False,
-) -> list[RunItem]:
+def _made(turn: Turn, items: Sequence[RunItem], *, kept: bool) -> list[RunItem]:
+    """Make the items of a turn that the SDK has not; of one that it kept, the calls alone."""
     by_raw = {id(one.raw): one for one in turn.asked}
-    asked: list[RunItem] = []
-    answered: list[RunItem] = []
-    for item in turn.response.output:
-        one = by_raw.get(id(item))
-        type_ = part(item, "type")
-        if one is not None and one.call.kind != "hosted":
-            if calls[one.call.id] > 0:
-                calls[one.call.id] -= 1
-            else:
-                asked.append(_call_item(turn.agent, one))
-            if results[one.call.id] > 0:
-                results[one.call.id] -= 1
-            else:
-                waits = one.opened is not None and one.opened.state == "waiting"
-                shown = OUTCOME_UNKNOWN if may_run and waits else one.shown()
-                answered += _results(turn.agent, one, shown)
-        elif kept:
+    shown = {id(item.raw_item) for item in items}
+    made: list[RunItem] = []
+    for raw in turn.response.output:
+        one, type_ = by_raw.get(id(raw)), part(raw, "type")
+        is_hosted = one is None or one.call.kind == "hosted"
+        if id(raw) in shown or (kept and is_hosted):
             continue
+        item: Any = _plain(raw) if type_ == "compaction" else raw
+        if one is not None and one.call.kind == "handoff":
+            made.append(HandoffCallItem(agent=turn.agent, raw_item=item))
         elif one is not None:
-            asked.append(ToolCallItem(agent=turn.agent, raw_item=cast("Any", item)))
+            made.append(ToolCallItem(agent=turn.agent, raw_item=item))
         elif type_ in _REPORTED:
-            raw: Any = _plain(item) if type_ == "compaction" else item
-            asked.append(_REPORTED[type_](agent=turn.agent, raw_item=raw))
+            made.append(_REPORTED[type_](agent=turn.agent, raw_item=item))
         elif _is_output(type_):
-            raw, output = item, part(item, "result" if type_ == "program_output" else "output")
-            asked.append(ToolCallOutputItem(agent=turn.agent, raw_item=raw, output=output))
-    return [*asked, *answered]
+            output = part(raw, "result" if type_ == "program_output" else "output")
+            made.append(ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
+    return made
 
 
 def _plain(item: Any) -> Any:
@@ -318,23 +300,27 @@ def _plain(item: Any) -> Any:
     return item if dump is None else dump(exclude_unset=True)
 
 
-def _call_item(agent: Agent[Any], one: Asked) -> RunItem:
-    if one.call.kind == "handoff":
-        return HandoffCallItem(agent=agent, raw_item=one.raw)
-    return ToolCallItem(agent=agent, raw_item=one.raw)
+def _open(items: Iterable[RunItem]) -> list[RunItem]:
+    """List the calls without a result; where ids repeat, it is that of the first."""
+    opened: list[RunItem] = []
+    for item in items:
+        call_id = _call_id(item)
+        if item.type in ("tool_call_item", "handoff_call_item") and call_id is not None:
+            opened.append(item)
+        elif item.type.endswith("_output_item"):
+            of = next((n for n, one in enumerate(opened) if _call_id(one) == call_id), None)
+            if of is not None:
+                del opened[of]
+    return opened
 
 
 def _results(agent: Agent[Any], one: Asked, shown: object) -> list[RunItem]:
-    if one.target is not None:
-        return [
-            HandoffOutputItem(
-                agent=agent,
-                raw_item=_function_output(one.raw, shown),
-                source_agent=agent,
-                target_agent=one.target,
-            )
-        ]
-    return result_items(agent, one.raw, shown)
+    if one.target is None:
+        return result_items(agent, one.raw, shown)
+    raw = _function_output(one.raw, shown)
+    return [
+        HandoffOutputItem(agent=agent, raw_item=raw, source_agent=agent, target_agent=one.target)
+    ]
 
 
 def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:
@@ -376,18 +362,6 @@ def _function_output(raw: Any, result: object) -> Any:
     }
 
 
-def _is_call(item: RunItem) -> bool:
-    return item.type in ("tool_call_item", "handoff_call_item") and _call_id(item) is not None
-
-
-def _count_calls(items: Sequence[RunItem]) -> Counter[Any]:
-    return Counter(_call_id(item) for item in items if _is_call(item))
-
-
-def _count_results(items: Sequence[RunItem]) -> Counter[Any]:
-    return Counter(_call_id(item) for item in items if item.type.endswith("_output_item"))
-
-
 def _call_id(item: RunItem) -> Any:
     return part(item.raw_item, "call_id")
 
@@ -403,3 +377,123 @@ def history_of(given: Any, items: Sequence[RunItem]) -> list[Any]:
 def transfer_text(agent: Agent[Any]) -> str:
     """Return what the SDK answers to the call of a handoff."""
     return json.dumps({"assistant": agent.name})
+
+
+# Sessions
+
+
+_PATIENCE = 5.0
+"""Seconds that a session gets at the end of a run: one that hangs must not hold the result, and one
+that is slow must not lose it."""
+_ALL = 2**31 - 1
+"""Items: more than a session holds, and no more than a column for numbers takes."""
+_Key: TypeAlias = tuple[Any, ...]
+
+
+class Compared(NamedTuple):
+    """A session beside the history of a run."""
+
+    before: list[TResponseInputItem]
+    """What the session held before the run."""
+    missing: list[TResponseInputItem]
+    """What it does not hold of the run."""
+    left_out: frozenset[int]
+    """The places in the run's history of what a filter took away: it lacks that on purpose."""
+
+
+async def read(session: Any) -> list[TResponseInputItem]:
+    """Return everything that a session holds."""
+    # A limit of the session's own is for what a model is sent.
+    limit = part(part(session, "session_settings"), "limit")
+    return list(await _patiently(session.get_items(None if limit is None else _ALL)))
+
+
+async def add(session: Any, items: list[TResponseInputItem]) -> None:
+    """Add items to a session."""
+    await _patiently(session.add_items(items))
+
+
+async def drop_last(session: Any) -> None:
+    """Take the last item out of a session."""
+    await _patiently(session.pop_item())
+
+
+async def _patiently(work: Awaitable[Any]) -> Any:
+    """Wait for a session, but not for one that does not let itself be cancelled either."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=_PATIENCE)
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_look_at)
+    if not task.done():
+        raise TimeoutError(f"the session took longer than {_PATIENCE} seconds")
+    return task.result()
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
+    # Nobody waits for it any more.
+    if not task.cancelled():
+        task.exception()
+
+
+def ends_with(stored: Sequence[TResponseInputItem], item: TResponseInputItem) -> bool:
+    """Return whether a session ends with an item."""
+    return bool(stored) and _key(stored[-1]) == _key(item)
+
+
+def compare(
+    stored: Sequence[TResponseInputItem], history: Sequence[TResponseInputItem]
+) -> Compared:
+    """Find out how much of a run its session holds, and what it held before.
+
+    A session ends with what was stored of the run; parts of it may be missing.
+
+    Args:
+        stored: What the session holds.
+        history: What the run was given and has brought. May begin before the run does.
+    """
+    both = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
+    keys = [_key(item, both) for item in history]
+    left = Counter(keys)
+    place = len(stored)
+    # The SDK may have saved the results of a batch in an order of its own.
+    while place and left[key := _key(stored[place - 1], both)]:
+        left[key] -= 1
+        place -= 1
+        if key == keys[0] and not left[key]:
+            break  # what is before it was said in earlier turns, in the same words or not
+    there = Counter(keys) - left
+    held: list[bool] = []
+    for key in keys:
+        held.append(there[key] > 0)
+        there[key] -= 1
+    last = max((n for n, is_there in enumerate(held) if is_there), default=-1)
+    ids = [part(item, "call_id") for item in history]
+    asked = {one for n, one in enumerate(ids) if one is not None and (held[n] or n > last)}
+    # What is missing in between, and is no half of a call, was left out on purpose.
+    lacks = {n for n, is_there in enumerate(held) if not is_there}
+    left_out = frozenset(n for n in lacks if n < last and ids[n] not in asked)
+    missing = [history[n] for n in sorted(lacks - left_out)]
+    return Compared(list(stored[:place]), missing, left_out)
+
+
+def _key(item: object, ids: Set[Any] = frozenset()) -> _Key:
+    kind, call_id = part(item, "type") or "message", part(item, "call_id")
+    if call_id is not None:
+        return kind, call_id
+    if kind != "message":
+        # A session may give it an id of its own, as a conversation at OpenAI does.
+        own = part(item, "id")
+        return kind, own if own in ids else None, _text(part(item, "summary"))
+    return kind, part(item, "role"), _text(part(item, "content"))
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = cast("list[object]", content)
+        return "".join(str(part(one, "text") or repr(one)) for one in parts)
+    return repr(content)

@@ -26,15 +26,15 @@ from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, StopReason, 
 from budgetguard_core.kit import OpenModelCall, Prompt, Run, part, supervised, token_usage
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
 from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
-from budgetguard_openai_agents._settings import set_bound
-from budgetguard_openai_agents._tools import original
-from budgetguard_openai_agents._usage import (
+from budgetguard_openai_agents._model import (
     ended_at_its_bound,
     model_of,
     schemas_of,
+    set_bound,
     usage_of,
     written,
 )
+from budgetguard_openai_agents._tools import original
 
 # The least completion bound that the Responses API takes.
 _LEAST_OUTPUT = 16

@@ -48,8 +48,8 @@ from budgetguard_core.kit import (
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import ended
+from budgetguard_openai_agents._model import asking, bounded_config, config_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._settings import asking, bounded_config, config_of
 from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
 
 _LOCK = threading.Lock()
@@ -342,7 +342,7 @@ def _loaded(envelope: Envelope, run_id: str) -> tuple[Snapshot, int | None]:
 
 
 def _has_cap(run: Run, has_own: bool) -> bool:
-    """Tell whether a cap takes the place of the SDK's turns.
+    """Return whether a cap takes the place of the SDK's turns.
 
     In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
     lot of them.

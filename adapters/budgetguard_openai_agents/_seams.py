@@ -49,50 +49,28 @@ TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
 
 _SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
 
-NEEDED: dict[Any, tuple[str, ...]] = {
-    agents.run: ("DEFAULT_MAX_TURNS", "get_default_agent_runner", "set_default_agent_runner"),
-    agents.result: ("QueueCompleteSentinel",),
-    agents.tool: ("_get_computer_initializer",),
-    AgentBase: ("get_all_tools",),
-    FunctionTool: ("_is_agent_tool", "tool_input_guardrails"),
-    ModelSettings: ("resolve",),
-    RunContextWrapper: ("get_approval_status",),
+NEEDED: dict[Any, str] = {
+    agents.run: "DEFAULT_MAX_TURNS get_default_agent_runner set_default_agent_runner",
+    agents.result: "QueueCompleteSentinel",
+    agents.tool: "_get_computer_initializer",
+    AgentBase: "get_all_tools",
+    FunctionTool: "_is_agent_tool tool_input_guardrails",
+    ModelSettings: "resolve",
+    RunContextWrapper: "get_approval_status",
     RunResult: (
-        "_auto_previous_response_id",
-        "_conversation_id",
-        "_current_step_for_state",
-        "_current_turn",
-        "_last_agent",
-        "_model_input_items",
-        "_original_input",
-        "_previous_response_id",
-        "_reasoning_item_id_policy",
-        "_tool_use_tracker_snapshot",
+        "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
+        "_last_agent _model_input_items _original_input _previous_response_id "
+        "_reasoning_item_id_policy _tool_use_tracker_snapshot"
     ),
     RunResultStreaming: (
-        "_cancel_mode",
-        "_create_error_details",
-        "_event_queue",
-        "_input_guardrails_task",
-        "_model_input_items",
-        "_state",
-        "_tool_use_tracker_snapshot",
-        "run_loop_task",
+        "_cancel_mode _create_error_details _event_queue _input_guardrails_task "
+        "_model_input_items _state _tool_use_tracker_snapshot run_loop_task"
     ),
     RunState: (
-        "_auto_previous_response_id",
-        "_context",
-        "_conversation_id",
-        "_current_agent",
-        "_current_step",
-        "_generated_items",
-        "_last_processed_response",
-        "_model_responses",
-        "_original_input",
-        "_previous_response_id",
-        "_reasoning_item_id_policy",
-        "_session_items",
-        "get_tool_use_tracker_snapshot",
+        "_auto_previous_response_id _context _conversation_id _current_agent _current_step "
+        "_generated_items _last_processed_response _model_responses _original_input "
+        "_previous_response_id _reasoning_item_id_policy _session_items "
+        "get_tool_use_tracker_snapshot"
     ),
 }
 """What a release has to have, by its owner."""
@@ -117,7 +95,7 @@ def probe() -> None:
     missing: list[str] = []
     for owner, names in NEEDED.items():
         known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-        missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
+        missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
     try:
         _again()
         _error_handlers()
@@ -296,7 +274,8 @@ def end_events(streamed: Any) -> None:
     if task is not None and not task.done():
         task.cancel()
         streamed._input_guardrails_task = None
-    asyncio.Queue.put_nowait(streamed._event_queue, _SENTINEL())
+    put: Any = asyncio.Queue.put_nowait
+    put(streamed._event_queue, _SENTINEL())
 
 
 def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:

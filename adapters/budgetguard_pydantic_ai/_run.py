@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,6 +56,7 @@ class BoundedRun(AbstractCapability[Any]):
         self.is_passive = False
         self._last = LastAnswer(output_type)
         self._asked: list[ToolCall] = []
+        self._offering = asyncio.Lock()
 
     def get_ordering(self) -> CapabilityOrdering:
         """Return the place among other capabilities."""
@@ -204,8 +206,11 @@ class BoundedRun(AbstractCapability[Any]):
         """Run a tool's body, or give its refusal in its place."""
         if self.is_passive:
             return await handler(args)
-        calls, asked, self._asked = self.session.calls, self._asked, []
-        calls.offer(asked)
+        calls = self.session.calls
+        async with self._offering:
+            # The bodies of a batch start together, and the first of them asks for all.
+            asked, self._asked = self._asked, []
+            await kit.run_awaited(calls.ask(asked))
         record = await kit.run_awaited(calls.begin(tool_call_of(call)))
         if record.refusal is not None:
             raise exceptions.ToolFailed(record.refusal)

@@ -15,12 +15,16 @@ from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT
 from budgetguard_pydantic_ai._run import OUTERMOST, BoundedRun, toolset_of
 
+DEFAULT_MAX_ITERATIONS = 25
+"""The cap of a capability that is given neither a budget nor a guard."""
+
 
 class BudgetCapability(AbstractCapability[Any]):
     """A budget around each run of an agent: `Agent(..., capabilities=[BudgetCapability(budget)])`.
 
     Args:
         budget: A `Budget` (a fresh guard for each run), a `Guard` (shared), or an `Envelope`.
+            None: `Budget(max_iterations=25)`.
         options: The options of `kit.Envelope`.
     """
 
@@ -29,7 +33,8 @@ class BudgetCapability(AbstractCapability[Any]):
         budget: Budget | Guard | kit.Envelope | None = None,
         **options: Unpack[kit.EnvelopeOptions],
     ) -> None:
-        self.envelope = kit.envelope_of(budget, **options)
+        default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
+        self.envelope = kit.envelope_of(budget, default=default, **options)
 
     def get_ordering(self) -> CapabilityOrdering:
         """Return the place among other capabilities."""
@@ -44,14 +49,18 @@ class BudgetCapability(AbstractCapability[Any]):
         return BoundedRun(self.envelope, _output_type.get())
 
 
-def outcome(result: Any) -> Outcome | None:
-    """Return the outcome of a run by its result, or by the exception that left it."""
-    if isinstance(result, BaseException):
-        return kit.outcome_of(result)
+def outcome(result: Any) -> Outcome:
+    """Return the outcome of a run by its result, or by the exception that left it.
+
+    Raises:
+        AdapterError: None is known: it had no budget, or the run is not over.
+    """
+    if not hasattr(result, "all_messages"):
+        return kit.outcome(result)
     messages, final = result.all_messages(), getattr(result, "output", None)
     own = (one for one in reversed(messages) if one.run_id == result.run_id)
     known = (kit.outcome_of(one, messages=messages, final=final) for one in own)
-    return next((found for found in known if found is not None), None)
+    return next((found for found in known if found is not None), None) or kit.outcome(result)
 
 
 _output_type: ContextVar[Any] = ContextVar("budgetguard_pydantic_ai_output_type", default=str)

@@ -7,7 +7,7 @@ from budgetguard_core.kit import required
 
 with required("Strands Agents", module="strands", extra="strands"):
     from budgetguard_strands._agents import install
-    from budgetguard_strands.provider import BudgetHookProvider
+    from budgetguard_strands.provider import BudgetHookProvider, outcome
 
 # Strands' own type of a stop reason names its own only, and a comparison with another string
 # would be an error to a strict type checker.
@@ -16,4 +16,4 @@ MAX_ITERATIONS: Final[Any] = str(StopReason.MAX_ITERATIONS)
 
 install()
 
-__all__ = ["MAX_ITERATIONS", "BudgetHookProvider", "install"]
+__all__ = ["MAX_ITERATIONS", "BudgetHookProvider", "install", "outcome"]

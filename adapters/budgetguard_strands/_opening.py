@@ -51,6 +51,28 @@ class ByIdentity(Generic[_V]):
         self._values.pop(id(key), None)
 
 
+LAST: ByIdentity[Outcome] = ByIdentity()
+"""The outcome of the last run, by its agent, swarm or graph, and by the metrics of its results."""
+
+
+class _Outcomes(ByIdentity[Outcome]):
+    """The outcomes of one provider's runs, which are the last ones of their targets."""
+
+    def set(self, key: Any, value: Outcome) -> None:
+        super().set(key, value)
+        for one in _keys(key):
+            LAST.set(one, value)
+
+    def pop(self, key: Any) -> None:
+        super().pop(key)
+        for one in _keys(key):
+            LAST.pop(one)
+
+
+def _keys(target: Any) -> list[Any]:
+    return [one for one in (target, getattr(target, "event_loop_metrics", None)) if one is not None]
+
+
 class Opened(NamedTuple):
     """A run that has begun."""
 
@@ -81,7 +103,7 @@ class Opener:
         self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip if envelope else "return")
         self.envelope = envelope or self._part
         self._own: weakref.WeakSet[Run] = weakref.WeakSet()
-        self.outcomes: ByIdentity[Outcome] = ByIdentity()
+        self.outcomes = _Outcomes()
         self.nodes: ByIdentity[Run] = ByIdentity()
         self.trips: ByIdentity[Trip] = ByIdentity()
         self.corrections: weakref.WeakKeyDictionary[Run, str] = weakref.WeakKeyDictionary()

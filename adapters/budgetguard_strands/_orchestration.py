@@ -19,9 +19,9 @@ from strands.multiagent.base import Status
 from strands.multiagent.graph import Graph
 
 from budgetguard_core import RunFencedError, ToolCall
-from budgetguard_core.kit import FRAME, OpenToolCall, remember
+from budgetguard_core.kit import FRAME, OpenToolCall, Session, run_awaited
 from budgetguard_strands import _ending, _seams
-from budgetguard_strands._messages import text_of
+from budgetguard_strands._messages import DIALECT, text_of
 from budgetguard_strands._opening import ByIdentity, Opened, Opener, is_of_a_stop
 from budgetguard_strands._seams import FIRST, LAST
 
@@ -41,7 +41,7 @@ class OrchestratorRun:
     """One run of a swarm or graph.
 
     Attributes:
-        run: The run.
+        session: The life of the run.
         inside: The run is a part of another one.
         of_node: It is that of a node of another swarm or graph.
         calls: The nodes that are at work.
@@ -50,7 +50,8 @@ class OrchestratorRun:
     """
 
     def __init__(self, opened: Opened) -> None:
-        self.run, _, self.inside, _, self.of_node = opened
+        self.run, resumed, self.inside, _, self.of_node = opened
+        self.session = Session(self.run, DIALECT, resumed=resumed)
         self.calls: dict[str, OpenToolCall] = {}
         self.error: BaseException | None = None
         self.state: Any = None
@@ -184,7 +185,7 @@ class Orchestrators:
         )
         self._runs.set(source, OrchestratorRun(opened))
 
-    def _before_node(self, event: BeforeNodeCallEvent) -> None:
+    async def _before_node(self, event: BeforeNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -194,17 +195,17 @@ class Orchestrators:
             at.error = RuntimeError(f"node {event.node_id!r} was cancelled: {event.cancel_node}")
             return
         executor = source.nodes[event.node_id].executor
-        call = at.run.tool_call(ToolCall(name=event.node_id, id=event.node_id, kind="handoff"))
         if is_a(executor, Agent, Graph, Swarm):
             self._opener.nodes.set(executor, at.run)
         if isinstance(source, Graph):
             # A graph's nodes have a task each: nothing of this shows in the caller's context.
             FRAME.set(at.run.frame())
-        refusal = at.run.start(call)
-        if refusal is None:
+        handoff = ToolCall(name=event.node_id, id=event.node_id, kind="handoff")
+        call = await run_awaited(at.session.calls.begin(handoff))
+        if call.refusal is None:
             at.calls[event.node_id] = call
         elif call.trip is not None and isinstance(source, Swarm):
-            event.cancel_node = refusal
+            event.cancel_node = call.refusal
         # A graph raises for a cancelled node. An agent that is one stops before its first model
         # call, and no nodes follow.
 
@@ -221,7 +222,7 @@ class Orchestrators:
         if trip is not None and not handed_on and not at.is_over():
             # A node has no envelope of its own: what its detector stopped is stopped as a whole,
             # unless a swarm has somebody to go on with.
-            at.run.trip = trip
+            at.session.stop(trip)
         is_cut = outcome is not None and outcome.status == "terminated"
         if at.is_over() and (is_cut or is_of_a_stop(getattr(result, "result", None))):
             not_finished(source, event.node_id)
@@ -229,7 +230,7 @@ class Orchestrators:
         if call is None:
             return
         messages = getattr(executor, "messages", None)
-        at.run.finished(call, text_of(messages[-1]) if messages else None)
+        at.session.calls.finished(call, text_of(messages[-1]) if messages else None)
         correction = at.run.nudge()
         if correction:
             self._opener.corrections[at.run] = correction
@@ -251,8 +252,8 @@ class Orchestrators:
                 setattr(source.state, name, Status.FAILED)
             return
         if not (run.ended or has_failed(source)):
-            outcome = await run.in_thread(lambda: run.pause(resume=_ANSWER))
-            self._opener.outcomes.set(source, outcome)
+            paused = at.session.finish(waits=True, resume=_ANSWER)
+            self._opener.outcomes.set(source, await run_awaited(paused))
         # Also of one that failed after the answer: it can be answered again.
         kept = {"unfinished": "paused", "snapshot": run.guard.snapshot().to_json()}
         _seams.kept_with_interrupts(source).update(kept)
@@ -276,14 +277,12 @@ class Orchestrators:
             if failed is None:
                 trip = run.framework_limit(f"{_ending.LIMIT}: the status is FAILED")
                 self._runs.pop(source)  # it begins anew, as without a guard
-        if failed is not None and (trip is None or not is_of_a_stop(failed)):
-            outcome = await run.in_thread(lambda: run.fail(failed))
-            remember(failed, outcome)
-        else:
-            step = None if trip is None else "model call"
-            outcome = await run.in_thread(
-                lambda: run.end(trip=trip, next_step=step, resume=_RESUME)
-            )
+        if trip is not None:
+            at.session.stop(trip)
+            failed = None if is_of_a_stop(failed) else failed
+        step = None if trip is None else "model call"
+        ended = at.session.finish(error=failed, next_step=step, resume=_RESUME)
+        outcome = await run_awaited(ended)
         if error is not None and leaving is None:
             self._opener.outcomes.set(source, outcome)
             raise error

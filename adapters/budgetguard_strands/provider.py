@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, Unpack
 
 from strands import Agent
+from strands.agent.agent_result import AgentResult
 from strands.hooks import AgentInitializedEvent, HookRegistry, MultiAgentInitializedEvent
 from strands.multiagent import Swarm
 from strands.multiagent.base import MultiAgentBase
@@ -13,8 +14,9 @@ from strands.plugins import Plugin
 
 from budgetguard_core import AdapterError, Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
+from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_strands._agents import AgentHooks
-from budgetguard_strands._opening import Opener
+from budgetguard_strands._opening import LAST, Opener
 from budgetguard_strands._orchestration import Orchestrators, is_a
 
 DEFAULT_MAX_ITERATIONS = 25
@@ -131,3 +133,16 @@ class BudgetHookProvider(Plugin):
     def _orchestrator_made(self, event: MultiAgentInitializedEvent) -> None:
         if isinstance(event.source, Graph | Swarm):
             self._orchestrators.install(event.source)
+
+
+def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Outcome:
+    """Return the outcome of the last run of an agent, swarm or graph.
+
+    Args:
+        target: The agent, swarm or graph; the result of an agent; or the exception that left.
+
+    Raises:
+        AdapterError: None is known: it had no budget, or the run is not over.
+    """
+    found = LAST.get(target) or LAST.get(getattr(target, "metrics", None))
+    return kit_outcome(target) if found is None else found

@@ -16,7 +16,7 @@ from budgetguard_core.kit.ambient import (
     in_force,
 )
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
-from budgetguard_core.kit.cancel import Scope, Tasks, sleep
+from budgetguard_core.kit.cancel import Scope, Tasks, Watch, cut_short, sleep, supervised
 from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.envelope import (
     Envelope,
@@ -40,19 +40,21 @@ from budgetguard_core.kit.flow import (
 from budgetguard_core.kit.formats import (
     CHAT,
     CONVERSE,
+    RESPONSES,
     Blocks,
     Message,
     SyntheticMessage,
     content_text,
     from_plain,
+    grouped,
     message_text,
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch
+from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
-from budgetguard_core.kit.outcomes import outcome_of, remember
+from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.pruning import Prune, keep_turns
@@ -69,7 +71,6 @@ from budgetguard_core.kit.usage import (
     reported_cost,
     token_usage,
 )
-from budgetguard_core.kit.watch import CutShort, Watch, cut_short, supervised
 
 __all__ = [
     "ANSWER_NOW",
@@ -78,11 +79,11 @@ __all__ = [
     "FRAME",
     "NOWHERE",
     "PROGRESS_TOOL",
+    "RESPONSES",
     "Answer",
     "Batch",
     "Blocks",
     "Call",
-    "CutShort",
     "Envelope",
     "EnvelopeOptions",
     "Flow",
@@ -123,8 +124,10 @@ __all__ = [
     "estimate",
     "failed_usage",
     "from_plain",
+    "grouped",
     "in_force",
     "in_thread",
+    "in_words",
     "is_stop",
     "joined",
     "keep_turns",
@@ -133,6 +136,7 @@ __all__ = [
     "merge_usage",
     "message_text",
     "opened",
+    "outcome",
     "outcome_of",
     "part",
     "parts_of",

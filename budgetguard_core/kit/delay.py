@@ -49,7 +49,7 @@ class Waiting(Protocol):
 def starts_at_once(run: Waiting, call: OpenModelCall | OpenToolCall) -> bool:
     """Return whether there is nothing to wait for, as for nearly every call."""
     for ticket in call.tickets:
-        if ticket.breakers is not None:
+        if ticket.holds and ticket.breakers is not None:
             return False
     # A tool call may start long after the admission of its batch, so it is asked anew.
     return isinstance(call, OpenModelCall) or not run.has_to_end

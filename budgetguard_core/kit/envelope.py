@@ -272,8 +272,7 @@ class Envelope:
             budget = self._bound(config, given)
             guard = self._fresh(budget, frame, around, resume, fresh, run_id, config, loose)
             run = Run(self, guard, frame, around, loose=loose)
-        if user_spoke and (run.guard.usage.model_calls or run.guard.tool_counts):
-            run.guard.user_turn()
+        run.user_spoke = user_spoke and bool(run.guard.usage.model_calls or run.guard.tool_counts)
         return run
 
     def note(self, outcome: Outcome) -> None:

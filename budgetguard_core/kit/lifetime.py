@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from budgetguard_core.budget import Budget
+from budgetguard_core.counters import is_calm
 from budgetguard_core.decision import Stop
 from budgetguard_core.ending import end_run
 from budgetguard_core.errors import RunFencedError
@@ -71,7 +72,7 @@ class Lifetime:
         thread: The identifier of the thread that the run is at home in: the one in which it was
             opened, unless its adapter says otherwise.
         is_loose: It is single calls that belong together; nobody tells their end.
-        said: What the last run inside this one has answered.
+        user_spoke: The user has spoken, and no call was asked for since.
         is_of_clients: Its calls are counted where clients send them, below every framework.
     """
 
@@ -104,7 +105,7 @@ class Lifetime:
         self._children: weakref.WeakSet[Lifetime] = weakref.WeakSet()
         self._parts: dict[object, Any] = {}
         self.is_loose = loose
-        self.said = ""
+        self.user_spoke = False
         self._is_answer = False
         self._note: str | None = None
         self._prunes = False
@@ -142,16 +143,23 @@ class Lifetime:
     def told(self, text: str) -> None:
         """Record what the run was asked, before its first call.
 
-        Where it is what the run before it has answered, in the same run or `activate` block around
-        them, the two talk to each other: their answers are looked at for repetition there, as the
-        replies of one conversation.
+        Where it is what the run before it has answered, on the same guard or in the same run or
+        `activate` block around them, the two talk to each other: their answers are looked at for
+        repetition there, as the replies of one conversation.
         """
         around = self._parent or self.above
-        if around is None or not text.strip():
-            return
-        self._is_answer = text.strip() == around.said
-        if self._is_answer and around.guard.check() is None:
-            self._note = around.guard.take_nudge()
+        guard = self.guard if around is None else around.guard
+        self._is_answer = bool(text.strip()) and text.strip() == guard.state.last_answer
+        if self._is_answer:
+            self.user_spoke = False
+            if around is not None and guard.check() is None:
+                self._note = guard.take_nudge()
+
+    def begin_turn(self) -> None:
+        """Begin the user's turn, where the user has spoken, with the first call of it."""
+        if self.user_spoke:
+            self.user_spoke = False
+            self.guard.user_turn()
 
     # What holds
 
@@ -185,7 +193,12 @@ class Lifetime:
     def has_to_end(self) -> bool:
         """True if the run was aborted or its deadline has passed; `check` tells which."""
         for guard in self.guards:
-            if guard.cancellation.cancelled or housekeeping_for(guard).time_left() == 0:
+            if guard.cancellation.cancelled:
+                return True
+            state = guard.state
+            if is_calm(state.chain, state.tree.now()):
+                continue  # far from every cap, the deadline too: asked before each step
+            if housekeeping_for(guard).time_left() == 0:
                 return True
         return False
 
@@ -318,11 +331,12 @@ class Lifetime:
             resume: How to go on, for the outcome of a stopped run.
         """
         self.trip = trip or self.stopped_by
-        around = self._parent or self.above
-        if around is not None and self.trip is None and isinstance(final, str):
-            around.said = final.strip()
-            if self._is_answer:
-                around.guard.report_reply(final)
+        if self.trip is None and isinstance(final, str):
+            around = self._parent or self.above
+            guard = self.guard if around is None else around.guard
+            guard.state.last_answer = final.strip()
+            if self._is_answer and around is not None:
+                guard.report_reply(final)
         return self._concluded(
             "completed" if self.trip is None else "terminated",
             messages,

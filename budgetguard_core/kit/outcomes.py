@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
+from budgetguard_core.errors import AdapterError
 from budgetguard_core.outcome import Outcome
 
 _ATTRIBUTE = "_budgetguard_outcome"
@@ -51,3 +52,24 @@ def outcome_of(result: Any, *, messages: Sequence[Any] = (), final: Any = None) 
     if found is None or found[0]() is not result:
         return None
     return found[1].model_copy(update={"messages": tuple(messages), "final": final})
+
+
+def outcome(result: Any) -> Outcome:
+    """Return the outcome of a run by what it gave: a result, an exception, a block, a transport.
+
+    Args:
+        result: What a run with a budget returned or raised, or the object that bounded it, such as
+            a block, a stream, a callback or a transport.
+
+    Raises:
+        AdapterError: None is known: it had no budget, or the run is not over.
+    """
+    found = result if isinstance(result, Outcome) else outcome_of(result)
+    if found is None:
+        found = getattr(result, "outcome", None)
+    if not isinstance(found, Outcome):
+        raise AdapterError(
+            "outcome takes what a run with a budget returned or raised, or what bounded it, got "
+            f"{type(result).__name__} without an outcome. Ask when the run is over."
+        )
+    return found

@@ -259,7 +259,8 @@ def _listed(given: object) -> Sequence[object]:
     if given is None:
         return ()
     if isinstance(given, _LISTS):
-        return cast("Sequence[object]", given)
+        found: Sequence[object] = given  # pyright: ignore[reportUnknownVariableType] - no call
+        return found
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return list(cast("Sequence[object]", given))
     return (given,)

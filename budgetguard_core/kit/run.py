@@ -139,6 +139,7 @@ class Run(Lifetime):
         Raises:
             ConfigurationError: A figure of the call makes no sense; nothing was counted.
         """
+        self.begin_turn()
         outer = open_model_call()
         charged: Sequence[Admit] = ()
         same, before = False, None
@@ -330,6 +331,7 @@ class Run(Lifetime):
         return Batch(opened)
 
     def _admit(self, waiting: list[OpenToolCall], guards: Sequence[Guard]) -> None:
+        self.begin_turn()
         for own in guards:
             guard = housekeeping_for(own)
             decisions = guard.admit_tool_calls([one.call for one in waiting])
@@ -396,7 +398,7 @@ class Run(Lifetime):
         if call.refusal is None:
             call.state = "started"
             for ticket in call.tickets:
-                if ticket.breakers is not None:
+                if ticket.holds and ticket.breakers is not None:
                     ticket.started()
         return call.refusal
 

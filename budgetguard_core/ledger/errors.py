@@ -76,17 +76,21 @@ class LedgerRefused(LedgerError):
         detail: One sentence for people.
         limit: The ceiling, in US dollars, tokens or calls; None for a kill switch.
         used: What counts against it already, in the same unit.
+        key: Whose ceiling it is; empty for a kill switch.
     """
 
-    def __init__(self, reason: str, detail: str, limit: Any = None, used: Any = None) -> None:
+    def __init__(
+        self, reason: str, detail: str, limit: Any = None, used: Any = None, key: str = ""
+    ) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
         self.limit = limit
         self.used = used
+        self.key = key
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, self.detail, self.limit, self.used)
+        return type(self), (self.reason, self.detail, self.limit, self.used, self.key)
 
 
 class Refusal(NamedTuple):
@@ -100,6 +104,8 @@ class Refusal(NamedTuple):
     """The ceiling, in US dollars, tokens or calls."""
     used: Decimal | int | None = None
     """What counts against it: spent and reserved."""
+    key: str = ""
+    """Whose ceiling it is."""
 
     def error(self) -> LedgerRefused:
         """Return it as an exception."""
@@ -145,6 +151,7 @@ def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
             f"of the {when}",
             limit,
             used,
+            window.key,
         )
     if answer.status == "killed":
         flag, _, text = answer.detail.partition(SEPARATOR)

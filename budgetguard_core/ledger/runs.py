@@ -21,6 +21,7 @@ from budgetguard_core.ledger.kill_switch import kill_of
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.reservation import Part, Reservations
 from budgetguard_core.ledger.step import Step, Store, new_id
+from budgetguard_core.ledger.windows import RUN
 
 _LOG = logging.getLogger("budgetguard")
 _ANNOUNCE_SECONDS = 10.0
@@ -179,7 +180,8 @@ class Runs:
         """Notify the runs that are charged in a window which reached 80 % of a ceiling."""
         now = self.connection.now()
         for one in warned:
-            _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
+            if one.window[0] != RUN:  # that is for whoever made a ledger for one run
+                _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(one.key), one.window)
             runs = [
                 run
                 for run in self.all()

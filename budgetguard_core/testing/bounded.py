@@ -31,7 +31,7 @@ def assert_bounded(
         What it used.
 
     Raises:
-        AssertionError: It used more: every cap and quota that it passed, with what it used.
+        AssertionError: It used more: every cap and quota that it exceeded, with what it used.
         ConfigurationError: Nothing is known of a run there.
     """
     __tracebackhide__ = True
@@ -46,7 +46,7 @@ def assert_bounded(
         if used > quota:
             passed.append(f"tool_quotas[{pattern!r}]={quota}: {used} used")
     if passed:
-        raise AssertionError(f"the run passed its envelope: {'; '.join(passed)}")
+        raise AssertionError(f"the run exceeded its envelope: {'; '.join(passed)}")
     if completed and ending != "completed":
         raise AssertionError(f"the run must have ended by itself, got {ending}")
     return usage

@@ -732,7 +732,9 @@ def _not_a_word(driver: Driver, mode: Mode) -> None:
         user_input="Go on.",
         **facts,
     )
-    expect(script.calls >= 6, f"only {script.calls} prompts to look at")
+    # A quota that cannot refuse its tool stops the first run at its third call.
+    least = 4 if driver.deviation(4, mode) else 6
+    expect(script.calls >= least, f"only {script.calls} prompts to look at")
     sent_at_all = list(script.sent)
     if driver.has("reports"):
         sent_at_all += reports_of(driver, mode)

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker with pytest."""
     config.addinivalue_line(
         "markers",
-        f"{_MARKER}(**caps): fail the test if what it runs passes this envelope; nothing is "
+        f"{_MARKER}(**caps): fail the test if what it runs exceeds this envelope; nothing is "
         "stopped. The caps are those of budgetguard_core.Budget.",
     )
 
@@ -78,7 +78,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Observe a marked test, and fail it when a run in it passes its envelope."""
+    """Observe a marked test, and fail it when a run in it exceeds its envelope."""
     marker = pyfuncitem.get_closest_marker(_MARKER)
     if marker is None:
         return (yield)

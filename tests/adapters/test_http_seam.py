@@ -125,13 +125,17 @@ def test_the_completion_bound_is_written_into_the_request():
     assert fourth["max_tokens"] == 50
 
 
-def test_a_quota_takes_its_calls_out_and_tells_the_model_to_go_on():
-    budget = Budget(tool_quotas={"read_file": 2}, loop_detection=None)
-    with ProviderServer(calls=3, turns=1) as server, bounded_clients(budget) as block:
+@pytest.mark.parametrize(
+    "cap", [{"tool_quotas": {"read_file": 2}}, {"max_tool_calls": 2}], ids=["quota", "calls"]
+)
+def test_a_batch_over_a_cap_is_stopped_at_the_next_call(cap):
+    budget = Budget(**cap, loop_detection=None)
+    with ProviderServer(calls=3) as server, bounded_clients(budget) as block:
         loop = loops.chat(client_of(server))
-    assert (loop.bodies, loop.text) == (2, "All done.")
-    assert "read_file" in server.posts[1]["body"]["messages"][-1]["content"]
-    assert block.outcome.usage.tool_calls == 2
+    assert (loop.bodies, server.hits) == (3, 1)
+    assert loop.text.startswith("This run was stopped")
+    assert block.outcome.usage.tool_calls == 3
+    assert block.outcome.stop_reason in ("tool_quota", "max_tool_calls")
 
 
 @pytest.mark.slow

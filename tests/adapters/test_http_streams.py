@@ -168,17 +168,18 @@ def test_a_text_that_looks_like_the_end_of_an_answer_is_only_text():
 @pytest.mark.parametrize("last", [{}, {"function": {}}, {"function": {"arguments": None}}])
 def test_the_pieces_of_a_call_are_joined_whatever_the_last_one_holds(last):
     answer = Answer()
-    editor = OpenAIChat().editor(answer, None, body={}, hides_usage=False)
+    reader = OpenAIChat().reader(answer, body={}, hides_usage=False)
     head = {"id": "call_1", "function": {"name": "read_file", "arguments": '{"path"'}}
     for piece in (head, {"function": {"arguments": ': "a"}'}}, last):
         choice = {"index": 0, "delta": {"tool_calls": [{"index": 0, **piece}]}}
-        editor.take("", {"choices": [choice]})
-    editor.take("", {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        reader.take("", {"choices": [choice]})
+    reader.take("", {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    reader.end()
     (call,) = answer.calls
     assert (call.id, call.name, call.arguments) == ("call_1", "read_file", '{"path": "a"}')
 
 
-def test_calls_of_choices_that_end_one_after_the_other_are_all_bounded():
+def test_calls_of_choices_that_end_one_after_the_other_are_all_counted():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
     call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}
     choices = [
@@ -190,21 +191,19 @@ def test_calls_of_choices_that_end_one_after_the_other_are_all_bounded():
         )
     ]
     lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
-    budget = Budget(loop_detection=None, max_tool_calls=1)
-    content, outcome = exchange([lines], budget=budget, ask={**ASK, "n": 2})
-    assert said_in(content)[1] == 1
-    assert outcome.usage.tool_calls == 1
-    assert content.endswith(b"data: [DONE]\n\n")
+    content, outcome = exchange([lines], ask={**ASK, "n": 2})
+    assert content == lines
+    assert outcome.usage.tool_calls == 2
 
 
 def test_a_call_is_seen_where_a_server_sends_fewer_choices_than_were_asked_for():
     answer = Answer()
-    editor = OpenAIChat().editor(answer, None, body={"n": 2}, hides_usage=False)
+    reader = OpenAIChat().reader(answer, body={"n": 2}, hides_usage=False)
     head = {"index": 0, "id": "call_1", "function": {"name": "read_file", "arguments": "{}"}}
     choice = {"index": [], "delta": {"tool_calls": [head]}, "finish_reason": "tool_calls"}
-    editor.take("", {"choices": [choice]})
+    reader.take("", {"choices": [choice]})
     for _ in range(2):
-        assert editor.rest() == []
+        reader.end()
     assert [call.name for call in answer.calls] == ["read_file"]
 
 
@@ -218,16 +217,14 @@ def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():
     ends = [{"index": place, "delta": {}, "finish_reason": "tool_calls"} for place in (0, 1)]
     choices = [asked[0], ends[0], ends[0], asked[1], ends[1]]
     lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
-    budget = Budget(loop_detection=None, max_tool_calls=1)
-    content, outcome = exchange([lines], budget=budget, ask={**ASK, "n": 2})
-    assert said_in(content)[1] == 1
-    assert outcome.usage.tool_calls == 1
+    content, outcome = exchange([lines], ask={**ASK, "n": 2})
+    assert content == lines
+    assert outcome.usage.tool_calls == 2
 
 
 @pytest.mark.parametrize("finished", [{0, 1, 2, 3}, {0}, {1, 3}], ids=["each", "first", "some"])
-@pytest.mark.parametrize("most", [1, 2, 9])
 @pytest.mark.parametrize("own", [True, False], ids=["own index", "index 0"])
-def test_calls_that_come_after_the_end_of_an_answer_are_bounded_too(finished, most, own):
+def test_calls_that_come_after_the_end_of_an_answer_are_counted_too(finished, own):
     """As some servers send them that translate other formats."""
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gemini-3-pro"}
     chunks = []
@@ -239,28 +236,27 @@ def test_calls_that_come_after_the_end_of_an_answer_are_bounded_too(finished, mo
         choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": finish}
         chunks.append({**base, "choices": [choice]})
     lines = written([*map(json.dumps, chunks), "[DONE]"])
-    content, outcome = exchange([lines], budget=Budget(max_tool_calls=most, loop_detection=None))
-    assert said_in(content) == ("", min(most, 4))
-    assert outcome.usage.tool_calls == min(most, 4)
+    content, outcome = exchange([lines])
+    assert content == lines
+    assert outcome.usage.tool_calls == 4
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "application/json", ""])
-def test_a_stream_is_bounded_whatever_its_server_calls_it(kind):
+def test_a_stream_is_read_whatever_its_server_calls_it(kind):
     data = written(events(calls=3))
 
     def answer(request):
         headers = {"content-type": kind} if kind else {}
         return httpx2.Response(200, headers=headers, stream=Pieces([data[:99], data[99:]]))
 
-    budget = Budget(max_tool_calls=2, loop_detection=None)
-    transport = BudgetTransport(budget, httpx2.MockTransport(answer), ask_for_usage=False)
+    transport = BudgetTransport(Budget(), httpx2.MockTransport(answer), ask_for_usage=False)
     with httpx2.Client(transport=transport) as client:
-        assert said_in(client.post(URL, json=ASK).content) == (TEXT, 2)
-    assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (2, 110)
+        assert client.post(URL, json=ASK).content == data
+    assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (3, 110)
 
 
 @pytest.mark.parametrize("line", [b'{"delta": "word"}\n', b"A word.\n"], ids=["JSON", "text"])
-def test_a_stream_that_is_none_of_events_is_not_held_back(line):
+def test_a_stream_that_is_none_of_events_passes_as_it_comes(line):
     sent = []
 
     def pieces():
@@ -281,7 +277,7 @@ def test_a_stream_that_is_none_of_events_is_not_held_back(line):
 
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
 @pytest.mark.parametrize("ends", [{3}, {0, 1, 2, 3}], ids=["at the end", "in each chunk"])
-def test_calls_of_gemini_are_bounded_in_events_and_in_an_array(kind, ends):
+def test_calls_of_gemini_are_read_in_events_and_in_an_array(kind, ends):
     chunks = []
     for n in range(4):
         part = {"functionCall": {"name": "read_file", "id": f"call_{n}", "args": {}}}
@@ -294,15 +290,12 @@ def test_calls_of_gemini_are_bounded_in_events_and_in_an_array(kind, ends):
     def answer(request):
         return httpx2.Response(200, headers={"content-type": kind}, stream=Pieces([data]))
 
-    budget = Budget(max_tool_calls=2, loop_detection=None)
-    transport = BudgetTransport(budget, httpx2.MockTransport(answer))
+    transport = BudgetTransport(Budget(), httpx2.MockTransport(answer))
     url = "http://provider/v1beta/models/gemini-3-pro:streamGenerateContent"
     ask = {"contents": [{"role": "user", "parts": [{"text": "go"}]}]}
     with httpx2.Client(transport=transport) as client:
-        made = client.post(url, json=ask)
-    assert [n for n in range(4) if f"call_{n}" in made.text] == [0, 1]
-    assert not is_array or len(made.json()) == 4
-    assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (2, 110)
+        assert client.post(url, json=ask).content == data
+    assert (transport.outcome.usage.tool_calls, transport.outcome.usage.total_tokens) == (4, 110)
 
 
 def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own():
@@ -321,12 +314,12 @@ def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own():
     chunks = [{**base, "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
     lines = written([*map(json.dumps, chunks), "[DONE]"])
-    content, outcome = exchange([lines], budget=Budget(max_tool_calls=2))
-    assert said_in(content) == ("", 6)
+    content, outcome = exchange([lines])
+    assert content == lines
     assert [call.name for call in outcome.tool_calls] == ["read_file"] * 2
 
 
-def test_a_quota_holds_for_a_custom_tool_of_a_stream():
+def test_a_custom_tool_of_a_stream_is_counted():
     base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
     head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}
     more = {"custom": {"input": "ls"}}
@@ -334,9 +327,8 @@ def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     chunks = [{**base, "choices": [{"index": 0, "delta": one}]} for one in deltas]
     chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
     lines = written([*map(json.dumps, chunks), "[DONE]"])
-    budget = Budget(loop_detection=None, tool_quotas={"shell": 1})
-    content, outcome = exchange([lines], budget=budget)
-    assert said_in(content) == ("", 2)
+    content, outcome = exchange([lines])
+    assert content == lines
     assert outcome.tool_calls[0].name == "shell"
 
 
@@ -352,7 +344,7 @@ def test_a_quota_holds_for_a_custom_tool_of_a_stream():
     ],
     ids=["all", "begun", "done", "the last", "all but the last", "nothing but done"],
 )
-def test_calls_of_a_response_are_bounded_whichever_of_its_events_a_server_sends(told, last):
+def test_calls_of_a_response_are_counted_whichever_of_its_events_a_server_sends(told, last):
     calls = [
         {"type": "function_call", "id": f"fc_{n}", "call_id": f"c{n}", "name": "read_file"}
         for n in range(3)
@@ -366,15 +358,10 @@ def test_calls_of_a_response_are_bounded_whichever_of_its_events_a_server_sends(
     response = {"id": "resp_1", "model": "gpt-4o", "output": calls if last == "whole" else []}
     sent.append({"type": "response.completed", "response": response})
     ask = {"model": "gpt-4o", "input": "go", "stream": True}
-    content, outcome = exchange(
-        [written(map(json.dumps, sent))],
-        budget=Budget(max_tool_calls=2, loop_detection=None),
-        ask=ask,
-        url="http://provider/v1/responses",
-    )
-    assert outcome.usage.tool_calls == 2
-    got = {call["call_id"] for call in calls if call["call_id"] in content.decode()}
-    assert got == {"c0", "c1"}
+    lines = written(map(json.dumps, sent))
+    content, outcome = exchange([lines], ask=ask, url="http://provider/v1/responses")
+    assert content == lines
+    assert outcome.usage.tool_calls == 3
 
 
 def test_what_was_written_of_a_call_is_charged_where_its_stream_breaks():
@@ -441,18 +428,6 @@ def test_a_stream_without_tool_calls_passes_byte_by_byte(end, size):
     assert (content, outcome.usage.total_tokens) == (lines, 110)
 
 
-@ENDS
-@pytest.mark.parametrize("size", [1, 5])
-def test_calls_are_taken_out_of_it_all_the_same(end, size):
-    lines = written(events(calls=3), end, comment=True)
-    pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
-    budget = Budget(max_tool_calls=2, loop_detection=None)
-    content, outcome = exchange(pieces, budget=budget)
-    assert said_in(content) == (TEXT, 2)
-    assert outcome.usage.tool_calls == 2
-    assert content.rstrip().endswith(b"[DONE]")
-
-
 def test_the_last_event_needs_no_empty_line():
     lines = written(events(calls=0)[:-1]).rstrip()
     content, outcome = exchange([lines])
@@ -499,14 +474,13 @@ def packed(encoding, data):
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw deflate", "gzip, deflate"])
 @pytest.mark.parametrize("size", [1, 50, 10**6])
-def test_a_compressed_stream_is_read_and_edited(encoding, size):
+def test_a_compressed_stream_is_read(encoding, size):
     if encoding == "raw deflate":
         size += 1  # of less, no client tells it from the other
     lines = packed(encoding, written(events(calls=3)))
     pieces = [lines[at : at + size] for at in range(0, len(lines), size)]
-    budget = Budget(max_tool_calls=2, loop_detection=None)
-    content, outcome = exchange(pieces, encoding=encoding.removeprefix("raw "), budget=budget)
-    assert said_in(content) == (TEXT, 2)
+    content, outcome = exchange(pieces, encoding=encoding.removeprefix("raw "))
+    assert said_in(content) == (TEXT, 3)
     assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
 
 
@@ -520,14 +494,13 @@ def test_zstd_is_read_where_its_client_reads_it(stream):
     def answer(request):
         return httpx.Response(200, headers=headers, content=iter([lines[:40], lines[40:]]))
 
-    budget = Budget(max_tool_calls=2, loop_detection=None)
-    transport = BudgetTransport(budget, httpx.MockTransport(answer), ask_for_usage=False)
+    transport = BudgetTransport(Budget(), httpx.MockTransport(answer), ask_for_usage=False)
     with httpx.Client(transport=transport) as client:
         with client.stream("POST", URL, json=ASK) as response:
             content = b"".join(response.iter_raw()) if stream else response.read()
-    assert said_in(content) == (TEXT, 2)
+    assert said_in(content) == (TEXT, 3)
     usage = transport.outcome.usage
-    assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 2)
+    assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 3)
 
 
 def test_what_cannot_be_decompressed_is_the_clients_own_error():
@@ -551,6 +524,42 @@ def test_an_encoding_that_nobody_reads_passes_as_it_came_and_is_estimated(encodi
     usage = transport.outcome.usage
     assert (usage.model_calls, usage.estimated_calls) == (1, 1)
     assert transport.run.guard.open_calls() == ()
+
+
+def test_the_calls_of_a_stream_that_is_left_at_its_finish_reason_are_counted():
+    """Its client has them, and may run them."""
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream"}
+        pieces = [written([line]) for line in events(calls=3)]
+        return httpx2.Response(200, headers=headers, stream=Pieces(pieces))
+
+    transport = BudgetTransport(Budget(max_tool_calls=2), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client:
+        with client.stream("POST", URL, json=ASK) as response:
+            for piece in response.iter_bytes():
+                if b'"finish_reason": "tool_calls"' in piece:
+                    break
+        refused = client.post(URL, json={**ASK, "stream": False})
+    assert refused.headers["x-budgetguard-stop-reason"] == "max_tool_calls"
+    assert transport.outcome.usage.tool_calls == 3
+
+
+def test_a_stream_that_is_cut_in_a_tool_call_has_no_good_end():
+    def pieces():
+        yield written(events()[:4])
+        transport.run.guard.abort("enough")
+        yield b": x\n\n"
+        yield written(events()[4:])
+
+    def answer(request):
+        headers = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, headers=headers, stream=Pieces(pieces()))
+
+    transport = BudgetTransport(Budget(), httpx2.MockTransport(answer))
+    with httpx2.Client(transport=transport) as client, pytest.raises(httpx2.ReadTimeout):
+        client.post(URL, json=ASK)
+    assert (transport.outcome.stop_reason, transport.outcome.usage.failed_calls) == ("aborted", 1)
 
 
 @pytest.mark.parametrize("how", ["left", "failed"])

@@ -15,65 +15,14 @@ from provider_server import ProviderServer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_are_bounded_where_the_input_of_a_response_is_a_text(stream):
-    with ProviderServer(calls=3) as server, bounded_clients(Budget(max_tool_calls=2)) as block:
+def test_tool_calls_are_counted_where_the_input_of_a_response_is_a_text(stream):
+    with ProviderServer(calls=3) as server, bounded_clients(Budget()) as block:
         client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
         ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
         made = client.responses.create(**ask, stream=stream)
         answer = [*made][-1].response if stream else made
-    assert sum(item.type == "function_call" for item in answer.output) == 2
-    assert block.outcome.usage.tool_calls == 2
-
-
-def calls_of(number, *names):
-    """A response that calls functions, and what tells where the provider keeps it."""
-    items = [
-        {
-            "type": "function_call",
-            "call_id": f"{name}_{number}_{n}",
-            "name": name,
-            "arguments": "{}",
-        }
-        for n, name in enumerate(names)
-    ]
-    return {**response(*items), "id": f"resp_{number}"}
-
-
-def test_a_provider_that_keeps_the_conversation_gets_a_result_for_each_call_of_its_own():
-    """It has the calls that a quota took out of its answer, and refuses what leaves one open."""
-    asked = []
-
-    def answered(request):
-        asked.append(json.loads(request.content))
-        return httpx2.Response(200, json=calls_of(len(asked), "search", "search", "read"))
-
-    budget = Budget(tool_quotas={"search": 1}, loop_detection=None)
-    transport = BudgetTransport(budget, httpx2.MockTransport(answered))
-    tools = [{"type": "function", "name": name} for name in ("search", "read")]
-    ask = {"model": "gpt-4o", "tools": tools}
-    with httpx2.Client(transport=transport) as client:
-        first = client.post("http://provider/v1/responses", json={**ask, "input": "go"}).json()
-        kept = [item["call_id"] for item in first["output"] if "call_id" in item]
-        done = [{"type": "function_call_output", "call_id": one, "output": "x"} for one in kept]
-        after = {"previous_response_id": first["id"], "input": [*done]}
-        client.post("http://provider/v1/responses", json={**ask, **after})
-    assert kept == ["search_1_0", "read_1_2"]
-    sent = asked[1]["input"]
-    assert [item["call_id"] for item in sent] == ["search_1_1", *kept]
-    assert [item["type"] for item in sent] == ["function_call_output"] * 3
-    assert sent[0]["output"]
-    assert sent[1:] == done
-
-
-def test_what_the_model_is_to_be_told_is_in_the_next_attempt_as_well():
-    budget = Budget(tool_quotas={"read_file": 2}, loop_detection=None)
-    script = ["ok", 429, "ok"]
-    with ProviderServer(script, calls=3, turns=1) as server, bounded_clients(budget):
-        loop = loops.chat(openai.OpenAI(api_key="k", base_url=server.url + "/v1"))
-    told = [post["body"]["messages"][-1]["content"] for post in server.posts]
-    assert loop.text == "All done."
-    assert told[1] == told[2]
-    assert "read_file: " in told[2]
+    assert sum(item.type == "function_call" for item in answer.output) == 3
+    assert block.outcome.usage.tool_calls == 3
 
 
 USAGE = {"input_tokens": 10, "output_tokens": 5, "total_tokens": 15}
@@ -228,10 +177,10 @@ def test_a_response_without_an_input_is_bounded_as_any_other(kept, stream):
         made = client.responses.create(**ask, stream=stream)
         answer = [*made][-1].response if stream else made
         refused = client.responses.create(**ask)
-    assert sum(item.type == "function_call" for item in answer.output) == 2
+    assert sum(item.type == "function_call" for item in answer.output) == 3
     assert refused.output_text.startswith("This run was stopped")
     usage = block.outcome.usage
-    assert (server.hits, usage.tool_calls, usage.total_tokens) == (1, 2, 110)
+    assert (server.hits, usage.tool_calls, usage.total_tokens) == (1, 3, 110)
     assert (usage.estimated_calls, usage.reserved_tokens) == (0, 0)
 
 
@@ -246,34 +195,14 @@ def test_the_variables_of_a_prompt_template_are_projected():
     assert sizes == [(1, "completed"), (0, "max_total_tokens")]
 
 
-def test_a_conversation_that_the_provider_keeps_gets_a_result_for_each_call_as_well():
-    asked = []
-
-    def answered(request):
-        asked.append(json.loads(request.content))
-        made = calls_of(len(asked), "search")
-        return httpx2.Response(200, json={**made, "conversation": {"id": "conv_1"}})
-
-    budget = Budget(tool_quotas={"search": 1}, loop_detection=None)
-    transport = BudgetTransport(budget, httpx2.MockTransport(answered))
-    tools = [{"type": "function", "name": "search"}]
-    ask = {"model": "gpt-4o", "tools": tools, "conversation": "conv_1"}
-    with httpx2.Client(transport=transport) as client:
-        for text in ("go", "go on", "and on"):
-            client.post("http://provider/v1/responses", json={**ask, "input": text})
-    # The second answer's call was taken out: the conversation has it, and wants its result.
-    assert [item.get("call_id") for item in asked[2]["input"]] == ["search_2_0", None]
-
-
 def test_a_background_response_that_is_streamed_is_read_and_bounded():
-    budget = Budget(max_tool_calls=2, loop_detection=None)
-    with ProviderServer(calls=3) as server, bounded_clients(budget) as block:
+    with ProviderServer(calls=3) as server, bounded_clients(Budget()) as block:
         client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
         ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
         events = [*client.responses.create(**ask, background=True, stream=True)]
-    assert sum(item.type == "function_call" for item in events[-1].response.output) == 2
+    assert sum(item.type == "function_call" for item in events[-1].response.output) == 3
     usage = block.outcome.usage
-    assert (usage.tool_calls, usage.total_tokens, usage.estimated_calls) == (2, 110, 0)
+    assert (usage.tool_calls, usage.total_tokens, usage.estimated_calls) == (3, 110, 0)
 
 
 def of_anthropic(results):

@@ -271,11 +271,11 @@ def test_calls_that_are_answered_without_a_tool_are_seen_by_loop_detection(asks_
     check_request(told[-1].messages)
 
 
-def test_answers_without_a_tool_that_differ_are_no_loop():
-    script = Script(lambda n: calls(Call("Count", f"not {n}")) if n < 9 else says("Done."))
+def test_a_few_invalid_structured_answers_are_no_loop():
+    script = Script(lambda n: calls(Call("Count", f"not {n}")) if n < 3 else says("Done."))
     graph = bounded(agent(script, response_format=ToolStrategy(Count)), Budget(max_iterations=30))
     graph.invoke(user())
-    assert script.calls == 10
+    assert script.calls == 4
 
 
 def test_tools_that_return_commands_are_seen_by_loop_detection():

@@ -617,7 +617,7 @@ async def test_cancelling_the_task_closes_the_run_and_leaves_nothing():
 
 
 async def test_work_that_does_not_listen_is_left_behind_after_the_grace(monkeypatch):
-    monkeypatch.setattr("budgetguard_core.kit.cancel.GRACE", 0.1)
+    monkeypatch.setattr("budgetguard_core.kit.cancel.UNCANCELLABLE", 0.1)
     free = asyncio.Event()
 
     async def deaf(*_):
@@ -1203,3 +1203,56 @@ def test_a_step_that_tries_again_by_itself_is_charged_for_each_attempt():
 
     outcome = run_bounded(step, Budget(), messages="Go")
     assert (outcome.usage.model_calls, outcome.usage.iterations) == (2, 1)
+
+
+def test_two_loops_on_one_guard_that_repeat_each_others_words_are_one_row():
+    guard = Guard(Budget(max_iterations=200))
+    texts = (
+        "Please look at the figures once more and tell me whether they are right.",
+        "I have looked at the figures once more, please tell me what to do next.",
+    )
+    said, calls = "Begin.", 0
+    for number in range(100):
+        answer = {"role": "assistant", "content": texts[number % 2]}
+        calls += 1
+        outcome = run_bounded(lambda _, reply=answer: reply, guard, messages=said)
+        if outcome.status == "terminated":
+            break
+        said = outcome.final
+    assert (outcome.stop_reason, calls) == ("oscillation", 7)
+    # What the user asks again is no repetition.
+    guard = Guard(Budget(max_iterations=200))
+    for _ in range(20):
+        outcome = run_bounded(lambda _: answer, guard, messages="And the next one?")
+        assert outcome.status == "completed"
+
+
+def test_one_word_about_one_document_after_the_other_is_no_repetition():
+    answer = {"role": "assistant", "content": "yes"}
+
+    @guarded(Guard(Budget(max_model_calls=50)), kind="model")
+    def ask(messages):
+        return answer
+
+    for number in range(30):
+        ask([{"role": "user", "content": f"Is document {number} about money?"}])
+    with bounded(Budget(max_model_calls=50)) as run:
+        for _ in range(30):
+            with run.model_call(input_tokens=9) as call:
+                call.settle(answer)
+    assert run.outcome.status == "completed"
+
+
+def test_one_word_again_and_again_in_a_conversation_is_a_repetition():
+    messages = [{"role": "user", "content": "Go on."}]
+
+    @guarded(Guard(Budget(max_model_calls=50)), kind="model")
+    def ask(messages):
+        return {"role": "assistant", "content": "yes"}
+
+    def talk():
+        for _ in range(50):
+            messages.append(ask(messages))
+
+    with pytest.raises(BudgetExceeded, match="no_progress"):
+        talk()

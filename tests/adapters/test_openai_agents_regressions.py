@@ -124,8 +124,8 @@ class StuckHooks(RunHooks[Any]):
 
 @pytest.fixture
 def short_patience(monkeypatch):
-    monkeypatch.setattr("budgetguard_core.kit.watch.UNCANCELLABLE", 0.05)
-    monkeypatch.setattr("budgetguard_openai_agents._session._PATIENCE", 0.05)
+    monkeypatch.setattr("budgetguard_core.kit.cancel.UNCANCELLABLE", 0.05)
+    monkeypatch.setattr("budgetguard_openai_agents._history._PATIENCE", 0.05)
 
 
 @pytest.mark.usefixtures("short_patience")
@@ -536,7 +536,7 @@ def test_9_an_editor_may_lack_methods(way):
 
 def test_9_a_computer_is_disposed_of_when_the_run_is_cancelled(monkeypatch):
     """As without a guard. A consumer who is cancelled waits for no stream of the SDK's."""
-    monkeypatch.setattr("budgetguard_core.kit.watch.UNCANCELLABLE", 0.01)
+    monkeypatch.setattr("budgetguard_core.kit.cancel.UNCANCELLABLE", 0.01)
     done: list[str] = []
 
     async def main() -> None:

@@ -23,8 +23,8 @@ from budgetguard_core import Budget, Guard, Price, PriceBook, StopReason, TokenU
 from budgetguard_core.kit import token_usage
 from budgetguard_core.testing import MODEL, Call, ProviderError, Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
-from budgetguard_openai_agents._usage import model_of, written
-from budgetguard_openai_agents._usage import usage_of as reported
+from budgetguard_openai_agents._model import model_of, written
+from budgetguard_openai_agents._model import usage_of as reported
 from openai_agents_raw import RawModel, text_item
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool
 

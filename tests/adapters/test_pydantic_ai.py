@@ -36,6 +36,7 @@ from budgetguard_core import (
     Guard,
     Outcome,
 )
+from budgetguard_core.plugs import Plug
 from budgetguard_pydantic_ai import BudgetCapability, _seams, outcome
 from pydantic_ai_agents import DOORS, checked, endless, model_of, ran
 
@@ -203,7 +204,8 @@ def test_without_a_budget_a_run_is_what_it_is_without_us():
     ours = ran(endless(BudgetCapability(Budget(max_iterations=5)), answers=(SEARCH, "Done.")))
     assert told(bare.all_messages()) == told(ours.all_messages())
     assert bare.output == ours.output == "Done."
-    assert outcome(bare) is None
+    with pytest.raises(AdapterError, match="without an outcome"):
+        outcome(bare)
 
 
 @pytest.mark.parametrize(
@@ -488,3 +490,44 @@ def test_refusals_of_a_person_are_seen_by_loop_detection_over_pauses():
         rounds += 1
     assert outcome(result).stop_reason == "no_progress"
     assert rounds < 10
+
+
+class SlowStore(Plug):
+    """Notes the threads that wait for it, as a ledger's answer is waited for."""
+
+    waits = True
+
+    def __init__(self):
+        self.threads = []
+
+    def reserve(self, owner, ask):
+        self.threads.append(threading.get_ident())
+        return True
+
+
+def test_the_event_loop_does_not_wait_for_a_ledger(monkeypatch):
+    store, bodies = SlowStore(), []
+    monkeypatch.setattr("budgetguard_core.guard.plugs_of", lambda guard, **_: (store,))
+    guard = Guard(Budget(max_tool_calls=2))
+
+    async def search(query: str) -> str:
+        bodies.append(query)
+        return query
+
+    batch = [("search", {"query": one}) for one in "abc"]
+    answers = model_of(batch, "Done.")
+    agent = Agent(answers, tools=[search], capabilities=[BudgetCapability(guard)])
+
+    async def main():
+        return threading.get_ident(), await agent.run("Go.")
+
+    loop, result = asyncio.run(main())
+    assert store.threads
+    assert loop not in store.threads
+    assert bodies == ["a", "b"]
+    assert guard.usage.tool_calls == 2
+    assert outcome(result).stop_reason == "max_tool_calls"
+
+
+def test_without_a_budget_an_agent_has_25_turns():
+    assert outcome(ran(endless(BudgetCapability()))).usage.iterations == 25

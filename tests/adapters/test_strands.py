@@ -957,7 +957,7 @@ def test_a_child_s_legs_do_not_wipe_its_parent_s_iterations(counter):
 
 def test_a_deadline_below_a_deadline_ends_the_leaf_first(monkeypatch):
     # However slow the machine is, the leaf gets the time to end.
-    monkeypatch.setattr("budgetguard_core.kit.watch.GRACE", FOR_EVER)
+    monkeypatch.setattr("budgetguard_core.kit.cancel.GRACE", FOR_EVER)
     clock = ManualClock()
     child = made(Script([says("unused")]), name="worker", description="works")
     child.model = Hanging(child.model.script, clock=clock)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from budgetguard_cli import quickstart as command
 from budgetguard_cli.app import app
 from budgetguard_cli.quickstart import Framework
 
@@ -46,3 +47,9 @@ def test_a_name_that_would_hide_a_package_is_refused(tmp_path, name):
     said = quickstart("strands", "-o", tmp_path / f"{name}.py", code=2).stderr
     assert f"{name}.py would hide the package '{name}'" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_named_with_how_it_is_installed(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    said = quickstart("langgraph").stderr
+    assert 'needs langchain, not installed here: pip install ".[langchain]"' in said

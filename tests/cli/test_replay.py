@@ -149,6 +149,8 @@ def test_an_honest_run_is_not_cut(log):
         ("max_model_calls", "3", 3),
         ("max_tool_calls", "3", 4),
         ("max_total_tokens", "3150", 3),
+        ("max_input_tokens", "3000", 3),
+        ("max_output_tokens", "150", 3),
         ("max_cost_usd", "0.009", 3),
     ],
 )
@@ -174,7 +176,10 @@ def test_a_successful_run_that_would_be_cut_is_named(log):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--max-iterations", "0"], "max_iterations must be >= 1, got 0. Use None for no cap."),
+        (
+            ["--max-iterations", "0"],
+            "max_iterations must be a whole number >= 1, got 0. Use None for no cap.",
+        ),
         (["--max-cost-usd", "nan"], "max_cost_usd must be "),
         (["--max-cost-usd", "-1"], "max_cost_usd must be "),
         (["--max-cost-usd", "1e999999999999"], "max_cost_usd must be "),
@@ -425,7 +430,7 @@ BAD = {
         '{"event": "run_started", "seq": 1, "run_id": "x", "at_ns": 0, "wall_ns": 0, '
         '"budget": {"max_iterations": -1}, "mode": "enforce", "parent_run_id": null, '
         '"price_book": "", "stop_conditions": 0}',
-        "max_iterations must be >= 1",
+        "max_iterations must be a whole number >= 1",
     ),
 }
 

@@ -61,8 +61,9 @@ if __name__ == "__main__":
         model="claude-sonnet-4-5", max_tokens=99, messages=[{"role": "user", "content": "claude"}])
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.map(swallowing, ["fork", "fork"])
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pool.map(swallowing, ["spawn"])
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            pool.map(swallowing, [method])
     subprocess.run([sys.executable, "ask.py", "subprocess"])
     for _ in range(9):
         swallowing("after")
@@ -141,6 +142,24 @@ except Exception:
 )
 
 
+PYDANTIC_AI = (
+    TOOL
+    + """
+import os
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+provider = OpenAIProvider(base_url=os.environ["URL"] + "/v1", api_key="key")
+agent = Agent(OpenAIChatModel("gpt-4o", provider=provider), tools=[read_file])
+try:
+    print("OUTPUT", agent.run_sync("go").output)
+except Exception:
+    pass
+"""
+)
+
+
 class Started:
     """A run that has been started.
 
@@ -196,12 +215,12 @@ def start(tmp_path):
 
 @pytest.mark.slow
 def test_all_processes_of_a_script_spend_one_budget_exactly(start):
-    """Threads, a loop, fork, spawn and a subprocess, with every exception swallowed."""
+    """Threads, a loop, every kind of process, with every exception swallowed."""
     with start(PROCESSES, "--max-model-calls", 10, arguments=["script.py", "--help"]) as run:
         assert run.end() == 3, run.err
         assert run.server.hits == 10
-        kinds = ("main", "thread", "loop", "claude", "spawn", "subprocess")
-        assert run.asked == {**dict.fromkeys(kinds, 1), "fork": 2, "after": 2}
+        kinds = ("main", "thread", "loop", "claude", "spawn", "forkserver", "subprocess")
+        assert run.asked == {**dict.fromkeys(kinds, 1), "fork": 2, "after": 1}
     assert run.out == "END ['--help']\n"
     assert "stopped: max_model_calls" in run.err
     assert "claude-sonnet-4-5" in run.err
@@ -215,8 +234,9 @@ def test_all_processes_of_a_script_spend_one_budget_exactly(start):
         (LANGGRAPH, "HISTORY ['human', 'ai', 'tool', 'ai', 'tool', 'ai', 'tool']\n"),
         (AGENTS_SDK, "FINAL This run was stopped before it finished. So far 3 tool calls were"),
         (STRANDS, "REASON max_iterations\n"),
+        (PYDANTIC_AI, "OUTPUT This run was stopped before it finished. So far 3 tool calls were"),
     ],
-    ids=["langgraph", "openai-agents", "strands"],
+    ids=["langgraph", "openai-agents", "strands", "pydantic-ai"],
 )
 def test_a_framework_ends_gracefully_at_the_cap(start, script, said):
     with start(script, "--max-iterations", CAP, "--json") as run:
@@ -231,6 +251,33 @@ def test_a_framework_ends_gracefully_at_the_cap(start, script, said):
     assert (used["total_tokens"], used["estimated_calls"]) == (CAP * TOKENS, 0)
     assert report["models"]["gpt-4o"]["calls"] == CAP
     assert "is not used" not in run.err
+
+
+COLD = (
+    ASK
+    + """
+import threading
+start = threading.Barrier(50)
+
+def swallowing():
+    start.wait()
+    try:
+        ask("cold")
+    except Exception:
+        pass
+
+threads = [threading.Thread(target=swallowing) for _ in range(50)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+)
+
+
+@pytest.mark.slow
+def test_cold_threads_that_start_at_once_send_exactly_what_the_cap_allows(start):
+    with start(COLD, "--max-model-calls", CAP) as run:
+        assert run.end() == 3, run.err
+        assert run.asked == {"cold": CAP}
 
 
 STUBBORN = (
@@ -442,7 +489,7 @@ def test_a_module_in_which_no_call_is_seen(start):
         (["-m", "no_such_module_here"], "-m must name a module"),
         (["--profile", "resaerch", __file__], "did you mean 'research'?"),
         ([__file__], "a run must have a budget"),
-        (["--max-iterations", "0", __file__], "max_iterations must be >= 1, got 0"),
+        (["--max-iterations", "0", __file__], "max_iterations must be a whole number >= 1, got 0"),
         (["--max-cost-usd", "much", __file__], "must be an amount of US dollars, got 'much'"),
         (["--max-iterations", "1", "--tenant", "acme", __file__], "--ledger and --tenant"),
     ],
@@ -465,7 +512,9 @@ def test_a_tenant_is_charged_to_the_ledger_that_the_environment_names():
 
 def test_a_run_within_a_run_is_refused():
     result = CliRunner().invoke(
-        app, ["run", "--max-iterations", "1", __file__], env={"BUDGETGUARD_SOCKET": "/nowhere"}
+        app,
+        ["run", "--max-iterations", "1", __file__],
+        env={"BUDGETGUARD_RUN": "sqlite:////nowhere"},
     )
     assert result.exit_code == 2
     assert "Use python instead" in result.stderr

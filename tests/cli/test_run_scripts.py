@@ -144,9 +144,13 @@ def test_a_ledger_is_charged_by_every_process_and_its_tenant_is_a_limit(start, t
     )
     options = ("--max-model-calls", 9, "--ledger", url, "--tenant", "acme")
     with start(script, *options) as run:
+        assert run.end() == 2
+    assert "a ceiling must be set for 'acme'" in run.err
+    ledger = Ledger(url)
+    ledger.set_ceilings("acme", daily_usd=100)
+    with start(script, *options) as run:
         assert run.end() == 0, run.err
         assert run.server.hits == 2
-    ledger = Ledger(url)
     try:
         days = [row for row in ledger.windows() if row.window[0] == "d"]  # two at midnight
         assert sum(row.spent_tokens for row in days) == 220

@@ -21,8 +21,8 @@ from budgetguard_http.wires.wire import MARK
 from conformance.budgetguard_loop_driver import USAGE_RECORDS, chunks_of, completion, normal
 
 _ON_TRAFFIC = (
-    "The seam sees requests and answers, not the loop: a call that may not start is taken out of "
-    "the answer, so its tool never runs, and the history holds neither the call nor a result."
+    "The seam sees requests and answers, not the loop: tool calls are counted as the answer brings "
+    "them, and a batch over a cap or a quota is stopped at the next call of a model."
 )
 _TOOL_HANGS = (
     "A tool of the user's that hangs is the user's own code: the deadline and an abort end the "
@@ -240,7 +240,10 @@ class BoundedClients(Driver):
         "swallowing": "There are no hooks or callables around the calls that could swallow a stop.",
     }
     deviations: ClassVar = {
+        3: _ON_TRAFFIC,
         4: _ON_TRAFFIC,
+        (6, "sync"): _ON_TRAFFIC,
+        (7, "sync"): _ON_TRAFFIC,
         (6, "async"): _TOOL_HANGS,
         (6, "streamed"): _TOOL_HANGS,
         (7, "async"): _TOOL_HANGS,
@@ -248,7 +251,9 @@ class BoundedClients(Driver):
         (12, "async"): _TOOL_HANGS,
         (12, "streamed"): _TOOL_HANGS,
         13: _NO_RESUME,
+        31: _ON_TRAFFIC,
         37: _ON_TRAFFIC,
+        47: _ON_TRAFFIC,
         49: _ON_TRAFFIC,
         50: _ON_TRAFFIC,
         51: _ON_TRAFFIC,

@@ -39,8 +39,8 @@ def refused(field, value):
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (0, "must be >= 1, got 0. Use None for no cap."),
-        (-1, "must be >= 1, got -1. Use None for no cap."),
+        (0, "must be a whole number >= 1, got 0. Use None for no cap."),
+        (-1, "must be a whole number >= 1, got -1. Use None for no cap."),
         (10**18 + 1, f"must be <= {10**18}, got more. Use None for no cap."),
         (10**400, f"must be <= {10**18}, got more. Use None for no cap."),
         (True, "must be a whole number >= 1, got True. Use None for no cap."),
@@ -87,8 +87,11 @@ def test_a_number_too_long_for_a_float_is_one_sentence_too():
         (-1, "must be finite and > 0, got -1. Use None for no cap."),
         (NAN, "must be finite and > 0, got nan. Use None for no cap."),
         (INF, "must be finite and > 0, got inf. Use None for no cap."),
-        (Decimal("NaN"), "must be finite and > 0, got NaN. Use None for no cap."),
-        (Decimal("-Infinity"), "must be finite and > 0, got -Infinity. Use None for no cap."),
+        (Decimal("NaN"), "must be finite and > 0, got Decimal('NaN'). Use None for no cap."),
+        (
+            Decimal("-Infinity"),
+            "must be finite and > 0, got Decimal('-Infinity'). Use None for no cap.",
+        ),
         (
             True,
             "must be an amount of US dollars > 0 (Decimal, int or float), got True. "
@@ -160,7 +163,7 @@ def test_every_problem_has_its_sentence():
     with pytest.raises(ConfigurationError) as caught:
         Budget(max_iterations=0, max_seconds="x")
     assert str(caught.value).splitlines() == [
-        "max_iterations must be >= 1, got 0. Use None for no cap.",
+        "max_iterations must be a whole number >= 1, got 0. Use None for no cap.",
         "max_seconds must be a number of seconds > 0, got 'x'. Use None for no cap.",
     ]
 
@@ -285,7 +288,9 @@ def test_a_copy_is_validated():
     assert (copy.max_iterations, copy.tool_quotas, copy.stop_when) == (4, {"a": 1}, (bool,))
     assert budget.max_iterations == 3
     assert budget.model_copy() == budget == budget.model_copy(deep=True)
-    with pytest.raises(ConfigurationError, match="max_iterations must be >= 1, got 0"):
+    with pytest.raises(
+        ConfigurationError, match="max_iterations must be a whole number >= 1, got 0"
+    ):
         budget.model_copy(update={"max_iterations": 0})
     with pytest.raises(ConfigurationError, match="nonsense is not a field"):
         budget.model_copy(update={"nonsense": 1})
@@ -339,7 +344,7 @@ def test_quotas_and_classes_cannot_be_changed_in_place():
         lambda: budget.tool_quotas.update(search=99),
         lambda: budget.tool_classes.clear(),
     ):
-        with pytest.raises(TypeError, match="a budget cannot be changed"):
+        with pytest.raises(TypeError, match="settings cannot be changed"):
             change()
     for copied in (pickle.loads(pickle.dumps(budget)), copy.deepcopy(budget), budget.model_copy()):
         assert copied == budget

@@ -314,8 +314,8 @@ def test_a_line_that_is_no_event_is_named_with_its_field(lines):
 
 
 def test_a_newer_format_is_named(lines):
-    newer = json.dumps(json.loads(lines[0]) | {"format_version": 3, "new_field": 1}) + "\n"
-    assert message([newer]) == "line 1: format 3 is newer than 2. Upgrade BudgetGuard."
+    newer = json.dumps(json.loads(lines[0]) | {"format_version": 2, "new_field": 1}) + "\n"
+    assert message([newer]) == "line 1: format 2 is newer than 1. Upgrade BudgetGuard."
 
 
 def test_a_field_of_a_newer_version_is_named_with_the_way_out(lines):
@@ -340,47 +340,6 @@ def test_a_log_of_before_runs_named_what_they_are_charged_to_beside_is_read(line
     assert older.pop("beside") == []
     (event,) = read_events([json.dumps(older) + "\n"])
     assert event.beside == ()
-
-
-VERSION_1 = """
-{"seq":1,"run_id":"r","at_ns":0,"wall_ns":0,"event":"run_started","format_version":1,\
-"budget":{"max_cost_usd":"1"},"mode":"enforce","parent_run_id":null,"price_book":"p",\
-"stop_conditions":0}
-{"seq":2,"run_id":"r","at_ns":0,"wall_ns":0,"event":"model_call_admitted","call_id":1,\
-"model":"m","provider":null,"retry":false,"input_tokens":9,"max_output_tokens":5,\
-"output_is_fixed":true,"seconds":2.5,"cost_usd":"0.5","admitted_output_tokens":5,"nudge":null}
-{"seq":3,"run_id":"r","at_ns":0,"wall_ns":0,"event":"model_call_settled","call_id":1,\
-"model":null,"usage":null,"cost_usd":"0.5","given_cost_usd":null,"error":null}
-{"seq":4,"run_id":"r","at_ns":0,"wall_ns":0,"event":"model_call_refused","model":"m",\
-"provider":null,"retry":true,"input_tokens":9,"max_output_tokens":null,"seconds":null,\
-"cost_usd":"0.6","reason":"max_cost_usd"}
-""".replace("\\\n", "")
-
-
-def test_version_1_which_had_model_calls_flat_is_read_and_replayed():
-    events = list(read_events(VERSION_1.splitlines(keepends=True)))
-    assert events[1].call == ModelCall(
-        model="m",
-        input_tokens=9,
-        max_output_tokens=5,
-        output_is_fixed=True,
-        seconds=2.5,
-        cost_usd=Decimal("0.5"),
-    )
-    assert events[3].call == ModelCall(
-        model="m", retry=True, input_tokens=9, cost_usd=Decimal("0.6")
-    )
-    guard = replay(events, price_book=BOOK, clock=ManualClock())
-    assert (guard.usage.cost_usd, guard.usage.model_calls) == (Decimal("0.5"), 1)
-    assert guard.trip.reason is StopReason.MAX_COST_USD
-
-
-@pytest.mark.parametrize(
-    "line",
-    [VERSION_1.splitlines()[2].replace('"model"', '"modell"'), '{"event":"model_call_refused"}'],
-)
-def test_a_flat_model_call_has_no_other_fields(line):
-    assert message([line]).startswith("line 1: not an event (model_call_")
 
 
 def test_a_copied_call_has_every_field():

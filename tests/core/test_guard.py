@@ -155,7 +155,7 @@ def test_three_dimes_in_flight_fit_too_and_a_fourth_does_not(make):
     decisions = [guard.admit_model_call(ModelCall(cost_usd=DIME)) for _ in range(4)]
     assert [type(decision) for decision in decisions] == [Admit, Admit, Admit, Stop]
     assert guard.usage.reserved_usd == Decimal("0.3")
-    assert guard.trip.detail == "max_cost_usd=0.3 would be passed: 0 used, 0.4 projected"
+    assert guard.trip.detail == "max_cost_usd=0.3 would be exceeded: 0 used, 0.4 projected"
 
 
 def test_a_cent_more_does_not_fit(make):
@@ -173,7 +173,7 @@ def test_projected_tokens_fit_exactly_or_not_at_all(make):
     assert guard.usage.reserved_tokens == 20
     assert isinstance(guard.admit_model_call(ModelCall(input_tokens=1, **bound)), Admit)
     stop = guard.admit_model_call(ModelCall(input_tokens=0, **bound))
-    assert stop.trip.detail == "max_total_tokens=30 would be passed: 8 used, 23 projected"
+    assert stop.trip.detail == "max_total_tokens=30 would be exceeded: 8 used, 23 projected"
 
 
 def test_a_call_without_a_projection_may_pass_the_cap_and_is_billed(make):
@@ -322,7 +322,7 @@ def test_output_tokens_are_clamped_to_the_dollars_left(make):
 def test_nothing_left_for_the_output_stops(make):
     guard = make(Budget(max_total_tokens=100, max_output_tokens_per_call=400))
     stop = guard.admit_model_call(ModelCall(input_tokens=100))
-    assert stop.trip.detail == "max_total_tokens=100 would be passed: 0 used, 101 projected"
+    assert stop.trip.detail == "max_total_tokens=100 would be exceeded: 0 used, 101 projected"
 
 
 def test_clamping_copes_with_free_output_and_a_passed_cap(make):
@@ -507,8 +507,18 @@ def test_hosted_tools_past_their_quota_stop_the_run(make):
     for _ in range(2):
         guard.admit_tool_call(ToolCall(name="web", kind="hosted"))
     stop = guard.admit_model_call()
-    assert stop.trip.detail == "tool_quotas['web']=1 passed: 2 used"
+    assert stop.trip.detail == "tool_quotas['web']=1 exceeded: 2 used"
     assert stop.trip.reason is StopReason.TOOL_QUOTA
+
+
+def test_reported_calls_are_counted_and_never_refused(make):
+    guard = make(Budget(max_tool_calls=2))
+    for _ in range(3):
+        ticket = guard.admit_tool_call(ToolCall(name="web", arguments="{}", kind="reported"))
+        assert guard.open_tool_calls() == (ticket,)
+        assert guard.settle_tool_call(ticket, "nothing")
+    stop = guard.admit_model_call()
+    assert stop.trip.detail == "max_tool_calls=2 reached: 3 used"
 
 
 @pytest.mark.parametrize("kind", ["handoff", "output"])
@@ -521,8 +531,8 @@ def test_handoffs_and_output_are_no_tool_calls(make, kind):
     assert isinstance(use(guard), Admit)
 
 
-@pytest.mark.parametrize("kind", ["handoff", "output"])
-def test_handoffs_and_output_are_looked_at_for_loops(make, kind):
+@pytest.mark.parametrize("kind", ["handoff", "output", "reported"])
+def test_other_kinds_are_looked_at_for_loops(make, kind):
     guard = make()
     for _ in range(3):
         use(guard, "x", kind=kind)
@@ -1613,7 +1623,7 @@ def test_prompts_are_capped_by_themselves():
     guard = Guard(Budget(max_input_tokens=100))
     spend(guard, TokenUsage(60, 500), input_tokens=60)
     stop = guard.admit_model_call(ModelCall(input_tokens=41, max_output_tokens=500))
-    assert stop.trip.detail == "max_input_tokens=100 would be passed: 60 used, 41 projected"
+    assert stop.trip.detail == "max_input_tokens=100 would be exceeded: 60 used, 41 projected"
     again = Guard.restore(guard.snapshot(), Budget(max_input_tokens=100))
     assert isinstance(again.admit_model_call(ModelCall(input_tokens=100)), Admit)
 

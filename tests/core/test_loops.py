@@ -39,7 +39,10 @@ fixed = settings(derandomize=True, deadline=None, max_examples=150, database=Non
         ({"ignore_arguments": [1]}, r"ignore_arguments must be a list of names"),
         ({"ignore_results": "took_ms"}, r"ignore_results must be a list of names, got 'took_ms'"),
         ({"ignore_arguments": "x" * 200}, r"got 'x+\.\.\.\. Use"),
-        ({"nudges": 1}, r"nudges is not a field of LoopDetection\. Use one of: nudge_after, "),
+        (
+            {"nudges": 1},
+            r"nudges is not a field of LoopDetection, got 1\. Use one of: nudge_after, ",
+        ),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_one_sentence(fields, sentence):

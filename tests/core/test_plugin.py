@@ -98,7 +98,7 @@ def test_the_marker_fails_a_test_that_passes_its_envelope(tests_of_a_user):
     outcomes = done.parseoutcomes()
     assert outcomes["passed"] == 1
     text = done.stdout.str()
-    assert "the run passed its envelope: max_iterations=3: 4 used" in text
+    assert "the run exceeded its envelope: max_iterations=3: 4 used" in text
     assert "FAILED" in text
     assert "test_that_fails_by_itself" in text
     assert "E       assert False" in text
@@ -310,7 +310,7 @@ def test_every_cap_that_was_passed_is_named():
     with pytest.raises(AssertionError) as caught:
         assert_bounded(guard_of(3), within=Budget(max_iterations=2, max_total_tokens=250))
     assert str(caught.value) == (
-        "the run passed its envelope: max_iterations=2: 3 used; max_total_tokens=250: 300 used"
+        "the run exceeded its envelope: max_iterations=2: 3 used; max_total_tokens=250: 300 used"
     )
     assert_bounded(guard_of(3), within=Budget(max_iterations=3, max_total_tokens=300))
 

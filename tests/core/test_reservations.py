@@ -90,7 +90,7 @@ def test_a_hosted_tool_that_passed_its_quota_is_told_with_its_figures():
         guard.admit_tool_call(ToolCall(name="search", kind="hosted"))
     (violation,) = guard.admit_model_call().trip.violations
     assert (violation.reason, violation.limit, violation.used) == (StopReason.TOOL_QUOTA, 1, 2)
-    assert violation.detail == "tool_quotas['search']=1 passed: 2 used"
+    assert violation.detail == "tool_quotas['search']=1 exceeded: 2 used"
 
 
 @pytest.mark.parametrize("legs", [1, 2])

@@ -219,7 +219,7 @@ def test_a_rate_limit_delays_then_refuses_and_the_run_goes_on():
     first, second, third, other = bench.guard.admit_tool_calls(calls)
     assert [delay_of(one, bench.clock) for one in (first, second, other)] == [0, 1, 0]
     assert isinstance(third, Refuse)
-    assert third.detail == "rate_limits['read/*']: 1 calls a second are passed"
+    assert third.detail == "rate_limits['read/*']: 1 calls a second are exceeded"
     assert json.loads(third.message) == {
         "error": "rate_limited",
         "tool": "read_file",

@@ -105,15 +105,14 @@ def test_conversations_are_free_where_they_are_only_stored(host, path, free):
     assert is_free(host, path) is free
 
 
-def test_tool_calls_of_mistrals_agents_are_bounded():
-    budget = Budget(max_tool_calls=1, loop_detection=None)
-    http_client, transport, _ = bounded_client(COMPLETION, budget)
+def test_tool_calls_of_mistrals_agents_are_counted():
+    http_client, transport, _ = bounded_client(COMPLETION)
     tools = [{"type": "function", "function": {"name": "read_file", "parameters": {}}}]
     with http_client:
         client = Mistral(api_key="k", client=http_client)
         made = client.agents.complete(agent_id="ag_1", messages=MESSAGES, tools=tools)
-    assert [call.id for call in made.choices[0].message.tool_calls] == ["call_1"]
-    assert transport.outcome.usage.tool_calls == 1
+    assert [call.id for call in made.choices[0].message.tool_calls] == ["call_1", "call_2"]
+    assert transport.outcome.usage.tool_calls == 2
     assert transport.outcome.usage.estimated_calls == 0
 
 
@@ -127,15 +126,13 @@ def test_tool_calls_of_mistrals_agents_are_bounded():
     ],
 )
 def test_a_gateways_slashes_change_no_format(path):
-    budget = Budget(max_tool_calls=1, loop_detection=None)
-    http_client, transport, posted = bounded_client(COMPLETION, budget)
+    http_client, transport, posted = bounded_client(COMPLETION)
     with http_client:
         ask = {"model": "gpt-4o", "messages": MESSAGES}
-        made = http_client.post("http://gateway" + path, json=ask).json()
-    assert [call["id"] for call in made["choices"][0]["message"]["tool_calls"]] == ["call_1"]
+        assert http_client.post("http://gateway" + path, json=ask).json() == COMPLETION
     assert posted[0][0] == path
     usage = transport.outcome.usage
-    assert (usage.total_tokens, usage.tool_calls, usage.estimated_calls) == (110, 1, 0)
+    assert (usage.total_tokens, usage.tool_calls, usage.estimated_calls) == (110, 2, 0)
 
 
 def test_what_is_free_is_free_with_a_slash_at_its_end():

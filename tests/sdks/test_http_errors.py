@@ -41,12 +41,13 @@ class Answer(pydantic.BaseModel):
 
 
 def chat(server):
-    ask = {"model": "gpt-4o", "messages": TURNS, "response_format": Answer}
-    flows.openai_client(server).chat.completions.parse(**ask)
+    ask = loops.chat_ask(TURNS, tool_choice="required")
+    flows.openai_client(server).chat.completions.create(**ask)
 
 
 def responses(server):
-    flows.openai_client(server).responses.parse(model="gpt-4o", input="go", text_format=Answer)
+    ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
+    flows.openai_client(server).responses.create(**ask, tool_choice="required")
 
 
 def messages(server):
@@ -71,7 +72,7 @@ def mistral(server):
 
 def lite(server):
     ask = flows.litellm_ask(server, TURNS, "openai/gpt-4o", stream=False)
-    litellm.completion(**{**ask, "tools": None, "response_format": {"type": "json_object"}})
+    litellm.completion(**{**ask, "tool_choice": "required"})
 
 
 def bedrock_client(server):
@@ -109,7 +110,7 @@ def invoke(server):
 
 # Each with the type of its SDK's own error for a status, and where that keeps the status.
 REFUSED = {
-    "openai, parse": (chat, openai.APIStatusError, lambda error: error.status_code),
+    "openai, chat": (chat, openai.APIStatusError, lambda error: error.status_code),
     "openai, Responses": (responses, openai.APIStatusError, lambda error: error.status_code),
     "anthropic": (messages, anthropic.APIStatusError, lambda error: error.status_code),
     "google-genai": (gemini, genai_errors.ClientError, lambda error: error.code),

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import httpx2
 import openai
-import pydantic
 import pytest
 
 import http_flows as flows
@@ -42,26 +41,23 @@ def collected():
     gc.collect()
 
 
-class Answer(pydantic.BaseModel):
-    x: int
-
-
 def create(client, **options):
     reply = client.chat.completions.create(**CHAT, **options)
     return list(reply) if options.get("stream") else reply
 
 
-# A refusal of what was to have a form
+# A refusal of a call of a tool that is forced
 
 
 def chat_helper(server):
-    ask = {**CHAT, "response_format": Answer}
+    ask = loops.chat_ask(TURNS, tool_choice="required")
     with flows.openai_client(server).chat.completions.stream(**ask) as events:
         events.get_final_completion()
 
 
 def responses_helper(server):
-    ask = {"model": "gpt-4o", "input": "go", "text_format": Answer}
+    ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
+    ask["tool_choice"] = "required"
     with flows.openai_client(server).responses.stream(**ask) as events:
         events.get_final_response()
 
@@ -75,7 +71,7 @@ def messages_helper(server):
 
 
 @pytest.mark.parametrize("helper", [chat_helper, responses_helper, messages_helper])
-def test_a_streamed_answer_of_a_form_is_refused_by_a_status_and_not_tried_again(helper):
+def test_a_streamed_call_that_is_forced_is_refused_by_a_status_and_not_tried_again(helper):
     with ProviderServer(calls=0) as server, bounded_clients(Budget(max_model_calls=1)) as block:
         create(flows.openai_client(server))
         with pytest.raises(Exception, match="stopped before this call") as raised:

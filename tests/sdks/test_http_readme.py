@@ -9,6 +9,7 @@ import openai
 import pytest
 from pytest_examples import CodeExample, EvalExample, find_examples
 
+from budgetguard_core.ledger import Ledger
 from http_flows import BY_SDK
 from layout import ROOT
 from provider_server import ProviderServer
@@ -51,7 +52,7 @@ def test_block_prints_what_it_says(block: CodeExample, eval_example: EvalExample
                 "my_agent_loop": my_agent_loop,
                 "question": [{"role": "user", "content": "Go."}],
                 "page": [],
-                "ledger": f"sqlite:///{tmp_path}/ledger.sqlite3",
+                "ledger": Ledger(f"sqlite:///{tmp_path}/ledger.sqlite3", daily_usd=20),
                 "confirm": lambda question: True,
             },
         )

@@ -82,12 +82,8 @@ def ways(all_of: Declared, source: Source) -> Iterator[Finding]:
     """Look for what a script uses and nothing covers."""
     for one in all_of.uncovered:
         if _uses(source, one):
-            yield Finding(
-                kind="way",
-                name=one.module,
-                status="problem",
-                detail=f"not covered: {one.why}. Way out: {one.instead}.",
-            )
+            detail = f"not covered: {one.why}. Way out: {one.instead}."
+            yield _problem("way", one.module, detail)
 
 
 def mixes(all_of: Declared, source: Source) -> Iterator[Finding]:
@@ -104,7 +100,7 @@ def mixes(all_of: Declared, source: Source) -> Iterator[Finding]:
     for one in frameworks.values():
         if one.adapter not in bound:
             detail = f"not bounded: {bound} sees no run of it. Use {one.adapter} as well."
-            yield Finding(kind="mix", name=one.module, status="problem", detail=detail)
+            yield _problem("mix", one.module, detail)
     for one in used:
         if one.adapter == _AMBIENT and one.module not in frameworks and bound != _LOOP:
             detail = (
@@ -137,11 +133,10 @@ def models(names: list[str]) -> Iterator[Finding]:
         if any(one and book.rates_for(one) is not None for one in spellings):
             yield Finding(kind="model", name=name, detail="its price is known.")
         else:
-            yield Finding(
-                kind="model",
-                name=name,
-                status="problem",
-                detail="no price is known: a cap in dollars stops the run at its first call. Give "
+            yield _problem(
+                "model",
+                name,
+                "no price is known: a cap in dollars stops the run at its first call. Give "
                 "PriceBook(overrides=...), or --count-unpriced-as-zero.",
             )
 
@@ -153,15 +148,11 @@ def ledger(url: str) -> Finding:
         with Ledger(url, timeout=5.0) as opened:
             file = missing_file(opened)
             if file is not None:
-                return Finding(
-                    kind="ledger",
-                    name=shown,
-                    status="problem",
-                    detail=f"there is no file {file}. Make it with `budgetguard ledger set`.",
-                )
+                way_out = "Make it with `budgetguard ledger set`."
+                return _problem("ledger", shown, f"there is no file {file}. {way_out}")
             opened.runs()
     except BudgetGuardError as error:
-        return Finding(kind="ledger", name=shown, status="problem", detail=str(error))
+        return _problem("ledger", shown, str(error))
     return Finding(kind="ledger", name=shown, detail="it can be reached.")
 
 
@@ -170,17 +161,16 @@ def profile(name: str | None) -> Iterator[Finding]:
     try:
         path = find_file()
         if path is not None:
-            found = Profiles(path)
-            listed = ", ".join(found.names) or "none"
+            listed = ", ".join(Profiles(path).names) or "none"
             yield Finding(kind="profile", name=path.name, detail=f"valid: {listed}.")
         if name:
             chosen = load_profile(name)
             missing = ", ".join(chosen.budget.uncapped()) or "nothing"
-            yield Finding(
-                kind="profile",
-                name=name,
-                version=chosen.version,
-                detail=f"of {chosen.source}; it leaves open: {missing}.",
-            )
+            detail = f"of {chosen.source}; it leaves open: {missing}."
+            yield Finding(kind="profile", name=name, version=chosen.version, detail=detail)
     except BudgetGuardError as error:
-        yield Finding(kind="profile", name=name or "file", status="problem", detail=str(error))
+        yield _problem("profile", name or "file", str(error))
+
+
+def _problem(kind: str, name: str, detail: str) -> Finding:
+    return Finding(kind=kind, name=name, status="problem", detail=detail)

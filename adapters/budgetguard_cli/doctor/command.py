@@ -71,19 +71,15 @@ def doctor(
         found += checks.ways(everything, source)
         found += checks.mixes(everything, source)
         models += sorted(source.models - set(models))
-        found += [
-            checks.Finding(kind="script", name=script or "", status="problem", detail=problem)
-            for problem in source.problems
+        facts: list[tuple[checks.Status, str]] = [
+            ("problem", problem) for problem in source.problems
         ]
         if not any(one.kind in ("framework", "client", "way") for one in found):
-            found.append(
-                checks.Finding(
-                    kind="script",
-                    name=script or "",
-                    status="note",
-                    detail="nothing that calls models was found in its imports.",
-                )
-            )
+            facts.append(("note", "nothing that calls models was found in its imports."))
+        found += [
+            checks.Finding(kind="script", name=script or "", status=status, detail=detail)
+            for status, detail in facts
+        ]
     found += checks.models(models)
     found += checks.profile(profile)
     if ledger is not None:

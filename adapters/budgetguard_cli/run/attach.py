@@ -1,66 +1,74 @@
-"""Puts a process of the script under the supervisor's guard. `site/sitecustomize.py` calls it."""
+"""Puts a process of the script under the caps of its run. `site/sitecustomize.py` calls it."""
 
 from __future__ import annotations
 
 import atexit
 import os
 from importlib import import_module
-from typing import Final
 
 import budgetguard_http
-from budgetguard_cli.run.link import Link
-from budgetguard_cli.run.messages import SOCKET, Noted, Welcome
-from budgetguard_cli.run.shared_guard import SharedGuard
-from budgetguard_core import Budget, BudgetGuardError
-from budgetguard_core.frame import Frame, bound_process
-
-_INSTALLED_BY_IMPORT: Final = "budgetguard_langgraph"
+from budgetguard_cli.run.folder import RUN, Facts, RunFolder
+from budgetguard_cli.run.plug import RunLedger, Stops
+from budgetguard_core import Budget, BudgetGuardError, Guard, end_run
+from budgetguard_core.frame import Frame, around, bound_process
+from budgetguard_core.run_log import RunLog
 
 
 def attach() -> None:
     """Bound every call of this process that the HTTP seam sees.
 
     Raises:
-        ConnectionError: There is no supervisor.
+        OSError: The run is over.
     """
-    link = Link(os.environ[SOCKET])
-    welcome = link.enter()
-    if welcome is None:
-        raise ConnectionError("its supervisor does not answer")
-    SharedGuard.link = link
-    _bind(welcome)
+    folder = RunFolder(os.environ[RUN])
+    facts = folder.facts()
+    plug = RunLedger(folder.ledger(facts.ledger_id), folder, Budget.from_json(facts.budget))
+
+    def bind() -> None:
+        bound_process(Frame(guard_of(folder, facts, plug)))
 
     def forked() -> None:
-        link.forked()
+        plug.forked()
         # What the process that this is a copy of has in flight is none of this one's.
-        _bind(welcome)
+        bind()
 
+    bind()
     os.register_at_fork(after_in_child=forked)
     budgetguard_http.install(watch_connections=True)
-    atexit.register(_leave, link)
+    atexit.register(_leave, folder)
+
+
+def guard_of(folder: RunFolder, facts: Facts, plug: RunLedger) -> Guard:
+    """Make the guard of a process: the caps of the whole run, also for this process alone."""
+    name = folder.enter(facts.run_id)
+    guard = Guard(
+        plug.budget,
+        run_id=name,
+        sinks=(RunLog(folder.logs), Stops(folder, name)),
+        ledger=facts.ledger,
+        tenant=facts.tenant,
+    )
+    guard.start()
+    guard.state.counters.started_ns = facts.started_ns
+    guard.state.set_plugs((plug, *guard.state.own_plugs))
+    return guard
 
 
 def adapt(adapter: str) -> None:
     """Install a framework's adapter, which ends its runs normally; the seam bounds them anyway.
 
     Args:
-        adapter: The adapter's package.
+        adapter: The adapter's package, which installs itself.
     """
     try:
-        module = import_module(adapter)
-        if adapter != _INSTALLED_BY_IMPORT:
-            module.install()
+        import_module(adapter)
     except (ImportError, BudgetGuardError) as error:
-        SharedGuard.link.tell(Noted(text=f"{adapter} is not used: {error}"[:200]))
+        RunFolder(os.environ[RUN]).note(f"{adapter} is not used: {error}")
 
 
-def _bind(welcome: Welcome) -> None:
-    # Its events are the supervisor's to write.
-    guard = SharedGuard(Budget.from_json(welcome.budget), run_id=welcome.run_id, sinks=None)
-    bound_process(Frame(guard))
-
-
-def _leave(link: Link) -> None:
+def _leave(folder: RunFolder) -> None:
     for host, count in budgetguard_http.uncovered_hosts().items():
-        link.tell(Noted(text=f"{count} connections to {host} went past BudgetGuard"[:200]))
-    link.close()
+        folder.note(f"{count} connections to {host} went past BudgetGuard")
+    frame = around()
+    if frame is not None:
+        end_run(frame.guard, trip=frame.guard.trip)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import sys
 from importlib.machinery import PathFinder
 from typing import Annotated, Any
@@ -25,11 +24,14 @@ from budgetguard_cli.options import (
     budget_fields,
 )
 from budgetguard_cli.screen import printable, refuse
-from budgetguard_core import Budget, BudgetGuardError, Guard
+from budgetguard_core import Budget, BudgetGuardError
+from budgetguard_core.budget import DIMENSIONS
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import load_profile
 
 STOPPED = 3
 NOTHING_SEEN = 4
+_CAPS = (*DIMENSIONS, "max_output_tokens_per_call")
 
 
 def run(
@@ -92,24 +94,16 @@ def run(
     with 0 and no call of a model was seen; else as the script did (128 and the number of a signal
     that killed it); with 2 when an option or a file is wrong.
     """
-    if not hasattr(socket, "AF_UNIX"):
-        refuse("run needs Unix sockets, got a system without. Use the adapters in the script.")
-    from budgetguard_cli.run.messages import SOCKET
-
-    if SOCKET in os.environ:
+    given: dict[str, Any] = locals()
+    if os.name != "posix":
+        refuse("run needs a POSIX system, got another. Use the adapters in the script.")
+    if "BUDGETGUARD_RUN" in os.environ:
         refuse("this is bounded by a `budgetguard run` already, got a second. Use python instead.")
     _check_script(script[0], is_module=is_module)
-    caps: dict[str, Any] = {
-        "max_iterations": max_iterations,
-        "max_model_calls": max_model_calls,
-        "max_tool_calls": max_tool_calls,
-        "max_total_tokens": max_total_tokens,
-        "max_seconds": max_seconds,
-        "max_cost_usd": max_cost_usd,
-        "max_output_tokens_per_call": max_output_tokens_per_call,
-    }
     given = budget_fields(
-        caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
+        {name: given[name] for name in _CAPS},
+        loop_detection=loop_detection,
+        count_unpriced_as_zero=count_unpriced_as_zero,
     )
     try:
         budget = _budget(profile, given)
@@ -117,14 +111,9 @@ def run(
             ledger = ledger or os.environ.get("BUDGETGUARD_LEDGER")
         if (ledger is None) != (tenant is None):
             refuse("--ledger and --tenant must be given together, got one. Give both.")
-        code = _supervised(
-            ["-m", *script] if is_module else script,
-            budget,
-            grace_s=grace,
-            ledger=ledger,
-            tenant=tenant,
-            as_json=as_json,
-        )
+        payer = {"ledger": ledger, "tenant": tenant}
+        command = ["-m", *script] if is_module else script
+        code = _supervised(command, budget, payer, grace, as_json)
     except BudgetGuardError as error:
         refuse(str(error))
     raise typer.Exit(code)
@@ -143,27 +132,20 @@ def _budget(profile: str | None, given: dict[str, Any]) -> Budget:
 
 
 def _supervised(
-    command: list[str],
-    budget: Budget,
-    *,
-    grace_s: float,
-    ledger: str | None,
-    tenant: str | None,
-    as_json: bool,
+    command: list[str], budget: Budget, payer: dict[str, str | None], grace_s: float, as_json: bool
 ) -> int:
     from rich.console import Console
 
+    from budgetguard_cli.run.folder import RunFolder
     from budgetguard_cli.run.report import RunReport
     from budgetguard_cli.run.script import run_script
-    from budgetguard_cli.run.supervisor import Findings, Spending, Supervisor, shared
-    from budgetguard_core.ending import end_run
 
-    findings = Findings()
-    guard = Guard(shared(budget), sinks=[Spending(findings)], ledger=ledger, tenant=tenant)
-    supervisor = Supervisor(guard, budget, findings)
-    own = run_script(command, supervisor, grace_s=grace_s)
-    outcome = end_run(guard, trip=guard.trip)
-    report = RunReport(budget, outcome, findings, own)
+    if payer["tenant"] is not None:
+        with Ledger(payer["ledger"]) as ledger:
+            ledger.require_ceiling(payer["tenant"])
+    with RunFolder.made(budget, **payer) as folder:
+        own = run_script(command, folder, budget, grace_s=grace_s)
+        report = RunReport(folder, budget, own)
     console = Console(stderr=True)
     with console.capture() as captured:
         report.print(console)

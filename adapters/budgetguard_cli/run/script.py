@@ -7,44 +7,38 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from budgetguard_cli.run.messages import SOCKET
-from budgetguard_cli.run.supervisor import Supervisor
-from budgetguard_core import SystemClock
+from budgetguard_cli.run.folder import RUN, RunFolder, trip_of
+from budgetguard_core import Budget, StopReason, SystemClock
 
 SITE: Final = Path(__file__).with_name("site")
 _LOOK_EVERY_S: Final = 0.05
-_PASSED_ON: Final = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-)
+_NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _LADDER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-def run_script(command: Sequence[str], supervisor: Supervisor, *, grace_s: float) -> int:
+def run_script(command: Sequence[str], folder: RunFolder, budget: Budget, *, grace_s: float) -> int:
     """Run a script to its end.
 
     Args:
         command: The interpreter's arguments.
-        supervisor: Who bounds it.
-        grace_s: Seconds that the script has to end after a stop. Then it is interrupted, after
-            as long again terminated, and after as long again killed.
+        folder: Of the run.
+        budget: Its caps.
+        grace_s: Seconds that the script has to end after a stop: see `Patience`. Then it is
+            interrupted, after as long again terminated, and after as long again killed.
 
     Returns:
         The script's exit code; 128 and the number of the signal that killed it.
     """
-    clock = SystemClock()
-    with supervisor.listening() as path, _signals() as pass_on:
-        supervisor.guard.start()
-        process = subprocess.Popen([sys.executable, *command], env=_environment(path))  # noqa: S603
-        pass_on(process.send_signal)
-        stopped_ns: int | None = None
+    arguments = [sys.executable, *command]
+    with _signals() as heard:
+        process = subprocess.Popen(arguments, env=_environment(folder.url))  # noqa: S603
+        patience = Patience(folder, budget)
         steps = list(_LADDER)
         while True:
             try:
@@ -52,56 +46,73 @@ def run_script(command: Sequence[str], supervisor: Supervisor, *, grace_s: float
                 break
             except subprocess.TimeoutExpired:
                 pass
-            if supervisor.is_over:
-                supervisor.guard.check()
-            if supervisor.guard.trip is None:
-                continue
-            now = clock.monotonic_ns()
-            stopped_ns = now if stopped_ns is None else stopped_ns
-            waited_s = (now - stopped_ns) / 1_000_000_000
-            if steps and waited_s >= grace_s * (1 + len(_LADDER) - len(steps)):
+            while heard:
+                process.send_signal(heard.pop(0))
+            if steps and patience.waited_s() >= grace_s * (1 + len(_LADDER) - len(steps)):
                 step = steps.pop(0)
                 process.send_signal(step)
-                supervisor.send(step, but=process.pid)
+                folder.signal(step, but=process.pid)
     return code if code >= 0 else 128 - code
 
 
-def _environment(path: str) -> Mapping[str, str]:
-    variables = {**os.environ, SOCKET: path}
-    before = variables.get("PYTHONPATH")
-    variables["PYTHONPATH"] = str(SITE) if not before else f"{SITE}{os.pathsep}{before}"
-    return variables
+class Patience:
+    """How long a script has gone on after a stop.
+
+    A script that calls no model any more may take its time, for its children or for what it has:
+    only a deadline and an abort count for themselves.
+    """
+
+    def __init__(self, folder: RunFolder, budget: Budget) -> None:
+        self._folder = folder
+        self._limit = budget.max_seconds
+        self._started_ns = folder.facts().started_ns
+        self._stopped_ns: int | None = None
+        self._over_ns: int | None = None
+
+    def waited_s(self) -> float:
+        """Return the seconds from the stop to the latest call, or to now where time is over."""
+        now = SystemClock.monotonic_ns()
+        limit, used, reason = self._limit, (now - self._started_ns) / 1e9, StopReason.MAX_SECONDS
+        is_over = limit is not None and used >= limit
+        if is_over:
+            self._folder.end(trip_of(reason, f"{reason}={limit} reached", limit, used))
+        asked = self._folder.asked_ns()
+        if asked is None:
+            return 0
+        if self._stopped_ns is None:
+            self._stopped_ns = asked
+            stop = self._folder.stop()
+            is_over = is_over or (stop is not None and stop.reason in (StopReason.ABORTED, reason))
+        if is_over and self._over_ns is None:
+            self._over_ns = now
+        timed = 0 if self._over_ns is None else now - self._over_ns
+        return max(asked - self._stopped_ns, timed) / 1e9
+
+
+def _environment(url: str) -> Mapping[str, str]:
+    before = os.environ.get("PYTHONPATH")
+    path = str(SITE) if not before else f"{SITE}{os.pathsep}{before}"
+    return {**os.environ, RUN: url, "PYTHONPATH": path}
 
 
 @contextmanager
-def _signals() -> Generator[Callable[[Callable[[int], object]], None]]:
-    """Hold signals back until there is a process to pass them on to, and pass them on to it."""
-    waiting: list[int] = []
-    receivers: list[Callable[[int], object]] = []
+def _signals() -> Generator[list[int]]:
+    """Collect the signals that the script is to get."""
+    heard: list[int] = []
 
-    def heard(number: int, _: FrameType | None) -> None:
-        if number in (signal.SIGINT, signal.SIGQUIT) and _is_at_terminal():
-            return  # the terminal has sent it to the script as well
-        waiting.append(number)
-        if receivers:
-            deliver()
+    def hear(number: int, _: FrameType | None) -> None:
+        # The terminal has sent its own to the script as well.
+        if number not in (signal.SIGINT, signal.SIGQUIT) or not _is_at_terminal():
+            heard.append(number)
 
-    def deliver() -> None:
-        while waiting:
-            receivers[0](waiting.pop(0))
-
-    def pass_on(receiver: Callable[[int], object]) -> None:
-        receivers.append(receiver)
-        deliver()
-
+    numbers = [getattr(signal, name) for name in _NAMES]
     if threading.current_thread() is not threading.main_thread():
-        yield pass_on
-        return
+        numbers = []
     # What was ignored before (nohup) stays so, and the script inherits it.
-    heeded = [one for one in _PASSED_ON if signal.getsignal(one) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, heard) for number in heeded}
+    heeded = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in heeded}
     try:
-        yield pass_on
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from budgetguard_core import ToolCall
 from budgetguard_core.kit import merge_usage, token_usage
 from budgetguard_http.wires.wire import (
     MARK,
-    NOTHING_LEFT,
     SYNTHETIC_ID,
     Answer,
-    Ask,
     Body,
-    Editor,
     Event,
+    Form,
     Prompted,
+    Reader,
     Result,
     Wire,
     count_or_none,
@@ -45,6 +44,7 @@ class AnthropicMessages(Wire):
 
     name = "anthropic_messages"
     provider = "anthropic"
+    can_refuse = True
 
     def model(self, path: str, body: Body) -> str | None:
         """Return the body's model, or that of the address (Bedrock, Vertex)."""
@@ -52,7 +52,7 @@ class AnthropicMessages(Wire):
         return text_or_none(body.get("model")) or (named[1] if named else None)
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Recognise it by the body or the address."""
+        """Tell by the body or the address."""
         return bool(body.get("stream")) or path.endswith(("streamRawPredict", "response-stream"))
 
     def bound(self, body: Body) -> int | None:
@@ -112,7 +112,7 @@ class AnthropicMessages(Wire):
         return None if is_result and not text else text
 
     def takes_words(self, body: Body) -> bool:
-        """Return False for results which go to the model's code: they take none beside them."""
+        """Tell that results which go to the model's code take none beside them."""
         turns = reversed(self.turns(body))
         reply = next((turn for turn in turns if self.reply_mark(turn) is not None), None)
         callers = (record(block).get("caller") for block in items(record(reply).get("content")))
@@ -126,9 +126,11 @@ class AnthropicMessages(Wire):
         else:
             last["content"] = f"{last.get('content') or ''}\n\n{text}"
 
-    def wants_form(self, body: Body) -> bool:
-        """Return whether JSON is asked for, or a certain tool's call."""
-        return _form(body) is not None or self.forced_tool(body) is not None
+    def form(self, body: Body) -> Form:
+        """Return it by `tool_choice` and the form of the output."""
+        if record(body.get("tool_choice")).get("type") in ("tool", "any"):
+            return "tool"
+        return "text" if _form(body) is None else "json"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the name in `tool_choice`."""
@@ -145,59 +147,51 @@ class AnthropicMessages(Wire):
         for block in map(record, items(body.get("content"))):
             _read_block(answer, block)
 
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Leave out blocks."""
-        stays = iter(kept)
-        body["content"] = [
-            block
-            for block in items(body.get("content"))
-            if record(block).get("type") != "tool_use" or next(stays)
-        ]
-        if not any(kept):
-            body["stop_reason"] = "end_turn"
-            body["content"] = body["content"] or [{"type": "text", "text": text}]
-        return body
-
-    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader:
         """Return the reader of the events."""
         del body, hides_usage
-        return MessagesEditor(answer, ask)
+        return MessagesReader(answer)
 
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
-        """Return a message; its type has to have a usage, which is zero."""
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return a message, one of no content where the model refuses; its usage is zero."""
+        refuses = self.form(body) == "json"
         return {
             "id": f"msg_{SYNTHETIC_ID}",
             "type": "message",
             "role": "assistant",
             "model": model,
-            "content": [{"type": "text", "text": text}],
-            "stop_reason": "end_turn",
+            "content": [] if refuses else [{"type": "text", "text": text}],
+            "stop_reason": "refusal" if refuses else "end_turn",
             "stop_sequence": None,
             "usage": {"input_tokens": 0, "output_tokens": 0},
             MARK: dict(mark),
         }
 
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
         """Return the events of such a message."""
-        message: Body = {**self.synthetic(model, text, mark), "content": [], "stop_reason": None}
-        start = {"type": "message_start", "message": message}
-        return [("message_start", start), *_text_block(0, text), *_end({"output_tokens": 0})]
+        message = self.synthetic(body, model, text, mark)
+        begun = {**message, "content": [], "stop_reason": None}
+        start = {"type": "message_start", "message": begun}
+        block = _text_block(0, text) if message["content"] else []
+        end = _end({"output_tokens": 0}, message["stop_reason"])
+        return [("message_start", start), *block, *end]
 
 
-class MessagesEditor(Editor):
+class MessagesReader(Reader):
     """The events of a message."""
 
-    def __init__(self, answer: Answer, ask: Ask | None) -> None:
-        super().__init__(answer, ask)
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer)
         self._calls: dict[int, Body] = {}
         self._open: int | None = None
         self._next = 0
-        self._held: list[tuple[str, Body]] = []
         self._piece: re.Match[bytes] | None = None
 
     def needs(self, event: bytes) -> bool:
-        """Recognise a piece of text by all that there is of it."""
-        self._piece = None if self._held else _TEXT.fullmatch(event)
+        """Tell a piece of text by all that there is of it."""
+        self._piece = _TEXT.fullmatch(event)
         return self._piece is None
 
     def skim(self, event: bytes) -> None:
@@ -205,43 +199,9 @@ class MessagesEditor(Editor):
         del event
         self.answer.says(None if self._piece is None else text_of(self._piece[1]))
 
-    def take(self, name: str, data: Body) -> list[Event] | None:
+    def take(self, name: str, data: Body) -> None:
         """Take an event."""
-        self._read(data)
-        kind = data.get("type")
-        if self._held or (kind == "content_block_start" and self._calls and self.ask is not None):
-            if kind == "message_delta":
-                return self._released(name, data)
-            if kind == "error":
-                return None
-            self._held.append((name, data))
-            return []
-        if kind == "message_delta" and self._calls:
-            self.answer.calls += [self._call(one) for one in self._calls.values()]
-        if kind == "content_block_start":
-            self._open = data.get("index")
-        elif kind == "content_block_stop":
-            self._open = None
-        return None
-
-    def rest(self) -> list[Event]:
-        """Take an end without the last figures: those of the beginning are not the answer's."""
-        if self.answer.usage is not None and not self.is_settled:
-            self.answer.usage = self.answer.usage._replace(estimated=True)
-        return []
-
-    def closing(self, text: str) -> list[Event]:
-        """Close the open block and the message."""
-        events: list[Event] = []
-        if self._open is not None:
-            events.append(_event("content_block_stop", index=self._open))
-        if not self.answer.said:
-            first_held = min(self._calls, default=self._next)
-            events += _text_block(min(first_held, self._next), text)
-        usage = self.answer.usage
-        return [*events, *_end({"output_tokens": 0 if usage is None else usage.output_tokens})]
-
-    def _read(self, data: Body) -> None:
+        del name
         answer, kind = self.answer, data.get("type")
         if kind == "message_start":
             message = record(data.get("message"))
@@ -252,9 +212,9 @@ class MessagesEditor(Editor):
             )
         elif kind == "content_block_start":
             block, index = record(data.get("content_block")), int(data.get("index") or 0)
-            self._next = index + 1
+            self._open, self._next = index, index + 1
             if block.get("type") == "tool_use":
-                self._calls[index] = {**block, "json": []}
+                self._calls[index], self.has_calls = {**block, "json": []}, True
             else:
                 _read_block(answer, block)
         elif kind == "content_block_delta":
@@ -267,35 +227,37 @@ class MessagesEditor(Editor):
                 call = self._calls.get(int(data.get("index") or 0))
                 if call is not None:
                     call["json"].append(piece)
+        elif kind == "content_block_stop":
+            self._open = None
         elif kind == "message_delta":
             answer.usage = merge_usage(answer.usage, token_usage(data.get("usage")))
             answer.is_cut = record(data.get("delta")).get("stop_reason") == "max_tokens"
+            if not self.is_settled:
+                answer.calls += [self._call(one) for one in self._calls.values()]
             self.is_settled = True
+
+    def end(self) -> None:
+        """Take an end without the last figures: those of the beginning are not the answer's."""
+        if self.is_settled:
+            return
+        self.is_settled = True
+        self.answer.calls += [self._call(one) for one in self._calls.values()]
+        if self.answer.usage is not None:
+            self.answer.usage = self.answer.usage._replace(estimated=True)
+
+    def closing(self, text: str) -> list[Event]:
+        """Close the open block and the message."""
+        events: list[Event] = []
+        if self._open is not None:
+            events.append(_event("content_block_stop", index=self._open))
+        if not self.answer.said:
+            events += _text_block(self._next, text)
+        usage = self.answer.usage
+        return [*events, *_end({"output_tokens": 0 if usage is None else usage.output_tokens})]
 
     def _call(self, block: Body) -> ToolCall:
         arguments = "".join(block["json"]) or block.get("input")
         return ToolCall(name=str(block.get("name") or ""), arguments=arguments, id=block.get("id"))
-
-    def _released(self, name: str, last: Body) -> list[Event]:
-        indices = list(self._calls)
-        calls = [self._call(self._calls[index]) for index in indices]
-        self.answer.calls += calls
-        asked = self.ask(calls) if self.ask is not None else [True] * len(calls)
-        dropped = {index for index, stays in zip(indices, asked, strict=True) if not stays}
-        events: list[Event] = []
-        for held_name, held in self._held:
-            index = held.get("index")
-            if index in dropped:
-                continue
-            if isinstance(index, int):
-                held = {**held, "index": index - sum(one < index for one in dropped)}
-            events.append((held_name, held))
-        self._held = []
-        if dropped and len(dropped) == len(indices):
-            if not self.answer.said:
-                events += _text_block(self._next - len(dropped), NOTHING_LEFT)
-            last = {**last, "delta": {**record(last.get("delta")), "stop_reason": "end_turn"}}
-        return [*events, (name, last)]
 
 
 def _read_block(answer: Answer, block: Body) -> None:
@@ -337,6 +299,6 @@ def _text_block(index: int, text: str) -> list[Event]:
     ]
 
 
-def _end(usage: Body) -> list[Event]:
-    delta = {"stop_reason": "end_turn", "stop_sequence": None}
+def _end(usage: Body, reason: str = "end_turn") -> list[Event]:
+    delta = {"stop_reason": reason, "stop_sequence": None}
     return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]

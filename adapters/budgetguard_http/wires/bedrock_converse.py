@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
 from budgetguard_core import ToolCall
 from budgetguard_core.kit import token_usage
 from budgetguard_http.wires.wire import (
-    NOTHING_LEFT,
     Answer,
-    Ask,
     Body,
-    Editor,
     Event,
+    Form,
     Prompted,
+    Reader,
     Result,
     Wire,
     count_or_none,
@@ -43,7 +42,7 @@ class BedrockConverse(Wire):
         return named[1] if named else None
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Recognise it by the address."""
+        """Tell by the address."""
         del body
         return path.endswith("/converse-stream")
 
@@ -110,10 +109,12 @@ class BedrockConverse(Wire):
         result = record(record(blocks[-1] if blocks else None).get("toolResult"))
         (items(result.get("content")) if result else blocks).append({"text": text})
 
-    def wants_form(self, body: Body) -> bool:
-        """Return whether JSON is asked for, or the call of a tool."""
+    def form(self, body: Body) -> Form:
+        """Return it by `toolChoice` and `textFormat`."""
         choice = record(record(body.get("toolConfig")).get("toolChoice"))
-        return _form(body) is not None or "tool" in choice
+        if "tool" in choice or "any" in choice:
+            return "tool"
+        return "text" if _form(body) is None else "json"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the name in `toolChoice`."""
@@ -134,28 +135,14 @@ class BedrockConverse(Wire):
                 calls = answer.calls if _is_local(use) else answer.hosted
                 calls.append(_tool_call(use, use.get("input")))
 
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Leave out blocks."""
-        stays = iter(kept)
-        message = record(record(body.get("output")).get("message"))
-        message["content"] = [
-            block
-            for block in items(message.get("content"))
-            if not _is_local(_use(block)) or next(stays)
-        ]
-        if not any(kept):
-            body["stopReason"] = "end_turn"
-            message["content"] = message["content"] or [{"text": text}]
-        return body
-
-    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader:
         """Return the reader of the events."""
         del body, hides_usage
-        return ConverseEditor(answer, ask)
+        return ConverseReader(answer)
 
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return an answer; its type has to have a usage, which is zero, and takes no mark."""
-        del model, mark
+        del body, model, mark
         return {
             "output": {"message": self.answer_turn(text)},
             "stopReason": "end_turn",
@@ -163,55 +150,37 @@ class BedrockConverse(Wire):
             "metrics": {"latencyMs": 0},
         }
 
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
         """Return the events of such an answer."""
-        del model, mark
+        del body, model, mark
         start: Event = ("messageStart", {"role": "assistant"})
         return [start, *_text_block(0, text), *_end(_NO_USAGE)]
 
 
-class ConverseEditor(Editor):
+class ConverseReader(Reader):
     """The events of an answer."""
 
-    def __init__(self, answer: Answer, ask: Ask | None) -> None:
-        super().__init__(answer, ask)
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer)
         self._calls: dict[int, Body] = {}
         self._open: int | None = None
         self._next = 0
-        self._held: list[Event] = []
 
-    def take(self, name: str, data: Body) -> list[Event] | None:
+    def take(self, name: str, data: Body) -> None:
         """Take an event."""
-        self._read(name, data)
-        if name == "messageStop":
-            return self._released(data)
-        if self._calls and self.ask is not None and name.startswith("contentBlock"):
-            self._held.append((name, data))
-            return []
-        if name.startswith("contentBlock"):
-            self._open = None if name == "contentBlockStop" else data.get("contentBlockIndex")
-        return None
-
-    def closing(self, text: str) -> list[Event]:
-        """Close the open block and the message."""
-        events: list[Event] = []
-        if self._open is not None:
-            events.append(("contentBlockStop", {"contentBlockIndex": self._open}))
-        if not self.answer.said:
-            events += _text_block(min(self._calls, default=self._next), text)
-        return [*events, *_end(_NO_USAGE)]
-
-    def _read(self, name: str, data: Body) -> None:
         answer, index = self.answer, int(data.get("contentBlockIndex") or 0)
+        if name.startswith("contentBlock"):
+            self._open = None if name == "contentBlockStop" else index
+            self._next = max(self._next, index + 1)
         if name == "contentBlockStart":
-            self._next = index + 1
             use = _use(data.get("start"))
             if _is_local(use):
-                self._calls[index] = {**use, "json": []}
+                self._calls[index], self.has_calls = {**use, "json": []}, True
             elif use:
                 answer.hosted.append(_tool_call(use, None))
         elif name == "contentBlockDelta":
-            self._next = max(self._next, index + 1)
             delta = record(data.get("delta"))
             answer.says(delta.get("text"))
             answer.writes(record(delta.get("reasoningContent")).get("text"))
@@ -222,32 +191,20 @@ class ConverseEditor(Editor):
                     self._calls[index]["json"].append(piece)
         elif name == "messageStop":
             answer.is_cut = data.get("stopReason") == "max_tokens"
+            calls = self._calls.values()
+            answer.calls = [_tool_call(one, "".join(one["json"]) or {}) for one in calls]
         elif name == "metadata":
             answer.usage = token_usage(data.get("usage"))
             self.is_settled = True
 
-    def _released(self, last: Body) -> list[Event] | None:
-        indices = list(self._calls)
-        calls = [_tool_call(one, "".join(one["json"]) or {}) for one in self._calls.values()]
-        self.answer.calls += calls
-        asked = self.ask(calls) if self.ask is not None and calls else [True] * len(calls)
-        dropped = {index for index, stays in zip(indices, asked, strict=True) if not stays}
-        held, self._held = self._held, []
+    def closing(self, text: str) -> list[Event]:
+        """Close the open block and the message."""
         events: list[Event] = []
-        for name, data in held:
-            index = data.get("contentBlockIndex")
-            if index in dropped:
-                continue
-            if isinstance(index, int):
-                data = {**data, "contentBlockIndex": index - sum(one < index for one in dropped)}
-            events.append((name, data))
-        if dropped and len(dropped) == len(indices):
-            if not self.answer.said:
-                events += _text_block(self._next - len(dropped), NOTHING_LEFT)
-            last = {**last, "stopReason": "end_turn"}
-        elif not held:
-            return None
-        return [*events, ("messageStop", last)]
+        if self._open is not None:
+            events.append(("contentBlockStop", {"contentBlockIndex": self._open}))
+        if not self.answer.said:
+            events += _text_block(self._next, text)
+        return [*events, *_end(_NO_USAGE)]
 
 
 def _use(block: object) -> Body:
@@ -255,7 +212,7 @@ def _use(block: object) -> Body:
 
 
 def _is_local(use: Body) -> bool:
-    """Return whether the client has to run a call; what the provider has run says so."""
+    """Tell whether the client has to run a call; what the provider has run says so."""
     return bool(use) and use.get("type") != "server_tool_use"
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from budgetguard_core import ToolCall
 from budgetguard_core.kit import merge_usage, token_usage
 from budgetguard_http.wires.wire import (
-    NOTHING_LEFT,
     SYNTHETIC_ID,
     Answer,
-    Ask,
     Body,
-    Editor,
     Event,
+    Form,
     Prompted,
+    Reader,
     Result,
     Wire,
     count_or_none,
@@ -27,6 +26,7 @@ from budgetguard_http.wires.wire import (
     written,
 )
 
+_NO_USAGE: Final = {"promptTokenCount": 0, "candidatesTokenCount": 0, "totalTokenCount": 0}
 _MODEL: Final = re.compile(r"/models/([^/:]+):")
 
 
@@ -43,7 +43,7 @@ class Gemini(Wire):
         return named[1] if named else None
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Recognise it by the address."""
+        """Tell by the address."""
         del body
         return path.endswith(":streamGenerateContent")
 
@@ -115,18 +115,18 @@ class Gemini(Wire):
         """Put it at the end of the last content, which is the user's."""
         record(body["contents"][-1]).setdefault("parts", []).append({"text": text})
 
-    def wants_form(self, body: Body) -> bool:
-        """Return whether JSON or one of a list is asked for, or a certain function's call."""
+    def form(self, body: Body) -> Form:
+        """Return it by the mode of function calls and the type of the answer."""
+        if _calling(body).get("mode") == "ANY":
+            return "tool"
         config = _config(body)
-        return (
-            config.get("responseMimeType") in ("application/json", "text/x.enum")
-            or bool(config.get("responseSchema") or config.get("responseJsonSchema"))
-            or self.forced_tool(body) is not None
-        )
+        is_json = config.get("responseMimeType") in ("application/json", "text/x.enum")
+        schema = config.get("responseSchema") or config.get("responseJsonSchema")
+        return "json" if is_json or schema else "text"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the only function that must be called."""
-        choice = record(record(body.get("toolConfig")).get("functionCallingConfig"))
+        choice = _calling(body)
         names = items(choice.get("allowedFunctionNames"))
         return names[0] if choice.get("mode") == "ANY" and len(names) == 1 else None
 
@@ -151,90 +151,55 @@ class Gemini(Wire):
                         )
                     )
 
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Leave out parts."""
-        stays = iter(kept)
-        for candidate in items(body.get("candidates")):
-            content = record(candidate.get("content"))
-            parts = items(content.get("parts"))
-            left = [part for part in parts if not _function(part) or next(stays)]
-            if len(left) != len(parts):
-                content["parts"] = left or [{"text": text}]
-        return body
-
-    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader:
         """Return the reader of the chunks."""
         del body, hides_usage
-        return GeminiEditor(self, answer, ask)
+        return GeminiReader(self, answer)
 
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
-        """Return an answer without usage; the SDK's types take no field of ours."""
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return an answer whose usage is zero; the SDK's types take no field of ours."""
         del mark
-        content = {"role": "model", "parts": [{"text": text}]}
+        candidate = {"content": self.answer_turn(text), "finishReason": "STOP", "index": 0}
         return {
-            "candidates": [{"content": content, "finishReason": "STOP", "index": 0}],
+            "candidates": repeated(candidate, self.choices(body)),
+            "usageMetadata": dict(_NO_USAGE),
             "modelVersion": model,
             "responseId": SYNTHETIC_ID,
         }
 
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
         """Return it as the only chunk."""
-        return [("", self.synthetic(model, text, mark))]
-
-    def placed(self, made: Body, body: Body) -> Body:
-        """Give it as many candidates as were asked for."""
-        return repeated(made, "candidates", self.choices(body))
+        return [("", self.synthetic(body, model, text, mark))]
 
 
-class GeminiEditor(Editor):
+class GeminiReader(Reader):
     """The chunks of an answer, each an answer in itself with whole function calls."""
 
-    def __init__(self, wire: Gemini, answer: Answer, ask: Ask | None) -> None:
-        super().__init__(answer, ask)
+    def __init__(self, wire: Gemini, answer: Answer) -> None:
+        super().__init__(answer)
         self._wire = wire
-        self._held: list[Event] = []
-        self._asked = 0
-        """How many calls of the answer were asked for."""
 
-    def take(self, name: str, data: Body) -> list[Event] | None:
+    def take(self, name: str, data: Body) -> None:
         """Take a chunk."""
-        before = len(self.answer.calls)
+        del name
         self._wire.read(data, self.answer)
-        calls = len(self.answer.calls) > before
-        candidates = [record(one) for one in items(data.get("candidates"))]
-        over = any(one.get("finishReason") for one in candidates)
-        if self.ask is None or not (self._held or calls):
-            return None
-        self._held.append((name, data))
-        return self.rest() if over else []
-
-    def rest(self) -> list[Event]:
-        """Ask for the calls of the held chunks, and let go what may stay."""
-        if not self._held:
-            return []
-        held, self._held = self._held, []
-        calls = self.answer.calls[self._asked :]
-        self._asked += len(calls)
-        kept = self.ask(calls) if self.ask is not None else []
-        if all(kept):
-            return held
-        events: list[Event] = []
-        for name, data in held:
-            mine = Answer()
-            self._wire.read(data, mine)
-            flags, kept = kept[: len(mine.calls)], kept[len(mine.calls) :]
-            text = "" if self.answer.said or any(flags) else NOTHING_LEFT
-            events.append((name, self._wire.keep(data, flags, text)))
-        return events
+        self.has_calls = bool(self.answer.calls)
 
     def closing(self, text: str) -> list[Event]:
-        """Return the events that end it."""
+        """Say that it is over."""
         said = "" if self.answer.said else text
-        return [("", self._wire.synthetic(self.answer.model or "", said, {}))]
+        return [("", self._wire.synthetic({}, self.answer.model or "", said, {}))]
 
 
 def _config(body: Body) -> Body:
     return record(body.get("generationConfig") or body.get("generation_config"))
+
+
+def _calling(body: Body) -> Body:
+    choice = record(body.get("toolConfig") or body.get("tool_config"))
+    return record(choice.get("functionCallingConfig") or choice.get("function_calling_config"))
 
 
 def _function(part: object) -> Body:

@@ -1,13 +1,12 @@
-"""Requests to a provider whose format is not understood: counted and estimated, never edited."""
+"""Requests to a provider whose format is not understood: counted and estimated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from budgetguard_http.wires.wire import (
     Answer,
-    Ask,
     Body,
     Event,
     Prompted,
@@ -68,20 +67,17 @@ class Opaque(Wire):
         """Read the usage, where it has one of the usual forms."""
         answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
 
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Return it as it is."""
-        del kept, text
-        return body
-
-    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> None:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> None:
         """Return none."""
-        del answer, ask, body, hides_usage
+        del answer, body, hides_usage
 
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> None:
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> None:
         """Return none: its answer cannot be made up."""
-        del model, text, mark
+        del body, model, text, mark
 
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
         """Return none."""
-        del model, text, mark
+        del body, model, text, mark
         return []

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeAlias
 
 from budgetguard_core import ToolCall
 from budgetguard_core.kit import merge_usage
 from budgetguard_http.wires.wire import (
     MARK,
-    NOTHING_LEFT,
     SYNTHETIC_ID,
     Answer,
-    Ask,
     Body,
-    Editor,
     Event,
+    Form,
     Prompted,
+    Reader,
     Result,
     Wire,
     count_or_none,
@@ -32,6 +31,8 @@ from budgetguard_http.wires.wire import (
 
 DONE: Final[Event] = ("", "[DONE]")
 _FORMS: Final = frozenset({"json_schema", "json_object"})
+_MUST_CALL: Final = ("required", "any")
+_CALLED: Final = ("function", "custom")
 # Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
 _TEXT: Final = re.compile(
     rb'"(content|refusal|reasoning(?:_content)?)":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'
@@ -41,6 +42,13 @@ _MORE_THAN_TEXT: Final = re.compile(
 )
 _SAID: Final = (b"content", b"refusal")
 _BESIDE_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
+_NO_USAGE: Final = {
+    "prompt_tokens": 0,
+    "completion_tokens": 0,
+    "total_tokens": 0,
+    "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+}
 _ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
 
 
@@ -49,6 +57,7 @@ class OpenAIChat(Wire):
 
     name = "openai_chat"
     bound_field: ClassVar[str] = "max_completion_tokens"
+    can_refuse = True
 
     def bound(self, body: Body) -> int | None:
         """Return the lower of the two fields that there are for it."""
@@ -108,10 +117,15 @@ class OpenAIChat(Wire):
         else:
             body["messages"].append({"role": "user", "content": text})
 
-    def wants_form(self, body: Body) -> bool:
-        """Return whether JSON is asked for, or a certain tool's call."""
-        form = record(body.get("response_format")).get("type")
-        return form in _FORMS or self.forced_tool(body) is not None
+    def form(self, body: Body) -> Form:
+        """Return it by `tool_choice` and `response_format`."""
+        choice = body.get("tool_choice")
+        if choice in _MUST_CALL or record(choice).get("type") in _CALLED:
+            return "tool"
+        if record(record(choice).get("allowed_tools")).get("mode") == "required":
+            return "tool"
+        is_json = record(body.get("response_format")).get("type") in _FORMS
+        return "json" if is_json else "text"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the name in `tool_choice`."""
@@ -138,75 +152,61 @@ class OpenAIChat(Wire):
             for call in items(message.get("tool_calls")):
                 answer.calls.append(_call(answer, record(call)))
 
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Leave out calls of each choice."""
-        stays = iter(kept)
-        for choice in items(body.get("choices")):
-            message = record(choice.get("message"))
-            calls = items(message.get("tool_calls"))
-            if not calls:
-                continue
-            message["tool_calls"] = [call for call in calls if next(stays)]
-            if not message["tool_calls"]:
-                del message["tool_calls"]
-                message["content"] = message.get("content") or text
-                choice["finish_reason"] = "stop"
-        return body
-
-    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader:
         """Return the reader of the chunks."""
-        return ChatEditor(answer, ask, choices=self.choices(body), hides_usage=hides_usage)
+        del body
+        return ChatReader(answer, hides_usage=hides_usage)
 
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
-        """Return a completion without usage."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return a completion whose usage is zero: programs read it."""
+        message: Body = {"role": "assistant", "content": None, "refusal": None}
+        message[self._place_of_text(body)] = text
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
         return {
             "id": _ID,
             "object": "chat.completion",
             "created": 0,
             "model": model,
-            "choices": [choice],
+            "choices": repeated(choice, self.choices(body)),
+            "usage": dict(_NO_USAGE),
             MARK: dict(mark),
         }
 
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
-        """Return two chunks and the end."""
-        said = {"role": "assistant", "content": text}
-        return [
-            ("", {**_chunk(model, said, None), MARK: dict(mark)}),
-            ("", _chunk(model, {}, "stop")),
-            DONE,
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
+        """Return two chunks, the usage where it is asked for, and the end."""
+        place = self._place_of_text(body)
+        chunks = [
+            {**_chunk(model, {"role": "assistant", place: text}, None), MARK: dict(mark)},
+            _chunk(model, {}, "stop"),
         ]
+        for chunk in chunks:
+            chunk["choices"] = repeated(chunk["choices"][0], self.choices(body))
+        if record(body.get("stream_options")).get("include_usage"):
+            chunks.append({**chunks[1], "choices": [], "usage": dict(_NO_USAGE)})
+        return [*(("", chunk) for chunk in chunks), DONE]
 
-    def placed(self, made: Body, body: Body) -> Body:
-        """Give it as many choices as were asked for."""
-        return repeated(made, "choices", self.choices(body))
+    def _place_of_text(self, body: Body) -> str:
+        return "refusal" if self.can_refuse and self.form(body) == "json" else "content"
 
 
 _Key: TypeAlias = tuple[int, int, int]
 _Latest: TypeAlias = dict[tuple[int, int], tuple[int, str | None]]
 
 
-class ChatEditor(Editor):
+class ChatReader(Reader):
     """The chunks of a chat completion."""
 
-    def __init__(self, answer: Answer, ask: Ask | None, *, choices: int, hides_usage: bool) -> None:
-        super().__init__(answer, ask)
-        self._choices = choices
-        self._finished: set[int] = set()
+    def __init__(self, answer: Answer, *, hides_usage: bool) -> None:
+        super().__init__(answer)
         self._hides_usage = hides_usage
         self._parts: dict[_Key, Body] = {}
-        self._kept: dict[_Key, bool] = {}
-        """Whether a call stays, of those that were asked for."""
-        self._read: _Latest = {}
-        self._written: _Latest = {}
-        """The same as of what was passed on: what is held back is edited later."""
-        self._held: list[Body] = []
+        self._latest: _Latest = {}
 
     def needs(self, event: bytes) -> bool:
-        """Recognise it by the names of what is more than text."""
-        return bool(self._held) or _MORE_THAN_TEXT.search(event) is not None or b"[DONE]" in event
+        """Tell by the names of what is more than text."""
+        return _MORE_THAN_TEXT.search(event) is not None or b"[DONE]" in event
 
     def skim(self, event: bytes) -> None:
         """Find the text without parsing JSON, which most of the time would go into."""
@@ -214,25 +214,15 @@ class ChatEditor(Editor):
             text = text_of(piece)
             self.answer.says(text) if name in _SAID else self.answer.writes(text)
 
-    def rest(self) -> list[Event]:
-        """Release what may stay of an answer that never reported its end."""
-        if not self._held:
-            # A server may send fewer choices than it was asked for.
-            self._collect()
-            return []
-        *self._held, last = self._held
-        return [("", one) for one in self._released(last)]
-
-    def take(self, name: str, data: Body) -> list[Event] | None:
-        """Take a chunk."""
+    def take(self, name: str, data: Body) -> bool:
+        """Take a chunk; hide that of the usage where its client did not ask for it."""
+        del name
         answer, choices = self.answer, items(data.get("choices"))
         # A server that has sent it with the answer sends it unasked.
         was_told = answer.usage is not None
         answer.usage = merge_usage(answer.usage, usage_in(data))
         answer.model = text_or_none(data.get("model")) or answer.model
         answer.id = text_or_none(data.get("id")) or answer.id
-        if not self._held:
-            self._written = self._read.copy()
         for choice in choices:
             delta, place = record(choice.get("delta")), choice.get("index")
             place = place if isinstance(place, int) else 0
@@ -240,21 +230,11 @@ class ChatEditor(Editor):
             answer.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(items(delta.get("tool_calls"))):
                 self._take_part(place, number, record(piece))
-            if choice.get("finish_reason"):
-                self._finished.add(place)
-        if self._hides_usage and not (choices or was_told) and data.get("usage"):
-            return []
-        if len(self._parts) > len(self._kept):
-            over = len(self._finished) >= self._choices
-            if self.ask is None:
-                if over:
-                    self._collect()
-                return None
-            if not over:
-                self._held.append(data)
-                return []
-            return [(name, one) for one in self._released(data)]
-        return None if all(self._kept.values()) else [(name, self._edited(data))]
+        return self._hides_usage and not (choices or was_told) and bool(data.get("usage"))
+
+    def end(self) -> None:
+        """Take the calls, whose pieces have all come; some servers send more after the end."""
+        self.answer.calls = [_joined(self._parts[key]) for key in sorted(self._parts)]
 
     def closing(self, text: str) -> list[Event]:
         """Finish the choice, with a text where there was none."""
@@ -263,12 +243,9 @@ class ChatEditor(Editor):
         return [("", {**_chunk(model, delta, "stop"), "id": self.answer.id or _ID}), DONE]
 
     def _take_part(self, place: int, number: int, piece: Body) -> None:
-        key = _key_of(place, number, piece, self._read)
-        if key not in self._parts:
-            # Some servers say with each call that the answer is finished.
-            self._finished.discard(place)
-            self._parts[key] = {"id": None, "name": "", "written": [], "whole": ""}
-        part = self._parts[key]
+        key = _key_of(place, number, piece, self._latest)
+        self.has_calls = True
+        part = self._parts.setdefault(key, {"id": None, "name": "", "written": [], "whole": ""})
         named, arguments = _called(piece)
         part["id"] = part["id"] or piece.get("id")
         part["name"] += named
@@ -277,41 +254,6 @@ class ChatEditor(Editor):
         elif arguments:
             part["whole"] = arguments
         _write_arguments(self.answer, arguments)
-
-    def _collect(self) -> None:
-        """Take the calls that are new, and ask for them where no layer above does."""
-        keys = sorted(self._parts.keys() - self._kept.keys())
-        calls = [_joined(self._parts[key]) for key in keys]
-        self.answer.calls += calls
-        stays = self.ask(calls) if self.ask and calls else [True] * len(calls)
-        self._kept.update(zip(keys, stays, strict=True))
-
-    def _released(self, last: Body) -> list[Body]:
-        self._collect()
-        held, self._held = [*self._held, last], []
-        return held if all(self._kept.values()) else [self._edited(data) for data in held]
-
-    def _edited(self, data: Body) -> Body:
-        choices = [self._without(record(choice)) for choice in items(data.get("choices"))]
-        return {**data, "choices": choices}
-
-    def _without(self, choice: Body) -> Body:
-        kept = self._kept
-        place, delta = choice.get("index") or 0, dict(record(choice.get("delta")))
-        mine = [key for key in sorted(kept) if key[0] == place and kept[key]]
-        if "tool_calls" in delta:
-            pieces: list[Body] = []
-            for number, piece in enumerate(items(delta.pop("tool_calls"))):
-                key = _key_of(place, number, record(piece), self._written)
-                if kept.get(key):
-                    pieces.append({**piece, "index": mine.index(key)})
-            if pieces:
-                delta["tool_calls"] = pieces
-        if choice.get("finish_reason") and not mine:
-            if not self.answer.said:
-                delta["content"] = NOTHING_LEFT
-            return {**choice, "delta": delta, "finish_reason": "stop"}
-        return {**choice, "delta": delta}
 
 
 def _write(answer: Answer, message: Body) -> None:
@@ -327,7 +269,7 @@ def _write(answer: Answer, message: Body) -> None:
 
 
 def _key_of(place: int, number: int, piece: Body, latest: _Latest) -> _Key:
-    """Return which call of which choice a piece belongs to.
+    """Tell which call of which choice a piece belongs to.
 
     By the index. Some servers give several calls the same one, each with a name and an id of its
     own; others make up an id for each piece, and only the first has a name.

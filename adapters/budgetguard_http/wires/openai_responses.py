@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from budgetguard_core import ToolCall
 from budgetguard_http.wires.synthetic_response import (
-    MESSAGE_ID,
     message_events,
     message_of,
     numbered,
@@ -15,13 +14,12 @@ from budgetguard_http.wires.synthetic_response import (
 )
 from budgetguard_http.wires.wire import (
     MARK,
-    NOTHING_LEFT,
     Answer,
-    Ask,
     Body,
-    Editor,
     Event,
+    Form,
     Prompted,
+    Reader,
     Result,
     Wire,
     count_or_none,
@@ -41,6 +39,7 @@ _LOCAL: Final = frozenset(
 _AT_THE_PROVIDER: Final = "container_reference"
 # Beside messages and the results of calls, what the model has no part in.
 _CLIENTS: Final = frozenset({"item_reference", "mcp_approval_response"})
+_CALLED: Final = ("function", "custom")
 _FORMS: Final = frozenset({"json_schema", "json_object"})
 
 
@@ -50,6 +49,7 @@ class OpenAIResponses(Wire):
     name = "openai_responses"
     provider = "openai"
     min_output_tokens = 16
+    can_refuse = True
 
     def bound(self, body: Body) -> int | None:
         """Return `max_output_tokens`."""
@@ -112,27 +112,14 @@ class OpenAIResponses(Wire):
         else:
             body["input"].append({"role": "user", "content": text})
 
-    def add_refused(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> bool:
-        """Put in outputs where the provider keeps the conversation."""
-        if self.follows(body) is None:
-            return False
-        body["input"] = [*self.outputs(body, refused), *self.turns(body)]
-        return True
-
-    def outputs(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> list[Body]:
-        """Return outputs, of the kinds that the request's tools have."""
-        tools = map(record, items(body.get("tools")))
-        kinds = {tool.get("name"): tool.get("type") for tool in tools}
-        found: list[Body] = []
-        for call, text in refused:
-            kind = "custom_tool" if kinds.get(call.name) == "custom" else "function"
-            found.append({"type": f"{kind}_call_output", "call_id": call.id, "output": text})
-        return found
-
-    def wants_form(self, body: Body) -> bool:
-        """Return whether JSON is asked for, or a certain tool's call."""
-        form = record(record(body.get("text")).get("format")).get("type")
-        return form in _FORMS or self.forced_tool(body) is not None
+    def form(self, body: Body) -> Form:
+        """Return it by `tool_choice` and `text.format`; after a hosted tool there is a text."""
+        choice = body.get("tool_choice")
+        kind, mode = record(choice).get("type"), record(choice).get("mode")
+        if choice == "required" or kind in _CALLED or mode == "required":
+            return "tool"
+        is_json = record(record(body.get("text")).get("format")).get("type") in _FORMS
+        return "json" if is_json else "text"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the name in `tool_choice`."""
@@ -157,49 +144,36 @@ class OpenAIResponses(Wire):
             elif kind.endswith("_call"):
                 answer.hosted.append(_call(item, hosted=True))
 
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Leave out items."""
-        stays = iter(kept)
-        body["output"] = [
-            item for item in items(body.get("output")) if not _is_call(item) or next(stays)
-        ]
-        if not any(kept) and not any(
-            record(one).get("type") == "message" for one in body["output"]
-        ):
-            body["output"].append(message_of(text))
-        return body
-
-    def editor(self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool) -> Editor:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader:
         """Return the reader of the events."""
         del hides_usage
-        return ResponsesEditor(self, answer, ask, str(body.get("model") or ""))
+        return ResponsesReader(self, answer, str(body.get("model") or ""))
 
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body:
-        """Return a response without usage."""
-        return {**response_of(model, [message_of(text)]), MARK: dict(mark)}
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+        """Return a response, by the id of the one that the provider goes on from."""
+        message = message_of(text, is_refusal=self.form(body) == "json")
+        made = {**response_of(model, [message]), MARK: dict(mark)}
+        before = text_or_none(body.get("previous_response_id"))
+        return made if before is None else {**made, "id": before}
 
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
         """Return the events of such a response."""
-        response = self.synthetic(model, text, mark)
+        response = self.synthetic(body, model, text, mark)
         begun: Body = {**response, "status": "in_progress", "output": []}
-        events: list[Event] = [("response.created", {"response": begun}), *message_events(0, text)]
+        events: list[Event] = [
+            ("response.created", {"response": begun}),
+            *message_events(0, text, is_refusal=self.form(body) == "json"),
+        ]
         return numbered([*events, ("response.completed", {"response": response})], 0)
 
-    def placed(self, made: Body, body: Body) -> Body:
-        """Give it the id of the response that the request follows: the provider goes on there."""
-        before = text_or_none(body.get("previous_response_id"))
-        if before is None:
-            return made
-        if "response" in made:
-            return {**made, "response": {**made["response"], "id": before}}
-        return {**made, "id": before} if "output" in made else made
 
-
-class ResponsesEditor(Editor):
+class ResponsesReader(Reader):
     """The events of a response."""
 
-    def __init__(self, wire: OpenAIResponses, answer: Answer, ask: Ask | None, model: str) -> None:
-        super().__init__(answer, ask)
+    def __init__(self, wire: OpenAIResponses, answer: Answer, model: str) -> None:
+        super().__init__(answer)
         self._wire = wire
         self._response: Body = response_of(model, [])
         self._items: dict[int, Body] = {}
@@ -207,18 +181,11 @@ class ResponsesEditor(Editor):
         self._open: set[int] = set()
         self._open_parts: dict[int, list[str]] = {}
         """What was said in the last part of each item that is open."""
-        self._done: dict[int, Body] = {}
-        """The items that are whole, held back or not, by their places."""
-        self._held: list[Event] = []
         self._sent = 0
 
-    def needs(self, event: bytes) -> bool:
-        """Return True: numbers and places of the events may change."""
-        del event
-        return True
-
-    def take(self, name: str, data: Body) -> list[Event] | None:
+    def take(self, name: str, data: Body) -> None:
         """Take an event."""
+        del name
         kind = str(data.get("type"))
         if kind == "response.created":
             self._response = record(data.get("response"))
@@ -226,27 +193,20 @@ class ResponsesEditor(Editor):
             self.answer.says(data.get("delta"))
         elif kind.endswith(".delta"):
             self.answer.writes(data.get("delta"))
-        if kind == "response.output_item.done":
-            self._done[data.get("output_index") or 0] = record(data.get("item"))
+        number = data.get("sequence_number")
+        self._sent = number + 1 if isinstance(number, int) else self._sent
+        self._passed_on(kind, data)
         if kind in _ENDS:
             self.is_settled = True
             response = record(data.get("response"))
             if not response.get("output"):
                 # Some servers end with the head of the response alone.
-                response = {**response, "output": [self._done[n] for n in sorted(self._done)]}
-            fresh = Answer()
-            fresh.text, fresh.said = self.answer.text, self.answer.said
-            self._wire.read(response, fresh)
-            self._take_over(fresh)
-            if self._held or (self.ask is not None and fresh.calls):
-                return self._released(name, data, response)
-        elif self.ask is not None and (self._held or _is_local(data)):
-            self._held.append((name, data))
-            return []
-        number = data.get("sequence_number")
-        self._sent = number + 1 if isinstance(number, int) else self._sent
-        self._passed_on(kind, data)
-        return None
+                done = [self._items[n] for n in sorted(self._items)]
+                response = {**response, "output": done}
+            text, said = self.answer.text, self.answer.said
+            self.answer.text, self.answer.said = [], []
+            self._wire.read(response, self.answer)
+            self.answer.text, self.answer.said = text, said
 
     def _passed_on(self, kind: str, data: Body) -> None:
         """Note what the reader has got, to close it in good order where the answer is cut."""
@@ -255,6 +215,7 @@ class ResponsesEditor(Editor):
             return
         if kind == "response.output_item.added":
             self._items[place] = {**record(data.get("item"))}
+            self.has_calls |= _is_call(data.get("item"))
             self._open.add(place)
         elif kind == "response.output_item.done":
             self._items[place] = record(data.get("item"))
@@ -272,17 +233,16 @@ class ResponsesEditor(Editor):
             self._open_parts[place].append(str(data.get("delta") or ""))
 
     def closing(self, text: str) -> list[Event]:
-        """Complete what there is; tool calls, of which some were held back, are left out."""
+        """Complete what there is."""
         said = bool(self.answer.said)
         events: list[Event] = []
         for place in sorted(self._open):
             item = self._items[place]
             if item.get("type") == "message":
                 events += self._finished(place, item, "" if said else text)
-            elif not _is_call(item):
+            else:
                 events.append(("response.output_item.done", {"output_index": place, "item": item}))
         done = [self._items[place] for place in sorted(self._items)]
-        done = [item for item in done if not _is_call(item)]
         if not any(item.get("type") == "message" for item in done):
             events += message_events(max(self._items, default=-1) + 1, text)
             done.append(message_of(text))
@@ -315,32 +275,6 @@ class ResponsesEditor(Editor):
         item.update(status="completed", content=parts)
         return [*events, ("response.output_item.done", {"output_index": place, "item": item})]
 
-    def _take_over(self, whole: Answer) -> None:
-        answer = self.answer
-        answer.usage, answer.model, answer.id = whole.usage, whole.model, whole.id
-        answer.is_cut, answer.calls, answer.hosted = whole.is_cut, whole.calls, whole.hosted
-
-    def _released(self, name: str, last: Body, response: Body) -> list[Event]:
-        places = [n for n, one in enumerate(items(response.get("output"))) if _is_call(one)]
-        kept = self.ask(self.answer.calls) if self.ask is not None else [True] * len(places)
-        dropped = {place for place, stays in zip(places, kept, strict=True) if not stays}
-        events: list[Event] = []
-        for held_name, held in self._held:
-            index = held.get("output_index")
-            if index in dropped:
-                continue
-            if isinstance(index, int):
-                held = {**held, "output_index": index - sum(one < index for one in dropped)}
-            events.append((held_name, held))
-        self._held = []
-        if dropped:
-            response = self._wire.keep(response, kept, NOTHING_LEFT)
-            last = {**last, "response": response}
-            output = items(response.get("output"))
-            if output and output[-1].get("id") == MESSAGE_ID:
-                events += message_events(len(output) - 1, NOTHING_LEFT)
-        return numbered([*events, (name, last)], self._sent)
-
 
 def _conversation(body: Body) -> str | None:
     given = body.get("conversation")
@@ -351,10 +285,6 @@ def _is_call(item: object) -> bool:
     fields = record(item)
     where = record(fields.get("environment")).get("type")
     return fields.get("type") in _LOCAL and where != _AT_THE_PROVIDER
-
-
-def _is_local(data: Body) -> bool:
-    return _is_call(data.get("item"))
 
 
 def _call(item: Body, *, hosted: bool = False) -> ToolCall:

@@ -1,12 +1,12 @@
-"""The protocol of one wire format: facts of a request and an answer, and how to edit both."""
+"""What the seam asks of one wire format: facts of requests and answers, and synthetic ones."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
@@ -16,14 +16,12 @@ from budgetguard_core.kit import token_usage
 Body: TypeAlias = dict[str, Any]
 Event: TypeAlias = tuple[str, Any]
 """One event of a stream: its name (empty where the format has none) and its data."""
-Ask: TypeAlias = Callable[[Sequence[ToolCall]], list[bool]]
-"""Asks for the tool calls of an answer, all together; tells for each whether it may stay."""
 
+Form: TypeAlias = Literal["text", "json", "tool"]
+"""What a request asks for: any text, JSON of some kind, or a call of a tool in any case."""
 MARK: Final = "budgetguard"
 """Under this name a synthetic answer carries its marker, where the format takes other fields."""
 SYNTHETIC_ID: Final = "synthetic"
-NOTHING_LEFT: Final = "This run was stopped before it finished."
-"""The text of an answer whose tool calls were all taken out, where it has no other."""
 
 
 _MOST: Final = 128
@@ -31,7 +29,7 @@ _MOST: Final = 128
 
 
 class Answer:
-    """The facts of one answer, whole or streamed so far.
+    """What is known of one answer, whole or streamed so far.
 
     Attributes:
         usage: What the provider reported, in the provider's own record or as a `TokenUsage`.
@@ -79,7 +77,7 @@ class Result:
 
 
 class Prompted(NamedTuple):
-    """The prompt of a request, for its projection."""
+    """What of a request is the prompt, for its projection."""
 
     messages: Any
     system: Any = None
@@ -87,25 +85,22 @@ class Prompted(NamedTuple):
     output_schema: Any = None
 
 
-class Editor(ABC):
-    """Reads one stream, and edits it where tool calls have to be taken out.
-
-    What may begin a tool call is held back until the answer is whole: no tool can start earlier
-    anyway.
+class Reader(ABC):
+    """Reads one stream on its way.
 
     Args:
         answer: Takes what is read.
-        ask: Asks for the tool calls; None where a layer above does.
     """
 
-    def __init__(self, answer: Answer, ask: Ask | None) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.ask = ask
         self.is_settled = False
         """The last figures have come: a client may stop reading here, and never close."""
+        self.has_calls = False
+        """A tool call was begun: an answer that is cut then has no good end."""
 
     def needs(self, event: bytes) -> bool:
-        """Return whether an event has to be parsed; what is only text need not be.
+        """Tell whether an event has to be parsed; what is only text need not be.
 
         Args:
             event: One, or several of a line each.
@@ -117,13 +112,13 @@ class Editor(ABC):
         """Take in the text of what need not be parsed."""
         del event
 
-    def rest(self) -> list[Event]:
-        """Return what is still held back when the stream ends without saying so."""
-        return []
+    def end(self) -> None:
+        """Take the end of the stream, which may come without saying so; safe to call again."""
+        self.is_settled = True
 
     @abstractmethod
-    def take(self, name: str, data: Body) -> list[Event] | None:
-        """Take an event; None to pass it on as it came, or what to send in its place."""
+    def take(self, name: str, data: Body) -> bool | None:
+        """Take an event; True where its client does not get it."""
 
     @abstractmethod
     def closing(self, text: str) -> list[Event]:
@@ -144,7 +139,8 @@ class Wire(ABC):
     """A call is a turn of a loop; that of an embedding is none."""
     is_conversation: ClassVar[bool] = True
     """A request is a part of a conversation, though it may hold no turn of it."""
-    ends_lines_with: ClassVar[bytes] = b"\n\n"
+    can_refuse: ClassVar[bool] = False
+    """A model may refuse to answer in JSON: so does the synthetic answer."""
 
     # The request
 
@@ -154,7 +150,7 @@ class Wire(ABC):
         return text_or_none(body.get("model"))
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Return whether the answer comes as a stream."""
+        """Tell whether the answer comes as a stream."""
         del path
         return bool(body.get("stream"))
 
@@ -209,7 +205,7 @@ class Wire(ABC):
         """Return the words of a turn of the user's; None for another's."""
 
     def takes_words(self, body: Body) -> bool:
-        """Return whether the model may be told something with this request."""
+        """Tell whether the model may be told something with this request."""
         del body
         return True
 
@@ -217,28 +213,10 @@ class Wire(ABC):
     def add_nudge(self, body: Body, text: str) -> None:
         """Put a corrective message at the end of the prompt."""
 
-    def add_refused(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> bool:
-        """Put in results of calls that were taken out of an answer; False for a mere nudge.
-
-        Where the provider keeps the conversation it has those calls, and wants a result of each.
-        """
-        del body, refused
-        return False
-
-    def outputs(self, body: Body, refused: Sequence[tuple[ToolCall, str]]) -> list[Any]:
-        """Return results of calls as turns of their own; none where the format has no such turns.
-
-        Args:
-            body: The request whose answer had the calls.
-            refused: Calls, each with its result.
-        """
-        del body, refused
-        return []
-
-    def wants_form(self, body: Body) -> bool:
-        """Return whether the answer has to fit a form, which no synthetic text would."""
+    def form(self, body: Body) -> Form:
+        """Return what form of answer the request asks for."""
         del body
-        return False
+        return "text"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the tool that the model has to call: the request's structured output."""
@@ -265,40 +243,24 @@ class Wire(ABC):
         """Read a whole answer."""
 
     @abstractmethod
-    def keep(self, body: Body, kept: Sequence[bool], text: str) -> Body:
-        """Leave out the tool calls of a whole answer that may not start.
-
-        Args:
-            body: The answer.
-            kept: For each tool call in the order of `Answer.calls`, whether it stays.
-            text: What is said where nothing else is left.
-        """
-
-    @abstractmethod
-    def editor(
-        self, answer: Answer, ask: Ask | None, *, body: Body, hides_usage: bool
-    ) -> Editor | None:
+    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader | None:
         """Return what reads a stream; None where the format has none.
 
         Args:
             answer: Takes what is read.
-            ask: Asks for the tool calls.
             body: The request.
             hides_usage: Usage was asked for on the caller's behalf, who does not expect it.
         """
 
     @abstractmethod
-    def synthetic(self, model: str, text: str, mark: Mapping[str, Any]) -> Body | None:
+    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body | None:
         """Return a whole answer without tool calls; None where the format has none."""
 
     @abstractmethod
-    def synthetic_stream(self, model: str, text: str, mark: Mapping[str, Any]) -> list[Event]:
+    def synthetic_stream(
+        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
+    ) -> list[Event]:
         """Return the same as a stream."""
-
-    def placed(self, made: Body, body: Body) -> Body:
-        """Return a synthetic answer, or an event of one, as that to a certain request."""
-        del body
-        return made
 
 
 # `isinstance`, for values that nothing is known of: the type checkers follow it no further.
@@ -310,14 +272,9 @@ def text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def repeated(made: Body, name: str, count: int) -> Body:
-    """Return an answer whose only choice comes as often as it was asked for."""
-    if name not in made:
-        return made
-    return {
-        **made,
-        name: [{**one, "index": n} for n in range(min(count, _MOST)) for one in made[name]],
-    }
+def repeated(one: Body, count: int) -> list[Body]:
+    """Return a choice as often as it was asked for."""
+    return [{**one, "index": n} for n in range(min(count, _MOST))]
 
 
 def count_or_none(value: object) -> int | None:

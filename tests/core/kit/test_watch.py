@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from budgetguard_core import Budget, Mode, StopReason
-from budgetguard_core.kit import CutShort, Envelope, Watch, cut_short, supervised
-from budgetguard_core.kit import watch as watching
+from budgetguard_core.kit import Envelope, Scope, Watch, cut_short, supervised
+from budgetguard_core.kit import cancel as watching
 
 SOON = 0.05
 
@@ -73,7 +73,7 @@ async def test_work_that_ends_in_the_moment_of_the_cut_is_kept():
     run = opened(Budget())
     with cut_short(run) as watch:
         run.guard.abort()
-        watch._look()
+        watch._watch._look()
         result = "done"
     assert result == "done"
     assert asyncio.current_task().cancelling() == 0
@@ -199,7 +199,7 @@ async def test_work_that_does_not_let_itself_be_cancelled_is_left_behind(monkeyp
 
 def test_without_an_event_loop_a_block_is_left_alone():
     with cut_short(opened(Budget(max_seconds=0.001))) as watch:
-        assert watch is None
+        assert watch.trip is None
 
 
 def test_beside_a_blocking_call_the_deadline_cuts_from_a_thread():
@@ -242,7 +242,7 @@ def test_a_watch_that_is_closed_looks_no_more():
 
 async def test_of_blocks_that_follow_each_other_the_next_is_cut_and_nothing_between():
     run = opened(Budget())
-    cutting = CutShort(run)
+    cutting = Scope(run)
     with cutting as watch:
         await asyncio.sleep(0)
     run.guard.abort()
@@ -259,7 +259,7 @@ async def test_of_blocks_that_follow_each_other_the_next_is_cut_and_nothing_betw
 
 async def test_the_deadline_that_passes_between_blocks_cuts_the_next():
     run = opened(Budget(max_seconds=SOON))
-    cutting = CutShort(run)
+    cutting = Scope(run)
     with cutting:
         pass
     async with asyncio.timeout(5):
@@ -273,7 +273,7 @@ async def test_the_deadline_that_passes_between_blocks_cuts_the_next():
 
 def test_blocks_on_one_event_loop_after_the_other_are_each_cut():
     run = opened(Budget())
-    cutting = CutShort(run)
+    cutting = Scope(run)
 
     async def block():
         async with asyncio.timeout(5):

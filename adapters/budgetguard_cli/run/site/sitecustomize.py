@@ -95,14 +95,12 @@ def _langchain(module: Any) -> None:
     module.register_configure_hook(_Callbacks(), inheritable=True)
 
 
-def _agents_sdk(module: Any) -> None:
-    if hasattr(module, "Runner") and hasattr(module, "RunHooks"):
-        _adapt("budgetguard_openai_agents")
+def _framework(adapter: str, *names: str) -> Callable[[Any], None]:
+    def imported(module: Any) -> None:
+        if all(hasattr(module, name) for name in names):  # and not another module of this name
+            _adapt(adapter)
 
-
-def _strands(module: Any) -> None:
-    if hasattr(module, "Agent"):
-        _adapt("budgetguard_strands")
+    return imported
 
 
 def _genai(module: Any) -> None:
@@ -122,8 +120,9 @@ _AFTER: dict[str, Callable[[Any], None]] = {
     "httpx": _client,
     "httpx2": _client,
     "langchain_core.tracers.context": _langchain,
-    "agents": _agents_sdk,
-    "strands": _strands,
+    "agents": _framework("budgetguard_openai_agents", "Runner", "RunHooks"),
+    "pydantic_ai": _framework("budgetguard_pydantic_ai", "Agent"),
+    "strands": _framework("budgetguard_strands", "Agent"),
     "google.genai._api_client": _genai,
 }
 
@@ -168,7 +167,7 @@ def _users_own() -> None:
         sys.modules.setdefault("sitecustomize", this)
 
 
-if "BUDGETGUARD_SOCKET" in os.environ:
+if "BUDGETGUARD_RUN" in os.environ:
     sys.meta_path.insert(0, _Finder())
 if __name__ == "sitecustomize":
     _users_own()

@@ -1,0 +1,204 @@
+"""Reserves every call of a process in the ledger of the whole run."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Final
+
+from budgetguard_cli.run.folder import ANSWERS, CALLS, QUOTA, TURNS, RunFolder, trip_of
+from budgetguard_core import Admit, Budget, ModelCall, StopReason, Violation
+from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
+from budgetguard_core.decision import COUNTED, projected_cost
+from budgetguard_core.events import Event, ModelCallRefused, Tripped
+from budgetguard_core.ledger import Ledger, LedgerRefused, Reservation
+from budgetguard_core.plugs import Ask, Ended, Hold, Plug
+from budgetguard_core.pricing import from_usd, to_usd
+
+OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
+"""What each process looks after by itself; it stops no other one."""
+_MOST_REFUSALS: Final = 100
+"""Refusals of one loop after which nobody is left who would end by itself."""
+_PATIENCE_S: Final = 5.0
+
+
+class Reserved(Hold):
+    """The reservation of one call in the ledger of the run."""
+
+    def __init__(self, plug: RunLedger, reservation: Reservation) -> None:
+        self._plug = plug
+        self._reservation = reservation
+
+    def settle(self, ended: Ended, ticket: Admit | None) -> None:
+        """Replace what was reserved by what was used; a tool call stays what it is."""
+        del ticket
+        self._plug.decided((self,))
+        if ended.withdrawn:
+            self._reservation.release()
+        elif self._reservation.amount.model_calls:
+            self._reservation.settle(to_usd(ended.cost or 0), ended.tokens)
+
+
+class RunLedger(Plug):
+    """The caps of the whole run, as a plug of a process's guard.
+
+    The guard has the same caps, which it reaches last. What the ledger refuses stands against the
+    guard only when all calls that it granted before are admitted: a stop would overtake them.
+    """
+
+    waits = True
+
+    def __init__(self, ledger: Ledger, folder: RunFolder, budget: Budget) -> None:
+        self._ledger = ledger
+        self._folder = folder
+        self.budget = budget
+        self.forked()
+
+    def forked(self) -> None:
+        """Begin anew in a child process."""
+        self._changed = threading.Condition()
+        self._granted: set[Hold] = set()
+        """Reserved, and not yet admitted."""
+
+    def before(self, owner: Any, ask: Ask) -> None:
+        """Take in that calls are admitted in this step."""
+        del owner
+        self.decided((*ask.holds, *(one for holds in ask.call_holds.values() for one in holds)))
+
+    def decided(self, holds: Iterable[Hold]) -> None:
+        """Take in that calls are admitted now, or were not made."""
+        if not self._granted.isdisjoint(holds):
+            with self._changed:
+                self._granted.difference_update(holds)
+                self._changed.notify_all()
+
+    def _grant(self, reservation: Reservation) -> Reserved:
+        hold = Reserved(self, reservation)
+        with self._changed:
+            self._granted.add(hold)
+        return hold
+
+    def _refuse(self, owner: Any, refused: LedgerRefused) -> Violation | None:
+        """Return the cap that is reached; abort where it is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._granted, _PATIENCE_S)
+        if not refused.key:
+            owner.abort(refused.detail)
+            return None
+        reason = StopReason(refused.reason)
+        if refused.key == TURNS:
+            reason = StopReason.MAX_ITERATIONS
+        limit, used = getattr(self.budget, reason), refused.used
+        detail = f"{reason}={limit} reached: {used} used or reserved by all processes"
+        return Violation(reason=reason, limit=limit, used=used, detail=detail)
+
+    def reserve(self, owner: Any, ask: Ask) -> bool:
+        """Reserve a model call, or the tool calls of a batch."""
+        link = next(one for one in ask.asker.state.chain if one.owner is owner)
+        if not link.answers:
+            stop = None if owner.trip is not None else self._folder.stop()
+            for one in () if stop is None else stop.violations:
+                owner.abort(one.detail) if one.reason is StopReason.ABORTED else owner.hold(one)
+            if stop is not None or ask.asker.trip is not None:
+                return True
+        if isinstance(ask.call, ModelCall):
+            try:
+                self._reserve_model_call(owner, ask, ask.call, link)
+            except LedgerRefused as refused:
+                if (found := self._refuse(owner, refused)) is not None:
+                    owner.hold(found)
+        else:
+            self._reserve_tool_calls(owner, ask)
+        return True
+
+    def _reserve_model_call(self, owner: Any, ask: Ask, call: ModelCall, link: Link) -> None:
+        keys = [ANSWERS if link.answers else CALLS]
+        if not call.retry and ITERATIONS not in link.exempt:
+            keys.append(TURNS)
+        book = owner.tree.price_book
+        rates = None if call.model is None else book.rates_for(call.model, call.provider)
+        bound = ask.tokens - call.input_tokens
+        is_known = bound > 0
+        if not is_known:
+            bound = max(link.counters.largest_output, UNKNOWN_ANSWER)
+        prompt = projected_cost(call, rates, 0)
+        while True:
+            tokens, cost = call.input_tokens + bound, projected_cost(call, rates, bound)
+            try:
+                held = self._ledger.reserve(keys, usd=to_usd(cost), tokens=tokens)
+                break
+            except LedgerRefused as refused:
+                if refused.reason == StopReason.MAX_TOTAL_TOKENS:
+                    left = refused.limit - refused.used - call.input_tokens
+                elif refused.reason == StopReason.MAX_COST_USD:
+                    room = from_usd(refused.limit - refused.used) - prompt
+                    left = room * bound // max(cost - prompt, 1)
+                else:
+                    raise
+                if not is_known and bound and self._is_alone():
+                    bound = 0  # nobody else could pass the cap with it
+                elif is_known and not call.output_is_fixed and call.min_output_tokens <= left:
+                    bound = ask.bound = min(left, bound - 1)
+                    ask.cut_by = StopReason(refused.reason)
+                else:
+                    raise
+        ask.holds += (self._grant(held),)
+
+    def _is_alone(self) -> bool:
+        return not self._ledger.run_usage(CALLS).reserved_tokens
+
+    def _reserve_tool_calls(self, owner: Any, ask: Ask) -> None:
+        counters = owner.state.counters
+        for index, call in enumerate(ask.calls):
+            if call.kind not in COUNTED:
+                continue
+            with owner.tree.lock:
+                of_tool = counters.tool(call.name).quotas
+            quotas = {
+                QUOTA.format(n): one for n, one in enumerate(counters.quotas) if one in of_tool
+            }
+            try:
+                held = self._ledger.reserve([CALLS, *quotas], model_calls=0, tool_calls=1)
+            except LedgerRefused as refused:
+                if refused.key in quotas:  # by the calls of other processes
+                    quotas[refused.key].used = quotas[refused.key].limit
+                    continue
+                found = self._refuse(owner, refused)
+                if call.kind == "function":
+                    ask.stop_from(index, owner, [] if found is None else [found])
+                    return
+                if found is not None:  # nobody asks before it runs: the next model call is stopped
+                    owner.hold(found)
+            else:
+                ask.hold_for(index, self._grant(held))
+
+
+class Stops:
+    """Tells the other processes of a stop of the whole run, from the events of a process.
+
+    Args:
+        folder: Of the run.
+        name: Of the process's guard.
+    """
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._loops: dict[str, str] = {}
+        self._refusals: Counter[str] = Counter()
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, Tripped):
+            trip = event.trip
+            if trip.reason in OF_A_PROCESS:
+                self._loops[event.run_id] = trip.detail
+            elif trip.run_id == self._name:
+                self._folder.end(trip)
+        elif isinstance(event, ModelCallRefused):
+            self._folder.ask_on()
+            self._refusals[event.run_id] += event.run_id in self._loops
+            if self._refusals[event.run_id] > _MOST_REFUSALS:
+                detail = f"the script goes on after a stop: {self._loops[event.run_id]}"[:200]
+                self._folder.end(trip_of(StopReason.ABORTED, detail))
