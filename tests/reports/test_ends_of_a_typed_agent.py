@@ -161,9 +161,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_a_request_that_forces_a_tool_is_answered_by_no_text(case, request):
-    if not case.endswith(("named", "one")):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 35"))
+def test_a_request_that_forces_a_tool_is_answered_by_no_text(case):
     url, body = FORCED[case]
     inner = httpx.MockTransport(lambda _: httpx.Response(500, json={}))
     with httpx.Client(transport=BudgetTransport(Budget(max_model_calls=1), inner=inner)) as client:
