@@ -1,4 +1,4 @@
-"""Clauses 37 to 44: the breakers."""
+"""Clauses 47 to 54: the breakers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _refusals(history: Sequence[Message], *, kind: str) -> list[dict[str, Any]]:
 
 
 def velocity(driver: Driver, mode: Mode) -> None:
-    """Clause 37."""
+    """Clause 47."""
     # At the ceiling the run ends: exactly so many bodies, also within a batch.
     limits = VelocityLimits(max_tool_calls_per_minute=3, throttle_at=0.99)
     script = Script([calls(*["search"] * 5)])
@@ -132,7 +132,7 @@ def reports_of(driver: Driver, mode: Mode) -> list[str]:
 
 
 def progress(driver: Driver, mode: Mode) -> None:
-    """Clause 38."""
+    """Clause 48."""
     script = _reporting(lambda _: "find the file", lambda _: 5, end=60)
     ran, scenario, events = _report(driver, mode, script)
     outcome = check_stopped(ran, StopReason.STALLED)
@@ -156,7 +156,7 @@ def progress(driver: Driver, mode: Mode) -> None:
 
 
 def rate_limit(driver: Driver, mode: Mode) -> None:
-    """Clause 39."""
+    """Clause 49."""
     events: list[Event] = []
     guard = _guard(events, rate_limits={"sea*": RateLimit(rate=0.01)})
     script = Script([calls("search"), calls("search", "read"), says("Without more searches.")])
@@ -175,7 +175,7 @@ def rate_limit(driver: Driver, mode: Mode) -> None:
 
 
 def bulkhead(driver: Driver, mode: Mode) -> None:
-    """Clause 40."""
+    """Clause 50."""
     guard = _guard([], bulkheads={"search": BulkheadConfig(max_concurrent_calls=1)})
     running = guard.child().admit_tool_call(ToolCall(name="search"))
 
@@ -195,7 +195,7 @@ def bulkhead(driver: Driver, mode: Mode) -> None:
 
 
 def circuit_breaker(driver: Driver, mode: Mode) -> None:
-    """Clause 41."""
+    """Clause 51."""
 
     def run(script: Script) -> tuple[Any, Any, list[Event]]:
         events: list[Event] = []
@@ -239,7 +239,7 @@ def _read_alone() -> ToolMix:
 
 
 def tool_mix(driver: Driver, mode: Mode) -> None:
-    """Clause 42."""
+    """Clause 52."""
     events: list[Event] = []
     guard = _guard(events, tool_mix=_read_alone())
     script = Script([*[calls(*["read"] * 10)] * 6, says("Done.")])
@@ -252,7 +252,7 @@ def tool_mix(driver: Driver, mode: Mode) -> None:
 
 
 def observed(driver: Driver, mode: Mode) -> None:
-    """Clause 43."""
+    """Clause 53."""
     events: list[Event] = []
     guard = _guard(
         events,
@@ -281,7 +281,7 @@ def observed(driver: Driver, mode: Mode) -> None:
 
 
 def waits(driver: Driver, mode: Mode) -> None:
-    """Clause 44."""
+    """Clause 54."""
     _wait_too_long(driver, mode)
     _wait_for_a_token(driver, mode)
     _wait_for_a_place(driver, mode)

@@ -55,11 +55,27 @@ from budgetguard_core.testing.checks import (
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import Clause, check_history
 from budgetguard_core.testing.driver import Driver, Feature
-from budgetguard_core.testing.endings import cut_short, failed, nothing_kept, same_history
+from budgetguard_core.testing.endings import (
+    as_unguarded,
+    cut_short,
+    failed,
+    no_further_step,
+    nothing_kept,
+    own_limit,
+    same_history,
+    typed_end,
+)
 from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.last_answers import last_answer
-from budgetguard_core.testing.nesting import activated, nested, not_an_answer
-from budgetguard_core.testing.pauses import paused
+from budgetguard_core.testing.nesting import (
+    activated,
+    fan_out,
+    imported,
+    nested,
+    not_an_answer,
+    pools,
+)
+from budgetguard_core.testing.pauses import asked, paused, questions, unanswered
 from budgetguard_core.testing.replies import dialogue, equal_ids, every_usage
 from budgetguard_core.testing.scenario import Mode, Ran, Scenario, Scratch
 from budgetguard_core.testing.script import (
@@ -789,14 +805,24 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(34, "nothing is kept of runs that are over", nothing_kept),
     Clause(35, "usage is read in full, and estimated where there is none", every_usage),
     Clause(36, "the stored history is the returned one, and goes on", same_history),
-    Clause(37, "the pace: the run ends at its ceiling", velocity),
-    Clause(38, "reports without progress: nudge, then stop", progress, needs=("reports",)),
-    Clause(39, "a rate limit refuses and says when to try again", rate_limit),
-    Clause(40, "a full bulkhead refuses, and the run goes on", bulkhead),
-    Clause(41, "an open circuit breaker answers in the tool's place", circuit_breaker),
-    Clause(42, "an unusual mix of tools is told once and stops nothing", tool_mix),
-    Clause(43, "in OBSERVE breakers delay, refuse and ask nothing", observed),
-    Clause(44, "a call waits for the pace, a token, a place", waits, needs=("waits",)),
-    Clause(45, "a stopped run has a last answer from its reserve", last_answer, needs=("at_last",)),
+    Clause(37, "calls answered without their body: nudge, then stop", unanswered),
+    Clause(38, "an answer to a question is no user turn", questions, needs=("approval",)),
+    Clause(39, "the end has the form that was asked for", typed_end, needs=("structured",)),
+    Clause(40, "the framework's own limit is no completion", own_limit, needs=("own_limit",)),
+    Clause(41, "threads and pools in a block spend its budget", pools),
+    Clause(42, "a tripped run starts no further step", no_further_step),
+    Clause(43, "a completed run is stored as an unguarded one", as_unguarded),
+    Clause(44, "nobody is asked about a call that will be refused", asked, needs=("approval",)),
+    Clause(45, "a fan-out of unknown answers stays within the cap", fan_out),
+    Clause(46, "importing an adapter is enough for a block", imported, needs=("imported",)),
+    Clause(47, "the pace: the run ends at its ceiling", velocity),
+    Clause(48, "reports without progress: nudge, then stop", progress, needs=("reports",)),
+    Clause(49, "a rate limit refuses and says when to try again", rate_limit),
+    Clause(50, "a full bulkhead refuses, and the run goes on", bulkhead),
+    Clause(51, "an open circuit breaker answers in the tool's place", circuit_breaker),
+    Clause(52, "an unusual mix of tools is told once and stops nothing", tool_mix),
+    Clause(53, "in OBSERVE breakers delay, refuse and ask nothing", observed),
+    Clause(54, "a call waits for the pace, a token, a place", waits, needs=("waits",)),
+    Clause(55, "a stopped run has a last answer from its reserve", last_answer, needs=("at_last",)),
 )
-"""The clauses of the contract, in its order."""
+"""The clauses of the contract, in its order; from 47 on those of what is off by default."""

@@ -18,8 +18,10 @@ Feature: TypeAlias = Literal[
     "bounded_output",
     "dialogue",
     "equal_ids",
+    "imported",
     "judge",
     "new_process",
+    "own_limit",
     "reports",
     "structured",
     "swallowing",
@@ -31,8 +33,9 @@ Feature: TypeAlias = Literal[
 model. `new_process`: what it waits with can be
 written down and opened elsewhere. `bounded_output`: a request says how long its answer may be
 (`Script.next`, `Reply.cut`). `reports`: `Tool.reports`. `equal_ids`: the framework runs two calls
-of one id. `waits`: a hook before a call can wait. `dialogue`, `judge`, `structured`, `swallowing`:
-`Scenario`'s.
+of one id. `imported`: a run that knows nothing of the adapter, which is imported, is bounded by
+`guard.activate()`. `waits`: a hook before a call can wait. `dialogue`, `judge`, `own_limit`,
+`structured`, `swallowing`: `Scenario`'s.
 """
 
 _SETTLING = 1.0

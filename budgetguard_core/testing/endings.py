@@ -1,15 +1,16 @@
-"""Clauses 29, 33, 34 and 36: what is left of a run when it is over."""
+"""Clauses 29, 33, 34, 36, 39, 40, 42 and 43: how a run ends, and what is left of it."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 from budgetguard_core.budget import Budget
-from budgetguard_core.decision import Admit
+from budgetguard_core.decision import Admit, ModelCall, Stop
 from budgetguard_core.events import Event, RunEnded
 from budgetguard_core.guard import Guard
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run
@@ -31,7 +32,17 @@ from budgetguard_core.testing.driver import Driver, run_in_loop
 from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.scenario import Mode, Scenario, Scratch
-from budgetguard_core.testing.script import ProviderError, Reply, Script, Tool, calls, says
+from budgetguard_core.testing.script import (
+    MODEL,
+    Agent,
+    ProviderError,
+    Reply,
+    Script,
+    Tool,
+    calls,
+    changing,
+    says,
+)
 from budgetguard_core.usage import TokenUsage
 
 # A conversation of this clause is more; what measures coverage keeps a little of each thread.
@@ -233,3 +244,85 @@ def _check_turns(
     for text in ("What is new?", "And now?"):
         expect(any(text in one.text for one in request), f"{text!r} was not sent ({name})")
     check_equal(f"the answer of the next turn ({name})", ran.history[-1].text, "And this.")
+
+
+def typed_end(driver: Driver, mode: Mode) -> None:
+    """Clause 39."""
+    tools = [search_tool()]
+    ran, _ = act(
+        driver, mode, sticky("search"), guard=Budget(max_iterations=2), tools=tools, structured=True
+    )
+    check_stopped(ran, StopReason.MAX_ITERATIONS)
+    expect(not isinstance(ran.typed, str), f"in the place of a typed answer stands {ran.typed!r}")
+
+
+def own_limit(driver: Driver, mode: Mode) -> None:
+    """Clause 40."""
+    guard = Guard(Budget(max_total_tokens=10**6))
+    script = sticky("search")
+    ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()], own_limit=2)
+    check_stopped(ran, StopReason.FRAMEWORK_LIMIT)
+    check_equal("model calls", (script.calls, guard.usage.model_calls), (2, 2))
+
+
+def no_further_step(driver: Driver, mode: Mode) -> None:
+    """Clause 42."""
+
+    def run(guard: Guard, spend: Callable[[], object], form: str) -> None:
+        made: list[int] = []
+
+        def body(number: int, value: str) -> str:
+            spend()
+            made.append(script.calls + worker.script.calls)
+            return changing(number, value)
+
+        worker = Agent(name="worker", script=sticky("work"), tools=[Tool("work", body)])
+        replies = {"graph": says("Done."), "handoff": Reply(handoff="worker")}
+        script = Script([replies.get(form, calls("work" if form == "itself" else "ask_worker"))])
+        tools = {"itself": [Tool("work", body)], "tool": [Tool("ask_worker", agent=worker)]}
+        ran, scenario = act(
+            driver,
+            mode,
+            script,
+            guard=guard,
+            tools=tools.get(form, []),
+            handoffs=[worker] if form == "handoff" else (),
+            graph=worker if form == "graph" else None,
+        )
+        expect(guard.trip is not None, "the tool's body did not trip the guard")
+        check_equal(f"status ({form})", outcome_of(ran).status, "terminated")
+        check_history(ran.history)
+        check_equal(f"model calls ({form})", [script.calls + worker.script.calls], made)
+        check_equal(f"tool bodies ({form})", scenario.started.count("work"), 1)
+
+    for form in ("itself", *sorted(driver.subagents)):
+        guard = Guard(Budget(max_model_calls=9))
+        run(guard, guard.abort, form)
+        # Code of the user's that spends the rest, with a client that the framework does not see.
+        guard = Guard(Budget(max_model_calls=9))
+        run(guard, partial(_spend, guard), form)
+
+
+def _spend(guard: Guard) -> None:
+    while not isinstance(call := guard.admit_model_call(ModelCall(model=MODEL)), Stop):
+        guard.settle_model_call(cast("Admit", call), TokenUsage(10, 10))
+
+
+def as_unguarded(driver: Driver, mode: Mode) -> None:
+    """Clause 43."""
+
+    def run(guard: Budget | None) -> list[Any]:
+        script = Script([calls("search", "read"), says("Here."), calls("search"), says("There.")])
+        facts: dict[str, Any] = {
+            "tools": [Tool("search", "found"), Tool("read", "text")],
+            "shared": Scratch(),
+        }
+        first, _ = act(driver, mode, script, guard=guard, user_input="What is new?", **facts)
+        second, _ = act(
+            driver, mode, script, guard=guard, after=first, user_input="And now?", **facts
+        )
+        for ran in (first, second):
+            expect(ran.raised is None, f"the run raised {ran.raised!r}")
+        return [shape_of(one) for one in (first.history, second.history, *script.requests)]
+
+    check_equal("what is kept and sent", run(Budget(max_iterations=9)), run(None))

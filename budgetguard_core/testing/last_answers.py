@@ -1,4 +1,4 @@
-"""Clause 45: one last answer of a stopped run, from what its budget has kept back."""
+"""Clause 55: one last answer of a stopped run, from what its budget has kept back."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_neutral(ran: Ran, script: Script, calls_made: int, error: str | None)
 
 
 def last_answer(driver: Driver, mode: Mode) -> None:
-    """Clause 45."""
+    """Clause 55."""
     shared = Scratch()
     script = Script([calls("search"), calls("search"), says(_KNOWN, TokenUsage(150, 30))])
     facts: dict[str, Any] = {"tools": [_search()]}

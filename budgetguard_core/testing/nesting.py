@@ -1,13 +1,17 @@
-"""Clauses 26, 27 and 30: runs inside runs."""
+"""Clauses 26, 27, 30, 41, 45 and 46: runs inside runs and blocks, and beside one another."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.decision import Admit, ModelCall
+from budgetguard_core.events import Event, ModelCallAdmitted, Tripped
 from budgetguard_core.guard import Guard
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing.checks import (
@@ -17,12 +21,15 @@ from budgetguard_core.testing.checks import (
     check_stopped,
     in_threads,
     search_tool,
+    shape_of,
     sticky,
 )
+from budgetguard_core.testing.conformance import check_history
 from budgetguard_core.testing.driver import Driver, Nested, check_parts, run_in_loop
 from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.scenario import Mode, Ran, Scenario
-from budgetguard_core.testing.script import Agent, Script, Tool, calls, says
+from budgetguard_core.testing.script import Agent, Reply, Script, Tool, calls, says
+from budgetguard_core.usage import TokenUsage
 
 
 def nest(
@@ -211,3 +218,72 @@ def _check_unread(ran: Ran, scenario: Scenario, below: Script, around: int, insi
         "model calls around and inside", (scenario.script.calls, below.calls), (around, inside)
     )
     check_stopped(ran, StopReason.MAX_MODEL_CALLS)
+
+
+_TOGETHER = 2.0
+"""Seconds that a call of a fan-out waits for the others, where nothing says that they have come."""
+
+
+def pools(driver: Driver, mode: Mode) -> None:
+    """Clause 41."""
+    guard = Guard(Budget(max_model_calls=5))
+    scenarios = [_scenario(mode, guard=Budget(max_iterations=9)) for _ in range(3)]
+    with guard.activate(), ThreadPoolExecutor(2) as pool:
+        first = threading.Thread(target=driver.run, args=(scenarios[0],))
+        first.start()
+        for started in [pool.submit(driver.run, one) for one in scenarios[1:]]:
+            started.result()
+        first.join()
+    check_equal("model calls in threads", sum(one.script.calls for one in scenarios), 5)
+    check_equal("model calls counted in threads", guard.usage.model_calls, 5)
+
+
+def fan_out(driver: Driver, mode: Mode) -> None:
+    """Clause 45."""
+    width, cap, answer = 6, 3_000, 900
+    ready = threading.Event()
+    waiting = itertools.count(1)
+
+    def heard(event: Event) -> None:
+        # Nobody answers before all have been let in, or one has been refused.
+        if isinstance(event, Tripped) or (
+            isinstance(event, ModelCallAdmitted) and next(waiting) == width
+        ):
+            ready.set()
+
+    def reply(_: int) -> Reply:
+        ready.wait(_TOGETHER)
+        return says("A long answer.", TokenUsage(100, answer))
+
+    guard = Guard(Budget(max_total_tokens=cap), sinks=[heard])
+    scripts = [Script(reply) for _ in range(width)]
+    in_threads(
+        *(lambda script=script: act(driver, mode, script, guard=guard) for script in scripts)
+    )
+    made = sum(script.calls for script in scripts)
+    expect(1 <= made < width, f"{made} of {width} calls were let in under {cap} tokens")
+    used = guard.usage.total_tokens
+    expect(used <= cap, f"{used} tokens under {cap}, with answers of {answer}")
+
+
+def imported(driver: Driver, mode: Mode) -> None:
+    """Clause 46."""
+
+    def run() -> tuple[Ran, Script]:
+        script = Script(lambda number: calls("search") if number < 4 else says("Done."))
+        search = Tool("search", lambda number, _: f"result {number}")
+        scenario = Scenario(script=script, mode=mode, guard=None, tools=[search])
+        ran = driver.run(scenario)
+        check_parts(driver, scenario)
+        return ran, script
+
+    before, _ = run()
+    guard = Guard(Budget(max_model_calls=3))
+    with guard.activate():
+        ran, script = run()
+    check_equal("model calls in the block", script.calls, 3)
+    check_equal("model calls counted", guard.usage.model_calls, 3)
+    check_history(ran.history)
+    after, script = run()
+    check_equal("model calls behind the block", script.calls, 5)
+    check_equal("history behind the block", shape_of(after.history), shape_of(before.history))

@@ -1,10 +1,11 @@
-"""Clause 28: a run that waits for a person is paused, not ended."""
+"""Clauses 28, 37, 38 and 44: a run that waits for a person is paused, not ended."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from budgetguard_core.budget import Budget
+from budgetguard_core.events import Event
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.sqlite_checkpoints import MemoryStore
@@ -13,15 +14,22 @@ from budgetguard_core.testing.checks import (
     act,
     check_completed,
     check_equal,
+    check_nudge,
     check_stopped,
     outcome_of,
     results_of,
+    search_tool,
 )
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.driver import Driver
 from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.scenario import PLACES, Mode, Place, Ran, Scratch
-from budgetguard_core.testing.script import Script, Tool, calls, says
+from budgetguard_core.testing.script import Call, Script, Tool, calls, says
+
+_SOON = 10
+"""Calls after which the detector has seen that nothing comes of them."""
+_PATIENT = 12
+"""Questions that a person answers."""
 
 
 class _Case:
@@ -118,3 +126,72 @@ def paused(driver: Driver, mode: Mode) -> None:
         check_equal("model calls of a batch that does not fit", case.script.calls, 1)
         check_equal("tool bodies of a batch that does not fit", len(case.started), 1)
         check_equal("results of the batch", len(results_of(ran.history)), 3)
+
+
+def unanswered(driver: Driver, mode: Mode) -> None:
+    """Clause 37."""
+    for same in (True, False):
+
+        def asking(name: str, same: bool = same) -> Script:
+            return Script(lambda number: calls(Call(name, "x" if same else f"x {number}")))
+
+        events: list[Event] = []
+        guard = Guard(Budget(max_iterations=30, tool_quotas={"search": 1}), sinks=[events.append])
+        script = asking("search")
+        ran, scenario = act(driver, mode, script, guard=guard, tools=[search_tool()])
+        check_stopped(ran, StopReason.NO_PROGRESS)
+        check_equal("tool bodies under a quota", scenario.started, ["search"])
+        expect(script.calls <= _SOON, f"{script.calls} calls that the quota refuses")
+        check_nudge(events, script)
+
+        if not driver.has("approval"):
+            continue
+        case = _Case(driver, mode, asking("send"))
+        budget = Budget(max_iterations=30)
+        ran = _until_over(case, budget, "refuse")
+        check_stopped(ran, StopReason.NO_PROGRESS)
+        check_equal("tool bodies that a person refused", case.started, [])
+        expect(case.script.calls <= _SOON, f"{case.script.calls} calls that a person refuses")
+
+
+def questions(driver: Driver, mode: Mode) -> None:
+    """Clause 38."""
+    for place in PLACES:
+        if place == "new process" and not driver.has("new_process"):
+            continue
+        case = _Case(driver, mode, Script([calls(Call("send", "hi"))]))
+        ran = _until_over(case, Budget(max_iterations=30), "approve", place)
+        check_stopped(ran, StopReason.NO_PROGRESS)
+        sent = len(case.started)
+        expect(sent <= 6, f"{sent} identical calls, each with an approval ({place})")
+
+
+def asked(driver: Driver, mode: Mode) -> None:
+    """Clause 44."""
+    sends = [calls(Call("send", "one")), calls(Call("send", "two")), says("Done.")]
+    case = _Case(driver, mode, Script(sends))
+    budget = Budget(max_tool_calls=1)
+    ran = case.go_on(case.begin(budget), budget, "approve")
+    check_stopped(ran, StopReason.MAX_TOOL_CALLS)
+    check_equal("tool bodies under a cap", case.started, ["send"])
+
+    case = _Case(driver, mode, Script(sends))
+    budget = Budget(tool_quotas={"send": 1})
+    ran = case.go_on(case.begin(budget), budget, "approve")
+    check_completed(ran)
+    check_equal("tool bodies under a quota", case.started, ["send"])
+
+
+def _until_over(
+    case: _Case,
+    budget: Budget,
+    answer: Literal["approve", "refuse"],
+    place: Place = "same object",
+) -> Ran:
+    """Give the same answer to every question of a run, up to its end."""
+    ran = case.begin(budget)
+    for _ in range(_PATIENT):
+        if outcome_of(ran).status != "paused":
+            break
+        ran = case.go_on(ran, budget, answer, place)
+    return ran

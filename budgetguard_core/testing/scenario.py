@@ -76,7 +76,9 @@ class Scenario(Recorded):
     twice: bool = False
     """The adapter is attached in two layers that both see every call (clause 21)."""
     structured: bool = False
-    """The agent has to end with structured output."""
+    """The agent has to end with structured output; the driver reports it in `Ran.typed`."""
+    own_limit: int | None = None
+    """The framework's own cap of model calls, which ends the run without an exception."""
     swallowing: bool = False
     """The user's own hooks, middleware or callables catch exceptions of models and tools, report
     them as answers, or try again; wherever the framework lets them."""
@@ -132,6 +134,8 @@ class Ran:
     """With `Scenario.stored`: the history in the framework's result, if it gave one."""
     outcome: Outcome | None = None
     """The adapter's outcome, also of a run that failed; None without a guard."""
+    typed: Any = "not reported"
+    """With `Scenario.structured`: what stands where the program reads the structured output."""
     raised: Exception | None = None
     """What came out of the framework's entry point, if anything."""
     chunks: Sequence[object] = ()

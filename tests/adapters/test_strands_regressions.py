@@ -272,45 +272,7 @@ def test_the_outcome_of_a_graph_is_on_the_exception():
     assert outcome_of(raised.value) is not None
 
 
-@pytest.mark.parametrize("kind", ["graph", "swarm"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_node_that_the_detector_stopped_is_no_completed_run(kind, way):
-    script = sends(30)
-    provider = BudgetHookProvider(Budget(max_total_tokens=10**7))
-    node = Agent(
-        model=ScriptedModel(script), tools=[send_tool([])], callback_handler=None, name="one"
-    )
-    whole = provider.attach(one_node(kind, node))
-    result = whole("Go.") if way == "sync" else asyncio.run(whole.invoke_async("Go."))
-    assert script.calls < 10
-    outcome = provider.outcome(whole)
-    assert (outcome.status, outcome.stop_reason) == ("terminated", StopReason.NO_PROGRESS)
-    assert result.status.value == "failed"
-
-
 # Persons and hooks
-
-
-@pytest.mark.parametrize("place", ["same object", "same session", "new object"])
-@pytest.mark.parametrize("way", WAYS)
-def test_an_approval_is_no_new_word_of_the_user(place, way, tmp_path):
-    sent = []
-    script = sends(30)
-
-    def agent():
-        provider = BudgetHookProvider(Budget(max_total_tokens=10**7))
-        more = {}
-        if place != "same object":
-            more["session_manager"] = FileSessionManager("s", storage_dir=str(tmp_path))
-        return made(script, send_tool(sent), hooks=[Asks(), provider], agent_id="a", **more)
-
-    at = agent()
-    result, _ = run(at, "Tell them.", way)
-    while result.stop_reason == "interrupt":
-        at = agent() if place == "new object" else at
-        result, _ = run(at, answers(result), way)
-    assert result.stop_reason == "no_progress"
-    assert len(sent) < 8
 
 
 @pytest.mark.parametrize("kind", ["graph", "swarm"])
@@ -324,24 +286,6 @@ def test_an_approval_in_a_node_is_no_new_word_of_the_user(kind):
         result = whole(answers(result))
     assert len(sent) < 8
     assert provider.outcome(whole).stop_reason == StopReason.NO_PROGRESS
-
-
-@pytest.mark.parametrize("text", ["hi", "hi {}"])
-@pytest.mark.parametrize("first", ["guard", "hook"])
-def test_a_call_that_a_hook_cancels_is_seen_by_the_detector(text, first):
-    class Refuses:
-        def register_hooks(self, registry, **_):
-            registry.add_callback(
-                BeforeToolCallEvent, lambda event: setattr(event, "cancel_tool", "Not allowed.")
-            )
-
-    script = sends(60, text.format)
-    provider = BudgetHookProvider(Budget(max_total_tokens=10**7))
-    hooks = [provider, Refuses()] if first == "guard" else [Refuses(), provider]
-    agent = made(script, send_tool([]), hooks=hooks)
-    assert agent("Go.").stop_reason == "no_progress"
-    assert script.calls < 15
-    assert provider.outcome(agent).usage.tool_calls == 0
 
 
 @pytest.mark.parametrize("budget", [Budget(max_tool_calls=1), Budget(tool_quotas={"send": 1})])

@@ -235,6 +235,8 @@ class BoundedClients(Driver):
         "structured": "The structured output of a client is one call, and no loop ends with it.",
         "judge": "A loop on a provider's client has no guardrails: its checks are its own code.",
         "dialogue": "A loop on a provider's client has no second speaker of its own.",
+        "own_limit": "A loop on a provider's client ends where its own code says so.",
+        "imported": "The seam wraps clients in `bounded_clients` or after `install()`.",
         "swallowing": "There are no hooks or callables around the calls that could swallow a stop.",
     }
     deviations: ClassVar = {
@@ -251,10 +253,11 @@ class BoundedClients(Driver):
         13: _NO_RESUME,
         31: _ON_TRAFFIC,
         37: _ON_TRAFFIC,
-        39: _ON_TRAFFIC,
-        40: _ON_TRAFFIC,
-        41: _ON_TRAFFIC,
-        44: _ON_TRAFFIC,
+        47: _ON_TRAFFIC,
+        49: _ON_TRAFFIC,
+        50: _ON_TRAFFIC,
+        51: _ON_TRAFFIC,
+        54: _ON_TRAFFIC,
     }
 
     def run_sync(self, scenario):

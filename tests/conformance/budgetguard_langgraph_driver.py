@@ -416,9 +416,10 @@ class LangGraphDriver(Driver):
             history=[message(one) for one in native],
             returned=[message(one) for one in returned] if whole else None,
             outcome=ended if guard is not None else None,
+            typed=(result or {}).get("structured_response"),
             raised=error,
             chunks=chunks,
-            session=config,
+            session=config if self.is_checkpointed(scenario) else native,
         )
 
 
@@ -526,6 +527,12 @@ def retry_policy(scenario):
     )
 
 
+OWN_QUESTION = (
+    "a node of the user's own asks by `interrupt()` (langgraph/types.py) before its calls reach a "
+    "ToolNode; `HumanInTheLoopMiddleware` asks for no call that is refused"
+)
+
+
 class CallbackDriver(LangGraphDriver):
     """The callback on a hand-built graph without a checkpointer: the caller keeps the messages."""
 
@@ -535,6 +542,7 @@ class CallbackDriver(LangGraphDriver):
         "at_last": "a callback cannot write to the graph's state: an answer would reach nobody; "
         "`bounded` does",
         "structured": "a graph of one's own has no structured output",
+        "own_limit": "the recursion limit of a graph of one's own leaves it as an exception",
     }
     deviations: ClassVar = {
         (6, "async"): "a callback cannot cancel a call that hangs; `bounded` does",
@@ -545,6 +553,7 @@ class CallbackDriver(LangGraphDriver):
         (12, "streamed"): "a callback cannot cancel a call that hangs; `bounded` does",
         22: "a callback cannot write to the stream: the closed history is in the outcome",
         36: "a callback cannot write to the thread: the closed history is in the outcome",
+        44: OWN_QUESTION,
     }
 
     def agent(self, scenario, script, tools, **options):
@@ -606,6 +615,8 @@ class BoundedReactDriver(BoundedDriver):
     """`bounded` on LangGraph's older prebuilt agent."""
 
     name = "bounded (create_react_agent)"
+    lacks: ClassVar = {"own_limit": "the recursion limit of LangGraph leaves it as an exception"}
+    deviations: ClassVar = {44: OWN_QUESTION}
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         waits = any(tool.approval for tool in scenario.tools)
@@ -634,7 +645,11 @@ def decision(answer):
 
 def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False, inner=()):
     from langchain.agents import create_agent
-    from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
+    from langchain.agents.middleware import (
+        AgentMiddleware,
+        HumanInTheLoopMiddleware,
+        ModelCallLimitMiddleware,
+    )
     from langchain.agents.structured_output import ToolStrategy
 
     class Retrying(AgentMiddleware):
@@ -683,6 +698,9 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
         outer.append(Swallowing())
     if scenario.retries:
         outer.append(Retrying())
+    if scenario.own_limit is not None and top:
+        limit = ModelCallLimitMiddleware(run_limit=scenario.own_limit, exit_behavior="end")
+        outer.append(limit)
     return create_agent(
         ScriptedChat(script=script),
         tools,

@@ -304,7 +304,8 @@ class PlainLoop:
     def __init__(self, scenario):
         self.scenario = scenario
         self.model = Model(scenario.script, scenario.tools)
-        self.messages = [{"role": "user", "content": scenario.user_input}]
+        before = [] if scenario.after is None else scenario.after.session
+        self.messages = [*before, {"role": "user", "content": scenario.user_input}]
         self.tools = functions(scenario, scenario.tools, None)
         self.chunks = []
 
@@ -339,7 +340,8 @@ class PlainLoop:
         self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
     def ran(self):
-        return Ran(history=normal(self.messages), chunks=self.chunks)
+        messages = self.messages
+        return Ran(history=normal(messages), chunks=self.chunks, session=messages)
 
 
 def no_person(adapter):
@@ -356,6 +358,8 @@ class LoopDriver(Driver):
         "approval": no_person("a plain loop"),
         "new_process": no_person("a plain loop"),
         "structured": "a plain loop has no structured output of its own.",
+        "own_limit": "a plain loop has no limit but the budget's.",
+        "imported": "a plain loop is the user's own code: without `guarded` nothing sees it.",
     }
     usage_records: ClassVar = USAGE_RECORDS
 

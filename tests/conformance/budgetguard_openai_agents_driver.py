@@ -495,7 +495,9 @@ class OpenAIAgentsDriver(Driver):
 
     def options_of(self, scenario: Scenario, session: Any) -> dict[str, Any]:
         options: dict[str, Any] = {"session": session, "run_config": RunConfig()}
-        if scenario.swallowing:
+        if scenario.own_limit is not None:
+            options["max_turns"] = scenario.own_limit
+        if scenario.swallowing or scenario.own_limit is not None:
             options["error_handlers"] = {"max_turns": lambda _: "never mind"}
         return options
 
@@ -552,6 +554,7 @@ class OpenAIAgentsDriver(Driver):
             history=messages(items, handoffs, synthetic),
             returned=messages(returned, handoffs, synthetic) if whole else None,
             outcome=found,
+            typed=None if result is None else result.final_output,
             raised=error,
             session=(items if session is None else session, result.to_state() if waits else None),
         )

@@ -241,6 +241,8 @@ class Capability(Driver):
     name = "BudgetCapability"
     lacks: ClassVar = {
         "dialogue": "a run ends with the first answer that asks for no tool",
+        "own_limit": "its limits raise, and leave the run as an exception",
+        "imported": "a capability is given to agents and runs; nothing holds for all of them",
         "equal_ids": "the framework itself ends a run in which two calls have the same id",
     }
     usage_records: ClassVar = (
@@ -389,6 +391,7 @@ class Capability(Driver):
             history=history_of(messages),
             returned=returned,
             outcome=found if scenario.shared.get("guard") is not None else None,
+            typed=getattr(result, "output", None),
             raised=error,
             chunks=chunks,
             session=Left(messages, waiting),

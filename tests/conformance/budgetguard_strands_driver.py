@@ -288,12 +288,15 @@ class StrandsDriver(Driver):
         if "runner" not in shared or scenario.place != "same object":
             shared.update(provider=self.provider(scenario), turn=threading.Lock())
             shared["runner"] = self.target(scenario)
-            return *shared["runner"], {}
+            return *shared["runner"], self.options(scenario)
         runner, agent = shared["runner"]
         if scenario.after is not None:
             runner = scenario.after.session.runner
         # The agent may be one that several budgets share.
         return runner, agent, {"invocation_state": {"budgetguard": scenario.guard}}
+
+    def options(self, scenario: Scenario) -> dict[str, Any]:
+        return {} if scenario.own_limit is None else {"limits": {"turns": scenario.own_limit}}
 
     def run_sync(self, scenario: Scenario) -> Ran:
         runner, agent, options = self.opened(scenario)
@@ -350,6 +353,7 @@ class StrandsDriver(Driver):
             history=history,
             returned=returned if scenario.stored and raised is None else None,
             outcome=outcome,
+            typed=getattr(result, "structured_output", None),
             raised=raised,
             chunks=chunks,
             session=Left(runner, list(getattr(result, "interrupts", None) or ())),

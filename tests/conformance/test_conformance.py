@@ -6,7 +6,7 @@ import pytest
 
 import layout
 from budgetguard_core.testing import CLAUSES
-from conformance.drivers import drivers_of, has_drivers, is_installed
+from conformance.drivers import drivers_of, has_drivers, is_installed, marks
 
 
 def cases():
@@ -26,7 +26,10 @@ def cases():
                     mode,
                     clause,
                     id=f"clause_{clause.number:02}-{name}",
-                    marks=() if by_default else pytest.mark.slow,
+                    marks=[
+                        *marks(driver, clause.number),
+                        *([] if by_default else [pytest.mark.slow]),
+                    ],
                 )
 
 

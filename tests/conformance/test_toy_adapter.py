@@ -6,10 +6,13 @@ import pytest
 
 import layout
 from budgetguard_core.testing import CLAUSES, check
+from conformance.drivers import marks
 from conformance.toy_driver import Toy
 
 CASES = [
-    pytest.param(clause, mode, id=f"clause_{clause.number:02}-{mode}")
+    pytest.param(
+        clause, mode, id=f"clause_{clause.number:02}-{mode}", marks=marks(Toy(), clause.number)
+    )
     for clause in CLAUSES
     for mode in Toy.modes
     if clause.is_asked(Toy(), mode)

@@ -42,6 +42,8 @@ class Toy(Driver):
     lacks: ClassVar = {
         "at_last": "the toy ends a run without its model",
         "dialogue": "a run ends with the first reply without a call",
+        "own_limit": "the toy has no limit of its own",
+        "imported": "the toy has no place that holds for every agent: agents are wrapped",
         "structured": "the toy has no structured output",
     }
     usage_records: ClassVar = (

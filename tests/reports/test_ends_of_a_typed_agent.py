@@ -51,7 +51,6 @@ def test_langgraph(way, mode):
     assert result.get("structured_response") is None
 
 
-@pytest.mark.xfail(strict=True, reason="issue 33: a text stands in the typed place")
 @each_mode
 @pytest.mark.parametrize("way", AGENT_WAYS)
 def test_openai_agents(way, mode):
@@ -162,9 +161,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("case", FORCED)
-def test_a_request_that_forces_a_tool_is_answered_by_no_text(case, request):
-    if not case.endswith(("named", "one")):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 35"))
+def test_a_request_that_forces_a_tool_is_answered_by_no_text(case):
     url, body = FORCED[case]
     inner = httpx.MockTransport(lambda _: httpx.Response(500, json={}))
     with httpx.Client(transport=BudgetTransport(Budget(max_model_calls=1), inner=inner)) as client:

@@ -66,7 +66,7 @@ def test_langgraph(kind, way, mode):
 @each_mode
 @pytest.mark.parametrize("way", AGENT_WAYS)
 @pytest.mark.parametrize("handled", [False, True])
-def test_openai_agents(handled, way, mode, request):
+def test_openai_agents(handled, way, mode):
     pytest.importorskip("agents")
     from agents import Agent, function_tool
     from agents.run_error_handlers import RunErrorHandlerResult
@@ -74,8 +74,6 @@ def test_openai_agents(handled, way, mode, request):
     from budgetguard_openai_agents import outcome
     from budgetguard_openai_agents.scripted import scripted_model
 
-    if handled:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 33"))
     answers = runaway()
     agent = Agent(name="a", model=scripted_model(answers), tools=[function_tool(search)])
     more = {}
