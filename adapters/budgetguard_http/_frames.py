@@ -8,7 +8,7 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from budgetguard_http.wires.wire import Event, parsed
 
@@ -23,30 +23,6 @@ _TEXT_HEADER: Final = 7
 # The bytes of a header's value by its type: two booleans, byte, short, integer, long; a length and
 # bytes or text; a time and a UUID.
 _HEADER_SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
-
-
-class Frames(Protocol):
-    """How the events of one stream are written as bytes."""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes; return the events that are whole with them."""
-        ...
-
-    def are_lines(self, data: bytes) -> bool:
-        """Return whether bytes are whole events of a line each, which may be read together."""
-        ...
-
-    def rest(self) -> bytes:
-        """Take out what is left of an event that is not whole."""
-        ...
-
-    def parse(self, event: bytes) -> Event | None:
-        """Return the name and the data of an event; None for what holds no JSON."""
-        ...
-
-    def write(self, event: Event) -> bytes:
-        """Write an event."""
-        ...
 
 
 class ServerSentEvents:
@@ -222,6 +198,8 @@ class Lines(ServerSentEvents):
         return json.dumps(event[1]).encode() + b"\n"
 
 
+Frames: TypeAlias = ServerSentEvents | EventStream
+"""How the events of one stream are written as bytes."""
 LINES: Final = "application/x-ndjson"
 EVENT_STREAM: Final = "application/vnd.amazon.eventstream"
 

@@ -24,7 +24,6 @@ class Traffic:
         self.conversations = Conversations(run, is_own=is_own)
         self.failed: dict[bytes, int] = {}
         self.lock = threading.Lock()
-        self.is_own = is_own
 
 
 # Kept with the run itself: a table would keep the run, which they refer to, for ever.

@@ -20,6 +20,7 @@ from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
+from budgetguard_http.wires import OPAQUE
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
@@ -283,7 +284,9 @@ def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
         return None
     frames = frames_of(content_type, call.posted.path, is_asked_for=call.posted.is_streamed)
     if frames is None:
-        return None
+        # Speech, an image: nobody reads it, and its client may play it as it comes.
+        is_opaque = call.posted.wire is OPAQUE and content_type
+        return Passing(call, None, "") if is_opaque and content_type[:5] != "text/" else None
     encoding = headers.get("content-encoding", "")
     if encoding and reads(mod, encoding):
         del headers["content-encoding"]

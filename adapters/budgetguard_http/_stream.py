@@ -141,14 +141,6 @@ class Passing:
             )
         return self._written(reader.closing(text))
 
-    def broke(self, error: BaseException) -> None:
-        """Take an error of the connection."""
-        self.call.failed(error)
-
-    def left(self) -> None:
-        """Take that the reader has left."""
-        self.call.left()
-
 
 def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[bytes]:
     """Pass the bytes of a blocking stream on."""
@@ -161,7 +153,7 @@ def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[
             raise mod.ReadTimeout("the run has ended") from error
         if error is None:
             return b""
-        passing.broke(error)
+        passing.call.failed(error)
         raise error
 
     try:
@@ -177,7 +169,7 @@ def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[
         yield cut(error)
     finally:
         flight.close()
-        passing.left()
+        passing.call.left()
 
 
 class BlockingStream:
@@ -197,12 +189,12 @@ class BlockingStream:
     def close(self) -> None:
         self._flight.close()
         self._inner.close()
-        self._passing.left()
+        self._passing.call.left()
 
     def __del__(self) -> None:
         # Never read, and never closed.
         self._flight.close()
-        self._passing.left()
+        self._passing.call.left()
 
 
 @functools.cache
@@ -273,12 +265,12 @@ async def _passed_async(
         elif out := passing.last():
             yield out
     except Exception as error:
-        passing.broke(error)
+        passing.call.failed(error)
         raise
     finally:
         if reading is not None:
             reading.close()
-        passing.left()
+        passing.call.left()
 
 
 class LoopStream:
@@ -298,7 +290,7 @@ class LoopStream:
     async def aclose(self) -> None:
         self._close()
         await self._inner.aclose()
-        self._passing.left()
+        self._passing.call.left()
 
     def _close(self) -> None:
         if self._reading is not None:
@@ -306,7 +298,7 @@ class LoopStream:
 
     def __del__(self) -> None:
         self._close()
-        self._passing.left()
+        self._passing.call.left()
 
 
 @functools.cache

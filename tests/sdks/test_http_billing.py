@@ -14,7 +14,7 @@ import pytest
 from google import genai
 
 from budgetguard_core import Budget
-from budgetguard_http import BudgetTransport, bounded_clients
+from budgetguard_http import AsyncBudgetTransport, BudgetTransport, bounded_clients
 from budgetguard_http._billing import bills
 
 DOLLARS = Budget(max_cost_usd=1, loop_detection=None)
@@ -261,3 +261,54 @@ def test_a_tier_whose_factor_is_not_known_has_no_price(asked):
         ask = {"model": "claude-sonnet-5", "max_tokens": 9, "messages": TURNS, **asked}
         http.post("https://api.anthropic.com/v1/messages", json=ask)
     assert (transport.outcome.stop_reason, posted) == ("unpriced_model", [])
+
+
+PIECES = [b"one", b"two", b"three"]
+
+
+class Speech(httpx2.SyncByteStream, httpx2.AsyncByteStream):
+    """Speech that notes what was asked of it."""
+
+    def __init__(self):
+        self.sent = []
+
+    def __iter__(self):
+        for piece in PIECES:
+            self.sent.append(piece)
+            yield piece
+
+    async def __aiter__(self):
+        for piece in self:
+            yield piece
+
+
+ASK = {"model": "gpt-4o-mini-tts", "voice": "alloy", "input": "hello"}
+
+
+def spoken(speech):
+    return lambda _: httpx2.Response(200, headers={"content-type": "audio/mpeg"}, stream=speech)
+
+
+def test_speech_passes_as_it_comes():
+    speech = Speech()
+    transport = BudgetTransport(DOLLARS, httpx2.MockTransport(spoken(speech)))
+    http = httpx2.Client(transport=transport)
+    with openai.OpenAI(api_key="k", http_client=http) as client:
+        with client.audio.speech.with_streaming_response.create(**ASK) as reply:
+            for number, piece in enumerate(reply.iter_bytes(), 1):
+                assert (piece, len(speech.sent)) == (PIECES[number - 1], number)
+        whole = client.audio.speech.create(**ASK)
+    assert whole.content == b"onetwothree"
+    usage = transport.outcome.usage
+    assert (usage.model_calls, usage.reserved_tokens, number) == (2, 0, 3)
+
+
+async def test_speech_passes_as_it_comes_on_a_loop():
+    speech = Speech()
+    transport = AsyncBudgetTransport(DOLLARS, httpx2.MockTransport(spoken(speech)))
+    http = httpx2.AsyncClient(transport=transport)
+    async with openai.AsyncOpenAI(api_key="k", http_client=http) as client:
+        async with client.audio.speech.with_streaming_response.create(**ASK) as reply:
+            async for piece in reply.iter_bytes():
+                assert piece == speech.sent[-1]
+    assert (transport.outcome.usage.model_calls, speech.sent) == (1, PIECES)
