@@ -21,7 +21,7 @@ from budgetguard_core.decision import (
 )
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.plugs import Ended
-from budgetguard_core.pricing import Rates, usd_text
+from budgetguard_core.pricing import Rates, to_usd
 from budgetguard_core.run_state import WITHDRAWN, Notice, RunState, objections_of
 from budgetguard_core.stop_state import Mode, unmetered_usage, unpriced_model
 from budgetguard_core.usage import Counts, TokenUsage, check_token_usage
@@ -223,7 +223,7 @@ class ModelCalls:
             facts: dict[str, Any] = {}
             if tree.sinks:
                 facts = {"call_id": ticket.call_id, "model": model, "usage": usage}
-                facts["cost_usd"] = None if cost is None else usd_text(cost)
+                facts["cost_usd"] = None if cost is None else str(to_usd(cost))
                 facts["given_cost_usd"] = None if cost_usd is None else str(cost_usd)
                 facts["error"] = error_name(error)
             try:

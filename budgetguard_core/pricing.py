@@ -38,7 +38,6 @@ FEMTO_USD_PER_USD: Final = 10**15
 
 _RATE_DECIMALS: Final = 9
 _REQUEST_DECIMALS: Final = 15
-_LEAST_PLAIN: Final = FEMTO_USD_PER_USD // 10**6
 _PER_TOKEN: Final = FEMTO_USD_PER_USD // 10**6
 _PER_REQUEST_OF_1000: Final = FEMTO_USD_PER_USD // 10**3
 _DATA_KEYS: Final = (
@@ -71,19 +70,6 @@ def to_usd(amount: int) -> Decimal:
     whole, part = divmod(abs(amount), FEMTO_USD_PER_USD)
     text = f"{whole}.{part:015d}".rstrip("0")
     return Decimal(f"-{text}" if amount < 0 else text)
-
-
-def usd_text(amount: int) -> str:
-    """Return the text of `to_usd`, at half of what the way over a decimal takes.
-
-    Args:
-        amount: Femto-dollars, not negative.
-    """
-    whole, part = divmod(amount, FEMTO_USD_PER_USD)
-    # A decimal writes smaller parts with an exponent, and none without a point.
-    if part >= _LEAST_PLAIN:
-        return f"{whole}.{part:015d}".rstrip("0")
-    return str(to_usd(amount))
 
 
 def from_usd(amount: Decimal) -> int:
@@ -291,7 +277,7 @@ class Rates:
     Amounts are femto-dollars; `to_usd` turns them into dollars. Made by `PriceBook.rates_for`.
     """
 
-    __slots__ = ("_bounds", "_only_bound", "_only_row", "_rows", "window")
+    __slots__ = ("_bounds", "_rows", "window")
 
     window: float
     """Most input tokens that one call can have; infinity if that is not known."""
@@ -301,8 +287,6 @@ class Rates:
         # The highest threshold first: the first one that is exceeded decides.
         self._rows = rows[::-1]
         self._bounds = tuple(_dearest(rows[: end + 1]) for end in range(len(rows)))[::-1]
-        self._only_row = tuple(rows[0]) if len(rows) == 1 else None
-        self._only_bound = None if self._only_row is None else tuple(self._bounds[0])
 
     @property
     def context_window(self) -> int | None:
@@ -321,9 +305,7 @@ class Rates:
             Femto-dollars, including the price per request.
         """
         tokens, made, reads, writes, hours, _, _ = usage
-        _, plain, read, write, hour, output, request = self._only_row or _reached(
-            self._rows, tokens
-        )
+        _, plain, read, write, hour, output, request = _reached(self._rows, tokens)
         cost = tokens * plain + made * output + request
         if reads:
             cost += reads * (read - plain)
@@ -333,10 +315,8 @@ class Rates:
 
     def projected_cost(self, input_tokens: int, output_tokens: int) -> int:
         """Return the most that a call of this size can cost: `input_cost` plus `output_cost`."""
-        _, per_input, _, _, _, per_output, per_request = self._only_bound or _reached(
-            self._bounds, input_tokens
-        )
-        return input_tokens * per_input + output_tokens * per_output + per_request
+        bound = _reached(self._bounds, input_tokens)
+        return input_tokens * bound.input + output_tokens * bound.output + bound.per_request
 
     def input_cost(self, tokens: int) -> int:
         """Return the most that a call with up to this many input tokens can cost for them.

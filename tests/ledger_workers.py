@@ -14,7 +14,7 @@ import threading
 from decimal import Decimal
 
 from budgetguard_core import Guard, ModelCall
-from budgetguard_core.ledger import Ledger, LedgerRefused, Refusal
+from budgetguard_core.ledger import Ledger, LedgerRefused
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 from ledger_servers import ZONE
 
@@ -63,7 +63,7 @@ def pairs(url, keys, ceiling, count, by_run, seed, queue, out):
             reservation.settle(to_dollars(real))
         else:
             part = run.obtain(Amount(usd))
-            if isinstance(part, Refusal):
+            if isinstance(part, LedgerRefused):
                 assert part.reason.startswith("tenant"), part
                 refused += 1
                 continue
@@ -116,7 +116,7 @@ def bill_for_ever(url, keys, by_run, path, seed, queue):
             reservation.settle(to_dollars(usd // 2))
         else:
             part = run.obtain(Amount(usd))
-            if isinstance(part, Refusal):
+            if isinstance(part, LedgerRefused):
                 continue
             os.write(fd, b"%d\n" % (usd // 2))
             run.settle(part, Amount(usd // 2))

@@ -29,6 +29,10 @@ class _Callbacks:
 class FoundCallback(BudgetCallback):
     """A callback that nobody passes on: LangChain finds it by where the code is."""
 
+    def let_go(self) -> None:
+        """Forget a run that is over: this callback lives as long as its agent or guard."""
+        self._last = None
+
     def _stands_back(self, owner: GraphRun | None) -> bool:
         """Leave to others what was opened inside: it is a part of the guard already."""
         guard = self.envelope.budget

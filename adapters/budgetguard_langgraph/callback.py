@@ -222,6 +222,7 @@ class BudgetCallback(BaseCallbackHandler):
             opener: BudgetCallback = mine.opener
             if not opener.ends_elsewhere:
                 stop = _endings.end(mine, outputs, error, opener.messages_key) or stop
+            opener.let_go()
             mine = mine.outer
         if stop is not None:
             raise stop
@@ -401,6 +402,9 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _open(self, **facts: Any) -> Run:
         return self.envelope.open(**facts)
+
+    def let_go(self) -> None:
+        """Forget a run that is over, where nobody asks for it: it is kept for `outcome`."""
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
         """Return whether this callback leaves the runs that it sees to others."""

@@ -125,10 +125,7 @@ def is_in_turn(run: Run, text: str, prompt: Iterable[Any]) -> bool:
     said = _REPLIES.setdefault(run, deque(maxlen=_REPLIES_KEPT))
     before = set(said)
     said.append(text.strip())
-    texts = (
-        message_text(one) if isinstance(one, Mapping) else content_text(part(one, "content") or one)
-        for one in prompt
-    )
+    texts = (content_text(part(one, "content") or one) for one in prompt)
     return not before or any(one.strip() in before for one in texts)
 
 

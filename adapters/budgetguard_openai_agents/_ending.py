@@ -123,7 +123,7 @@ async def ended(
     elif trip is not None and not waits and recorder.is_completed_by_a_call(trip):
         # Nothing that the refused calls of the same batch would have brought was waited for.
         trip = run.trip = None
-    await conclude(recorder, trip, result)
+    await conclude(recorder, trip, cast("RunResult", result))
     return result
 
 

@@ -218,9 +218,8 @@ class Recorder(RunHooks[Any]):
         self._fail(error or "failed")
         bound = call.max_output_tokens
         retry = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
-        opened = await self.run.wait_async(
-            await self.calls.answer(lambda: self.run.model_call(retry))
-        )
+        asked: OpenModelCall | Stop = await self.calls.answer(lambda: self.run.model_call(retry))
+        opened = await self.run.wait_async(asked)
         if isinstance(opened, Stop):
             # The SDK raises the failure; it is the budget that made it the last one.
             self._no_retry = error

@@ -313,7 +313,7 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         fresh = stopped or earlier.trip is not None
         is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
         if isinstance(resume, str) and not is_elsewhere:
-            given = [*earlier.messages, *ItemHelpers.input_to_new_input_list(given)]
+            given = [*earlier.messages, *ItemHelpers.input_to_new_input_list(cast("Any", given))]
     context = options.get("context")
     run = envelope.open(
         user_spoke=not goes_on and _is_user_turn(given),
@@ -324,7 +324,7 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     )
     if earlier is not None:
         run.go_on_as(leg, earlier.run_id)
-    return run, given
+    return run, cast("Any", given)
 
 
 def _has_cap(run: Run, has_own: bool) -> bool:

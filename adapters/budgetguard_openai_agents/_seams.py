@@ -274,8 +274,7 @@ def end_events(streamed: Any) -> None:
     if task is not None and not task.done():
         task.cancel()
         streamed._input_guardrails_task = None
-    put: Any = asyncio.Queue.put_nowait
-    put(streamed._event_queue, _SENTINEL())
+    cast("Any", asyncio.Queue).put_nowait(streamed._event_queue, _SENTINEL())
 
 
 def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:

@@ -211,14 +211,16 @@ class Calls:
 
     # Tool calls
 
-    def offer_tool_call(self, event: BeforeToolCallEvent) -> None:
+    async def offer_tool_call(self, event: BeforeToolCallEvent) -> None:
         """Admit a tool call before a user's hook asks a person about it."""
         at = self.going_on(event.agent)
         if at is None or event.cancel_tool:
             return  # outside of a run it is the user's own code that calls the tool
         use: Any = event.tool_use
         at.leave_call()
-        record = at.session.calls.take(_tool_call(use, event.selected_tool, at))
+        async with at.admitting:  # in the model's order, also where a store is waited for
+            asked = at.session.calls.taken(_tool_call(use, event.selected_tool, at))
+            record = await run_awaited(asked)
         at.ask(use, record, get_current())
         if record.refusal is not None:
             event.cancel_tool = record.refusal

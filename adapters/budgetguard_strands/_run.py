@@ -60,6 +60,7 @@ class AgentRun:
         invocation: That number; a hook that resumes the agent stays in the same invocation.
         resumed: A hook has resumed the agent: the next leg begins its iterations anew.
         asked: The tool calls of the batch in flight.
+        admitting: Held while one of them is admitted.
         context: OpenTelemetry's context in which the last model call began.
         unwatch: Ends the watch over the tools that run in the background.
         error: What left the run.
@@ -83,6 +84,7 @@ class AgentRun:
         self.context: Context | None = None
         self.unwatch: Callable[[], None] | None = None
         self.asked: list[Asked] = []
+        self.admitting = asyncio.Lock()
         self._warned: dict[str, int] = {}
         self.notices: list[dict[str, Any]] = []
         self.note_warnings()

@@ -31,10 +31,6 @@ class UnusualMix(NamedTuple):
 
     calls: int
     """Tool calls of the run."""
-    statistic: float
-    """Chi-squared."""
-    freedom: int
-    """Degrees of freedom."""
     p_value: float
     """How probable a mix at least as unlike is in a usual run."""
     detail: str
@@ -85,8 +81,6 @@ class ToolMixAlarm:
         self._told = True
         return UnusualMix(
             self._calls,
-            result.statistic,
-            result.freedom,
             p_value,
             f"{self._calls} tool calls are unlike those of {baseline.runs} recorded runs: "
             f"chi-squared {result.statistic:.1f} with {result.freedom} degrees of freedom, "

@@ -3,19 +3,18 @@
 See README.md beside this file for when SQLite is enough, and what survives what.
 """
 
+from budgetguard_core.ledger.ceilings import TenantUsage, WindowUsage
 from budgetguard_core.ledger.errors import (
     LedgerChanged,
     LedgerError,
     LedgerRefused,
     LedgerUnreachable,
-    Refusal,
     Warned,
 )
 from budgetguard_core.ledger.kill_switch import Kill
 from budgetguard_core.ledger.ledger import Ledger, as_ledger
 from budgetguard_core.ledger.reservation import Reservation
 from budgetguard_core.ledger.runs import AliveRun, LedgerRun
-from budgetguard_core.ledger.usage import TenantUsage, WindowUsage
 from budgetguard_core.ledger.windows import Key, Tenant
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "LedgerRefused",
     "LedgerRun",
     "LedgerUnreachable",
-    "Refusal",
     "Reservation",
     "Tenant",
     "TenantUsage",

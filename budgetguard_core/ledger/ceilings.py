@@ -1,15 +1,18 @@
-"""The ceilings that the ledger itself holds; for a key, they win over what a process names."""
+"""The ceilings that the ledger itself holds, which win over a process's, and what is used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.ledger.amounts import Amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.step import Store
+from budgetguard_core.ledger.step import WindowRecord
+from budgetguard_core.ledger.url import Store
 from budgetguard_core.ledger.windows import Account, Window, quoted
 
 _KNOWN_SECONDS = 1.0
@@ -30,11 +33,7 @@ class Ceilings:
         self._known_ns = 0
 
     def store(self, key: str, ceilings: Mapping[str, Amount | None]) -> None:
-        """Store the ceilings of a key by kind of window; None takes it away.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Store the ceilings of a key by kind of window; None takes it away."""
 
         def put(store: Store) -> None:
             for kind, ceiling in ceilings.items():
@@ -44,11 +43,7 @@ class Ceilings:
         self._known = None
 
     def all(self) -> Mapping[tuple[str, str], Amount]:
-        """Return all of them, by key and kind.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return all of them, by key and kind."""
         return self._connection.ask(lambda store: store.ceilings())
 
     def _recent(self) -> Mapping[tuple[str, str], Amount] | None:
@@ -102,3 +97,74 @@ def ceiling_of(window: Window, stored: Mapping[tuple[str, str], Amount]) -> Amou
     """Return what holds for a window: its key's own, else the stored default, else its own."""
     kind = window.label[0]
     return stored.get((window.key, kind), stored.get(("", kind), window.ceiling))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowUsage:
+    """What one key has used in one window."""
+
+    key: str
+    window: str
+    """The label: `d:2026-11-22`, `m:2026-11`, or `r:run` of a ledger for one run."""
+    spent_usd: Decimal
+    """Measured."""
+    reserved_usd: Decimal
+    """Set aside for calls under way, or left by a process that died."""
+    ceiling_usd: Decimal | None
+    spent_tokens: int
+    reserved_tokens: int
+    ceiling_tokens: int | None
+    spent_model_calls: int
+    reserved_model_calls: int
+    ceiling_model_calls: int | None
+    spent_tool_calls: int
+    reserved_tool_calls: int
+    ceiling_tool_calls: int | None
+
+    @property
+    def remaining_usd(self) -> Decimal | None:
+        """What may still be reserved; None without a ceiling."""
+        if self.ceiling_usd is None:
+            return None
+        return max(Decimal(0), self.ceiling_usd - self.spent_usd - self.reserved_usd)
+
+    @property
+    def remaining_tokens(self) -> int | None:
+        """What may still be reserved; None without a ceiling."""
+        if self.ceiling_tokens is None:
+            return None
+        return max(0, self.ceiling_tokens - self.spent_tokens - self.reserved_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What one key has used today and this month."""
+
+    daily: WindowUsage
+    monthly: WindowUsage
+
+
+def usage_of(
+    record: WindowRecord, stored: Mapping[tuple[str, str], Amount], default: Amount | None = None
+) -> WindowUsage:
+    """Return a store's record of a window with the ceiling that holds now.
+
+    Args:
+        record: The window.
+        stored: The ceilings that the store holds.
+        default: Of this process; that of the process that reserved last if left out.
+    """
+    kind = record.label[0]
+    given = record.ceiling if default is None else default
+    ceiling = stored.get((record.key, kind), stored.get(("", kind), given))
+    reserved = record.charged.minus(record.spent)
+    return WindowUsage(
+        record.key,
+        record.label,
+        to_dollars(record.spent.usd),
+        to_dollars(reserved.usd),
+        to_dollars(ceiling.usd) if ceiling.usd else None,
+        *(record.spent.tokens, reserved.tokens, ceiling.tokens or None),
+        *(record.spent.model_calls, reserved.model_calls, ceiling.model_calls or None),
+        *(record.spent.tool_calls, reserved.tool_calls, ceiling.tool_calls or None),
+    )

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
-from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step, Store
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
+from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step
+from budgetguard_core.ledger.url import Store
 from budgetguard_core.ledger.windows import Account, Window
 
 _R = TypeVar("_R")
@@ -51,7 +53,6 @@ class Connection:
         """Return the store, opened.
 
         Raises:
-            LedgerUnreachable: It does not answer, or did not a moment ago.
             LedgerChanged: It is not the ledger that was expected.
         """
         store = self._store
@@ -111,11 +112,7 @@ class Connection:
         return result
 
     def ask(self, call: Callable[[Store], _R]) -> _R:
-        """Make one trip that is no step.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Make one trip that is no step."""
         store = self.store()
         self._fail_fast()
         return self._guarded(call, store)
@@ -124,7 +121,6 @@ class Connection:
         """Make one step.
 
         Raises:
-            LedgerUnreachable: The store does not answer, or is not the ledger that is known.
             OtherWindows: The step names other windows than its hold was made in.
         """
         try:
@@ -164,9 +160,6 @@ class Connection:
         """Make a reservation in the windows of now.
 
         Ours is a guess, the store's clock decides: one more trip at an edge, none otherwise.
-
-        Raises:
-            LedgerUnreachable: The store does not answer, or its clock does not stand still.
         """
         for _ in range(_ATTEMPTS):
             windows = account.windows(self.now())
@@ -181,11 +174,12 @@ class Connection:
 
     def before_fork(self) -> bool:
         """Leave nothing open that must not cross a fork; return whether `after_fork` is due."""
-        return self._store is not None and self._store.before_fork()
+        store = self._store
+        return isinstance(store, SqliteLedgerStore) and store.before_fork()
 
     def after_fork(self) -> None:
         """Go on in the parent process."""
-        if self._store is not None:
+        if isinstance(self._store, SqliteLedgerStore):
             self._store.after_fork()
 
     def forked(self) -> None:

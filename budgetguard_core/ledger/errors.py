@@ -70,6 +70,8 @@ class LedgerChanged(LedgerUnreachable):
 class LedgerRefused(LedgerError):
     """A reservation does not fit under a ceiling, or a kill switch is set.
 
+    Raised by `Ledger.reserve`, and the answer to a run.
+
     Attributes:
         reason: `tenant_daily`, `tenant_monthly`, `aborted`, or of a ledger for one run the name of
             the cap.
@@ -91,25 +93,6 @@ class LedgerRefused(LedgerError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.detail, self.limit, self.used, self.key)
-
-
-class Refusal(NamedTuple):
-    """The answer to a call that may not start."""
-
-    reason: str
-    """As in `LedgerRefused`."""
-    detail: str
-    """One sentence for people."""
-    limit: Decimal | int | None = None
-    """The ceiling, in US dollars, tokens or calls."""
-    used: Decimal | int | None = None
-    """What counts against it: spent and reserved."""
-    key: str = ""
-    """Whose ceiling it is."""
-
-    def error(self) -> LedgerRefused:
-        """Return it as an exception."""
-        return LedgerRefused(*self)
 
 
 class Warned(NamedTuple):
@@ -136,7 +119,7 @@ def in_units(figure: int, dimension: int) -> Decimal | int:
     return figure if dimension else to_dollars(figure)
 
 
-def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
+def refusal_of(answer: Answer, windows: Sequence[Window]) -> LedgerRefused:
     """Return why a step was refused or killed, or came too late."""
     if answer.status == "refused":
         place, dimension, charged, ceiling = map(int, answer.detail.split(SEPARATOR))
@@ -145,7 +128,7 @@ def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
         unit = f" {DIMENSIONS[dimension].replace('_', ' ')}" if dimension else ""
         sign = "" if dimension else "$"
         when = KINDS[window.label[0]] + (f" {window.label[2:]}" if window.oldest else "")
-        return Refusal(
+        return LedgerRefused(
             reason_of(window.label, dimension),
             f"tenant {quoted(window.key)} has used or reserved {sign}{used} of {sign}{limit}{unit} "
             f"of the {when}",
@@ -155,5 +138,5 @@ def refusal_of(answer: Answer, windows: Sequence[Window]) -> Refusal:
         )
     if answer.status == "killed":
         flag, _, text = answer.detail.partition(SEPARATOR)
-        return Refusal(ABORTED, kill_of(flag, text).detail)
-    return Refusal(ABORTED, "this reservation was settled or taken back already")
+        return LedgerRefused(ABORTED, kill_of(flag, text).detail)
+    return LedgerRefused(ABORTED, "this reservation was settled or taken back already")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TypeVar
 
 _R = TypeVar("_R")
@@ -14,30 +14,56 @@ class InThread:
     """Makes the calls of the main thread in another one.
 
     Handlers run in the main thread. One that raises between a request and its reply would leave a
-    connection behind whose next reply is that of another question.
+    connection behind whose next reply is that of another question. Nothing here is a lock written
+    in Python, such as those of `concurrent.futures`: a handler that raises would leave it held.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
 
     def __call__(self, call: Callable[[], _R]) -> _R:
         """Make a call, and wait for it."""
-        if threading.current_thread() is not threading.main_thread():
-            return call()
+        return (
+            self.send(call)() if threading.current_thread() is threading.main_thread() else call()
+        )
+
+    def send(self, call: Callable[[], _R]) -> Callable[[], _R]:
+        """Have a call made in the thread, behind those before it; return what waits for it."""
+        done, results, errors = threading.Lock(), list[_R](), list[BaseException]()
+
+        def make() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.release()
+
+        def wait() -> _R:
+            with done:
+                pass
+            for error in errors:
+                raise error
+            return results[0]
+
+        done.acquire()
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, "budgetguard-call")
-            pool = self._pool
-        try:
-            future = pool.submit(call)
-        except RuntimeError:  # the interpreter ends
-            return call()
-        return future.result()
+            if self._calls is None:
+                calls = SimpleQueue[Callable[[], None] | None]()
+                threading.Thread(target=_serve, args=(calls,), daemon=True).start()
+                self._calls = calls
+            self._calls.put(make)
+        return wait
 
     def close(self) -> None:
         """End the thread behind what it does."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-                self._pool = None
+            if self._calls is not None:
+                self._calls.put(None)
+                self._calls = None
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()

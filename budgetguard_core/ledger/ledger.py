@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
+from multiprocessing import parent_process, util
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -13,24 +17,25 @@ from typing import Any, Literal, Unpack
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, CeilingOptions, to_amount, to_ceilings, to_nano
-from budgetguard_core.ledger.ceilings import Ceilings
+from budgetguard_core.ledger.ceilings import Ceilings, TenantUsage, WindowUsage, usage_of
 from budgetguard_core.ledger.connection import Connection
-from budgetguard_core.ledger.errors import Refusal, Warned
-from budgetguard_core.ledger.heartbeat import Beat, Heartbeat
+from budgetguard_core.ledger.errors import LedgerRefused, Warned
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
 from budgetguard_core.ledger.outbox import Outbox
-from budgetguard_core.ledger.process import end_with_process
 from budgetguard_core.ledger.reservation import Allowance, Reservation, Reservations
-from budgetguard_core.ledger.runs import AliveRun, AliveRuns, LedgerRun, Runs
+from budgetguard_core.ledger.runs import AliveRun, AliveRuns, Heartbeat, LedgerRun, Runs
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import HoldRecord
 from budgetguard_core.ledger.url import default_path, parse_url
-from budgetguard_core.ledger.usage import TenantUsage, WindowUsage, usage_of
 from budgetguard_core.ledger.windows import Account, Key, Tenant, as_keys, check_name, zone_of
 
 _TENANTS_AT_HAND = 1000
 _ALLOWED_CALLS = 100
 _BY_URL: dict[str, Ledger] = {}
+_LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
+"""Those that are open in this process: closed at its end, and kept out of its forks."""
+_FORKING = threading.local()
+"""What this thread holds closed while it forks."""
 
 
 def as_ledger(given: Ledger | str) -> Ledger:
@@ -50,6 +55,7 @@ class Ledger:
     """One ledger for all processes, in SQLite, Redis or PostgreSQL.
 
     Nothing is opened before it is needed. Safe under threads, asyncio tasks and forks.
+    Whatever asks the store raises `LedgerUnreachable` where it does not answer in time.
 
     Args:
         url: `sqlite:///file`, `redis://...`, `rediss://...` or `postgresql://...`; None is a file
@@ -116,14 +122,13 @@ class Ledger:
         folder = Path(queue) if queue is not None else default_path().parent / "ledger-queue"
         self._outbox = Outbox(folder / address.fingerprint)
         self._ceilings = Ceilings(self.connection, self._clock)
+        alive = AliveRuns(self.connection, self._clock)
         self._runs = Runs(
-            self.connection, self._outbox, self._ceilings, lambda: self._heartbeat.wake()
+            self.connection, self._outbox, self._ceilings, alive, lambda: self._heartbeat.wake()
         )
-        self._alive = AliveRuns(self.connection, self._clock)
-        self._beat = Beat(self.connection, self._outbox, self._runs, self._alive)
-        self._heartbeat = Heartbeat(self._beat.tick, self._beat.is_needed)
+        self._heartbeat = Heartbeat(self._runs.tick, self._runs.is_needed)
         self._reservations_of = lru_cache(_TENANTS_AT_HAND)(self._reservations)
-        end_with_process(self)
+        _LEDGERS.add(self)
 
     def _checked(self, options: CeilingOptions) -> dict[str, Amount]:
         """Return ceilings for each kind of window that the ledger has."""
@@ -149,11 +154,7 @@ class Ledger:
 
     @property
     def id(self) -> str:
-        """The ledger's own id, made at first use.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """The ledger's own id, made at first use."""
         return self.connection.ask(lambda store: store.identity()).id
 
     # Reservations
@@ -198,8 +199,8 @@ class Ledger:
             check_name(name, "reservation_id")
         reservations = self._of(tenant)
         obtained = reservations.reserve(amount, check_name(run, "run") if run else "", name)
-        if isinstance(obtained, Refusal):
-            raise obtained.error()
+        if isinstance(obtained, LedgerRefused):
+            raise obtained
         return Reservation(reservations, obtained)
 
     def attach(
@@ -279,11 +280,7 @@ class Ledger:
         self._ceilings.store(key, dict.fromkeys(self._kinds))
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
-        """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m", "r").
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m", "r")."""
         found: dict[str, dict[str, Amount]] = {}
         for (key, kind), ceiling in self._ceilings.all().items():
             found.setdefault(key, {})[kind] = ceiling
@@ -293,7 +290,6 @@ class Ledger:
         """Return what a tenant has used today and this month.
 
         Raises:
-            LedgerUnreachable: The store does not answer.
             ConfigurationError: The ledger has no days and months.
         """
         if self._kinds != "dm":
@@ -303,11 +299,7 @@ class Ledger:
         return TenantUsage(*self._usage(tenant))
 
     def run_usage(self, tenant: str | Key) -> WindowUsage:
-        """Return what was used in a ledger for one run.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return what was used in a ledger for one run."""
         return self._usage(tenant)[0]
 
     def _usage(self, tenant: str | Key) -> list[WindowUsage]:
@@ -320,21 +312,13 @@ class Ledger:
         ]
 
     def windows(self) -> list[WindowUsage]:
-        """Return every window that the ledger keeps, with the ceiling that holds now.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return every window that the ledger keeps, with the ceiling that holds now."""
         stored: Mapping[tuple[str, str], Amount] = self._ceilings.all()
         records = self.connection.ask(lambda store: store.windows())
         return [usage_of(record, stored) for record in records]
 
     def holds(self) -> list[HoldRecord]:
-        """Return the reservations that the store keeps: open ones, and those of a day.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return the reservations that the store keeps: open ones, and those of a day."""
         return self.connection.ask(lambda store: store.holds())
 
     def check(self) -> list[str]:
@@ -353,11 +337,7 @@ class Ledger:
         return store.check()
 
     def now(self) -> float:
-        """Return the store's clock, in seconds since the epoch.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return the store's clock, in seconds since the epoch."""
         return self.connection.ask(lambda store: store.now())
 
     def adopt(self) -> str:
@@ -365,9 +345,6 @@ class Ledger:
 
         Returns:
             Its id from now on.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
         """
         store = Connection(self.connection.opener, self._clock)
         try:
@@ -422,29 +399,17 @@ class Ledger:
         self._heartbeat.hurry()
 
     def kills(self) -> list[Kill]:
-        """Return the kill switches that are set.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return the kill switches that are set."""
         notes = self.connection.ask(lambda store: store.scan("f:"))
         return [kill_of(name[2:], text) for name, text in sorted(notes.items())]
 
     def runs(self) -> list[AliveRun]:
-        """Return the runs that processes said they work on, also of processes that went silent.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
-        return self._alive.all()
+        """Return the runs that processes said they work on, also of processes that went silent."""
+        return self._runs.alive.all()
 
     def beat(self) -> None:
-        """Do at once what the heartbeat does every half second.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
-        while self._beat.do():
+        """Do at once what the heartbeat does every half second."""
+        while self._runs.do():
             pass
 
     # The end
@@ -456,7 +421,7 @@ class Ledger:
         again.
         """
         self._heartbeat.stop(2 * self._timeout)
-        self._beat.finish(2 * self._timeout)
+        self._runs.finish(2 * self._timeout)
         self._outbox.close()
         self.connection.close()
 
@@ -472,7 +437,41 @@ class Ledger:
         self.connection.forked()
         self._outbox.forked()
         self._heartbeat.restart()
-        self._alive.begin()
-        self._beat.begin()
         if self._allowance is not None:
             self._allowance.begin()
+
+
+def _end_with_worker(_: object = None) -> None:
+    """Close at the end of a worker of `multiprocessing`, most of which leave without `atexit`."""
+    if parent_process() is not None:
+        util.Finalize(None, _close_all, exitpriority=0)
+
+
+def _close_all() -> None:
+    for ledger in list(_LEDGERS):
+        ledger.close()
+
+
+def _before_fork() -> None:
+    connections = [ledger.connection for ledger in list(_LEDGERS)]
+    _FORKING.held = [one for one in connections if one.before_fork()]
+
+
+def _after_fork() -> None:
+    for connection in _FORKING.held:
+        connection.after_fork()
+    _FORKING.held = []
+
+
+def _forked() -> None:
+    _FORKING.held = []
+    for ledger in list(_LEDGERS):
+        ledger.forked()
+
+
+atexit.register(_close_all)
+_end_with_worker()
+# Before a forked worker begins, it forgets what its parent was to do at its end.
+util.register_after_fork(_LEDGERS, _end_with_worker)
+if hasattr(os, "register_at_fork"):  # pragma: no branch
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)

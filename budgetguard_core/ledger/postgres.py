@@ -328,13 +328,6 @@ class PostgresLedgerStore:
             for name, owner, amount, closed, made, expires, windows in rows
         ]
 
-    def before_fork(self) -> bool:
-        """Do nothing: what a child takes along is closed for nobody."""
-        return False
-
-    def after_fork(self) -> None:
-        """Do nothing."""
-
     def forked(self) -> None:
         """Leave the connections to the parent process; called in a forked child."""
         if self._pool is not None:

@@ -35,11 +35,7 @@ class Proof:
 
 
 def expired_holds(ledger: Ledger) -> list[HoldRecord]:
-    """Return the holds that are to be reconciled: open, and silent for longer than they said.
-
-    Raises:
-        LedgerUnreachable: The store does not answer.
-    """
+    """Return the holds that are to be reconciled: open, and silent for longer than they said."""
     now = ledger.now()
     return [hold for hold in ledger.holds() if not hold.closed and hold.expires <= now]
 
@@ -57,9 +53,6 @@ def settle_hold(ledger: Ledger, hold: HoldRecord, spent: Amount | None = None) -
 
     Returns:
         What the hold is charged now.
-
-    Raises:
-        LedgerUnreachable: The store does not answer.
     """
     amount = hold.charge if spent is None else spent
     windows = tuple(Window(key, label, 0.0, 0.0) for key, label in hold.windows)

@@ -252,13 +252,6 @@ class RedisLedgerStore:
             if int(cursor) == 0:
                 return sorted(names)
 
-    def before_fork(self) -> bool:
-        """Do nothing: what a child takes along is closed for nobody."""
-        return False
-
-    def after_fork(self) -> None:
-        """Do nothing."""
-
     def forked(self) -> None:
         """Leave the connections to the parent process; called in a forked child."""
         self._in_thread = InThread()

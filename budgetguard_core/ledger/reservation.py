@@ -13,9 +13,9 @@ from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import (
     ABORTED,
+    LedgerRefused,
     LedgerUnreachable,
     OtherWindows,
-    Refusal,
     Warned,
     reason_of,
     refusal_of,
@@ -107,7 +107,7 @@ class Reservations:
         self._exceeded = False
         """A call used more than it had reserved, and the store may not have heard of it yet."""
 
-    def reserve(self, amount: Amount, run: str, name: str | None = None) -> Part | Refusal:
+    def reserve(self, amount: Amount, run: str, name: str | None = None) -> Part | LedgerRefused:
         """Reserve with one trip; under a name of the caller's, a repeat is the same reservation.
 
         Raises:
@@ -135,7 +135,7 @@ class Reservations:
                 return self._allow(self._allowance, part, error)
             if error.was_sent and name is None:
                 self._take_back(part)
-            return Refusal(ABORTED, f"{error}{_HOW if error.is_absent else ''}")
+            return LedgerRefused(ABORTED, f"{error}{_HOW if error.is_absent else ''}")
         except BudgetGuardError:
             raise
         except BaseException:  # a signal's handler; the store may have taken it
@@ -184,14 +184,16 @@ class Reservations:
         self._outbox.add(_settlement(part, ZERO))
         self._wake()
 
-    def _allow(self, allowance: Allowance, part: Part, error: Exception) -> Part | Refusal:
+    def _allow(self, allowance: Allowance, part: Part, error: Exception) -> Part | LedgerRefused:
         if not allowance.take(part.amount):
-            return Refusal(ABORTED, f"{error} What is allowed without it is used up (allow_usd).")
+            return LedgerRefused(
+                ABORTED, f"{error} What is allowed without it is used up (allow_usd)."
+            )
         try:
             self._outbox.record(_settlement(part, part.amount))
         except LedgerUnreachable as full:
             allowance.count(ZERO.minus(part.amount))
-            return Refusal(ABORTED, f"{error} {full}")
+            return LedgerRefused(ABORTED, f"{error} {full}")
         return part
 
     def settle(self, part: Part, spent: Amount) -> None:

@@ -1,4 +1,4 @@
-"""The runs of this process, and of all processes."""
+"""The runs of this process and of all processes, and the thread that looks after them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.ceilings import Ceilings
 from budgetguard_core.ledger.connection import Connection
-from budgetguard_core.ledger.errors import LedgerUnreachable, Refusal, Warned, in_units
+from budgetguard_core.ledger.errors import LedgerRefused, LedgerUnreachable, Warned, in_units
 from budgetguard_core.ledger.kill_switch import kill_of
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.reservation import Part, Reservations
-from budgetguard_core.ledger.step import Step, Store, new_id
+from budgetguard_core.ledger.step import Step, new_id
+from budgetguard_core.ledger.url import Store
 from budgetguard_core.ledger.windows import RUN
 
 _LOG = logging.getLogger("budgetguard")
+BEAT_SECONDS = 0.5
+"""Between two looks at the store. A kill is seen within it and one trip."""
+_DELIVERY_SECONDS = 0.3
+"""Of one beat: what is left is sent behind the next look at the kill switches."""
 _ANNOUNCE_SECONDS = 10.0
 _SILENT_SECONDS = 30.0
 _FORGOTTEN_SECONDS = 86_400.0
@@ -56,10 +61,10 @@ class LedgerRun:
         self.on_warning = on_warning
         self.settle = reservations.settle
 
-    def obtain(self, amount: Amount) -> Part | Refusal:
+    def obtain(self, amount: Amount) -> Part | LedgerRefused:
         """Reserve an amount, with a trip to the store; bounded, never under a lock."""
         answer = self._reservations.reserve(amount, self.run)
-        if isinstance(answer, Refusal) and self._runs.deliver():
+        if isinstance(answer, LedgerRefused) and self._runs.deliver():
             # What was on its way to the store has made room.
             answer = self._reservations.reserve(amount, self.run)
         return answer
@@ -91,12 +96,13 @@ class LedgerRun:
 
 
 class Runs:
-    """The runs of this process that go on.
+    """The runs of this process that go on, and what is asked and told about them twice a second.
 
     Args:
         connection: To the store.
         outbox: For what a run reports.
         ceilings: What may hold for a run.
+        alive: Where the runs are announced.
         wake: Called when there is something to do for the heartbeat.
     """
 
@@ -105,10 +111,12 @@ class Runs:
         connection: Connection,
         outbox: Outbox,
         ceilings: Ceilings,
+        alive: AliveRuns,
         wake: Callable[[], object],
     ) -> None:
         self.connection = connection
         self.ceilings = ceilings
+        self.alive = alive
         self._outbox = outbox
         self._wake = wake
         self._runs: dict[int, LedgerRun] = {}
@@ -122,6 +130,8 @@ class Runs:
         self._lock = threading.Lock()
         self._runs = {}
         self._gone: deque[LedgerRun] = deque()
+        self._orphans_sent = False
+        self.alive.begin()
 
     def add(self, run: LedgerRun) -> None:
         """Look after a run from now on."""
@@ -175,6 +185,52 @@ class Runs:
                 if flag in flags:
                     _call(run.on_kill, kill_of(flag, flags[flag]).detail)
                     break
+
+    def tick(self) -> bool:
+        """Do what is due, of which nothing fails; return whether there is more to come at once."""
+        try:
+            return self.do()
+        except LedgerUnreachable as error:
+            _LOG.info("ledger: %s", error)
+            self._save()
+        except Exception as error:
+            # A thread that died would be missed by everyone.
+            _LOG.warning("ledger: the heartbeat failed: %s", type(error).__name__)
+        return False
+
+    def is_needed(self) -> bool:
+        """Return whether there are runs to look after, or settlements to send."""
+        return bool(self.all() or len(self._outbox))
+
+    def do(self, seconds: float = _DELIVERY_SECONDS) -> bool:
+        """Do what is due; return whether more is to be sent than there was time for."""
+        runs = self.all()
+        if runs:  # those that are set, and so none where thousands of tenants live in peace
+            flags = self.connection.ask(lambda store: store.scan("f:"))
+            self.tell_killed({name[2:]: text for name, text in flags.items()})
+        if not self._outbox.deliver(self.connection.send, seconds):
+            return True
+        self.alive.announce(runs)
+        if not self._orphans_sent:  # last: what cannot be sent holds nothing up
+            self._outbox.deliver_orphans(self.connection.send)
+            self._orphans_sent = True
+        return False
+
+    def finish(self, seconds: float) -> None:
+        """Send what waits for so long; what cannot be sent is written down."""
+        self.leave()
+        try:
+            self._outbox.deliver(self.connection.send, seconds)
+            self.alive.announce([])
+        except LedgerUnreachable as error:
+            _LOG.info("ledger: %s", error)
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._outbox.save()
+        except LedgerUnreachable as full:
+            _LOG.warning("ledger: %s", full)
 
     def warn(self, warned: Sequence[Warned]) -> None:
         """Notify the runs that are charged in a window which reached 80 % of a ceiling."""
@@ -280,11 +336,7 @@ class AliveRuns:
         self._announced, self._announced_ns = names, now
 
     def all(self) -> list[AliveRun]:
-        """Return the runs of all processes, also of those that went silent.
-
-        Raises:
-            LedgerUnreachable: The store does not answer.
-        """
+        """Return the runs of all processes, also of those that went silent."""
         notes = self._connection.ask(lambda store: store.scan("p:"))
         now = self._connection.ask(_now)
         found: list[AliveRun] = []
@@ -322,3 +374,62 @@ def _note(text: str) -> dict[str, Any] | None:
         return note if {"host", "pid", "seen", "runs"} <= note.keys() else None
     except (ValueError, AttributeError):
         return None
+
+
+class Heartbeat:
+    """Calls `tick` while there is something to do; the thread ends with the last of it.
+
+    Args:
+        tick: Returns whether it is to be called again at once.
+        is_needed: Returns whether there is something to do.
+    """
+
+    def __init__(self, tick: Callable[[], bool], is_needed: Callable[[], bool]) -> None:
+        self._tick = tick
+        self._is_needed = is_needed
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the thread, which stayed in the parent process."""
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def hurry(self) -> None:
+        """Have `tick` called soon, if the thread runs."""
+        if self._thread is not None:
+            self._event.set()
+
+    def wake(self) -> None:
+        """Have `tick` called soon; starts the thread where there is none."""
+        self._event.set()
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._stopped:
+                    self._thread = threading.Thread(
+                        target=self._run, name="budgetguard-ledger", daemon=True
+                    )
+                    self._thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """End the thread, and wait so long until the call of `tick` under way has returned."""
+        with self._lock:
+            self._stopped = True
+            thread = self._thread
+        self._event.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+        with self._lock:
+            self._stopped = False
+
+    def _run(self) -> None:
+        while True:
+            self._event.wait(BEAT_SECONDS)
+            self._event.clear()
+            if not self._stopped and self._tick():
+                self._event.set()
+            with self._lock:
+                if self._stopped or not (self._is_needed() or self._event.is_set()):
+                    self._thread = None
+                    return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.ledger.amounts import ZERO, Amount
@@ -188,73 +188,3 @@ class Identity(NamedTuple):
     adopted: float = 0.0
     """When somebody accepted it as it is, by the store's clock."""
     sequence: int = 0
-
-
-class Store(Protocol):
-    """One of the three stores. Every method is one bounded trip, and may be called from any thread.
-
-    All raise `LedgerUnreachable` when the store does not answer. Every method may be repeated.
-    """
-
-    largest_ceiling: int
-    """In nano-dollars, tokens or calls."""
-
-    def step(self, step: Step) -> Answer:
-        """Apply a step once, atomically over its windows and the kill switches."""
-        ...
-
-    def now(self) -> float:
-        """Return the store's clock."""
-        ...
-
-    def identity(self) -> Identity:
-        """Return which ledger it is; made at first use."""
-        ...
-
-    def adopt(self) -> str:
-        """Accept the ledger as it is under a new id, also for processes that know another one."""
-        ...
-
-    def scan(self, prefix: str) -> dict[str, str]:
-        """Return the notes (kill switches `f:`, processes `p:`) whose name begins so."""
-        ...
-
-    def write(self, name: str, text: str | None) -> None:
-        """Set a note, or take it away."""
-        ...
-
-    def ceilings(self) -> dict[tuple[str, str], Amount]:
-        """Return the stored ceilings by key and kind; key "" is the default."""
-        ...
-
-    def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
-        """Store a ceiling, or take it away."""
-        ...
-
-    def windows(self) -> list[WindowRecord]:
-        """Return every window."""
-        ...
-
-    def window(self, key: str, label: str) -> WindowRecord:
-        """Return one window, also one that was never used."""
-        ...
-
-    def holds(self) -> list[HoldRecord]:
-        """Return every hold, closed ones only where the store keeps their particulars."""
-        ...
-
-    def before_fork(self) -> bool:
-        """Leave nothing open that must not cross a fork; return whether `after_fork` is due."""
-        ...
-
-    def after_fork(self) -> None:
-        """Go on in the parent process."""
-        ...
-
-    def forked(self) -> None:
-        """Leave the connections to the parent process; called in a forked child."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections."""
-        ...

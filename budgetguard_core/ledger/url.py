@@ -6,16 +6,22 @@ from collections.abc import Callable
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore, check_synchronous
-from budgetguard_core.ledger.step import Store
 from budgetguard_core.ledger.windows import CALENDAR, RUN, check_name
 
+if TYPE_CHECKING:
+    from budgetguard_core.ledger.postgres import PostgresLedgerStore
+    from budgetguard_core.ledger.redis import RedisLedgerStore
+
+Store: TypeAlias = "SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore"
+"""One of the three stores. Every method is one bounded trip, may be called from any thread, may be
+repeated, and raises `LedgerUnreachable` when the store does not answer."""
 _REDIS = frozenset({"redis", "rediss", "unix"})
 _POSTGRES = frozenset({"postgresql", "postgres"})
 _OF_REPLIES = ("decode_responses", "encoding", "encoding_errors")

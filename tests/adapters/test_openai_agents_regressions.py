@@ -571,44 +571,6 @@ def test_9_a_computer_is_disposed_of_when_the_run_is_cancelled(monkeypatch):
 
 
 @ways
-def test_10_a_tool_guardrail_that_rejects_is_an_answer_without_its_body(way):
-    def reject(data: Any) -> ToolGuardrailFunctionOutput:
-        return ToolGuardrailFunctionOutput.reject_content(f"No: {data.context.tool_arguments}")
-
-    bodies: list[str] = []
-    guardrail = ToolInputGuardrail[Any](guardrail_function=reject, name="mine")
-    searching = tool("search", bodies, tool_input_guardrails=[guardrail])
-    agent = agent_of(lambda number: calls(Call("search", str(number))), tools=[searching])
-    guard = Guard(Budget(max_iterations=30))
-    result = ended(way, agent, hooks=BudgetHooks(guard))
-    assert outcome(result).stop_reason is StopReason.NO_PROGRESS
-    assert bodies == []
-    assert guard.usage.tool_calls == 0
-
-
-@ways
-def test_10_a_persons_rejections_are_answers_without_their_body(way):
-    bodies: list[str] = []
-    agent = agent_of(
-        lambda number: calls(Call("send", str(number))),
-        tools=[tool("send", bodies, needs_approval=True)],
-    )
-    budget = Budget(max_iterations=30)
-    result = ended(way, agent, hooks=BudgetHooks(budget))
-    pauses = 0
-    while result.interruptions:
-        pauses += 1
-        assert pauses < 20
-        state = result.to_state()
-        for one in result.interruptions:
-            state.reject(one)
-        result = ended(way, agent, state, hooks=BudgetHooks(budget))
-    assert outcome(result).stop_reason is StopReason.NO_PROGRESS
-    assert bodies == []
-    assert outcome(result).usage.tool_calls == 0
-
-
-@ways
 def test_10_a_sub_agent_keeps_the_sdks_ten_turns_where_no_cap_is_on_turns(way):
     below = agent_of(
         lambda number: calls(Call("search", str(number))), tools=[tool("search", [])], name="below"

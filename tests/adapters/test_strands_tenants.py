@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+from strands import tool
 from strands.multiagent import GraphBuilder
 
-from budgetguard_core import Budget, ConfigurationError
+from budgetguard_core import Budget, ConfigurationError, Guard
 from budgetguard_core.ledger import Ledger
-from budgetguard_core.testing import Script, calls, says
+from budgetguard_core.plugs import Plug
+from budgetguard_core.testing import Call, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
 from ledger_servers import PATIENT, ZONE, Quiet
 from strands_agents import Counter, made, run
@@ -70,3 +74,42 @@ def test_a_run_without_a_tenant_does_not_begin(ledger):
     with pytest.raises(ConfigurationError, match="tenant"):
         agent("Go.")
     assert script.calls == 0
+
+
+class SlowStore(Plug):
+    """Notes the threads that wait for it."""
+
+    waits = True
+
+    def __init__(self):
+        self.threads = []
+
+    def reserve(self, owner, ask):
+        self.threads.append(threading.get_ident())
+        return True
+
+
+@pytest.mark.parametrize("of", ["agent", "graph"])
+def test_the_event_loop_does_not_wait_for_a_ledger(of, monkeypatch):
+    store, started, loops = SlowStore(), [], []
+    monkeypatch.setattr("budgetguard_core.guard.plugs_of", lambda guard, **_: (store,))
+    provider = BudgetHookProvider(Guard(Budget(max_tool_calls=2)))
+
+    @tool
+    async def search(value: str) -> str:
+        """Searches."""
+        started.append(value)
+        loops.append(threading.get_ident())
+        return value
+
+    script = Script([calls(*(Call("search", one) for one in "abc")), says("Done.")])
+    agent = made(script, search)
+    if of == "graph":
+        builder = GraphBuilder().set_max_node_executions(9)
+        builder.add_node(agent, "only")
+        run(provider.attach(builder.build()), "Go.", "async")
+    else:
+        run(provider.attach(agent), "Go.", "async")
+    assert started == ["a", "b"]
+    assert store.threads
+    assert not set(store.threads) & set(loops)

@@ -75,7 +75,7 @@ def test_a_cycle():
         ways = arms(runner, lambda: ScriptedModel(Script(replies)))
         times, beyond = compared("a cycle", ways, units=CYCLES, rounds=40)
     assert abs(beyond["null"]) < 60
-    assert beyond["guard"] <= 930
+    assert beyond["guard"] <= 870
     judge(times, "guard", 1.08)
 
 

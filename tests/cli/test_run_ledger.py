@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import threading
@@ -174,6 +175,26 @@ def test_an_answer_of_unknown_length_leaves_room_for_those_beside_it(bounded):
         assert run.report.usage.total_tokens == 1_000
     with bounded(max_total_tokens=500) as run:
         assert isinstance(run.process().admit_model_call(call), Admit)
+
+
+def test_on_an_event_loop_the_ledger_is_asked_and_told_in_threads(bounded):
+    asked = []
+
+    async def work(guard):
+        for _ in range(2):  # the second fits only once the first is settled
+            call = ModelCall(model="gpt-4o", input_tokens=100)
+            ticket = await asyncio.to_thread(guard.admit_model_call, call)
+            guard.settle_model_call(ticket, TokenUsage(100, 10))
+
+    with bounded(max_total_tokens=250) as run:
+        guard = run.process()
+        store = run.ledgers[0].connection.store()
+        step = store.step
+        store.step = lambda one: asked.append(threading.current_thread()) or step(one)
+        asyncio.run(work(guard))
+        guard.check()
+        assert run.report.usage.total_tokens == 220
+    assert threading.main_thread() not in asked
 
 
 def test_a_batch_is_admitted_in_order_by_what_all_processes_have_left(bounded):

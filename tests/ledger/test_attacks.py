@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger import Key, Ledger, LedgerRefused, Refusal
+from budgetguard_core.ledger import Key, Ledger, LedgerRefused
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
 from budgetguard_core.ledger.reconcile import Proof, read_proofs
 from budgetguard_core.ledger.reservation import Part
@@ -146,12 +146,12 @@ def test_a_ceiling_below_what_is_spent_refuses_and_takes_nothing_back(place, ope
     run.settle(part, Amount(4 * 10**9, 1))
     ledger.beat()
     refused = run.obtain(Amount(1, 1))
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, LedgerRefused)
     assert (refused.reason, refused.limit, refused.used) == ("tenant_daily", 1, 4)
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.remaining_usd) == (4, 0)
     ledger.set_ceilings("acme", daily_usd=5)
-    assert not isinstance(run.obtain(Amount(10**9, 1)), Refusal)
+    assert not isinstance(run.obtain(Amount(10**9, 1)), LedgerRefused)
 
 
 def test_ceilings_that_come_while_calls_are_under_way_hold_for_what_is_asked_next(place, opened):
@@ -194,7 +194,7 @@ def test_a_tenant_that_was_revived_pays_before_the_next_beat(place, opened):
     assert run.obtain(Amount(CENT, 1)).reason == "aborted"
     operator.revive(tenant="acme")
     part = run.obtain(Amount(CENT, 1))
-    assert not isinstance(part, Refusal), part
+    assert not isinstance(part, LedgerRefused), part
     run.settle(first, Amount(CENT, 1))
 
 

@@ -12,7 +12,6 @@ from budgetguard_core.ledger import (
     Key,
     LedgerRefused,
     LedgerUnreachable,
-    Refusal,
     as_ledger,
 )
 from budgetguard_core.ledger.amounts import Amount
@@ -43,7 +42,7 @@ def join(sqlite, opened, clock):
 
 def spend(run, usd=CENT):
     part = run.obtain(Amount(usd, 1))
-    if isinstance(part, Refusal):
+    if isinstance(part, LedgerRefused):
         return part
     run.settle(part, Amount(usd, 1))
     return None
@@ -84,7 +83,7 @@ def test_a_reply_that_is_lost_at_midnight_leaves_nothing_behind(join, clock, on_
     store.step = lost
     asked = run.obtain(Amount(CENT, 1))
     store.step = real
-    if not isinstance(asked, Refusal):
+    if not isinstance(asked, LedgerRefused):
         run.settle(asked, Amount(CENT, 1))
     assert spend(run) is None
     ledger.close()

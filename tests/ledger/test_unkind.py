@@ -13,8 +13,8 @@ import pytest
 from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
 from budgetguard_core.ledger import LedgerRefused, LedgerUnreachable
 from budgetguard_core.ledger.amounts import Amount
-from budgetguard_core.ledger.heartbeat import Heartbeat
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.runs import Heartbeat
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
 from budgetguard_core.testing import ManualClock

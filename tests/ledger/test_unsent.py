@@ -8,7 +8,8 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, Warned, process
+from budgetguard_core.ledger import Ledger, LedgerError, LedgerRefused, Warned
+from budgetguard_core.ledger import ledger as ledgers
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.outbox import Outbox
@@ -151,8 +152,8 @@ def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, cap
         with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
             ledger.reserve("acme", usd=1)
         run.report(Amount(CENT, 1))
-        assert not ledger._beat.tick()
-        assert ledger._beat.is_needed()
+        assert not ledger._runs.tick()
+        assert ledger._runs.is_needed()
     assert "queue of unsent reports must be writable" in caplog.text
 
 
@@ -163,7 +164,7 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
         raise RuntimeError("secret")
 
     monkeypatch.setattr(ledger._runs, "all", fail)
-    assert ledger._beat.tick() is False
+    assert ledger._runs.tick() is False
     assert "the heartbeat failed: RuntimeError" in caplog.text
     assert "secret" not in caplog.text
 
@@ -174,14 +175,14 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     run.obtain(Amount(CENT, 1))
     ledger._heartbeat.stop(60)
     holder, store = ledger.connection.holder, ledger.connection.store()
-    monkeypatch.setattr(process, "_LEDGERS", [ledger])
-    process._before_fork()
-    process._forked()
+    monkeypatch.setattr(ledgers, "_LEDGERS", [ledger])
+    ledgers._before_fork()
+    ledgers._forked()
     assert ledger.connection.holder != holder
     assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
     for left in getattr(store, "_inherited", ()):  # a connection, or a pool
         left.close()
-    process._close_all()
+    ledgers._close_all()
     assert ledger.connection._store is None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from budgetguard_cli.run.folder import ANSWERS, CALLS, QUOTA, TURNS, RunFolder, trip_of
@@ -13,6 +15,7 @@ from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
 from budgetguard_core.decision import COUNTED, projected_cost
 from budgetguard_core.events import Event, ModelCallRefused, Tripped
 from budgetguard_core.ledger import Ledger, LedgerRefused, Reservation
+from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.plugs import Ask, Ended, Hold, Plug
 from budgetguard_core.pricing import from_usd, to_usd
 
@@ -33,11 +36,12 @@ class Reserved(Hold):
     def settle(self, ended: Ended, ticket: Admit | None) -> None:
         """Replace what was reserved by what was used; a tool call stays what it is."""
         del ticket
+        held = self._reservation
         self._plug.decided((self,))
         if ended.withdrawn:
-            self._reservation.release()
-        elif self._reservation.amount.model_calls:
-            self._reservation.settle(to_usd(ended.cost or 0), ended.tokens)
+            self._plug.send(held.release)
+        elif held.amount.model_calls:
+            self._plug.send(partial(held.settle, to_usd(ended.cost or 0), ended.tokens))
 
 
 class RunLedger(Plug):
@@ -60,6 +64,17 @@ class RunLedger(Plug):
         self._changed = threading.Condition()
         self._granted: set[Hold] = set()
         """Reserved, and not yet admitted."""
+        self._thread = InThread()
+        self._sent: Callable[[], object] | None = None
+
+    def send(self, settlement: Callable[[], None]) -> None:
+        """Send a settlement; from an event loop in a thread, for which the next call waits."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            settlement()
+        else:
+            self._sent = self._thread.send(settlement)
 
     def before(self, owner: Any, ask: Ask) -> None:
         """Take in that calls are admitted in this step."""
@@ -102,6 +117,8 @@ class RunLedger(Plug):
                 owner.abort(one.detail) if one.reason is StopReason.ABORTED else owner.hold(one)
             if stop is not None or ask.asker.trip is not None:
                 return True
+        if self._sent is not None:
+            self._sent()
         if isinstance(ask.call, ModelCall):
             try:
                 self._reserve_model_call(owner, ask, ask.call, link)
