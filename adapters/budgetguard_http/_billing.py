@@ -1,4 +1,4 @@
-"""What bills a model, and at which factor: by addresses, and by the tier of service."""
+"""The bills of a model, and their factor: by addresses, and by the tier of service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEFAULT: Final = frozenset({"auto", "default", "standard", "standard_only", "on
 
 
 def bills(host: str, path: str) -> bool:
-    """Tell whether a POST to a provider bills a model."""
+    """Return whether a POST to a provider bills a model."""
     if _BILLED.search(path) is not None:
         return not ("/threads/" in path and path.endswith("/messages"))
     # Mistral's are calls of a model; elsewhere they are where those are stored.

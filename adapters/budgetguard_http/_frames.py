@@ -184,7 +184,7 @@ class Lines(ServerSentEvents):
         return [line + b"\n" for line in lines]
 
     def are_lines(self, data: bytes) -> bool:
-        """Tell that none is read together with others."""
+        """Return False: none is read together with others."""
         del data
         return False
 

@@ -79,7 +79,7 @@ def screens(folder, columns):
     try:
         write(Path("log.jsonl"))
         forty(Path("forty.jsonl"))
-        Path("agent.py").write_text("import ollama\n")
+        Path("agent.py").write_text("if False:\n    import vertexai\n")
         for command in COMMANDS:
             environment = {"COLUMNS": str(columns), "BUDGETGUARD_LOG": ""}
             done = CliRunner().invoke(

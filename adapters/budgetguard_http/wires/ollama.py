@@ -29,7 +29,7 @@ class Ollama(OpenAIChat):
     can_refuse = False
 
     def is_streamed(self, path: str, body: Body) -> bool:
-        """Tell by the body: a stream is the default."""
+        """Return whether the answer is streamed, which is the default."""
         del path
         return body.get("stream") is not False
 
@@ -128,6 +128,6 @@ class OllamaReader(Reader):
         self.is_settled = bool(data.get("done"))
 
     def closing(self, text: str) -> list[Event]:
-        """Say that it is done."""
+        """Return the piece that ends it."""
         said = "" if self.answer.said else text
         return self._wire.synthetic_stream(self._body, self.answer.model or "", said, {})
