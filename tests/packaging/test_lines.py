@@ -10,23 +10,23 @@ CORE = "budgetguard_core"
 # Files of an area, and its limit. Where an area is still being cut down, the limit is its
 # present size and the figure behind it is where it has to come to.
 AREAS = {
-    "engine": ([f"{CORE}/*.py"], 9_569, 7_200),
-    "kit": ([f"{CORE}/kit/**/*.py"], 6_357, 5_400),
-    "ledger": ([f"{CORE}/ledger/**/*.py"], 4_680, 2_600),
-    "breakers": ([f"{CORE}/breakers/**/*.py"], 2_280, 1_300),
+    "engine": ([f"{CORE}/*.py"], 9_542, 7_200),
+    "kit": ([f"{CORE}/kit/**/*.py"], 6_294, 5_400),
+    "ledger": ([f"{CORE}/ledger/**/*.py"], 4_472, 2_600),
+    "breakers": ([f"{CORE}/breakers/**/*.py"], 1_476, 1_300),
     "profiles, telemetry, handoff": (
         [f"{CORE}/{name}/**/*.py" for name in ("profiles", "telemetry", "handoff")],
-        1_951,
+        1_953,
         1_500,
     ),
-    "testing": ([f"{CORE}/testing/**/*.py"], 3_544, 3_000),
-    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_490, 2_700),
-    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_612, 2_200),
-    "strands": (["adapters/budgetguard_strands/**/*.py"], 2_274, 1_500),
+    "testing": ([f"{CORE}/testing/**/*.py"], 3_827, 3_000),
+    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_788, 2_700),
+    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_509, 2_200),
+    "strands": (["adapters/budgetguard_strands/**/*.py"], 2_342, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_383, 2_100),
-    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 763, 500),
-    "http": (["adapters/budgetguard_http/**/*.py"], 5_787, 3_900),
-    "cli": (["adapters/budgetguard_cli/**/*.py"], 5_866, 4_200),
+    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 777, 500),
+    "http": (["adapters/budgetguard_http/**/*.py"], 5_810, 3_900),
+    "cli": (["adapters/budgetguard_cli/**/*.py"], 5_307, 4_200),
 }
 
 
