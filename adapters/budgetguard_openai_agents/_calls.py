@@ -93,7 +93,7 @@ class ToolCalls:
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
         self._batch: list[Asked] = []
-        self.asks_a_store = any(guard.asks_a_store for guard in run.guards)
+        self.asks_a_store = any(guard.state.asks_a_store for guard in run.guards)
         self.copies: dict[int, Any] = {}
 
     async def answer(self, question: Callable[[], Any]) -> Any:
