@@ -328,8 +328,4 @@ ANTHROPIC: Final = Blocks(
 )
 GEMINI: Final = Blocks("parts", "model", _gemini, lambda text: {"text": text}, _gemini_result)
 RESPONSES: Final = Responses()
-<<<<<<< HEAD
-"""The items of OpenAI's Responses."""
-=======
 """The dialect of OpenAI's Responses, whose items `grouped` puts together."""
->>>>>>> openai
