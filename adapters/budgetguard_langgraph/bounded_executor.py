@@ -92,7 +92,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
                     chunk: Any = _NOTHING
                     with cut_short(mine.run) as watch:
                         chunk = await anext(parts, _NOTHING)
-                    trip = None if watch is None else watch.trip
+                    trip = watch.trip
                     if chunk is _NOTHING:
                         break
                     result = _taken(chunk, steps, result)
