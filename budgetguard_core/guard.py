@@ -336,10 +336,6 @@ class Guard:
         """Ask for one tool call: a batch of one."""
         return self.admit_tool_calls((call,))[0]
 
-    def refuses_tools(self, names: Sequence[str]) -> list[bool]:
-        """Return which calls of these tools, in this order, a limit would refuse; nothing trips."""
-        return self._tool_calls.refuses(names)
-
     def settle_tool_call(
         self,
         ticket: Admit,

@@ -169,7 +169,8 @@ class bounded_clients:
     ) -> None:
         self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
         self._envelope = envelope_of(budget, default=Budget(), **options)
-        self._is_bound = budget is not None or not _BOUNDS.isdisjoint(options)
+        of_variables = self._envelope.profile is not None
+        self._is_bound = budget is not None or of_variables or not _BOUNDS.isdisjoint(options)
         self._everywhere = everywhere
         self._run: Run | None = None
         self._stack = ExitStack()

@@ -16,6 +16,8 @@ from budgetguard_loop._history import Message, content_text, message_text, resul
 
 # To ask first whether it is a dictionary: a protocol is asked through Python.
 _REPLIES_KEPT = 16
+_LONG = 40
+"""Characters of an answer that nobody gives about one thing after the other."""
 _REPLIES: WeakKeyDictionary[Run, deque[str]] = WeakKeyDictionary()
 _LISTS: tuple[Any, ...] = (list, tuple)
 _MAPPINGS: tuple[Any, ...] = (dict, Mapping)
@@ -120,13 +122,15 @@ def is_in_turn(run: Run, text: str, prompt: Iterable[Any]) -> bool:
     """Return whether an answer belongs to what was said before in this run.
 
     Who asks about one document after the other may get the same answer many times. That is no
-    conversation: its prompts hold no earlier reply.
+    conversation: its prompts hold no earlier reply. Where the prompt is not given, a long answer
+    counts.
     """
     said = _REPLIES.setdefault(run, deque(maxlen=_REPLIES_KEPT))
     before = set(said)
     said.append(text.strip())
-    texts = (content_text(part(one, "content") or one) for one in prompt)
-    return not before or any(one.strip() in before for one in texts)
+    texts = [content_text(part(one, "content") or one) for one in prompt]
+    is_known = not before or any(one.strip() in before for one in texts)
+    return is_known or (not texts and len(text) >= _LONG)
 
 
 def written(message: Mapping[str, Any], usage: TokenUsage | None) -> str:

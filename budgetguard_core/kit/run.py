@@ -21,6 +21,7 @@ from budgetguard_core.kit.projection import Prompt
 from budgetguard_core.kit.usage import answered_usage
 from budgetguard_core.stop import StopReason, Trip
 from budgetguard_core.stop_state import cut_answer
+from budgetguard_core.tool_calls import ToolCalls
 from budgetguard_core.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -390,7 +391,7 @@ class Run(Lifetime):
 
         Nothing is counted and nothing trips: no person is asked about what will be refused.
         """
-        answers = [guard.refuses_tools(names) for guard in self.guards]
+        answers = [ToolCalls(guard.state).refuses(names) for guard in self.guards]
         return [any(of) for of in zip(*answers, strict=True)]
 
     def start(self, call: OpenToolCall) -> str | None:

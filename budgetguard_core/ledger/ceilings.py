@@ -101,7 +101,7 @@ def ceiling_of(window: Window, stored: Mapping[tuple[str, str], Amount]) -> Amou
 
 @dataclass(frozen=True, slots=True)
 class WindowUsage:
-    """What one key has used in one window."""
+    """The use of one key in one window."""
 
     key: str
     window: str
@@ -123,14 +123,14 @@ class WindowUsage:
 
     @property
     def remaining_usd(self) -> Decimal | None:
-        """What may still be reserved; None without a ceiling."""
+        """The amount that may still be reserved; None without a ceiling."""
         if self.ceiling_usd is None:
             return None
         return max(Decimal(0), self.ceiling_usd - self.spent_usd - self.reserved_usd)
 
     @property
     def remaining_tokens(self) -> int | None:
-        """What may still be reserved; None without a ceiling."""
+        """The amount that may still be reserved; None without a ceiling."""
         if self.ceiling_tokens is None:
             return None
         return max(0, self.ceiling_tokens - self.spent_tokens - self.reserved_tokens)
@@ -138,7 +138,7 @@ class WindowUsage:
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What one key has used today and this month."""
+    """The use of one key today and this month."""
 
     daily: WindowUsage
     monthly: WindowUsage

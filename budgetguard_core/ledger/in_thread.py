@@ -29,7 +29,7 @@ class InThread:
         )
 
     def send(self, call: Callable[[], _R]) -> Callable[[], _R]:
-        """Have a call made in the thread, behind those before it; return what waits for it."""
+        """Queue a call for the thread, behind those before it; return what waits for it."""
         done, results, errors = threading.Lock(), list[_R](), list[BaseException]()
 
         def make() -> None:

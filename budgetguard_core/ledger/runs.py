@@ -397,12 +397,12 @@ class Heartbeat:
         self._stopped = False
 
     def hurry(self) -> None:
-        """Have `tick` called soon, if the thread runs."""
+        """Request a call of `tick` soon, if the thread runs."""
         if self._thread is not None:
             self._event.set()
 
     def wake(self) -> None:
-        """Have `tick` called soon; starts the thread where there is none."""
+        """Request a call of `tick` soon; starts the thread where there is none."""
         self._event.set()
         if self._thread is None:
             with self._lock:

@@ -129,7 +129,8 @@ def test_a_kill_ends_the_run_before_its_next_call(driver, mode, opened):
     outcome = check_stopped(ran, StopReason.ABORTED)
     assert "tenant 'acme' was killed by ann" in outcome.detail
     assert outcome.detail.endswith(": loops")
-    assert (script.calls, len(scenario.started)) == (2, 1)
+    # What is seen at the HTTP seam is asked by nobody: the next model call is refused.
+    assert (script.calls, len(scenario.started)) == (2, 2 if driver.deviation(3, mode) else 1)
     ran, _ = act(driver, mode, script, guard=paid(ledger), tools=[search_tool()])
     check_stopped(ran, StopReason.ABORTED)  # it survives the run
     assert script.calls == 2

@@ -79,8 +79,8 @@ def test_a_covered_script(doctor):
 def test_what_is_not_covered_ends_with_1(doctor, script):
     code, found = doctor(script)
     assert code == 1
-    (problem,) = names(found, "problem")
-    assert problem[0] in ("way", "script")
+    # A client that is not installed is one, too.
+    (_,) = [one for one in names(found, "problem") if one[0] in ("way", "script")]
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,7 @@ class Capability(Driver):
         found, messages, waiting = ended_with(error) if error else None, [], []
         if result is not None:
             messages = result.all_messages()
-            found = outcome(result)
+            found = None if scenario.guard is None else outcome(result)
             output = result.output
             if isinstance(output, DeferredToolRequests):
                 waiting = [one.tool_call_id for one in output.approvals]

@@ -271,10 +271,11 @@ def test_every_clause_fails_without_a_guard(clause, mode):
     ],
 )
 def test_an_adapter_that_does_not_wait_fails(monkeypatch, part, reason):
-    async def at_once(_, call):
+    def at_once(_, call):
         return call
+        yield
 
-    monkeypatch.setattr(Run, "wait_async", at_once)
+    monkeypatch.setattr(Run, "waited", at_once)
     with pytest.raises(NonConformance, match=reason):
         part(drivers_of("budgetguard_loop")[0], "async")
 

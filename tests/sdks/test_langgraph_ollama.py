@@ -1,4 +1,4 @@
-"""A local model behind Ollama's own client, which takes no bound with a call, over HTTP."""
+"""A local model behind Ollama's own client, which takes its bound among its options, over HTTP."""
 
 from __future__ import annotations
 
@@ -60,13 +60,7 @@ def attached(server, way, guard, **options):
     return graph, {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
 
 
-@pytest.mark.sample(4)
-@pytest.mark.anyio
-@pytest.mark.parametrize("mode", ["sync", "async", "streamed"])
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_bound_does_not_break_the_call_and_is_said_once(server, caplog, way, mode):
-    guard = Guard(Budget(max_iterations=3, max_output_tokens_per_call=77, max_seconds=60))
-    graph, config = attached(server, way, guard)
+async def run(graph, config, mode):
     if mode == "sync":
         graph.invoke(user(), config)
     elif mode == "async":
@@ -74,31 +68,41 @@ async def test_a_bound_does_not_break_the_call_and_is_said_once(server, caplog, 
     else:
         async for _ in graph.astream(user(), config, stream_mode="messages"):
             pass
+
+
+@pytest.mark.sample(4)
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async", "streamed"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_each_call_has_its_bound_among_its_options(server, caplog, way, mode):
+    guard = Guard(Budget(max_iterations=3, max_output_tokens_per_call=77, max_seconds=60))
+    graph, config = attached(server, way, guard)
+    await run(graph, config, mode)
     assert len(server.bodies) == guard.usage.model_calls == 3
     assert guard.usage.total_tokens == 3 * 230
     assert guard.usage.estimated_calls == 0
-    assert not [key for body in server.bodies for key in body if "max" in key or "timeout" in key]
+    assert [body["options"]["num_predict"] for body in server.bodies] == [77] * 3
     assert guard.outcome.stop_reason == "max_iterations"
     check_request(guard.outcome.messages)
-    told = [one.getMessage() for one in caplog.records if one.name == "budgetguard_langgraph"]
-    assert len(told) == 1
-    assert "ChatOllama" in told[0]
-    assert "Set the bound on the model itself" in told[0]
+    assert not [one for one in caplog.records if one.name == "budgetguard_langgraph"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_the_model_may_write_by_its_own_bound_is_reserved(server, caplog, way):
-    """Where a bound cannot be given, the model's own one decides whether a call fits."""
-    guard = Guard(Budget(max_total_tokens=1_000, max_output_tokens_per_call=77))
-    graph, config = attached(server, way, guard, num_predict=600)
-    graph.invoke(user(), config)
-    # 230 tokens of the first, and then no room for a prompt and 600 more besides.
-    assert len(server.bodies) == 2
-    assert guard.usage.total_tokens == 460
-    assert guard.outcome.stop_reason == "max_total_tokens"
-    assert server.bodies[0]["options"]["num_predict"] == 600
-    told = [one.getMessage() for one in caplog.records if one.name == "budgetguard_langgraph"]
-    assert len(told) == 1
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async", "streamed"])
+@pytest.mark.parametrize(
+    ("own", "caps"),
+    [
+        ({"num_predict": 5000}, {"max_total_tokens": 2000}),
+        ({}, {"max_total_tokens": 9000, "max_output_tokens_per_call": 1000}),
+    ],
+)
+async def test_other_options_of_the_model_are_kept(server, mode, own, caps):
+    guard = Guard(Budget(max_iterations=1, **caps))
+    graph, config = attached(server, "bounded", guard, temperature=0.5, num_ctx=4096, **own)
+    await run(graph, config, mode)
+    options = server.bodies[0]["options"]
+    assert 0 < options["num_predict"] < 2000
+    assert (options["temperature"], options["num_ctx"]) == (0.5, 4096)
 
 
 def test_a_bare_model_too(server):
