@@ -186,6 +186,8 @@ class GraphRun:
         self.sent: Sequence[Any] = ()
         self.said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
+        self.ends_in_a_node = False
+        """Whether its graph has a middleware, which writes the ending of a guard around it."""
         self.waits = False
         self.is_awaited = False
         self.next_step: str | None = None

@@ -169,7 +169,8 @@ class BudgetCallback(BaseCallbackHandler):
         metadata: Mapping[str, Any] | None,
     ) -> None:
         """Raise where a step of a run begins that was stopped, whatever its node calls."""
-        if not is_node or (self.ends_in_a_node and above == owner.root):
+        ends = self.ends_in_a_node or owner.ends_in_a_node
+        if not is_node or (ends and above == owner.root):
             return
         if owner.is_answered and owner.goes_on_with(above, (metadata or {}).get("langgraph_step")):
             return

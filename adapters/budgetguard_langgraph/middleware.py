@@ -89,6 +89,9 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
                 "BudgetMiddleware needs a guard, got none. Pass a budget, or run the agent "
                 "in `with guard.activate():`."
             )
+        mine = self._mine()
+        if mine is not None and "|" not in (configuration().get("checkpoint_ns") or ""):
+            mine.ends_in_a_node = True
         return None if state.get("stop_reason") is None else {"stop_reason": None}
 
     async def abefore_agent(self, state: BudgetState, runtime: Any) -> dict[str, Any] | None:

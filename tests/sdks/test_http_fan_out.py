@@ -82,6 +82,9 @@ async def test_calls_of_unknown_length_at_the_same_time_stay_within_the_dollars(
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             server.barrier.set()
             await asyncio.gather(*waiting)
+        if ask in (chat, responses, messages):
+            await client.close()
+            await asyncio.sleep(0)  # its connections close in the loop's next turn
         if ask is gemini:
             await client.aio.aclose()  # its own end would use a loop that is closed by then
     assert 1 <= server.hits <= MOST
