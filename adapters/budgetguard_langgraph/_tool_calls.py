@@ -24,6 +24,7 @@ from budgetguard_langgraph._seams import (
     enclosing_tool_node,
     refusal,
 )
+from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 
@@ -192,7 +193,11 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | Non
         graph_run.interrupted.append(call)
         return None if isinstance(error, GraphBubbleUp) else run.stopped_by
     if isinstance(error, GraphInterrupt) and call.call.id is not None:
-        # Its body runs again with the answer, and is the same call.
+        asked: Any = error.args[0] if error.args else ()
+        if all(is_budget_interrupt(one) for one in asked):
+            # A graph in its body was stopped, and LangGraph has made an interrupt of its own of it.
+            graph_run.interrupted.append(call)
+        # Else its body runs again with the answer, and is the same call.
         return None
     if isinstance(error, GraphBubbleUp):
         command = error.args[0] if error.args else None

@@ -20,7 +20,7 @@ AREAS = {
         1_500,
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 3_827, 3_000),
-    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_788, 2_700),
+    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_799, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_509, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_342, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_387, 2_100),
