@@ -97,7 +97,7 @@ def test_a_loop_in_a_tool_spends_the_budget_of_the_agent():
 
 
 def test_inside_of_a_graph_it_spends_the_graphs_budget():
-    pytest.importorskip("langgraph")
+    pytest.importorskip("langgraph.graph")
     from langgraph.graph import END, START, MessagesState, StateGraph
 
     from budgetguard_langgraph import bounded
@@ -118,7 +118,7 @@ def test_inside_of_a_graph_it_spends_the_graphs_budget():
 
 
 def test_a_graph_in_a_tool_spends_the_budget_of_the_agent():
-    pytest.importorskip("langgraph")
+    pytest.importorskip("langgraph.graph")
     from langgraph.graph import END, START, MessagesState, StateGraph
 
     import budgetguard_langgraph  # noqa: F401 - importing is enough
