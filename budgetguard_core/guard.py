@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from decimal import Decimal
@@ -144,7 +144,7 @@ class Guard:
         budget = budget or Budget()
         self.budget: Budget = budget if parent is None else budget.inheriting(parent.budget)
         self.mode = as_mode(mode)
-        self.run_id = run_id or uuid.uuid4().hex
+        self.run_id = run_id or secrets.token_hex(16)
         self.parent: Self | None = parent
         above = () if parent is None else (parent, *beside)
         self.lineage: tuple[Self, ...] = tuple(

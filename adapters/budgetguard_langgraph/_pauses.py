@@ -8,7 +8,7 @@ the state. Caps are not read from there.
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -160,7 +160,7 @@ class Thread:
         saved = yield self._read(self.config)
         if saved is not None:
             given = writes(saved) if callable(writes) else writes
-            to = saved.config, given, str(uuid.uuid4())
+            to = saved.config, given, secrets.token_hex(16)
             yield both(self.saver.put_writes, self.saver.aput_writes, *to)
 
     def _newest(self, chain: Sequence[Any], slot: int) -> Snapshot | None:

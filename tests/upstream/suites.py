@@ -80,7 +80,12 @@ SUITES: dict[str, Suite] = {
         leave_out=("tests/strands/models", "tests/strands/bidi", "tests/strands/vended_tools"),
     ),
     "openai": Suite("openai", "http", _HTTP, needs=(*_PYTEST, "respx", "dirty-equals")),
-    "anthropic": Suite("anthropic", "http", _HTTP, needs=(*_PYTEST, "respx", "dirty-equals")),
+    "anthropic": Suite(
+        "anthropic",
+        "http",
+        _HTTP,
+        needs=(*_PYTEST, "respx", "dirty-equals", "inline-snapshot", "anyio", "aiohttp", "http-snapshot"),
+    ),
     "google-genai": Suite("google-genai", "http", _HTTP, needs=_PYTEST),
     "httpx": Suite(
         "httpx",
