@@ -20,11 +20,13 @@ from budgetguard_core.settings import (
     CircuitBreakerConfig,
     Dollars,
     Frozen,
+    OptionalShare,
     ProgressReports,
     RateLimit,
     Share,
     ToolMix,
     VelocityLimits,
+    Words,
 )
 from budgetguard_core.stop import Condition, as_condition
 
@@ -56,6 +58,12 @@ BREAKERS = (
     "circuit_breaker",
 )
 """The breakers of a run, by field name; each is off where it is left out."""
+
+WRAP_UP = (
+    "Please finish now: begin nothing new, and give the best answer you can with what you have. "
+    "Say what is still open."
+)
+"""The words of `wrap_up_at`."""
 
 _METERED = ("max_total_tokens", "max_cost_usd", *TOKEN_PARTS)
 _MOST = 10**18
@@ -155,6 +163,10 @@ class Budget(BaseModel, metaclass=_OwnNames):
             limit stops the run. Never for a run that was aborted, and not in OBSERVE.
         warn_at: The share of a cap at which a warning is given, once per cap and run: 0.8. A
             sub-agent's budget that leaves it out has its parent's.
+        wrap_up_at: The share of a cap from which on the model is asked, once a run and in one
+            request alone, to finish with what it has: 0.8. Off. Not in OBSERVE.
+        wrap_up_message: The words for it. They should name no budget and no figure: a model that
+            reads of limits works worse.
         stop_when: Conditions of your own, asked before each step.
         on_unpriced: What `max_cost_usd`, or the tenant's ceiling in dollars, does with a model of
             unknown price: "stop" the run, which is the default, or "count_zero".
@@ -194,6 +206,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
     max_output_tokens_per_call: Cap = None
     finalize_reserve: FinalizeReserve | None = None
     warn_at: Share = 0.8
+    wrap_up_at: OptionalShare = None
+    wrap_up_message: Words = WRAP_UP
     stop_when: tuple[Callable[..., str | bool | None], ...] = ()
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
@@ -222,6 +236,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
         max_output_tokens_per_call: int | None = None,
         finalize_reserve: FinalizeReserve | None = None,
         warn_at: float = 0.8,
+        wrap_up_at: float | None = None,
+        wrap_up_message: str = WRAP_UP,
         stop_when: Sequence[Callable[..., str | bool | None]] = (),
         on_unpriced: Literal["stop", "count_zero"] = "stop",
         loop_detection: LoopDetection | None = ...,  # pyright: ignore[reportArgumentType]

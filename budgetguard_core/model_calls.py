@@ -130,6 +130,8 @@ class ModelCalls:
                     if state.detector is not None:
                         state.detector.begin_reply()
                     message = state.take_message()
+                    if state.wraps_up and message is None:
+                        message = state.wrap_up(now)
                     # A message would change the run, and OBSERVE changes nothing.
                     if message is not None and state.mode is Mode.ENFORCE:
                         decision = ticket = Nudge()

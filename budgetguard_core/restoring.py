@@ -43,6 +43,7 @@ def snapshot_of(state: RunState, tools: ToolCalls, messages: Sequence[Any]) -> S
         aborted=stops.aborted,
         held=stops.held,
         warned=mine.warned,
+        wraps_up=state.wraps_up,
         detector=None if state.detector is None else state.detector.state(),
         open_calls=tuple(OpenCall.of(ticket) for ticket in guard.open_calls()),
         occurrences=tools.occurrences.state(),
@@ -132,6 +133,7 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
     for name, started in snapshot.tool_counts.items():
         mine.tool(name).started = started
     mine.warn(snapshot.warned)
+    guard.state.wraps_up = guard.state.wraps_up and snapshot.wraps_up
     mine.pauses = snapshot.pauses
     if snapshot.elapsed_ns is not None:
         mine.started_ns = now - snapshot.elapsed_ns

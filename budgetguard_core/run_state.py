@@ -53,6 +53,7 @@ class RunState:
         completed_tool_calls: Tool calls of the run that were completed; none of sub-agents.
         own_tools: The tools that the run's plugs give the model.
         last_answer: What the last run on the guard, or right inside it, has answered.
+        wraps_up: Whether the model is still to be asked to finish.
     """
 
     __slots__ = (
@@ -67,7 +68,7 @@ class RunState:
             "own_tools",
             "plugs",
         ),
-        *("stops", "tree"),
+        *("stops", "tree", "wraps_up"),
     )
 
     def __init__(
@@ -84,6 +85,7 @@ class RunState:
         self.stops = StopState()
         self.completed_tool_calls = 0
         self.last_answer = ""
+        self.wraps_up = guard.budget.wrap_up_at is not None and self.mode is Mode.ENFORCE
         detection = None if self.mode is Mode.OFF else guard.budget.loop_detection
         self.detector = None if detection is None else LoopDetector(detection)
         links = {} if self.mode is Mode.OFF else {guard: Link(guard, self.counters)}
@@ -372,6 +374,17 @@ class RunState:
         message = detector.nudge() if detector is not None and detector.due else None
         for plug in self.own_plugs:
             message = message or plug.message()
+        return message
+
+    def wrap_up(self, now: int) -> str | None:
+        """Take the request to finish, where a cap has reached its share; the lock is held."""
+        mine, budget = self.counters, self.guard.budget
+        mine.tick(now)
+        used = zip(mine.used, mine.caps, strict=True)
+        if self.is_last_answer or not any(one >= cap * budget.wrap_up_at for one, cap in used):
+            return None
+        self.wraps_up = False
+        message: str = budget.wrap_up_message
         return message
 
     def book(self, ask: Ask, ticket: Admit) -> None:

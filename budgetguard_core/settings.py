@@ -16,6 +16,7 @@ NS_PER_SECOND = 1_000_000_000
 
 _MOST = 10**18
 _MOST_SECONDS = 10**9
+_LONGEST_WORDS = 2000
 _DOLLAR_DIGITS = 15
 
 
@@ -76,6 +77,19 @@ def _share(value: object) -> object:
     return value
 
 
+def _share_or_none(value: object) -> object:
+    return None if value is None else _share(value)
+
+
+def _words(value: object) -> object:
+    if not isinstance(value, str) or not 1 <= len(value.strip()) <= _LONGEST_WORDS:
+        raise ValueError(
+            f"must be a text of 1 to {_LONGEST_WORDS} characters, got {shown(value)}. "
+            "Leave it out for ours."
+        )
+    return value
+
+
 def _dollars(value: object) -> object:
     if value is None:
         return None
@@ -123,6 +137,10 @@ Percentage: TypeAlias = Annotated[float, BeforeValidator(_percentage)]
 """More than 0 and at most 100."""
 Share: TypeAlias = Annotated[float, BeforeValidator(_share)]
 """Between 0 and 1, both left out."""
+OptionalShare: TypeAlias = Annotated[float | None, BeforeValidator(_share_or_none)]
+"""Between 0 and 1, both left out, or None for none."""
+Words: TypeAlias = Annotated[str, BeforeValidator(_words)]
+"""Words for a model."""
 Dollars: TypeAlias = Annotated[Decimal | None, BeforeValidator(_dollars)]
 """US dollars > 0, exact, or None for no cap."""
 ExceptionNames: TypeAlias = Annotated[

@@ -148,6 +148,8 @@ class Snapshot(BaseModel):
     """Limits that are not the engine's own and stand against the next step."""
     warned: tuple[str, ...]
     """The dimensions that have reached their warning share, in order."""
+    wraps_up: bool = True
+    """Whether the model may still be asked to finish (`wrap_up_at`)."""
     detector: dict[str, Any] | None
     """What the loop detector knows, as fingerprints; None where it is turned off."""
     occurrences: dict[str, Any] | None = None

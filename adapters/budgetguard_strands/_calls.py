@@ -127,7 +127,8 @@ class Calls:
         at.begin_call(turn)
         at.within(turn.call)
         if turn.nudge is not None and agent.messages[-1]["role"] == "user":
-            agent.messages[-1]["content"].append({"text": turn.nudge})
+            at.nudged = agent.messages[-1]["content"], {"text": turn.nudge}
+            at.nudged[0].append(at.nudged[1])
 
     def after_model_call(self, event: AfterModelCallEvent) -> None:
         """Settle a model call, before other hooks see how it ended."""

@@ -57,6 +57,7 @@ class AgentRun:
         shared: Its guard was given, and nothing of it is reset.
         of_node: It is that of a swarm's or graph's node.
         metrics: Strands' metrics, in which the invocation has its number.
+        nudged: What was added to a message for the model call in flight, and the words.
         invocation: That number; a hook that resumes the agent stays in the same invocation.
         resumed: A hook has resumed the agent: the next leg begins its iterations anew.
         asked: The tool calls of the batch in flight.
@@ -75,6 +76,7 @@ class AgentRun:
     def __init__(self, opened: Opened, agent: Any) -> None:
         self.run, resumed, self.inside, self.shared, self.of_node = opened
         self.session = Session(self.run, DIALECT, resumed=resumed)
+        self.nudged: tuple[list[Any], object] = [], None
         self.metrics: object = None
         self.invocation = 0
         self.resumed = False
@@ -136,7 +138,10 @@ class AgentRun:
         self.paused = Paused(self.run.guard.snapshot(), self.inside, agent.state)
 
     def begin_call(self, turn: ModelTurn | None) -> None:
-        """Forget what the last model call brought."""
+        """Forget what the last model call brought, and was sent for it alone."""
+        content, words = self.nudged
+        content[:] = [one for one in content if one is not words]
+        self.nudged = [], None
         self.turn = turn
         self.model: Any = None
         self.copied: Any = None

@@ -89,6 +89,7 @@ from budgetguard_core.testing.script import (
     calls,
     says,
 )
+from budgetguard_core.testing.wrap_up import wrap_up
 from budgetguard_core.usage import TokenUsage
 
 _DIME = PriceBook({MODEL: Price(input=1000, output=0)})
@@ -824,5 +825,6 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(53, "in OBSERVE breakers delay, refuse and ask nothing", observed),
     Clause(54, "a call waits for the pace, a token, a place", waits, needs=("waits",)),
     Clause(55, "a stopped run has a last answer from its reserve", last_answer, needs=("at_last",)),
+    Clause(56, "one request to finish, from a share of a cap on", wrap_up),
 )
 """The clauses of the contract, in its order; from 47 on those of what is off by default."""

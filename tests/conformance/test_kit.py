@@ -227,6 +227,7 @@ REASONS = {
     53: r"observed: \[\], expected",
     54: "ended completed .* expected max_seconds",
     55: MAX_ITERATIONS,
+    56: "requests with the words",
 }
 # They ask that a guard leaves something alone, which one that does nothing does.
 TRIVIAL = {
