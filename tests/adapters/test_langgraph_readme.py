@@ -24,8 +24,8 @@ class Page:
         assert cost >= 0
 
 
-def test_there_are_six_recipes():
-    assert len(BLOCKS) == 6
+def test_there_are_seven_recipes():
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.start_line}")

@@ -11,7 +11,7 @@ BLOCKS = [block for block in find_examples(str(README)) if block.prefix == "pyth
 
 
 def test_the_blocks_print_what_they_say(capsys):
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     names: dict[str, object] = {"__name__": "readme"}
     for block in BLOCKS:
         exec(compile(block.source, f"README.md:{block.start_line}", "exec"), names)

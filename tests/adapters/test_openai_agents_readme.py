@@ -18,8 +18,8 @@ README = Path(budgetguard_openai_agents.__file__).with_name("README.md")
 BLOCKS = [block for block in find_examples(str(README)) if block.prefix == "python"]
 
 
-def test_there_are_the_five_recipes():
-    assert len(BLOCKS) == 5
+def test_there_are_the_six_recipes():
+    assert len(BLOCKS) == 6
 
 
 @pytest.fixture

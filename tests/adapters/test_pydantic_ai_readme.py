@@ -15,8 +15,8 @@ README = ROOT / "adapters" / "budgetguard_pydantic_ai" / "README.md"
 BLOCKS = [block for block in find_examples(str(README)) if block.prefix == "python"]
 
 
-def test_there_are_four_recipes():
-    assert len(BLOCKS) == 4
+def test_there_are_five_recipes():
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.start_line}")

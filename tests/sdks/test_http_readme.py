@@ -34,8 +34,8 @@ def my_agent_loop(client, messages=None):
     raise AssertionError("nothing has ended the loop")
 
 
-def test_there_are_five_recipes_and_each_runs():
-    assert [block.prefix for block in BLOCKS] == ["python"] * 5
+def test_there_are_six_recipes_and_each_runs():
+    assert [block.prefix for block in BLOCKS] == ["python"] * 6
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.start_line}")
