@@ -29,7 +29,7 @@ from budgetguard_strands import _ending, _seams
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._messages import DIALECT
 from budgetguard_strands._opening import KEY, ByIdentity, Opener, is_of_a_stop
-from budgetguard_strands._run import CYCLES, AgentRun
+from budgetguard_strands._run import AgentRun
 from budgetguard_strands._seams import FIRST, LAST, Events
 
 _GO_ON = "Please go on."
@@ -193,8 +193,6 @@ class AgentHooks:
         if at is None or at.watched:
             return events
         at.watched = True
-        at.invocation_state = invocation_state
-        invocation_state[CYCLES] = 0
         return self._bounded(at, agent, invocation_state, events)
 
     async def _bounded(
@@ -265,7 +263,7 @@ class AgentHooks:
         finally:
             watch.close()
             at.leave()
-            at.awaiting, at.invocation_state = None, {}  # hold the consumer and the agent
+            at.awaiting = None  # it holds the consumer and the agent
         self._calls.settle(at, "the run was stopped")
         ended = await _ending.stop(agent, at, state)
         # A reader of the texts alone sees the end of the run, too.

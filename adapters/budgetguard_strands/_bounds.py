@@ -32,7 +32,8 @@ _IN_PARAMS = {
 
 def model_name(model: Any) -> str | None:
     """Return the name under which a model is priced, or None when its settings have none."""
-    name = part(model.get_config(), "model_id")
+    # A model of the user's own may do without.
+    name = part(getattr(model, "get_config", dict)(), "model_id")
     return name if isinstance(name, str) else None
 
 
@@ -46,7 +47,7 @@ def bounded(model: Any, tokens: int) -> Any:
         The copy; or the model itself, when it is bounded lower already, or is none of Strands'
         own: then nobody but its author knows where the bound goes.
     """
-    config: Mapping[str, Any] = model.get_config()
+    config: Mapping[str, Any] = getattr(model, "get_config", dict)()
     tokens = max(tokens, _thinking(config) + 1)
     for kind in type(model).__mro__:
         name = kind.__name__

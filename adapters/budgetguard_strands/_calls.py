@@ -143,7 +143,6 @@ class Calls:
                 # As the reference does; but once a leg, because a loop that overflows again and
                 # again would never end.
                 at.recovered = True
-                at.cycles = 0
                 at.run.guard.state.restart_iterations()
         if response is None or at.turn is None:
             self.settle(at, event.exception or "no answer")

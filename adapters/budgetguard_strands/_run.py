@@ -15,8 +15,6 @@ from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToo
 from budgetguard_strands._messages import DIALECT, thought
 from budgetguard_strands._opening import ByIdentity, Opened
 
-CYCLES = "event_loop_cycle_count"
-"""The key in an invocation's state under which the cycles of an attempt are counted, from 1 on."""
 _LOOK_EVERY = 64
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
@@ -121,8 +119,6 @@ class AgentRun:
     def begin_leg(self) -> None:
         """Forget what only the last leg was about."""
         self.cycle = -1
-        self.cycles = 0
-        self.invocation_state: dict[str, Any] = {}
         self.overflowed = self.recovered = self.watched = self.cut_off = False
         self.limit: Trip | None = None
         self.output: Any = None
@@ -147,10 +143,6 @@ class AgentRun:
         self.copied: Any = None
         self.usage: Any = None
         self.written: list[str] = []
-        if turn is not None and not turn.request.retry:
-            # Where the reference's users look for the figure.
-            self.cycles += 1
-            self.invocation_state[CYCLES] = self.cycles
 
     def note(self, event: Any) -> None:
         """Note what an event of the model call in flight says of it, and look at the clock.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from strands import Agent, tool
-from strands.hooks import AfterModelCallEvent, BeforeModelCallEvent
+from strands.hooks import BeforeModelCallEvent
 from strands.multiagent import GraphBuilder
 from strands.multiagent.graph import Graph
 
@@ -340,18 +340,6 @@ def test_a_continuation_of_another_name_is_warned_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "strands.agent._continuation", continuation)
     with pytest.warns(RuntimeWarning, match=r"AfterInvocationEvent\._continuation_state"):
         BudgetHookProvider().attach(agent)
-
-
-def test_the_cycles_are_counted_where_the_reference_counts_them(counter):
-    seen = []
-    agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=3))])
-    agent.hooks.add_callback(
-        AfterModelCallEvent, lambda event: seen.append(state.get("event_loop_cycle_count"))
-    )
-    state: dict = {}
-    agent("Go.", invocation_state=state)
-    agent("Go.", invocation_state=state)
-    assert seen == [1, 2, 3, 1, 2, 3]
 
 
 def test_an_admission_that_never_became_a_call_is_withdrawn(counter):

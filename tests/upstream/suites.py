@@ -43,7 +43,7 @@ SUITES: dict[str, Suite] = {
             *("pytest-mock", "pytest-timeout", "syrupy", "anyio", "httpx", "redis", "pycryptodome"),
             *("langgraph-checkpoint-sqlite", "langgraph-checkpoint-postgres", "psycopg[binary]"),
         ),
-        sample=("tests/test_interruption.py", "tests/test_pregel.py"),
+        sample=("tests/test_interruption.py", "tests/test_large_cases.py"),
     ),
     "langgraph-prebuilt": Suite(
         "langgraph-prebuilt",
@@ -76,7 +76,10 @@ SUITES: dict[str, Suite] = {
         "strands",
         ("strands.provider", "strands.activate"),
         needs=(*_PYTEST, "moto", "tenacity", "openai", "anthropic"),
-        sample=("tests/strands/agent/test_agent.py",),
+        sample=(
+            "tests/strands/agent/test_agent_cancellation.py",
+            "tests/strands/agent/test_agent_limits.py",
+        ),
         leave_out=("tests/strands/models", "tests/strands/bidi", "tests/strands/vended_tools"),
     ),
     "openai": Suite("openai", "http", _HTTP, needs=(*_PYTEST, "respx", "dirty-equals")),
@@ -84,9 +87,19 @@ SUITES: dict[str, Suite] = {
         "anthropic",
         "http",
         _HTTP,
-        needs=(*_PYTEST, "respx", "dirty-equals", "inline-snapshot", "anyio", "aiohttp", "http-snapshot"),
+        needs=(
+            *_PYTEST,
+            "respx",
+            "dirty-equals",
+            "inline-snapshot",
+            "anyio",
+            "aiohttp",
+            "http-snapshot",
+        ),
     ),
-    "google-genai": Suite("google-genai", "http", _HTTP, needs=_PYTEST),
+    "google-genai": Suite(
+        "google-genai", "http", _HTTP, needs=_PYTEST, tests=("google/genai/tests",)
+    ),
     "httpx": Suite(
         "httpx",
         "http",
