@@ -116,5 +116,6 @@ SUITES: dict[str, Suite] = {
             "rich",
             "click",
         ),
+        sample=("tests/client/test_client.py", "tests/models/test_responses.py"),
     ),
 }
