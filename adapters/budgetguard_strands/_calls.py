@@ -16,6 +16,7 @@ from strands.hooks import (
     BeforeToolCallEvent,
 )
 from strands.interrupt import InterruptException
+from strands.types.content import ContentBlock
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
 from budgetguard_core import BudgetExceeded, RunFencedError, Stop, TokenUsage, ToolCall
@@ -127,8 +128,9 @@ class Calls:
         at.begin_call(turn)
         at.within(turn.call)
         if turn.nudge is not None and agent.messages[-1]["role"] == "user":
-            at.nudged = agent.messages[-1]["content"], {"text": turn.nudge}
-            at.nudged[0].append(at.nudged[1])
+            words: ContentBlock = {"text": turn.nudge}
+            at.nudged = agent.messages[-1]["content"], words
+            at.nudged[0].append(words)
 
     def after_model_call(self, event: AfterModelCallEvent) -> None:
         """Settle a model call, before other hooks see how it ended."""
