@@ -22,7 +22,7 @@ AREAS = {
     "testing": ([f"{CORE}/testing/**/*.py"], 3_881, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_799, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_509, 2_200),
-    "strands": (["adapters/budgetguard_strands/**/*.py"], 2_338, 1_500),
+    "strands": (["adapters/budgetguard_strands/**/*.py"], 2_340, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_387, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 779, 500),
     "http": (["adapters/budgetguard_http/**/*.py"], 5_811, 3_900),
