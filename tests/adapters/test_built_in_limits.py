@@ -103,15 +103,16 @@ def test_usage_limits_raise_when_the_money_is_spent():
 
     from budgetguard_pydantic_ai import BudgetCapability, outcome
     from budgetguard_pydantic_ai.scripted import scripted_model
+    from pydantic_ai_agents import ran
 
     answers = Answers([SEARCH], usage=USAGE)
     agent = Agent(scripted_model(answers), tools=[search])
     with pytest.raises(UsageLimitExceeded):
-        agent.run_sync("Go.", usage_limits=UsageLimits(cost_limit=Decimal("0.01")))
+        ran(agent, "run_sync", usage_limits=UsageLimits(cost_limit=Decimal("0.01")))
     assert answers.calls * Decimal("0.00325") == Decimal("0.013")
 
     answers = Answers([SEARCH], usage=USAGE)
     budget = Budget(max_cost_usd=0.01, max_output_tokens_per_call=100)
     agent = Agent(scripted_model(answers), tools=[search], capabilities=[BudgetCapability(budget)])
-    assert outcome(agent.run_sync("Go.")).usage.cost_usd <= Decimal("0.01")
+    assert outcome(ran(agent, "run_sync")).usage.cost_usd <= Decimal("0.01")
     assert answers.calls == 3

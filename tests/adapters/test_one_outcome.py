@@ -73,10 +73,11 @@ def of_strands():
 def of_pydantic_ai():
     pydantic_ai = pytest.importorskip("pydantic_ai")
     from budgetguard_pydantic_ai import BudgetCapability, outcome, scripted
+    from pydantic_ai_agents import ran
 
     model = scripted.scripted_model(NEVER_ENDS)
     agent = pydantic_ai.Agent(model, tools=[search], capabilities=[BudgetCapability(BUDGET)])
-    result = agent.run_sync("Find it.")
+    result = ran(agent, "run_sync")
     return outcome, [result, outcome(result)]
 
 

@@ -5,8 +5,6 @@ openai-agents-python #844, #2054; pydantic-ai #1083; public code that reads `fin
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 from pydantic import BaseModel
@@ -93,6 +91,7 @@ def test_pydantic_ai(mode):
 
     from budgetguard_pydantic_ai import BudgetCapability, outcome
     from budgetguard_pydantic_ai.scripted import scripted_model
+    from pydantic_ai_agents import ran
 
     agent = Agent(
         scripted_model(runaway()),
@@ -100,7 +99,7 @@ def test_pydantic_ai(mode):
         output_type=Report,
         capabilities=[BudgetCapability(BUDGET)],
     )
-    result = agent.run_sync("Go.") if mode == "sync" else asyncio.run(agent.run("Go."))
+    result = ran(agent, "run_sync" if mode == "sync" else "run")
     assert outcome(result).stop_reason == "max_iterations"
     assert not isinstance(result.output, str)
 
