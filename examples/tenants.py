@@ -11,8 +11,9 @@ import uuid
 from decimal import Decimal
 from typing import Any
 
-from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
+from budgetguard_core import Budget, Guard
 from budgetguard_core.decision import Stop
+from budgetguard_core.kit import ModelCall, TokenUsage
 from budgetguard_core.ledger import Ledger
 
 PROCESSES = 4

@@ -13,7 +13,8 @@ import sqlite3
 import threading
 from decimal import Decimal
 
-from budgetguard_core import Guard, ModelCall
+from budgetguard_core import Guard
+from budgetguard_core.kit import ModelCall
 from budgetguard_core.ledger import Ledger, LedgerRefused
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 from ledger_servers import ZONE

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from budgetguard_core import (
+from budgetguard_core import Budget, FinalizeReserve, Guard, JsonLinesSink
+from budgetguard_core.kit import (
     Admit,
-    Budget,
-    FinalizeReserve,
-    Guard,
-    JsonLinesSink,
+    Answer,
+    Envelope,
     ModelCall,
     Stop,
     TokenUsage,
     ToolCall,
     end_run,
+    last_answer,
 )
-from budgetguard_core.kit import Answer, Envelope, last_answer
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from budgetguard_core import Budget, Event, ModelCall, PriceBook, TokenUsage, fingerprint
+from budgetguard_core import Budget, PriceBook
 from budgetguard_core.events import (
     ModelCallAdmitted,
     ModelCallSettled,
@@ -19,6 +19,7 @@ from budgetguard_core.events import (
     ToolCallsRequested,
     UserTurned,
 )
+from budgetguard_core.kit import Event, ModelCall, TokenUsage, fingerprint
 
 _Count: TypeAlias = Annotated[int, Field(ge=0, le=10**12)]
 _Dollars: TypeAlias = Annotated[float, Field(ge=0, le=10**9, allow_inf_nan=False)]

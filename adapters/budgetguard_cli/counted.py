@@ -7,7 +7,7 @@ from decimal import Decimal
 from functools import partial
 from typing import TypeAlias
 
-from budgetguard_core import Budget, Event, Guard, ModelCall, PriceBook, Trip, Usage
+from budgetguard_core import Budget, Guard, PriceBook, Trip, Usage
 from budgetguard_core.events import (
     CallDelayed,
     CircuitBreakerChanged,
@@ -18,6 +18,7 @@ from budgetguard_core.events import (
     ToolCallTurnedAway,
     ToolMixUnusual,
 )
+from budgetguard_core.kit import Event, ModelCall
 from budgetguard_core.replay import Replay
 
 REFUSED = "tool_call_refused"

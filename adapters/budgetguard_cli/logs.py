@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from budgetguard_cli.screen import printable
-from budgetguard_core import Event
+from budgetguard_core.kit import Event
 
 STDIN = "-"
 LONGEST_LINE = 8 * 2**20

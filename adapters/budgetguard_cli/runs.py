@@ -14,7 +14,7 @@ from rich.console import Console
 from budgetguard_cli.counted import Counted
 from budgetguard_cli.logs import Line, Problem, Unreadable, read_event, read_files, readable, reason
 from budgetguard_cli.screen import refuse
-from budgetguard_core import Budget, BudgetGuardError, Event, PriceBook, Trip, Usage
+from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage
 from budgetguard_core.events import (
     BudgetExtended,
     CallDelayed,
@@ -37,6 +37,7 @@ from budgetguard_core.events import (
     TripObserved,
     Tripped,
 )
+from budgetguard_core.kit import Event
 
 SPENT_ON_ANSWERS = "(answers)"
 """What model calls cost whose reply asked for no tool."""

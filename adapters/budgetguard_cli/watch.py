@@ -20,7 +20,7 @@ from budgetguard_cli.logs import LONGEST_LINE, Line, by_attempt, is_there
 from budgetguard_cli.runs import Run, Runs, used_of
 from budgetguard_cli.screen import cell, figure, printable, refuse, say, write_json
 from budgetguard_cli.show import log_folder, plain
-from budgetguard_core import SystemClock
+from budgetguard_core.kit import SystemClock
 
 _MOST_RUNS = 12
 _BAR_WIDTH = 24

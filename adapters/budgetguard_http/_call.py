@@ -7,11 +7,14 @@ from decimal import Decimal
 from hashlib import blake2b
 from typing import Final
 
-from budgetguard_core import ModelCall, Stop, TokenUsage, Trip
+from budgetguard_core import Trip
 from budgetguard_core.kit import (
+    ModelCall,
     OpenModelCall,
     Prompt,
     Run,
+    Stop,
+    TokenUsage,
     current,
     failed_usage,
     reported_cost,

@@ -12,8 +12,17 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
-from budgetguard_core import OUTCOME_UNKNOWN, TokenUsage, ToolCall, Trip
-from budgetguard_core.kit import PROGRESS_TOOL, Envelope, OpenToolCall, Prompt, Run
+from budgetguard_core import Trip
+from budgetguard_core.kit import (
+    OUTCOME_UNKNOWN,
+    PROGRESS_TOOL,
+    Envelope,
+    OpenToolCall,
+    Prompt,
+    Run,
+    TokenUsage,
+    ToolCall,
+)
 from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
 
 _MOST_KEPT: Final = 256

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, cast
 
-from budgetguard_core import synthetic_text
+from budgetguard_core.kit import synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
 from budgetguard_http.wires.wire import Event, parsed, record

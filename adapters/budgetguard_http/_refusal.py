@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final
 
-from budgetguard_core import Trip, synthetic_metadata, synthetic_text
-from budgetguard_core.kit import Run
+from budgetguard_core import Trip
+from budgetguard_core.kit import Run, synthetic_metadata, synthetic_text
 from budgetguard_http._frames import frames_at
 from budgetguard_http._posted import Posted
 

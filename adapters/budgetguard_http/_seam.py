@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from budgetguard_core import Stop, Trip
-from budgetguard_core.kit import FRAME, Run, cut_short
+from budgetguard_core import Trip
+from budgetguard_core.kit import FRAME, Run, Stop, cut_short
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight

@@ -7,8 +7,7 @@ import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
-from budgetguard_core import synthetic_text
-from budgetguard_core.kit import Watch
+from budgetguard_core.kit import Watch, synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import Frames, ServerSentEvents, may_be_events

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
 
-from budgetguard_core import AdapterError, Budget, Guard, Stop
-from budgetguard_core.kit import Envelope, EnvelopeOptions, Run
+from budgetguard_core import AdapterError, Budget, Guard
+from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, Stop
 from budgetguard_http import audit
 from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin

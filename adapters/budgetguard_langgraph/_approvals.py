@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from budgetguard_core import NOT_EXECUTED, ToolCall
-from budgetguard_core.kit import OpenToolCall, current
+from budgetguard_core.kit import NOT_EXECUTED, OpenToolCall, ToolCall, current
 from budgetguard_langgraph._model_calls import graph_of
 from budgetguard_langgraph._owners import owner_of
 from budgetguard_langgraph._run import GraphRun

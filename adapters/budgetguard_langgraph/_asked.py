@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from langchain_core.messages import AIMessage, ToolMessage
 
-from budgetguard_core import Admit, ToolCall
-from budgetguard_core.kit import Batch, OpenToolCall, Run, ToolCalls
+from budgetguard_core.kit import Admit, Batch, OpenToolCall, Run, ToolCall, ToolCalls
 from budgetguard_langgraph._seams import enclosing_tool_node
 
 _KINDS: Final = {

@@ -8,15 +8,9 @@ from typing import Any, Final
 
 from langchain_core.messages import AIMessage, BaseMessage, messages_to_dict
 
-from budgetguard_core import (
-    BudgetExceeded,
-    Outcome,
-    Trip,
-    synthetic_metadata,
-    synthetic_text,
-)
+from budgetguard_core import BudgetExceeded, Outcome, Trip
 from budgetguard_core.kit import remember as kept_with
-from budgetguard_core.kit import run_blocking
+from budgetguard_core.kit import run_blocking, synthetic_metadata, synthetic_text
 from budgetguard_langgraph._history import closed, final_text, messages_of, placed, results_for
 from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._run import GraphRun

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage, convert_to_messages
 
-from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN
 
 
 def held_in(values: Any, key: str) -> Any:

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 
-from budgetguard_core import ModelCall, Trip
+from budgetguard_core import Trip
 from budgetguard_core.kit import (
     ANSWER_NOW,
     Answer,
     LastAnswer,
+    ModelCall,
     OpenModelCall,
     Prompt,
     last_answer,

@@ -9,8 +9,8 @@ from typing import Any, Final, cast
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import Guard, ModelCall, Stop, Trip
-from budgetguard_core.kit import FRAME, OpenModelCall, current, entered
+from budgetguard_core import Guard, Trip
+from budgetguard_core.kit import FRAME, ModelCall, OpenModelCall, Stop, current, entered
 from budgetguard_langgraph._bounds import bind, tell, words_of
 from budgetguard_langgraph._run import (
     OWNERS,

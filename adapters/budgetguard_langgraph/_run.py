@@ -13,8 +13,17 @@ from uuid import UUID
 from langchain_core.messages import BaseMessage
 from langgraph.errors import GraphBubbleUp
 
-from budgetguard_core import Budget, ModelCall, RunFencedError, Stop, Trip
-from budgetguard_core.kit import FRAME, Frame, OpenModelCall, OpenToolCall, Prompt, Run
+from budgetguard_core import Budget, RunFencedError, Trip
+from budgetguard_core.kit import (
+    FRAME,
+    Frame,
+    ModelCall,
+    OpenModelCall,
+    OpenToolCall,
+    Prompt,
+    Run,
+    Stop,
+)
 from budgetguard_langgraph._asked import AskedCalls, shorten
 from budgetguard_langgraph._pauses import Thread, pending
 from budgetguard_langgraph._seams import GraphCall, is_drained

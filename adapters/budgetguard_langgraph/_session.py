@@ -11,17 +11,15 @@ from langchain_core.messages import BaseMessage
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command, StateSnapshot, StateUpdate
 
-from budgetguard_core import (
-    Budget,
-    BudgetExceeded,
-    Outcome,
-    Snapshot,
-    StopReason,
-    Trip,
+from budgetguard_core import Budget, BudgetExceeded, Outcome, Snapshot, StopReason, Trip
+from budgetguard_core.kit import (
+    Envelope,
+    Flow,
+    load_to_resume,
+    run_blocking,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.kit import Envelope, Flow, load_to_resume, run_blocking
 from budgetguard_langgraph import _approvals, _endings
 from budgetguard_langgraph._closing import (
     FOLD,

@@ -9,8 +9,8 @@ from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command
 
-from budgetguard_core import StopReason, ToolCall, Trip, Violation
-from budgetguard_core.kit import FRAME, OpenToolCall, is_stop
+from budgetguard_core import StopReason, Trip
+from budgetguard_core.kit import FRAME, OpenToolCall, ToolCall, Violation, is_stop
 from budgetguard_langgraph._model_calls import graph_of
 from budgetguard_langgraph._run import (
     OWNERS,

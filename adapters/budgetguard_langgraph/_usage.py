@@ -10,8 +10,7 @@ from typing import Any, Final, TypeGuard, cast
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core import TokenUsage, ToolCall
-from budgetguard_core.kit import merge_usage, reported_cost, token_usage
+from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, reported_cost, token_usage
 
 _BOUNDS: Final = (
     "max_completion_tokens",

@@ -9,16 +9,7 @@ from typing import Any, Unpack, cast
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from budgetguard_core import (
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    Guard,
-    Outcome,
-    Trip,
-    synthetic_metadata,
-    synthetic_text,
-)
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
@@ -26,6 +17,8 @@ from budgetguard_core.kit import (
     entered,
     envelope_of,
     required,
+    synthetic_metadata,
+    synthetic_text,
 )
 from budgetguard_langgraph._outcomes import with_own_outcome
 from budgetguard_langgraph._owners import run_around

@@ -17,16 +17,17 @@ from langchain.agents.middleware.types import (
 from langchain_core.messages import BaseMessage, SystemMessage, ToolMessage
 from langgraph.types import Command
 
-from budgetguard_core import (
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard
+from budgetguard_core.kit import (
     OUTCOME_UNKNOWN,
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    Guard,
+    Envelope,
+    EnvelopeOptions,
+    current,
+    cut_short,
+    envelope_of,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.kit import Envelope, EnvelopeOptions, current, cut_short, envelope_of
 from budgetguard_langgraph._ambient import FoundCallback, agents
 from budgetguard_langgraph._history import is_synthetic, results_for, synthetic_message
 from budgetguard_langgraph._last import LastCall, last_call

@@ -6,22 +6,18 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any, Self
 
-from budgetguard_core import (
-    AdapterError,
-    Admit,
-    BudgetExceeded,
-    ModelCall,
-    Stop,
-    ToolCall,
-    Trip,
-    Violation,
-)
+from budgetguard_core import AdapterError, BudgetExceeded, Trip
 from budgetguard_core.kit import (
+    Admit,
     Call,
+    ModelCall,
     OpenModelCall,
     OpenToolCall,
     Prompt,
     Run,
+    Stop,
+    ToolCall,
+    Violation,
     read_call,
     reported_cost,
     run_awaited,

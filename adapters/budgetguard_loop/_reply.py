@@ -10,8 +10,16 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from budgetguard_core import AdapterError, TokenUsage
-from budgetguard_core.kit import Run, merge_usage, part, parts_of, reported_cost, token_usage
+from budgetguard_core import AdapterError
+from budgetguard_core.kit import (
+    Run,
+    TokenUsage,
+    merge_usage,
+    part,
+    parts_of,
+    reported_cost,
+    token_usage,
+)
 from budgetguard_loop._history import Message, content_text, message_text, result_text
 
 # To ask first whether it is a dictionary: a protocol is asked through Python.

@@ -6,8 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, Budget, Guard
-from budgetguard_core.kit import Call, Envelope, Resume, Run, close_history, envelope_of, resumed
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Call,
+    Envelope,
+    Resume,
+    Run,
+    close_history,
+    envelope_of,
+    resumed,
+)
 from budgetguard_loop import _history as history
 
 __all__ = ["Beginning", "Resume", "begin"]

@@ -10,23 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from budgetguard_core import (
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    Guard,
-    ModelCall,
-    Stop,
-    ToolCall,
-    Trip,
-)
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Trip
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
+    ModelCall,
     OpenModelCall,
     OpenToolCall,
     Prompt,
     Run,
+    Stop,
+    ToolCall,
     cut_short,
     envelope_of,
     joined,

@@ -19,16 +19,20 @@ from agents import (
     Tool,
 )
 
-from budgetguard_core import (
+from budgetguard_core import BudgetExceeded, StopReason, Trip
+from budgetguard_core.kit import (
+    FRAME,
     NOT_EXECUTED,
     OUTCOME_UNKNOWN,
-    BudgetExceeded,
-    StopReason,
+    Batch,
+    Frame,
+    OpenToolCall,
+    Run,
     ToolCall,
-    Trip,
     Violation,
+    part,
+    run_awaited,
 )
-from budgetguard_core.kit import FRAME, Batch, Frame, OpenToolCall, Run, part, run_awaited
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._history import LOCAL, Asked, asked_calls
 

@@ -28,11 +28,12 @@ from agents import (
 )
 from agents.run import CallModelData, ModelInputData
 
-from budgetguard_core import ModelCall, Outcome, Trip, synthetic_metadata, synthetic_text
+from budgetguard_core import Outcome, Trip
 from budgetguard_core.kit import (
     ANSWER_NOW,
     RESPONSES,
     Answer,
+    ModelCall,
     OpenModelCall,
     Prompt,
     content_text,
@@ -41,6 +42,8 @@ from budgetguard_core.kit import (
     last_answer,
     part,
     remember,
+    synthetic_metadata,
+    synthetic_text,
 )
 from budgetguard_openai_agents import _history, _seams
 from budgetguard_openai_agents._calls import RunStopped

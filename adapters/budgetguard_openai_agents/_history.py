@@ -34,8 +34,15 @@ from openai.types.responses import (
     ResponseOutputText,
 )
 
-from budgetguard_core import NOT_EXECUTED, OUTCOME_UNKNOWN, ToolCall
-from budgetguard_core.kit import OpenToolCall, ToolKind, part, parts_of
+from budgetguard_core.kit import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    OpenToolCall,
+    ToolCall,
+    ToolKind,
+    part,
+    parts_of,
+)
 from budgetguard_openai_agents import _seams
 
 # How the SDK names the tools that are called without a name.

@@ -25,8 +25,7 @@ from agents.run import CallModelData, ModelInputData
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic.dataclasses import dataclass
 
-from budgetguard_core import TokenUsage
-from budgetguard_core.kit import estimate, part, token_usage
+from budgetguard_core.kit import TokenUsage, estimate, part, token_usage
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._tools import original

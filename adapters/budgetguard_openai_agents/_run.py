@@ -22,8 +22,17 @@ from agents import (
 )
 from agents.run import ModelInputData
 
-from budgetguard_core import BudgetExceeded, Mode, ModelCall, Stop, StopReason, Trip
-from budgetguard_core.kit import OpenModelCall, Prompt, Run, part, supervised, token_usage
+from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
+from budgetguard_core.kit import (
+    ModelCall,
+    OpenModelCall,
+    Prompt,
+    Run,
+    Stop,
+    part,
+    supervised,
+    token_usage,
+)
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
 from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
 from budgetguard_openai_agents._model import (

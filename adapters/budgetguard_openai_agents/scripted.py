@@ -24,7 +24,7 @@ from openai.types.responses import (
 )
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
-from budgetguard_core import TokenUsage
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing.scripted import Answers
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic_ai import messages as chat
 
-from budgetguard_core import ToolCall
-from budgetguard_core.kit import Call, Turn
+from budgetguard_core.kit import Call, ToolCall, Turn
 
 KEY = "budgetguard"
 

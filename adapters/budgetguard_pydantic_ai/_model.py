@@ -13,8 +13,7 @@ from pydantic_ai import messages as chat
 from pydantic_ai.models.fallback import FallbackModel
 from pydantic_ai.models.wrapper import WrapperModel
 
-from budgetguard_core import Stop
-from budgetguard_core.kit import ModelTurn, Request, Scope, Session, run_awaited, token_usage
+from budgetguard_core.kit import ModelTurn, Request, Scope, Session, Stop, run_awaited, token_usage
 from budgetguard_pydantic_ai._history import DIALECT, errors_of, instructions_of
 
 

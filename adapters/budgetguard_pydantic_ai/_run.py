@@ -17,7 +17,8 @@ from pydantic_ai import messages as chat
 from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
 from pydantic_graph import End
 
-from budgetguard_core import OUTCOME_UNKNOWN, ToolCall, kit
+from budgetguard_core import kit
+from budgetguard_core.kit import OUTCOME_UNKNOWN, ToolCall
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT, InHistory, tool_call_of
 from budgetguard_pydantic_ai._last import LastAnswer

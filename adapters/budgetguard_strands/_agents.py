@@ -23,8 +23,17 @@ from strands.middleware import ExecuteToolStage, InvokeModelStage
 from strands.types._events import ModelStreamChunkEvent, TextStreamEvent
 from strands.types.events import TypedEvent
 
-from budgetguard_core import Guard, ToolCall
-from budgetguard_core.kit import FRAME, PROGRESS_TOOL, Run, Watch, current, part, report_progress
+from budgetguard_core import Guard
+from budgetguard_core.kit import (
+    FRAME,
+    PROGRESS_TOOL,
+    Run,
+    ToolCall,
+    Watch,
+    current,
+    part,
+    report_progress,
+)
 from budgetguard_strands import _ending, _seams
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._messages import DIALECT

@@ -19,8 +19,18 @@ from strands.interrupt import InterruptException
 from strands.types.content import ContentBlock
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
-from budgetguard_core import BudgetExceeded, RunFencedError, Stop, TokenUsage, ToolCall
-from budgetguard_core.kit import Request, answered_usage, is_stop, part, run_awaited, token_usage
+from budgetguard_core import BudgetExceeded, RunFencedError
+from budgetguard_core.kit import (
+    Request,
+    Stop,
+    TokenUsage,
+    ToolCall,
+    answered_usage,
+    is_stop,
+    part,
+    run_awaited,
+    token_usage,
+)
 from budgetguard_strands import _seams
 from budgetguard_strands._bounds import bounded, give_back, model_name
 from budgetguard_strands._messages import (

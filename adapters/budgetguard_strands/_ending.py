@@ -12,8 +12,8 @@ from strands import Agent
 from strands.hooks import AfterInvocationEvent
 from strands.types._events import EventLoopStopEvent
 
-from budgetguard_core import AdapterError, Outcome, synthetic_text
-from budgetguard_core.kit import remember, run_awaited
+from budgetguard_core import AdapterError, Outcome
+from budgetguard_core.kit import remember, run_awaited, synthetic_text
 from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, append, last_question, text_of
 from budgetguard_strands._opening import KEY

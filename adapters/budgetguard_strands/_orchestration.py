@@ -18,8 +18,8 @@ from strands.multiagent import Swarm
 from strands.multiagent.base import Status
 from strands.multiagent.graph import Graph
 
-from budgetguard_core import RunFencedError, ToolCall
-from budgetguard_core.kit import FRAME, OpenToolCall, Session, run_awaited
+from budgetguard_core import RunFencedError
+from budgetguard_core.kit import FRAME, OpenToolCall, Session, ToolCall, run_awaited
 from budgetguard_strands import _ending, _seams
 from budgetguard_strands._messages import DIALECT, text_of
 from budgetguard_strands._opening import ByIdentity, Opened, Opener, is_of_a_stop

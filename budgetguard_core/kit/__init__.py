@@ -5,7 +5,26 @@ framework does. Which budgets apply, what is counted, what a failed call costs, 
 and how the run ends is decided here, once for all adapters.
 """
 
-from budgetguard_core.decision import ToolKind
+from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.canonical import fingerprint
+from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.decision import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Admit,
+    ModelCall,
+    ModelDecision,
+    Nudge,
+    Refuse,
+    Stop,
+    ToolCall,
+    ToolDecision,
+    ToolKind,
+)
+from budgetguard_core.ending import end_run, synthetic_metadata, synthetic_text
+from budgetguard_core.errors import CheckpointError
+from budgetguard_core.events import Event
 from budgetguard_core.frame import FRAME, NOWHERE
 from budgetguard_core.kit.ambient import (
     Frame,
@@ -71,45 +90,75 @@ from budgetguard_core.kit.usage import (
     reported_cost,
     token_usage,
 )
+from budgetguard_core.outcome import ToolCallRecord
+from budgetguard_core.sinks import Sink
+from budgetguard_core.snapshot import OpenCall
+from budgetguard_core.stop import StopCondition, Violation
+from budgetguard_core.stores import CheckpointStore, NumberedStore
+from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 __all__ = [
     "ANSWER_NOW",
     "CHAT",
     "CONVERSE",
     "FRAME",
+    "NOT_AVAILABLE",
+    "NOT_EXECUTED",
     "NOWHERE",
+    "OUTCOME_UNKNOWN",
     "PROGRESS_TOOL",
     "RESPONSES",
+    "Admit",
     "Answer",
     "Batch",
     "Blocks",
     "Call",
+    "CancellationToken",
+    "CheckpointError",
+    "CheckpointStore",
+    "Clock",
     "Envelope",
     "EnvelopeOptions",
+    "Event",
     "Flow",
     "Frame",
     "LastAnswer",
     "LastQuestion",
     "Message",
+    "ModelCall",
+    "ModelDecision",
     "ModelTurn",
+    "Nudge",
+    "NumberedStore",
     "OnTrip",
+    "OpenCall",
     "OpenModelCall",
     "OpenToolCall",
     "ProfileOptions",
     "Prompt",
     "Prune",
+    "Refuse",
     "Request",
     "Resume",
     "Run",
     "Scope",
     "Session",
+    "Sink",
     "Step",
+    "Stop",
+    "StopCondition",
     "Streamed",
     "SyntheticMessage",
+    "SystemClock",
     "Tasks",
+    "TokenUsage",
+    "ToolCall",
+    "ToolCallRecord",
     "ToolCalls",
+    "ToolDecision",
     "ToolKind",
     "Turn",
+    "Violation",
     "Watch",
     "answered_usage",
     "close_batch",
@@ -119,10 +168,13 @@ __all__ = [
     "current_call",
     "current_guard",
     "cut_short",
+    "end_run",
     "entered",
     "envelope_of",
     "estimate",
+    "estimate_tokens",
     "failed_usage",
+    "fingerprint",
     "from_plain",
     "grouped",
     "in_force",
@@ -153,6 +205,8 @@ __all__ = [
     "run_streamed",
     "sleep",
     "supervised",
+    "synthetic_metadata",
+    "synthetic_text",
     "to_plain",
     "token_usage",
     "turned_away",

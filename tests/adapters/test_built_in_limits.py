@@ -6,7 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import Budget, TokenUsage
+from budgetguard_core import Budget
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing.scripted import Answers
 
 SEARCH = {"search": {"query": "x"}}

@@ -26,8 +26,6 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Command, Send, interrupt
 
 from budgetguard_core import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -36,6 +34,7 @@ from budgetguard_core import (
     Mode,
     StopReason,
 )
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN
 from budgetguard_core.testing import Call, ManualClock, Script, calls, check_history, says
 from budgetguard_langgraph import (
     BudgetCallback,

@@ -9,9 +9,9 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage
 
-from budgetguard_core import Budget, TokenUsage
+from budgetguard_core import Budget
 from budgetguard_core.events import ModelCallAdmitted
-from budgetguard_core.kit import projection
+from budgetguard_core.kit import TokenUsage, projection
 from budgetguard_core.testing import Call, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
 from conformance.budgetguard_langgraph_driver import ScriptedChat

@@ -8,8 +8,8 @@ import pytest
 from langchain.agents import create_agent
 from langgraph.checkpoint.memory import InMemorySaver
 
-from budgetguard_core import Budget, Price, PriceBook, TokenUsage
-from budgetguard_core.kit import keep_turns
+from budgetguard_core import Budget, Price, PriceBook
+from budgetguard_core.kit import TokenUsage, keep_turns
 from budgetguard_core.testing import MODEL, Script, calls, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
 from conformance.budgetguard_langgraph_driver import ScriptedChat

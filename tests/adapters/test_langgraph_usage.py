@@ -10,8 +10,8 @@ from langchain_core.language_models import FakeListLLM
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import ChatGeneration, ChatResult, Generation, LLMResult
 
-from budgetguard_core import Budget, Guard, TokenUsage
-from budgetguard_core.kit import project, reported_cost, token_usage
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import TokenUsage, project, reported_cost, token_usage
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback
 from budgetguard_langgraph._usage import answer_of, model_of, request_of, used_by

@@ -15,18 +15,15 @@ from types import SimpleNamespace
 import pytest
 
 from budgetguard_core import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
-    CheckpointError,
     ConfigurationError,
     Guard,
     MemoryStore,
     StopReason,
-    TokenUsage,
 )
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, CheckpointError, TokenUsage
 from budgetguard_core.testing import ManualClock, check_history
 from budgetguard_loop import (
     ModelReply,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from budgetguard_core import Budget, Guard, StopReason, ToolCall
+from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.breakers import (
     BulkheadConfig,
     ProgressReports,
@@ -15,7 +15,7 @@ from budgetguard_core.breakers import (
 )
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.events import ProgressReported
-from budgetguard_core.kit import PROGRESS_TOOL
+from budgetguard_core.kit import PROGRESS_TOOL, ToolCall
 from budgetguard_loop import (
     ToolRefused,
     bounded,

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, StopReason, ToolCall
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, StopReason
+from budgetguard_core.kit import ToolCall
 from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async, run_bounded_stream
 from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._reply import said_by

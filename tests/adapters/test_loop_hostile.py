@@ -10,8 +10,6 @@ from contextlib import suppress
 import pytest
 
 from budgetguard_core import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -20,8 +18,8 @@ from budgetguard_core import (
     LoopDetection,
     MemoryStore,
     StopReason,
-    SystemClock,
 )
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, SystemClock
 from budgetguard_loop import (
     bounded,
     current_call,

@@ -13,7 +13,8 @@ import sys
 
 import pytest
 
-from budgetguard_core import OUTCOME_UNKNOWN, Budget, Guard, SqliteStore
+from budgetguard_core import Budget, Guard, SqliteStore
+from budgetguard_core.kit import OUTCOME_UNKNOWN
 from budgetguard_core.testing import check_history
 from budgetguard_loop import run_bounded
 from conformance.budgetguard_loop_driver import normal

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from budgetguard_core import Budget, TokenUsage
-from budgetguard_core.kit import keep_turns
+from budgetguard_core import Budget
+from budgetguard_core.kit import TokenUsage, keep_turns
 from budgetguard_loop import ModelReply, bounded, run_bounded
 
 MODEL = "gpt-4o"

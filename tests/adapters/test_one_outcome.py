@@ -7,7 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, TokenUsage
+from budgetguard_core import AdapterError, Budget, BudgetExceeded
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing.scripted import Answers
 
 NEVER_ENDS = Answers([{"search": {"query": "the answer"}}])

@@ -22,15 +22,8 @@ from openai.types.responses import (
     ResponseFunctionToolCall,
 )
 
-from budgetguard_core import (
-    NOT_AVAILABLE,
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
-    Budget,
-    Guard,
-    StopReason,
-)
-from budgetguard_core.kit import Run
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.kit import NOT_AVAILABLE, NOT_EXECUTED, OUTCOME_UNKNOWN, Run
 from budgetguard_core.testing import Call
 from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
 from budgetguard_openai_agents._history import picture_of

@@ -10,14 +10,14 @@ import pytest
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunHooks, function_tool
 from openai import AsyncOpenAI
 
-from budgetguard_core import Admit, Budget, Guard, StopReason, SystemClock, ToolCall
+from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.breakers import (
     BulkheadConfig,
     ProgressReports,
     RateLimit,
     VelocityLimits,
 )
-from budgetguard_core.kit import PROGRESS_TOOL
+from budgetguard_core.kit import PROGRESS_TOOL, Admit, SystemClock, ToolCall
 from budgetguard_core.testing import ManualClock
 from budgetguard_openai_agents import BudgetHooks, outcome
 from openai_agents_raw import RawModel, call_of, text_item, toolbox

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from agents import ModelSettings, RunHooks, function_tool
 
-from budgetguard_core import OUTCOME_UNKNOWN, Budget, Guard, Mode, StopReason, SystemClock
+from budgetguard_core import Budget, Guard, Mode, StopReason
+from budgetguard_core.kit import OUTCOME_UNKNOWN, SystemClock
 from budgetguard_core.testing import ManualClock, Reply
 from budgetguard_openai_agents import (
     BudgetHooks,

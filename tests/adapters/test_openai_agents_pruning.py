@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from agents import SQLiteSession
 
-from budgetguard_core import Budget, Price, PriceBook, TokenUsage
-from budgetguard_core.kit import keep_turns
+from budgetguard_core import Budget, Price, PriceBook
+from budgetguard_core.kit import TokenUsage, keep_turns
 from budgetguard_core.testing import MODEL
 from budgetguard_openai_agents import BudgetHooks, outcome
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool

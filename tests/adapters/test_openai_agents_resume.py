@@ -14,9 +14,7 @@ from agents import Agent, OpenAIChatCompletionsModel, function_tool
 from openai import AsyncOpenAI
 
 from budgetguard_core import (
-    OUTCOME_UNKNOWN,
     Budget,
-    CheckpointError,
     ConfigurationError,
     Guard,
     MemoryStore,
@@ -26,6 +24,7 @@ from budgetguard_core import (
     SqliteStore,
     StopReason,
 )
+from budgetguard_core.kit import OUTCOME_UNKNOWN, CheckpointError
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.testing import MODEL, Call
 from budgetguard_openai_agents import BudgetHooks, bounded_run, outcome

@@ -18,8 +18,6 @@ from agents.run import AgentRunner, get_default_agent_runner, set_default_agent_
 from pydantic import BaseModel
 
 from budgetguard_core import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -28,8 +26,8 @@ from budgetguard_core import (
     MemoryStore,
     Mode,
     StopReason,
-    ToolCall,
 )
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, ToolCall
 from budgetguard_core.testing import ManualClock, Reply
 from budgetguard_openai_agents import (
     BudgetHooks,

@@ -24,13 +24,8 @@ from openai.types.responses import (
     ResponseFunctionWebSearch,
 )
 
-from budgetguard_core import (
-    NOT_AVAILABLE,
-    NOT_EXECUTED,
-    Budget,
-    Guard,
-    StopReason,
-)
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.kit import NOT_AVAILABLE, NOT_EXECUTED
 from budgetguard_core.testing import Call, Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
 from conformance.budgetguard_openai_agents_driver import MemorySession

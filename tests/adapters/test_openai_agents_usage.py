@@ -19,8 +19,8 @@ from agents import (
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel, Field
 
-from budgetguard_core import Budget, Guard, Price, PriceBook, StopReason, TokenUsage
-from budgetguard_core.kit import token_usage
+from budgetguard_core import Budget, Guard, Price, PriceBook, StopReason
+from budgetguard_core.kit import TokenUsage, token_usage
 from budgetguard_core.testing import MODEL, Call, ProviderError, Reply
 from budgetguard_openai_agents import BudgetHooks, outcome
 from budgetguard_openai_agents._model import model_of, written

@@ -38,8 +38,6 @@ from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecut
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
 from budgetguard_core import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
     AdapterError,
     Budget,
     BudgetExceeded,
@@ -48,9 +46,8 @@ from budgetguard_core import (
     Price,
     PriceBook,
     StopReason,
-    SystemClock,
 )
-from budgetguard_core.kit import FRAME, token_usage
+from budgetguard_core.kit import FRAME, NOT_EXECUTED, OUTCOME_UNKNOWN, SystemClock, token_usage
 from budgetguard_core.testing import MODEL, Call, ManualClock, Reply, Script, calls, says
 from budgetguard_core.usage import TokenUsage
 from budgetguard_strands import BudgetHookProvider

@@ -10,8 +10,8 @@ from strands.models.bedrock import BedrockModel
 from strands.multiagent import GraphBuilder
 from strands.tools.executors import SequentialToolExecutor
 
-from budgetguard_core import NOT_EXECUTED, Budget, Guard, MemoryStore, StopReason
-from budgetguard_core.kit import outcome_of
+from budgetguard_core import Budget, Guard, MemoryStore, StopReason
+from budgetguard_core.kit import NOT_EXECUTED, outcome_of
 from budgetguard_core.testing import Call, ManualClock, Reply, Script, calls, says
 from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
 from budgetguard_strands._bounds import bounded

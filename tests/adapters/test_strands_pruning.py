@@ -6,8 +6,8 @@ import pytest
 from strands import ModelRetryStrategy
 from strands.session import FileSessionManager
 
-from budgetguard_core import Budget, MemoryStore, Price, PriceBook, TokenUsage
-from budgetguard_core.kit import keep_turns
+from budgetguard_core import Budget, MemoryStore, Price, PriceBook
+from budgetguard_core.kit import TokenUsage, keep_turns
 from budgetguard_core.testing import MODEL, ProviderError, Reply, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
 from strands_agents import Counter, made

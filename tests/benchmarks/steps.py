@@ -12,15 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.arms import Arms, Row, Step
-from budgetguard_core import (
-    Budget,
-    Guard,
-    JsonLinesSink,
-    ModelCall,
-    SqliteStore,
-    TokenUsage,
-    ToolCall,
-)
+from budgetguard_core import Budget, Guard, JsonLinesSink, SqliteStore
 from budgetguard_core.breakers import (
     BulkheadConfig,
     CircuitBreakerConfig,
@@ -30,7 +22,7 @@ from budgetguard_core.breakers import (
     ToolMixBaseline,
     VelocityLimits,
 )
-from budgetguard_core.kit import Envelope
+from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall
 from budgetguard_loop import bounded, run_bounded
 
 CAPS: dict[str, Any] = {

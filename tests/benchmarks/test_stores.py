@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ModelCall, SqliteStore, TokenUsage, ToolCall
-from budgetguard_core.kit import Envelope
+from budgetguard_core import Budget, Guard, SqliteStore
+from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall
 
 pytestmark = pytest.mark.benchmark
 

@@ -8,15 +8,8 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import (
-    Budget,
-    FinalizeReserve,
-    Guard,
-    JsonLinesSink,
-    ModelCall,
-    TokenUsage,
-    end_run,
-)
+from budgetguard_core import Budget, FinalizeReserve, Guard, JsonLinesSink
+from budgetguard_core.kit import ModelCall, TokenUsage, end_run
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.testing import ManualClock
 from sticky_runs import NEEDS, RUNS

@@ -15,7 +15,8 @@ from budgetguard_cli.demo import command
 from budgetguard_cli.demo.agents import AGENTS, Agent
 from budgetguard_cli.demo.command import CALLS_PER_MINUTE, HOURS, run_agents, until_morning
 from budgetguard_cli.demo.server import MODEL, StickyServer
-from budgetguard_core import Price, PriceBook, TokenUsage, end_run
+from budgetguard_core import Price, PriceBook
+from budgetguard_core.kit import TokenUsage, end_run
 from budgetguard_loop import run_bounded
 
 (LOOP,) = (agent for agent in AGENTS if agent.name == "loop")

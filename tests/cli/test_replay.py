@@ -18,17 +18,8 @@ from typer.testing import CliRunner
 from budgetguard_cli.app import app
 from budgetguard_cli.logs import LONGEST_LINE
 from budgetguard_cli.screen import in_dollars
-from budgetguard_core import (
-    Budget,
-    Guard,
-    JsonLinesSink,
-    ModelCall,
-    PriceBook,
-    Stop,
-    TokenUsage,
-    ToolCall,
-    end_run,
-)
+from budgetguard_core import Budget, Guard, JsonLinesSink, PriceBook
+from budgetguard_core.kit import ModelCall, Stop, TokenUsage, ToolCall, end_run
 from budgetguard_core.pricing import to_usd
 from budgetguard_core.testing import ManualClock
 

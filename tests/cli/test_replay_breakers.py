@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_core import Admit, Budget, Guard, JsonLinesSink, TokenUsage, ToolCall, end_run
+from budgetguard_core import Budget, Guard, JsonLinesSink
+from budgetguard_core.kit import Admit, TokenUsage, ToolCall, end_run
 from budgetguard_core.testing import ManualClock
 
 CIRCUIT = "{ sliding_window_size = 4, minimum_number_of_calls = 2, stop_after_open_rounds = 9 }"

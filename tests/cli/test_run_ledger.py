@@ -18,19 +18,8 @@ from budgetguard_cli.run.folder import RunFolder
 from budgetguard_cli.run.plug import RunLedger
 from budgetguard_cli.run.report import RunReport
 from budgetguard_cli.run.script import Patience
-from budgetguard_core import (
-    Admit,
-    Budget,
-    FinalizeReserve,
-    ModelCall,
-    Refuse,
-    Stop,
-    StopReason,
-    TokenUsage,
-    ToolCall,
-    Trip,
-    Violation,
-)
+from budgetguard_core import Budget, FinalizeReserve, StopReason, Trip
+from budgetguard_core.kit import Admit, ModelCall, Refuse, Stop, TokenUsage, ToolCall, Violation
 
 
 class Bounded:

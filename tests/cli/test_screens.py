@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import layout
 from budgetguard_cli.app import app
-from budgetguard_core import Budget, Guard, JsonLinesSink, ModelCall, TokenUsage, end_run
+from budgetguard_core import Budget, Guard, JsonLinesSink
+from budgetguard_core.kit import ModelCall, TokenUsage, end_run
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.testing import ManualClock
 from run_logs import write

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_core import Budget, Guard, JsonLinesSink, ToolCall, end_run
+from budgetguard_core import Budget, Guard, JsonLinesSink
 from budgetguard_core.breakers import RateLimit
+from budgetguard_core.kit import ToolCall, end_run
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
 from run_logs import COST_OF_A_CALL, budget, finalized, in_legs, work, write
@@ -192,7 +193,8 @@ def test_help_has_an_example(budgetguard, command):
 
 @pytest.mark.slow
 def test_what_a_log_holds_cannot_write_to_the_terminal(budgetguard, tmp_path):
-    from budgetguard_core import Guard, JsonLinesSink, ModelCall
+    from budgetguard_core import Guard, JsonLinesSink
+    from budgetguard_core.kit import ModelCall
 
     with JsonLinesSink(tmp_path / "log.jsonl") as sink:
         guard = Guard(run_id="\x1b]0;owned\x07", sinks=[sink])

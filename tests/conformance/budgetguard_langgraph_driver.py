@@ -21,7 +21,8 @@ from langgraph.prebuilt import ToolNode, create_react_agent, tools_condition
 from langgraph.types import Command, RetryPolicy, interrupt
 from pydantic import BaseModel
 
-from budgetguard_core import AdapterError, BudgetExceeded, Guard, TokenUsage
+from budgetguard_core import AdapterError, BudgetExceeded, Guard
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,

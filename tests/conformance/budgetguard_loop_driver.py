@@ -10,7 +10,8 @@ import json
 from contextlib import aclosing
 from typing import ClassVar
 
-from budgetguard_core import BudgetExceeded, Guard, Outcome, TokenUsage
+from budgetguard_core import BudgetExceeded, Guard, Outcome
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     MODES,

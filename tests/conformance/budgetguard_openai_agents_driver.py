@@ -45,7 +45,8 @@ from openai.types.responses import (
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel
 
-from budgetguard_core import AdapterError, TokenUsage
+from budgetguard_core import AdapterError
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,

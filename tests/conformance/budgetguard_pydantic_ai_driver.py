@@ -24,7 +24,8 @@ from pydantic_ai.models import Model, StreamedResponse
 from pydantic_ai.tools import DeferredToolRequests, DeferredToolResults
 from pydantic_ai.usage import RequestUsage
 
-from budgetguard_core import AdapterError, TokenUsage
+from budgetguard_core import AdapterError
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,

@@ -29,7 +29,7 @@ from strands.types.content import Message as StrandsMessage
 from strands.types.exceptions import ModelThrottledException
 
 import budgetguard_strands
-from budgetguard_core import TokenUsage
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing import (
     MODEL,
     Driver,

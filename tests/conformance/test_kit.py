@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from budgetguard_core import Budget, Guard, Mode, TokenUsage
-from budgetguard_core.kit import Run
+from budgetguard_core import Budget, Guard, Mode
+from budgetguard_core.kit import Run, TokenUsage
 from budgetguard_core.testing import (
     CLAUSES,
     MODES,

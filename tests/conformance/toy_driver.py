@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from typing import ClassVar
 
-from budgetguard_core import Budget, TokenUsage
-from budgetguard_core.kit import outcome_of
+from budgetguard_core import Budget
+from budgetguard_core.kit import TokenUsage, outcome_of
 from budgetguard_core.testing import Driver, Message, Ran, Scenario, hang
 from conformance.outcomes import ended_with
 from conformance.toy_adapter import Bounded, report_progress

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ModelCall
-from budgetguard_core.kit import current_guard
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import ModelCall, current_guard
 
 
 class Notes:

@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from budgetguard_core import CancellationToken, Guard
+from budgetguard_core import Guard
+from budgetguard_core.kit import CancellationToken
 from budgetguard_core.testing import ManualClock
 
 

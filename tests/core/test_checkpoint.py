@@ -15,22 +15,17 @@ from pathlib import Path
 import pytest
 
 from budgetguard_core import (
-    Admit,
     Budget,
-    CheckpointError,
     ConfigurationError,
     Guard,
     LoopDetection,
     MemoryStore,
-    ModelCall,
     Price,
     PriceBook,
     Snapshot,
     SqliteStore,
-    Stop,
-    TokenUsage,
-    ToolCall,
 )
+from budgetguard_core.kit import Admit, CheckpointError, ModelCall, Stop, TokenUsage, ToolCall
 from budgetguard_core.testing import ManualClock
 
 BOOK = PriceBook({"m": Price(input=1, output=2)})
@@ -389,7 +384,8 @@ def test_a_killed_run_goes_on_and_no_counter_is_lower_than_what_was_started(tmp_
     program = f"""
 import os, signal
 from pathlib import Path
-from budgetguard_core import Guard, Budget, SqliteStore, ToolCall
+from budgetguard_core import Guard, Budget, SqliteStore
+from budgetguard_core.kit import ToolCall
 guard = Guard(Budget(max_tool_calls=10), run_id="r")
 store = SqliteStore({str(path)!r})
 for number in range(5):

@@ -12,17 +12,13 @@ from filelock import FileLock
 
 from budgetguard_core import (
     Budget,
-    CheckpointError,
-    CheckpointStore,
     Guard,
     MemoryStore,
-    ModelCall,
     RunFencedError,
     SqliteStore,
-    TokenUsage,
-    ToolCall,
     sqlite_checkpoints,
 )
+from budgetguard_core.kit import CheckpointError, CheckpointStore, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.stores import is_numbered
 from budgetguard_core.testing import ManualClock
 

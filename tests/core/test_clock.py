@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import ConfigurationError, SystemClock
+from budgetguard_core import ConfigurationError
+from budgetguard_core.kit import SystemClock
 from budgetguard_core.testing import ManualClock
 
 

@@ -17,17 +17,8 @@ import pytest
 
 import budgetguard_core.counters as counters_module
 import budgetguard_core.guard as guard_module
-from budgetguard_core import (
-    Admit,
-    Budget,
-    Guard,
-    ModelCall,
-    Refuse,
-    Stop,
-    TokenUsage,
-    ToolCall,
-    replay,
-)
+from budgetguard_core import Budget, Guard, replay
+from budgetguard_core.kit import Admit, ModelCall, Refuse, Stop, TokenUsage, ToolCall
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.tree import _after_fork
 

@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from budgetguard_core import (
-    Budget,
-    CancellationToken,
-    Guard,
-    ModelCall,
-    PriceBook,
-    TokenUsage,
-    ToolCall,
-    read_events,
-)
+from budgetguard_core import Budget, Guard, PriceBook, read_events
 from budgetguard_core.counters import Counters
+from budgetguard_core.kit import CancellationToken, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.records import line_of
 
 PATTERNS = st.text("ab*?[]!/", min_size=1, max_size=5)

@@ -6,23 +6,17 @@ from dataclasses import fields
 
 import pytest
 
-from budgetguard_core import (
+from budgetguard_core import Budget, ConfigurationError, Guard, Mode, Snapshot, StopReason, Trip
+from budgetguard_core.kit import (
     NOT_AVAILABLE,
     NOT_EXECUTED,
     OUTCOME_UNKNOWN,
     Admit,
-    Budget,
-    ConfigurationError,
-    Guard,
-    Mode,
     ModelCall,
     Nudge,
     Refuse,
-    Snapshot,
     Stop,
-    StopReason,
     ToolCall,
-    Trip,
     end_run,
     fingerprint,
 )

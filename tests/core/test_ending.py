@@ -10,24 +10,26 @@ import pytest
 
 from budgetguard_core import (
     Budget,
-    CheckpointError,
     ConfigurationError,
     Guard,
     JsonLinesSink,
     MemoryStore,
-    ModelCall,
     Snapshot,
     SqliteStore,
     StopReason,
+    Usage,
+    read_events,
+)
+from budgetguard_core.events import IncidentRecorded
+from budgetguard_core.kit import (
+    CheckpointError,
+    ModelCall,
     TokenUsage,
     ToolCall,
-    Usage,
     end_run,
-    read_events,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_core.events import IncidentRecorded
 from budgetguard_core.testing import ManualClock
 
 

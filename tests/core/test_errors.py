@@ -12,14 +12,12 @@ from budgetguard_core import (
     Budget,
     BudgetExceeded,
     BudgetGuardError,
-    CheckpointError,
     ConfigurationError,
     Guard,
     StopReason,
-    ToolCall,
     Trip,
-    end_run,
 )
+from budgetguard_core.kit import CheckpointError, ToolCall, end_run
 from budgetguard_core.testing import ManualClock
 
 

@@ -13,20 +13,22 @@ import pytest
 
 from budgetguard_core import (
     Budget,
-    CheckpointError,
     Guard,
     JsonLinesSink,
     LoggingSink,
-    ModelCall,
     Price,
     PriceBook,
     StopReason,
+    read_events,
+    replay,
+)
+from budgetguard_core.kit import (
+    CheckpointError,
+    ModelCall,
     TokenUsage,
     ToolCall,
     Violation,
     end_run,
-    read_events,
-    replay,
 )
 from budgetguard_core.records import line_of
 from budgetguard_core.sinks import Listener, Sink

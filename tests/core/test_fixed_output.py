@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from budgetguard_core import Admit, Budget, Guard, ModelCall, Stop, StopReason, replay
+from budgetguard_core import Budget, Guard, StopReason, replay
+from budgetguard_core.kit import Admit, ModelCall, Stop
 from budgetguard_core.testing import ManualClock
 
 

@@ -9,10 +9,7 @@ from decimal import Decimal
 import pytest
 
 from budgetguard_core import (
-    NOT_AVAILABLE,
-    NOT_EXECUTED,
     AdapterError,
-    Admit,
     Budget,
     ConfigurationError,
     FinalizeReserve,
@@ -20,22 +17,27 @@ from budgetguard_core import (
     LoopDetection,
     MemoryStore,
     Mode,
-    ModelCall,
-    Nudge,
     Price,
     PriceBook,
-    Refuse,
     Snapshot,
-    Stop,
     StopReason,
-    SystemClock,
-    TokenUsage,
-    ToolCall,
-    Violation,
     replay,
 )
 from budgetguard_core.breakers import VelocityLimits
 from budgetguard_core.events import LimitNearlyReached
+from budgetguard_core.kit import (
+    NOT_AVAILABLE,
+    NOT_EXECUTED,
+    Admit,
+    ModelCall,
+    Nudge,
+    Refuse,
+    Stop,
+    SystemClock,
+    TokenUsage,
+    ToolCall,
+    Violation,
+)
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.usage import MOST_TOKENS
 

@@ -2,20 +2,16 @@
 
 import pytest
 
-from budgetguard_core import (
-    Budget,
+from budgetguard_core import Budget, Guard, Mode, StopReason, replay
+from budgetguard_core.frame import current
+from budgetguard_core.kit import (
     CheckpointError,
-    Guard,
-    Mode,
     ModelCall,
     Stop,
-    StopReason,
     TokenUsage,
     ToolCall,
-    replay,
+    current_guard,
 )
-from budgetguard_core.frame import current
-from budgetguard_core.kit import current_guard
 
 USAGE = TokenUsage(10, 5)
 

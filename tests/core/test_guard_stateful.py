@@ -20,21 +20,16 @@ from hypothesis.stateful import (
 
 from budgetguard_core import (
     AdapterError,
-    Admit,
     Budget,
     Guard,
-    ModelCall,
     PriceBook,
-    Refuse,
     Snapshot,
-    Stop,
-    TokenUsage,
-    ToolCall,
     counters,
     read_events,
     replay,
 )
 from budgetguard_core.events import CheckpointSaved
+from budgetguard_core.kit import Admit, ModelCall, Refuse, Stop, TokenUsage, ToolCall
 from budgetguard_core.testing import ManualClock
 
 CENT = Decimal("0.01")

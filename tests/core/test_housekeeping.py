@@ -8,20 +8,24 @@ from decimal import Decimal
 import pytest
 
 from budgetguard_core import (
-    Admit,
     Budget,
     ConfigurationError,
     Guard,
     Mode,
-    ModelCall,
-    Stop,
     StopReason,
-    TokenUsage,
-    ToolCall,
     read_events,
     replay,
 )
-from budgetguard_core.kit import Watch, current_guard, envelope_of
+from budgetguard_core.kit import (
+    Admit,
+    ModelCall,
+    Stop,
+    TokenUsage,
+    ToolCall,
+    Watch,
+    current_guard,
+    envelope_of,
+)
 from budgetguard_core.testing import ManualClock
 
 

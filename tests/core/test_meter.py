@@ -7,17 +7,8 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import (
-    Admit,
-    Budget,
-    Guard,
-    ModelCall,
-    Price,
-    PriceBook,
-    Stop,
-    TokenUsage,
-    ToolCall,
-)
+from budgetguard_core import Budget, Guard, Price, PriceBook
+from budgetguard_core.kit import Admit, ModelCall, Stop, TokenUsage, ToolCall
 from budgetguard_core.testing import ManualClock
 
 BOOK = PriceBook(

@@ -8,19 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core import (
-    Admit,
-    Budget,
-    Guard,
-    ModelCall,
-    Price,
-    PriceBook,
-    StopReason,
-    TokenUsage,
-    ToolCall,
-    Violation,
-    after_iterations,
-)
+from budgetguard_core import Budget, Guard, Price, PriceBook, StopReason, after_iterations
+from budgetguard_core.kit import Admit, ModelCall, TokenUsage, ToolCall, Violation
 from budgetguard_core.testing import ManualClock
 
 BOOK = PriceBook({"m": Price(input=1, output=2)})

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import (
-    Admit,
-    Budget,
-    Guard,
-    ModelCall,
-    Snapshot,
-    StopReason,
-    TokenUsage,
-    ToolCall,
-    read_events,
-    replay,
-)
+from budgetguard_core import Budget, Guard, Snapshot, StopReason, read_events, replay
 from budgetguard_core.events import CheckpointSaved
+from budgetguard_core.kit import Admit, ModelCall, TokenUsage, ToolCall
 from budgetguard_core.testing import ManualClock
 
 

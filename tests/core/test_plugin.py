@@ -6,14 +6,8 @@ import pytest
 from pytest_examples import find_examples
 
 import layout
-from budgetguard_core import (
-    Budget,
-    BudgetExceeded,
-    ConfigurationError,
-    Guard,
-    ModelCall,
-    TokenUsage,
-)
+from budgetguard_core import Budget, BudgetExceeded, ConfigurationError, Guard
+from budgetguard_core.kit import ModelCall, TokenUsage
 from budgetguard_core.testing import assert_bounded
 from run_logs import write
 from sticky_runs import NEEDS, RUNS
@@ -36,7 +30,7 @@ def tests_of_a_user(pytester):
 def test_the_fixtures_are_there(tests_of_a_user):
     done = tests_of_a_user(
         """
-        from budgetguard_core import ModelCall, Stop
+        from budgetguard_core.kit import ModelCall, Stop
         from budgetguard_core.testing import assert_bounded
         from budgetguard_core import Budget
 

@@ -4,7 +4,6 @@ from copy import copy, deepcopy
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from budgetguard_core import Event, ModelCall
 from budgetguard_core.events import (
     Aborted,
     ModelCallAdmitted,
@@ -12,6 +11,7 @@ from budgetguard_core.events import (
     ToolCallsRequested,
     UserTurned,
 )
+from budgetguard_core.kit import Event, ModelCall
 from budgetguard_core.records import encoded_line, line_of
 
 PLACE = {"seq": 1, "run_id": "r", "at_ns": 2, "wall_ns": 3}

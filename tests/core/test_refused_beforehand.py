@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Budget, Guard, Mode, StopReason, ToolCall
+from budgetguard_core import Budget, Guard, Mode, StopReason
+from budgetguard_core.kit import ToolCall
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.tool_calls import ToolCalls
 

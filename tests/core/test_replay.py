@@ -8,21 +8,23 @@ import pytest
 
 from budgetguard_core import (
     Budget,
-    CheckpointError,
     Guard,
-    ModelCall,
     Price,
     PriceBook,
     Snapshot,
     StopReason,
-    TokenUsage,
-    ToolCall,
-    Violation,
-    end_run,
     read_events,
     replay,
 )
 from budgetguard_core.events import CheckpointSaved
+from budgetguard_core.kit import (
+    CheckpointError,
+    ModelCall,
+    TokenUsage,
+    ToolCall,
+    Violation,
+    end_run,
+)
 from budgetguard_core.replay import Replay
 from budgetguard_core.testing import ManualClock
 

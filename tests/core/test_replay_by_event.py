@@ -6,7 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import Budget, CheckpointError, Guard, ModelCall, StopReason, TokenUsage
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.kit import CheckpointError, ModelCall, TokenUsage
 from budgetguard_core.replay import Replay
 
 

@@ -6,17 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import (
-    Budget,
-    Guard,
-    Mode,
-    ModelCall,
-    Price,
-    PriceBook,
-    StopReason,
-    TokenUsage,
-    ToolCall,
-)
+from budgetguard_core import Budget, Guard, Mode, Price, PriceBook, StopReason
+from budgetguard_core.kit import ModelCall, TokenUsage, ToolCall
 
 BOOK = PriceBook({"m": Price(input=1_000, output=2_000)})  # $0.001 and $0.002 a token
 

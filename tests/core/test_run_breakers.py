@@ -8,19 +8,11 @@ from decimal import Decimal
 import pytest
 
 from budgetguard_core import (
-    Admit,
     Budget,
     ConfigurationError,
     Guard,
-    ModelCall,
-    Nudge,
-    Refuse,
     Snapshot,
-    Stop,
     StopReason,
-    TokenUsage,
-    ToolCall,
-    end_run,
     read_events,
     replay,
 )
@@ -41,6 +33,16 @@ from budgetguard_core.events import (
     ToolCallTurnedAway,
     ToolMixUnusual,
     TripObserved,
+)
+from budgetguard_core.kit import (
+    Admit,
+    ModelCall,
+    Nudge,
+    Refuse,
+    Stop,
+    TokenUsage,
+    ToolCall,
+    end_run,
 )
 from budgetguard_core.records import line_of
 from budgetguard_core.testing import ManualClock

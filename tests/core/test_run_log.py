@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ModelCall, end_run, read_events, replay
+from budgetguard_core import Budget, Guard, read_events, replay
 from budgetguard_core.events import RunRestored, RunStarted
+from budgetguard_core.kit import ModelCall, end_run
 
 
 @pytest.fixture

@@ -7,20 +7,15 @@ from decimal import Decimal
 import pytest
 
 from budgetguard_core import (
-    Admit,
     Budget,
     ConfigurationError,
     Guard,
-    ModelCall,
-    StopCondition,
     StopReason,
-    TokenUsage,
-    ToolCall,
     Trip,
-    Violation,
     after_iterations,
     tool_called,
 )
+from budgetguard_core.kit import Admit, ModelCall, StopCondition, TokenUsage, ToolCall, Violation
 from budgetguard_core.stop import as_condition
 from budgetguard_core.stop_state import in_order
 from budgetguard_core.testing import ManualClock

@@ -2,7 +2,8 @@
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ToolCall, synthetic_text
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import ToolCall, synthetic_text
 
 
 def done(guard, number=1, **facts):

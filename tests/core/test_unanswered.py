@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Admit, Budget, Guard, Nudge, Stop, StopReason, TokenUsage, ToolCall
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.kit import Admit, Nudge, Stop, TokenUsage, ToolCall
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.loops import LoopDetector
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from budgetguard_core import ConfigurationError, TokenUsage, Usage, estimate_tokens
+from budgetguard_core import ConfigurationError, Usage
+from budgetguard_core.kit import TokenUsage, estimate_tokens
 from budgetguard_core.usage import check_token_usage
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Admit, Budget, Guard, Refuse, Stop, StopReason, ToolCall, replay
+from budgetguard_core import Budget, Guard, StopReason, replay
+from budgetguard_core.kit import Admit, Refuse, Stop, ToolCall
 from budgetguard_core.testing import ManualClock
 
 

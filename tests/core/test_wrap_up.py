@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import (
-    Admit,
-    Budget,
-    ConfigurationError,
-    Guard,
-    ModelCall,
-    Nudge,
-    Price,
-    PriceBook,
-    Snapshot,
-    TokenUsage,
-    ToolCall,
-)
+from budgetguard_core import Budget, ConfigurationError, Guard, Price, PriceBook, Snapshot
+from budgetguard_core.kit import Admit, ModelCall, Nudge, TokenUsage, ToolCall
 from budgetguard_core.replay import replay
 from budgetguard_core.testing import ManualClock
 

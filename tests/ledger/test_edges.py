@@ -6,8 +6,9 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import Guard, ModelCall
+from budgetguard_core import Guard
 from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.kit import ModelCall
 from budgetguard_core.ledger import (
     Key,
     LedgerRefused,

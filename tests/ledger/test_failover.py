@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from budgetguard_core import Guard, ModelCall
+from budgetguard_core import Guard
 from budgetguard_core.decision import Admit
+from budgetguard_core.kit import ModelCall
 from budgetguard_core.ledger import (
     Ledger,
     LedgerError,
@@ -437,7 +438,8 @@ def test_check_is_quiet_about_a_hold_whose_window_was_pruned(sqlite, opened):
 KILLED = """
 import os, signal, sys
 from decimal import Decimal
-from budgetguard_core import Guard, ModelCall
+from budgetguard_core import Guard
+from budgetguard_core.kit import ModelCall
 from budgetguard_core.ledger import Ledger
 ledger = Ledger(sys.argv[1], daily_usd=100, queue=sys.argv[2], time_zone=sys.argv[3], timeout=60)
 ledger._heartbeat.wake = lambda: None  # it is killed before its thread comes to it

@@ -10,7 +10,8 @@ from decimal import Decimal
 import pytest
 
 import ledger_workers
-from budgetguard_core import Guard, ModelCall
+from budgetguard_core import Guard
+from budgetguard_core.kit import ModelCall
 from budgetguard_core.ledger import Ledger, LedgerRefused
 from ledger_servers import PATIENT, ZONE
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import budgetguard_core
-from budgetguard_core import Budget, Guard, ModelCall, TokenUsage, ToolCall
+from budgetguard_core import Budget, Guard
 from budgetguard_core.decision import Admit, Stop
 from budgetguard_core.errors import CheckpointError, ConfigurationError
 from budgetguard_core.events import LimitNearlyReached, StopHeld
+from budgetguard_core.kit import ModelCall, TokenUsage, ToolCall
 from budgetguard_core.kit.envelope import Envelope
 from budgetguard_core.ledger import Ledger, LedgerUnreachable
 from budgetguard_core.outcome import Outcome

@@ -7,8 +7,8 @@ from decimal import Decimal
 import pytest
 from pytest_examples import CodeExample, EvalExample, find_examples
 
-from budgetguard_core import ModelCall, TokenUsage
 from budgetguard_core.decision import Admit
+from budgetguard_core.kit import ModelCall, TokenUsage
 from budgetguard_core.ledger import ledger as ledger_module
 from layout import ROOT
 

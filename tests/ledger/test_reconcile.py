@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_core import Guard, ModelCall, TokenUsage, end_run
+from budgetguard_core import Guard
 from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.kit import ModelCall, TokenUsage, end_run
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.reconcile import Proof, expired_holds, is_long_gone, read_proofs
 from budgetguard_core.ledger.step import Step

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from budgetguard_core import Budget, Guard, ModelCall, TokenUsage
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import ModelCall, TokenUsage
 from budgetguard_core.ledger import LedgerRefused, LedgerUnreachable
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.outbox import Outbox

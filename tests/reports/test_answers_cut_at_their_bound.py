@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Budget, TokenUsage
+from budgetguard_core import Budget
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing import Script, says
 from reports.ways import MODES, run_strands
 

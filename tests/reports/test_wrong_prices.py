@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Budget, ConfigurationError, Guard, ModelCall, Price, PriceBook, Stop
-from budgetguard_core import TokenUsage as Usage
+from budgetguard_core import Budget, ConfigurationError, Guard, Price, PriceBook
+from budgetguard_core.kit import ModelCall, Stop
+from budgetguard_core.kit import TokenUsage as Usage
 from budgetguard_core.ledger import Ledger
 
 RIGHT = PriceBook({"house-model": Price(input=2.5, output=10)})

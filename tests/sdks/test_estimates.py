@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 
 import layout
-from budgetguard_core import estimate_tokens
+from budgetguard_core.kit import estimate_tokens
 from budgetguard_core.kit.projection import project
 
 PROSE = """\

@@ -12,7 +12,7 @@ import openai
 import pytest
 from botocore.exceptions import ClientError, EventStreamError, ReadTimeoutError
 
-from budgetguard_core import TokenUsage, estimate_tokens
+from budgetguard_core.kit import TokenUsage, estimate_tokens
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.usage import check_token_usage
 

@@ -10,7 +10,8 @@ import pytest
 from agents import Agent, ModelSettings
 from agents.mcp import MCPServerStdio
 
-from budgetguard_core import NOT_AVAILABLE, NOT_EXECUTED, Budget, Guard, StopReason
+from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core.kit import NOT_AVAILABLE, NOT_EXECUTED
 from budgetguard_openai_agents import BudgetHooks, outcome
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_raw import RawModel, call_of, text_item

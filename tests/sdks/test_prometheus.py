@@ -17,8 +17,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from budgetguard_core import Budget, Guard, Mode, ModelCall, TokenUsage, ToolCall, end_run
+from budgetguard_core import Budget, Guard, Mode
 from budgetguard_core.breakers import CircuitBreakerConfig
+from budgetguard_core.kit import ModelCall, TokenUsage, ToolCall, end_run
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.telemetry import OpenTelemetrySink

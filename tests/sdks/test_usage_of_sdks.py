@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import TokenUsage
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.kit.usage import merge_usage, reported_cost, token_usage
 from budgetguard_core.usage import check_token_usage
 

@@ -12,29 +12,31 @@ from pathlib import Path
 from typing import Any
 
 from budgetguard_core import (
-    Admit,
     Budget,
-    Event,
     Guard,
     JsonLinesSink,
     LoopDetection,
     MemoryStore,
     Mode,
-    ModelCall,
-    Nudge,
     Outcome,
     Price,
     PriceBook,
-    Refuse,
     SqliteStore,
-    Stop,
     StopReason,
-    TokenUsage,
-    ToolCall,
     after_iterations,
     read_events,
     replay,
     tool_called,
+)
+from budgetguard_core.kit import (
+    Admit,
+    Event,
+    ModelCall,
+    Nudge,
+    Refuse,
+    Stop,
+    TokenUsage,
+    ToolCall,
 )
 from budgetguard_loop import (
     ModelReply,

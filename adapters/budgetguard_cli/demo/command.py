@@ -19,8 +19,9 @@ from budgetguard_cli.demo.agents import AGENTS, Agent
 from budgetguard_cli.demo.server import MODEL, StickyServer
 from budgetguard_cli.options import AsJson
 from budgetguard_cli.screen import printable, refuse, table, write_json
-from budgetguard_core import Budget, Event, Guard, Outcome, PriceBook, TokenUsage
+from budgetguard_core import Budget, Guard, Outcome, PriceBook
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
+from budgetguard_core.kit import Event, TokenUsage
 from budgetguard_core.pricing import to_usd
 from budgetguard_core.run_log import FOLDER
 

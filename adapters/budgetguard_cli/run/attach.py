@@ -9,8 +9,9 @@ from importlib import import_module
 import budgetguard_http
 from budgetguard_cli.run.folder import RUN, Facts, RunFolder
 from budgetguard_cli.run.plug import RunLedger, Stops
-from budgetguard_core import Budget, BudgetGuardError, Guard, end_run
+from budgetguard_core import Budget, BudgetGuardError, Guard
 from budgetguard_core.frame import Frame, around, bound_process
+from budgetguard_core.kit import end_run
 from budgetguard_core.run_log import RunLog
 
 

@@ -16,7 +16,8 @@ from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, ValidationError
 
-from budgetguard_core import Budget, StopReason, SystemClock, Trip, Violation
+from budgetguard_core import Budget, StopReason, Trip
+from budgetguard_core.kit import SystemClock, Violation
 from budgetguard_core.ledger import Ledger
 
 RUN: Final = "BUDGETGUARD_RUN"

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, Final
 
 from budgetguard_cli.run.folder import ANSWERS, CALLS, QUOTA, TURNS, RunFolder, trip_of
-from budgetguard_core import Admit, Budget, ModelCall, StopReason, Violation
+from budgetguard_core import Budget, StopReason
 from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
 from budgetguard_core.decision import COUNTED, projected_cost
 from budgetguard_core.events import Event, ModelCallRefused, Tripped
+from budgetguard_core.kit import Admit, ModelCall, Violation
 from budgetguard_core.ledger import Ledger, LedgerRefused, Reservation
 from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.plugs import Ask, Ended, Hold, Plug

@@ -16,8 +16,9 @@ from budgetguard_cli.run.folder import ANSWERS, CALLS, TURNS, RunFolder
 from budgetguard_cli.run.plug import OF_A_PROCESS
 from budgetguard_cli.screen import figure as short_number
 from budgetguard_cli.screen import printable, table
-from budgetguard_core import Budget, SystemClock, Usage
+from budgetguard_core import Budget, Usage
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, Tripped
+from budgetguard_core.kit import SystemClock
 
 _NOTHING_SEEN = (
     "no call of a model was seen. Either the script makes none, or it makes them on a way that is "

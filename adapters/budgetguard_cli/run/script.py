@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Final
 
 from budgetguard_cli.run.folder import RUN, RunFolder, trip_of
-from budgetguard_core import Budget, StopReason, SystemClock
+from budgetguard_core import Budget, StopReason
+from budgetguard_core.kit import SystemClock
 
 SITE: Final = Path(__file__).with_name("site")
 _LOOK_EVERY_S: Final = 0.05

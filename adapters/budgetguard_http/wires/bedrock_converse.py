@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-from budgetguard_core import ToolCall
-from budgetguard_core.kit import token_usage
+from budgetguard_core.kit import ToolCall, token_usage
 from budgetguard_http.wires.wire import (
     Answer,
     Body,

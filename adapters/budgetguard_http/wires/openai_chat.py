@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeAlias
 
-from budgetguard_core import ToolCall
-from budgetguard_core.kit import merge_usage
+from budgetguard_core.kit import ToolCall, merge_usage
 from budgetguard_http.wires.wire import (
     MARK,
     SYNTHETIC_ID,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from budgetguard_core import ToolCall
+from budgetguard_core.kit import ToolCall
 from budgetguard_http.wires.synthetic_response import (
     message_events,
     message_of,

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
-from budgetguard_core import TokenUsage, ToolCall
-from budgetguard_core.kit import token_usage
+from budgetguard_core.kit import TokenUsage, ToolCall, token_usage
 
 Body: TypeAlias = dict[str, Any]
 Event: TypeAlias = tuple[str, Any]

@@ -16,9 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from budgetguard_core import Budget, ConfigurationError, ModelCall, Stop, TokenUsage
+from budgetguard_core import Budget, ConfigurationError
 from budgetguard_core.handoff import Fallback, Folder, HandedOver, Handoff, Webhook, is_signed
-from budgetguard_core.kit import Envelope
+from budgetguard_core.kit import Envelope, ModelCall, Stop, TokenUsage
 from budgetguard_core.testing import ManualClock
 
 SECRET = "a secret of both sides"
@@ -293,7 +293,7 @@ def test_a_forked_process_hands_over_too(tmp_path):
 def test_a_run_that_ends_with_the_interpreter_is_handed_over(tmp_path):
     script = (
         "import atexit, sys\n"
-        "from budgetguard_core import Budget, ModelCall\n"
+        "from budgetguard_core import Budget\n"
         "from budgetguard_core.handoff import Folder, Handoff\n"
         "from budgetguard_core.kit import Envelope\n"
         "handoff = Handoff(Folder(sys.argv[1]), statuses=('completed',))\n"

@@ -8,16 +8,7 @@ import threading
 
 import pytest
 
-from budgetguard_core import (
-    NOT_EXECUTED,
-    Budget,
-    ConfigurationError,
-    Guard,
-    ModelCall,
-    Stop,
-    StopReason,
-    ToolCall,
-)
+from budgetguard_core import Budget, ConfigurationError, Guard, StopReason
 from budgetguard_core.breakers import (
     BreakerRegistry,
     BulkheadConfig,
@@ -25,7 +16,7 @@ from budgetguard_core.breakers import (
     VelocityLimits,
 )
 from budgetguard_core.clock import SystemClock
-from budgetguard_core.kit import Envelope, OpenModelCall
+from budgetguard_core.kit import NOT_EXECUTED, Envelope, ModelCall, OpenModelCall, Stop, ToolCall
 from budgetguard_core.kit.delay import wait, wait_async
 
 NOW = SystemClock().monotonic_ns

@@ -9,11 +9,9 @@ from budgetguard_core import (
     JsonLinesSink,
     MemoryStore,
     Mode,
-    ModelCall,
     PriceBook,
-    Stop,
 )
-from budgetguard_core.kit import Envelope, envelope_of
+from budgetguard_core.kit import Envelope, ModelCall, Stop, envelope_of
 from budgetguard_core.testing import ManualClock
 
 

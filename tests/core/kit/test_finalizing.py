@@ -14,15 +14,19 @@ from budgetguard_core import (
     FinalizeReserve,
     Guard,
     Mode,
-    ModelCall,
     Price,
     PriceBook,
+    replay,
+)
+from budgetguard_core.kit import (
+    Answer,
+    Envelope,
+    ModelCall,
     Stop,
     TokenUsage,
     ToolCall,
-    replay,
+    last_answer,
 )
-from budgetguard_core.kit import Answer, Envelope, last_answer
 from budgetguard_core.testing import ManualClock
 
 RESERVE = FinalizeReserve(tokens=1000)

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from budgetguard_core import NOT_EXECUTED
-from budgetguard_core.kit import history
+from budgetguard_core.kit import NOT_EXECUTED, history
 from budgetguard_core.kit.formats import (
     ANTHROPIC,
     CHAT,

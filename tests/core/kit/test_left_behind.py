@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from budgetguard_core import Budget, ModelCall, Stop
-from budgetguard_core.kit import Envelope, current, joined
+from budgetguard_core import Budget
+from budgetguard_core.kit import Envelope, ModelCall, Stop, current, joined
 
 
 def in_thread(context, work):

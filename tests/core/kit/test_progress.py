@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 
-from budgetguard_core import Budget, Guard, ToolCall
+from budgetguard_core import Budget, Guard
 from budgetguard_core.breakers import ProgressReports
 from budgetguard_core.events import ProgressReported
-from budgetguard_core.kit import PROGRESS_TOOL, Envelope, report_progress
+from budgetguard_core.kit import PROGRESS_TOOL, Envelope, ToolCall, report_progress
 
 REPORT = {"claims_so_far": ["one"], "next_subgoal": "two", "estimated_remaining_steps": 3}
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from budgetguard_core import TokenUsage, estimate_tokens
-from budgetguard_core.kit import projection
+from budgetguard_core.kit import TokenUsage, estimate_tokens, projection
 from budgetguard_core.kit.media import AUDIO_TOKENS, FILE_TOKENS, IMAGE_TOKENS, VIDEO_TOKENS
 from budgetguard_core.kit.projection import Prompt, estimate, estimate_schema, project
 

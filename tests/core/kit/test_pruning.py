@@ -6,17 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from budgetguard_core import (
-    Budget,
-    ConfigurationError,
-    Guard,
-    Mode,
-    ModelCall,
-    Price,
-    PriceBook,
-    TokenUsage,
-)
-from budgetguard_core.kit import Envelope, keep_turns
+from budgetguard_core import Budget, ConfigurationError, Guard, Mode, Price, PriceBook
+from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, keep_turns
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

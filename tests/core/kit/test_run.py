@@ -9,23 +9,16 @@ from decimal import Decimal
 
 import pytest
 
-from budgetguard_core import (
+from budgetguard_core import Budget, ConfigurationError, Guard, MemoryStore, Mode, StopReason
+from budgetguard_core.kit import (
     NOT_EXECUTED,
     OUTCOME_UNKNOWN,
-    Budget,
-    ConfigurationError,
-    Guard,
-    MemoryStore,
-    Mode,
+    Envelope,
     ModelCall,
+    OpenModelCall,
     Stop,
-    StopReason,
     TokenUsage,
     ToolCall,
-)
-from budgetguard_core.kit import (
-    Envelope,
-    OpenModelCall,
     current,
     current_guard,
     joined,

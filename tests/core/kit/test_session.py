@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from budgetguard_core import NOT_EXECUTED, Budget, Guard, Stop, ToolCall
-from budgetguard_core.kit import envelope_of
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import NOT_EXECUTED, Stop, ToolCall, envelope_of
 from budgetguard_core.kit.flow import Step, run_awaited, run_blocking
 from budgetguard_core.kit.history import Turn
 from budgetguard_core.kit.model_turn import Request

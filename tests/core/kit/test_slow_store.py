@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from budgetguard_core import Budget, Guard, Stop, ToolCall
-from budgetguard_core.kit import envelope_of
+from budgetguard_core import Budget, Guard
+from budgetguard_core.kit import Stop, ToolCall, envelope_of
 from budgetguard_core.kit.flow import run_awaited, run_blocking
 from budgetguard_core.kit.model_turn import Request
 from budgetguard_core.kit.session import Session

@@ -2,8 +2,8 @@
 
 import pytest
 
-from budgetguard_core import BudgetExceeded, StopReason, Trip, Violation
-from budgetguard_core.kit import is_stop
+from budgetguard_core import BudgetExceeded, StopReason, Trip
+from budgetguard_core.kit import Violation, is_stop
 
 HELD = (Violation(reason=StopReason.ABORTED),)
 STOP = BudgetExceeded(Trip(reason=StopReason.ABORTED, violations=HELD, run_id="run"))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
-from budgetguard_core import TokenUsage
+from budgetguard_core.kit import TokenUsage
 from budgetguard_core.kit.usage import answered_usage, merge_usage, reported_cost, token_usage
 from budgetguard_core.usage import check_token_usage
 

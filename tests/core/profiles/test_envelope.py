@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from budgetguard_core import Budget, ConfigurationError, Guard, ModelCall, Stop, TokenUsage
+from budgetguard_core import Budget, ConfigurationError, Guard
 from budgetguard_core.events import IncidentRecorded, RunEnded, RunStarted
-from budgetguard_core.kit import Envelope, envelope_of
+from budgetguard_core.kit import Envelope, ModelCall, Stop, TokenUsage, envelope_of
 from budgetguard_core.profiles import ProfileId, load_profile
 from budgetguard_core.profiles.profile import CAPS
 from budgetguard_core.records import line_of

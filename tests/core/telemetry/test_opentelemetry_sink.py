@@ -11,19 +11,9 @@ from opentelemetry.semconv.schemas import Schemas
 from opentelemetry.trace import StatusCode
 
 import budgetguard_core.telemetry as telemetry_package
-from budgetguard_core import (
-    Admit,
-    Budget,
-    Guard,
-    Mode,
-    ModelCall,
-    Refuse,
-    Stop,
-    TokenUsage,
-    ToolCall,
-    end_run,
-)
+from budgetguard_core import Budget, Guard, Mode
 from budgetguard_core.breakers import CircuitBreakerConfig
+from budgetguard_core.kit import Admit, ModelCall, Refuse, Stop, TokenUsage, ToolCall, end_run
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import ProfileId
 from budgetguard_core.telemetry import conventions
