@@ -20,6 +20,7 @@ class Framework(StrEnum):
     LANGGRAPH = "langgraph"
     OPENAI_AGENTS = "openai-agents"
     STRANDS = "strands"
+    PYDANTIC_AI = "pydantic-ai"
     LOOP = "loop"
     OPENAI = "openai"
 
@@ -28,6 +29,7 @@ _NEEDS = {
     Framework.LANGGRAPH: ("langchain", '".[langchain]" in the checkout'),
     Framework.OPENAI_AGENTS: ("agents", '".[openai-agents]" in the checkout'),
     Framework.STRANDS: ("strands", '".[strands]" in the checkout'),
+    Framework.PYDANTIC_AI: ("pydantic_ai", '".[pydantic-ai]" in the checkout'),
     Framework.OPENAI: ("openai", "openai httpx"),
 }
 """The package that an agent imports, and how it is installed."""

@@ -12,7 +12,12 @@ from budgetguard_cli import quickstart as command
 from budgetguard_cli.app import app
 from budgetguard_cli.quickstart import Framework
 
-NEEDS = {"langgraph": "langchain", "openai-agents": "agents", "strands": "strands"}
+NEEDS = {
+    "langgraph": "langchain",
+    "openai-agents": "agents",
+    "strands": "strands",
+    "pydantic-ai": "pydantic_ai",
+}
 
 
 def quickstart(*arguments, code=0):
