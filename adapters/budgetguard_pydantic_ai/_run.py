@@ -196,9 +196,18 @@ class BoundedRun(AbstractCapability[Any]):
     # Tools
 
     async def after_tool_validate(self, ctx: Any, *, call: Any, tool_def: Any, args: Any) -> Any:
-        """Note a call that may start; all of a reply are validated before the first starts."""
+        """Note a call that may start; all of a reply are validated before the first starts.
+
+        Of one that a person has to approve nobody is asked where it will be refused.
+        """
         if tool_def.kind == "function" or ctx.tool_call_approved:
             self._asked.append(tool_call_of(call))
+        elif tool_def.kind == "unapproved" and not self.is_passive:
+            calls = self.session.calls
+            record = await kit.run_awaited(calls.taken(tool_call_of(call)))
+            if record.refusal is not None:
+                raise exceptions.ToolFailed(record.refusal)
+            calls.postpone(record)
         return args
 
     async def wrap_tool_execute(
