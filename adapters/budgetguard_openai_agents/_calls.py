@@ -125,6 +125,11 @@ class ToolCalls:
             asked.opened = opened
         return answers
 
+    def has_refused(self, call_id: str) -> bool:
+        """Return whether a limit has refused a call of the reply at hand."""
+        refused = (one for one in self._batch if one.opened and one.opened.state == "refused")
+        return any(one.call.id == call_id for one in refused)
+
     def trip_of(self, violation: Violation) -> Trip:
         """Make the stop of a limit that is not the budget's own."""
         return Trip(reason=violation.reason, violations=(violation,), run_id=self.run.guard.run_id)

@@ -83,6 +83,8 @@ def copied(tool: Tool) -> Tool:
     if isinstance(tool, FunctionTool):
         made = _seams.with_invoker(tool, lambda body: _noted_body(tool, body))
         made.tool_input_guardrails = [_GATE, *(tool.tool_input_guardrails or ())]
+        if tool.needs_approval is not False:
+            made.needs_approval = partial(_needs_approval, tool.needs_approval)
     elif isinstance(tool, CustomTool):
         made = copy.copy(tool)
         made.on_invoke_tool = _asking(made, tool.on_invoke_tool)
@@ -116,6 +118,15 @@ def _computer(tool: ComputerTool[Any]) -> ComputerTool[Any]:
 
     made.computer = make
     return made
+
+
+async def _needs_approval(own: Any, context: Any, arguments: Any, call_id: str) -> bool:
+    """Ask a person as the tool says, but of no call that a limit has refused."""
+    calls = around()
+    if calls is not None and calls.has_refused(call_id):
+        return False
+    answer = own(context, arguments, call_id) if callable(own) else own
+    return bool(await answer if inspect.isawaitable(answer) else answer)
 
 
 async def _answer(data: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:

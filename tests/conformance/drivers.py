@@ -28,7 +28,6 @@ OPEN: dict[tuple[str, int], tuple[str, tuple[str, ...]]] = {
         "issue 34",
         ("BudgetCallback", "bounded (create_react_agent)"),
     ),
-    ("budgetguard_openai_agents", 44): ("issue 33", ()),
     ("budgetguard_pydantic_ai", 44): ("issue 32", ("run_stream",)),
     ("toy_adapter", 37): ("issue 32", ()),
     ("toy_adapter", 44): ("issue 32", ()),
