@@ -21,12 +21,12 @@ AREAS = {
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 3_881, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_792, 2_700),
-    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_531, 2_200),
+    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_547, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_359, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_392, 2_100),
-    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 778, 500),
+    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 787, 500),
     "http": (["adapters/budgetguard_http/**/*.py"], 5_817, 3_900),
-    "cli": (["adapters/budgetguard_cli/**/*.py"], 5_315, 4_200),
+    "cli": (["adapters/budgetguard_cli/**/*.py"], 5_317, 4_200),
 }
 
 
