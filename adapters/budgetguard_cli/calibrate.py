@@ -14,7 +14,7 @@ import typer
 
 from budgetguard_cli.options import AsJson, Logs
 from budgetguard_cli.runs import Run, read_runs, used_of
-from budgetguard_cli.screen import figure, printable, refuse, say, table, write_json
+from budgetguard_cli.screen import counted, figure, printable, refuse, say, table, write_json
 from budgetguard_core import Budget, BudgetGuardError, FinalizeReserve
 from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.profiles import Profiles, load_profile
@@ -281,7 +281,7 @@ def _show_proposals(name: str, group: Measured, proposals: Iterable[Proposal]) -
 def _summary(group: Measured) -> str:
     stopped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(group.stopped.items()))
     return (
-        f"{group.runs:,} runs, {group.usable:,} used"
+        f"{counted(group.runs, 'run')}, {group.usable:,} used"
         f"{'' if group.labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
         f"limit{f' ({stopped})' if stopped else ''}, {group.unfinished:,} unfinished and "
         f"{group.left_out:,} that failed or were aborted left out"

@@ -26,7 +26,7 @@ from budgetguard_cli.options import (
     budget_fields,
 )
 from budgetguard_cli.runs import Run, read_runs
-from budgetguard_cli.screen import in_dollars, printable, refuse, say, table, write_json
+from budgetguard_cli.screen import counted, in_dollars, printable, refuse, say, table, write_json
 from budgetguard_core import Budget, BudgetGuardError, Trip
 from budgetguard_core.profiles import load_profile
 from budgetguard_core.stop import PRECEDENCE
@@ -214,9 +214,9 @@ def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[st
         )
     unreported = sum(run.recorded.unreported_calls for run in runs)
     if unreported:
-        yield f"{unreported:,} model calls never reported back. They are in no figure."
+        yield f"{counted(unreported, 'model call')} never reported back, and in no figure."
     if problems:
-        yield f"{problems:,} lines were not read."
+        yield f"{counted(problems, 'line')} not read."
 
 
 def _dollars(amounts: dict[str, Any]) -> str:

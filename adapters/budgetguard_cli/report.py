@@ -15,7 +15,7 @@ import typer
 
 from budgetguard_cli.options import Logs
 from budgetguard_cli.runs import Run, read_runs
-from budgetguard_cli.screen import at_minute, in_dollars, printable, refuse, write_json
+from budgetguard_cli.screen import at_minute, counted, in_dollars, printable, refuse, write_json
 from budgetguard_cli.show import as_text
 from budgetguard_core.budget import DIMENSIONS
 
@@ -61,7 +61,10 @@ def report(
             output.write_text(_page(figures), encoding="utf-8")
         except OSError as error:
             refuse(f"{output}: {error.strerror}. Name a file that can be written.")
-        typer.echo(f"{output}: {len(runs):,} runs, {problems:,} lines not read.", err=True)
+        typer.echo(
+            f"{output}: {counted(len(runs), 'run')}, {counted(problems, 'line')} not read.",
+            err=True,
+        )
     if problems:
         raise typer.Exit(1)
 
@@ -81,9 +84,9 @@ def _figures(runs: Sequence[Run], problems: int) -> dict[str, Any]:
     stopped = [run for run in runs if run.root.status == "terminated"]
     latest = list(reversed(runs[-_MOST_ROWS:]))
     first, last = at_minute(runs[0].started_ns), at_minute(max(run.last_ns for run in runs))
-    notes = [f"{first} to {last} UTC, {len(runs):,} runs"]
+    notes = [f"{first} to {last} UTC, {counted(len(runs), 'run')}"]
     if problems:
-        notes.append(f"{problems:,} lines could not be read")
+        notes.append(f"{counted(problems, 'line')} could not be read")
     if unpriced:
         notes.append(f"{unpriced:,} model calls of unknown price are not in the dollars")
     damaged = sum(run.damaged is not None for run in runs)

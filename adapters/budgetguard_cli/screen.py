@@ -84,6 +84,11 @@ def figure(value: float | Decimal) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number of things."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def at_minute(wall_ns: int) -> str:
     """Write a time of a log, in UTC."""
     return dt.datetime.fromtimestamp(wall_ns // 1_000_000_000, dt.UTC).strftime("%Y-%m-%d %H:%M")

@@ -21,6 +21,7 @@ from budgetguard_cli.runs import SPENT_ON_ANSWERS, Node, Run, Spent, read_runs, 
 from budgetguard_cli.screen import (
     at_minute,
     cell,
+    counted,
     figure,
     printable,
     refuse,
@@ -152,7 +153,7 @@ def _list(found: Sequence[Run], as_json: bool) -> None:
         )
         rows.add_row(*map(cell, cells))
     more = f", the newest {_MOST_LISTED}" if len(found) > _MOST_LISTED else ""
-    say(rows, f"{len(found):,} runs{more}. Show one by the beginning of its id.")
+    say(rows, f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id.")
 
 
 def _markdown(run: Run) -> None:
@@ -167,7 +168,7 @@ def _markdown(run: Run) -> None:
         (
             "used",
             f"{figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
-            f"{used.model_calls} model calls, {used.tool_calls} tool calls",
+            f"{counted(used.model_calls, 'model call')}, {counted(used.tool_calls, 'tool call')}",
         ),
         *((f"cap {name}", f"{share:.0%}") for name, share in run.shares().items()),
         *((f"tool {name}", _calls(spent)) for name, spent in _by_cost(root.tools)),
@@ -238,12 +239,16 @@ def _facts(tree: Tree, run: Run) -> None:
     tree.add(cell(", ".join(facts)))
     for ending in root.earlier:
         tree.add(cell(f"it went on after: {ending}"))
-    estimated = f", {used.estimated_calls} calls estimated" if used.estimated_calls else ""
-    unpriced = f", {used.unpriced_calls} calls of unknown price" if used.unpriced_calls else ""
+    estimated = (
+        f", {counted(used.estimated_calls, 'call')} estimated" if used.estimated_calls else ""
+    )
+    unpriced = (
+        f", {counted(used.unpriced_calls, 'call')} of unknown price" if used.unpriced_calls else ""
+    )
     tree.add(
         f"used {figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
-        f"{used.iterations} iterations, {used.model_calls} model calls, "
-        f"{used.tool_calls} tool calls{estimated}{unpriced}"
+        f"{counted(used.iterations, 'iteration')}, {counted(used.model_calls, 'model call')}, "
+        f"{counted(used.tool_calls, 'tool call')}{estimated}{unpriced}"
     )
 
 
@@ -272,7 +277,7 @@ def _spent(tree: Tree, node: Node) -> None:
         refused = ", ".join(f"{count} {reason}" for reason, count in node.refusals.most_common())
         tree.add(cell(f"refused: {refused}"))
     if node.delayed:
-        tree.add(f"delayed by rate limits: {node.delayed:,} calls")
+        tree.add(f"delayed by rate limits: {counted(node.delayed, 'call')}")
     if node.warned:
         tree.add(cell(f"warned: {', '.join(node.warned)}"))
 
@@ -284,7 +289,7 @@ def _by_cost(spent: dict[str, Spent]) -> list[tuple[str, Spent]]:
 def _calls(spent: Spent) -> str:
     extra = [f"{spent.failed} failed"] if spent.failed else []
     extra += [f"{spent.refused} refused"] if spent.refused else []
-    return f"{spent.calls} calls" + (f" ({', '.join(extra)})" if extra else "")
+    return counted(spent.calls, "call") + (f" ({', '.join(extra)})" if extra else "")
 
 
 def plain(run: Run) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from budgetguard_cli.logs import LONGEST_LINE, Line, by_attempt, is_there
 from budgetguard_cli.runs import Run, Runs, used_of
-from budgetguard_cli.screen import cell, figure, printable, refuse, say, write_json
+from budgetguard_cli.screen import cell, counted, figure, printable, refuse, say, write_json
 from budgetguard_cli.show import log_folder, plain
 from budgetguard_core.kit import SystemClock
 
@@ -162,7 +162,7 @@ class _Logs:
         spent = sum((run.spent.cost_usd for run in runs), Decimal(0))
         parts: list[Any] = [
             Text(
-                f"{going:,} runs go on, {len(runs) - going:,} have ended, {figure(spent)} spent",
+                f"{going:,} going on, {len(runs) - going:,} ended, {figure(spent)} spent",
                 "bold",
             )
         ]
@@ -173,7 +173,9 @@ class _Logs:
             parts.append(Text("no run yet"))
         for log, tail in self.tails.items():
             if tail.problems:
-                parts.append(cell(f"{log}: {tail.problems:,} lines could not be read", "red"))
+                parts.append(
+                    cell(f"{log}: {counted(tail.problems, 'line')} could not be read", "red")
+                )
             if tail.unreadable:
                 parts.append(cell(f"{log}: {tail.unreadable}", "red"))
         return Group(*parts)

@@ -370,7 +370,7 @@ def test_a_killed_run_loses_its_last_line_and_nothing_else(log):
     found = in_all(path)
     assert (found["runs"], found["succeeded"]) == (1, 0)
     assert found["recorded"]["tokens"] == 30
-    assert "1 model calls never reported back" in found["notes"][-1]
+    assert "1 model call never reported back" in found["notes"][-1]
 
 
 def test_a_log_with_a_hole_leaves_out_that_run_alone(log):

@@ -123,7 +123,7 @@ def test_errors_are_clear(budgetguard, log, tmp_path):
     log.write_bytes(log.read_bytes() + b"{broken}\n")
     done = budgetguard("report", log, "-o", tmp_path / "r.html")
     assert done.returncode == 1
-    assert "lines not read" in done.stderr.decode()
+    assert "1 line not read" in done.stderr.decode()
     assert (tmp_path / "r.html").exists()
 
 

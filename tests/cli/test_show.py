@@ -39,7 +39,7 @@ def test_one_run_is_a_tree(budgetguard, log):
         "gpt-4o: 4 calls",
         "search: 2 calls (2 refused)",
         "run helper: completed",
-        "read_page: 1 calls",
+        "read_page: 1 call",
         "refused: 2 tool_quota, 1 max_iterations",
         "stopped: max_iterations",
         "max_iterations=5 reached: 5 used",
@@ -103,7 +103,7 @@ def test_what_rate_limits_did_is_said(budgetguard, tmp_path):
         guard.admit_tool_calls([ToolCall(name="late", arguments={})])
     text = budgetguard("show", log).stdout.decode()
     assert "refused: 1 velocity, 1 aborted" in text
-    assert "delayed by rate limits: 1 calls" in text
+    assert "delayed by rate limits: 1 call" in text
 
 
 @pytest.mark.sample(3)

@@ -18,7 +18,7 @@ from run_logs import CALL, USED, in_legs, write
 def test_every_run_has_a_bar_for_each_cap(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")
     text = budgetguard("watch", tmp_path, "--once").stdout.decode()
-    assert "1 runs go on, 3 have ended" in text
+    assert "1 going on, 3 ended" in text
     assert "100%  5 of 5" in text
     assert " 90%  9 of 10" in text
     # Those that go on come first.
@@ -34,7 +34,7 @@ def test_the_figures_are_there_on_a_narrow_terminal(budgetguard, tmp_path):
 def test_a_run_that_waits_for_a_person_goes_on_as_one(budgetguard, tmp_path):
     in_legs(tmp_path, ends=False)
     text = budgetguard("watch", tmp_path, "--once").stdout.decode()
-    assert "1 runs go on, 0 have ended, $0.00975 spent" in text
+    assert "1 going on, 0 ended, $0.00975 spent" in text
     assert "asks  paused" in text
 
 
@@ -68,7 +68,7 @@ def test_a_log_that_may_not_be_read_is_named(budgetguard, tmp_path):
     # A link to itself: unreadable for everybody, also for an administrator.
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     text = budgetguard("watch", tmp_path, "--once").stdout.decode()
-    assert "1 runs go on, 3 have ended" in text
+    assert "1 going on, 3 ended" in text
     # A line that is too long is broken somewhere, for the path has any length.
     assert "loop.jsonl:Toomanylevelsofsymboliclinks" in "".join(text.split())
 
@@ -88,7 +88,7 @@ def test_the_folder_is_that_of_the_variable(budgetguard, tmp_path):
     write(tmp_path / "log.jsonl")
     done = budgetguard("watch", "--once", BUDGETGUARD_LOG=str(tmp_path))
     assert b"4 runs" not in done.stderr
-    assert b"3 have ended" in done.stdout
+    assert b"3 ended" in done.stdout
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_lines_that_cannot_be_read_are_counted(budgetguard, tmp_path):
     text = budgetguard("watch", log, "--once").stdout.decode()
     # Where the line is broken depends on how long the folder's name is.
     assert "log.jsonl:2linescouldnotberead" in "".join(text.split())
-    assert "3 have ended" in text
+    assert "3 ended" in text
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_the_live_view_goes_on_until_it_is_interrupted(tmp_path):
         watchdog = threading.Timer(60, running.kill)
         watchdog.start()
         seen = b""
-        while b"have ended" not in seen:
+        while b"ended" not in seen:
             seen += os.read(ours, 1000)
         running.send_signal(signal.SIGINT)
         errors = running.stderr.read()
