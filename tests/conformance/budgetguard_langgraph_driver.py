@@ -533,6 +533,11 @@ OWN_QUESTION = (
     "ToolNode; `HumanInTheLoopMiddleware` asks for no call that is refused"
 )
 
+OWN_REFUSAL = (
+    "a node of the user's own writes a refusal as a plain `ToolMessage`, as one that runs tools by "
+    'itself writes a result; with `status="error"` (langchain_core/messages/tool.py) it is seen'
+)
+
 
 class CallbackDriver(LangGraphDriver):
     """The callback on a hand-built graph without a checkpointer: the caller keeps the messages."""
@@ -554,6 +559,7 @@ class CallbackDriver(LangGraphDriver):
         (12, "streamed"): "a callback cannot cancel a call that hangs; `bounded` does",
         22: "a callback cannot write to the stream: the closed history is in the outcome",
         36: "a callback cannot write to the thread: the closed history is in the outcome",
+        37: OWN_REFUSAL,
         44: OWN_QUESTION,
     }
 
@@ -617,7 +623,7 @@ class BoundedReactDriver(BoundedDriver):
 
     name = "bounded (create_react_agent)"
     lacks: ClassVar = {"own_limit": "the recursion limit of LangGraph leaves it as an exception"}
-    deviations: ClassVar = {44: OWN_QUESTION}
+    deviations: ClassVar = {37: OWN_REFUSAL, 44: OWN_QUESTION}
 
     def agent(self, scenario, script, tools, *, checkpointer=None, top=False):
         waits = any(tool.approval for tool in scenario.tools)

@@ -24,10 +24,6 @@ NOT_YET: dict[str, tuple[Feature, ...]] = {}
 # Faults that are open: the adapter, and where it is not all of them its ways in, with the issue.
 # Strict: whoever mends one takes its line out.
 OPEN: dict[tuple[str, int], tuple[str, tuple[str, ...]]] = {
-    ("budgetguard_langgraph", 37): (
-        "issue 34",
-        ("BudgetCallback", "bounded (create_react_agent)"),
-    ),
     ("budgetguard_pydantic_ai", 44): ("issue 32", ("run_stream",)),
     ("toy_adapter", 37): ("issue 32", ()),
     ("toy_adapter", 44): ("issue 32", ()),
