@@ -129,6 +129,7 @@ def bare():
     return calls_until(305)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
 def test_turn_300_costs_what_turn_10_does(bare, way):
     guarded = calls_until(305, way)

@@ -237,6 +237,7 @@ async def one(number):
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_the_product(block):

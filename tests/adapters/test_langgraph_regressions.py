@@ -844,6 +844,7 @@ async def test_nothing_of_a_run_whose_result_is_gone_stays_in_memory(way, mode):
 # 12. Names and words.
 
 
+@pytest.mark.slow
 def test_a_missing_package_breaks_neither_a_star_import_nor_hasattr():
     program = (
         "import sys\n"

@@ -316,6 +316,7 @@ for way in ("run_sync", "run", "run_streamed"):
 """
 
 
+@pytest.mark.slow
 def test_4_a_block_bounds_every_way_where_the_adapter_was_only_imported():
     command = [sys.executable, "-W", "ignore", "-c", _ACTIVATE]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd="tests")

@@ -165,6 +165,7 @@ def test_the_implied_limit_of_the_framework_does_not_fire_inside_the_caps():
     assert outcome(ran(agent)).usage.iterations == 60
 
 
+@pytest.mark.slow
 def test_importing_is_enough_for_a_block():
     program = """
 import asyncio
@@ -345,6 +346,7 @@ def test_turns_on_one_history_are_valid_for_a_strict_provider():
     assert outcome(further).usage.iterations == 2
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_on_one_agent_keep_nothing():
     async def main():
         agent = endless(BudgetCapability(Budget(max_iterations=1)), answers=("Done.",))

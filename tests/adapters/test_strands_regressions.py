@@ -91,6 +91,7 @@ print(script.calls)
 """
 
 
+@pytest.mark.slow
 def test_an_import_is_enough_for_activate():
     tests = str(Path(__file__).parents[1])
     code = ACTIVATED.format(tests=tests)

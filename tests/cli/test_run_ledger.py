@@ -186,6 +186,7 @@ def test_on_an_event_loop_the_ledger_is_asked_and_told_in_threads(bounded):
     assert threading.main_thread() not in asked
 
 
+@pytest.mark.slow
 def test_a_batch_is_admitted_in_order_by_what_all_processes_have_left(bounded):
     with bounded(max_tool_calls=3, tool_quotas={"mail": 1}) as run:
         first, second = run.process(), run.process()

@@ -283,11 +283,13 @@ def test_a_scripted_model_for_every_installed_framework(tests_of_a_user, framewo
     done.assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_an_unknown_framework_is_said(tests_of_a_user):
     done = tests_of_a_user("def test_it(scripted_model):\n    scripted_model('nope', 'Done.')")
     assert "framework 'nope' is not known. Use one of: langgraph, loop" in done.stdout.str()
 
 
+@pytest.mark.slow
 def test_the_plugin_can_be_left_out(tests_of_a_user):
     done = tests_of_a_user("def test_it(manual_clock): ...", "-p", "no:budgetguard")
     done.assert_outcomes(errors=1)

@@ -516,6 +516,7 @@ def test_redis_is_asked_only_what_version_6_knows(tmp_path):
     assert asked <= OF_REDIS_6
 
 
+@pytest.mark.slow
 def test_a_replica_of_redis_admits_nothing_until_it_leads(tmp_path):
     need("redis")
     with RedisServer("--appendonly", "yes") as first, RedisServer("--appendonly", "yes") as second:

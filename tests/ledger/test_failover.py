@@ -131,6 +131,7 @@ def make_read_only(kind, server, elsewhere=None):
         db.execute("SELECT pg_reload_conf()")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "postgres"])
 @pytest.mark.parametrize("on_ledger_error", ["refuse", "allow"])
 def test_nothing_passes_because_a_server_only_reads(kind, on_ledger_error, tmp_path):
@@ -156,6 +157,7 @@ def is_refused(ledger):
     return False
 
 
+@pytest.mark.slow
 def test_a_name_that_moves_to_the_new_leader_costs_no_run(tmp_path, proxied):
     """Redis: the old leader is a replica; the second try, on a new connection, meets the new."""
     need("redis")
@@ -178,6 +180,7 @@ def test_a_name_that_moves_to_the_new_leader_costs_no_run(tmp_path, proxied):
             assert ledger.usage("acme").daily.spent_usd == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "postgres"])
 def test_an_idle_connection_that_was_dropped_in_silence_costs_no_run(kind, tmp_path, proxied):
     with server_of(kind) as server:
@@ -232,6 +235,7 @@ class Copied:
         self._server.start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
 def test_a_store_that_was_rolled_back_is_noticed(kind, tmp_path):
     """An older copy of a file or a data base, and a Redis that kept what it had saved."""
@@ -292,6 +296,7 @@ def test_a_retry_of_a_named_reservation_never_finds_it_closed_at_nothing(place, 
     assert other.usage("acme").daily.spent_usd == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tenants", [1, 200])
 def test_many_threads_on_a_slow_postgres_are_stopped_by_no_queue_of_ours(
     tenants, tmp_path, proxied

@@ -291,6 +291,7 @@ def test_a_process_that_stands_still_in_the_file_holds_nobody(sqlite, opened):
         assert seconds() - started < 30
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_refused_and_the_file_stays_sound(sqlite, tmp_path):
     out = workers.CONTEXT.Queue()
     process = workers.start(workers.fill, sqlite.url, tmp_path / "queue", out)
