@@ -32,8 +32,8 @@ _IN_PARAMS = {
 
 def model_name(model: Any) -> str | None:
     """Return the name under which a model is priced, or None when its settings have none."""
-    # A model of the user's own may do without.
-    name = part(getattr(model, "get_config", dict)(), "model_id")
+    # A model of the user's own may do without settings.
+    name = part(model.get_config(), "model_id") if hasattr(model, "get_config") else None
     return name if isinstance(name, str) else None
 
 
