@@ -437,7 +437,7 @@ def test_an_interrupt_while_the_guard_comes_is_the_scripts_own(start):
 def test_a_script_that_sleeps_past_its_deadline_is_interrupted(start):
     script = "try:\n import time; time.sleep(99)\nexcept KeyboardInterrupt: print('interrupted')"
     # The time runs while the interpreter starts, too.
-    with start(script, "--max-seconds", 30, "--grace", 15) as run:
+    with start(script, "--max-seconds", 15, "--grace", 15) as run:
         assert run.end() == 3
     assert run.out == "interrupted\n"
     assert "stopped: max_seconds" in run.err
