@@ -167,6 +167,12 @@ class Budget(BaseModel, metaclass=_OwnNames):
             request alone, to finish with what it has: 0.8. Off. Not in OBSERVE.
         wrap_up_message: The words for it. They should name no budget and no figure: a model that
             reads of limits works worse.
+        fallback_at: The share of a cap on tokens or dollars from which on requests go to
+            `fallback_model`: 0.8. Off. Not in OBSERVE.
+        fallback_model: The cheaper model, by the name that the provider of the run's model knows.
+            It holds for sub-agents too, and not for a last answer or the next run. Where a
+            framework does not let the model of a request be set, the run keeps its own, and the
+            log says so once.
         stop_when: Conditions of your own, asked before each step.
         on_unpriced: What `max_cost_usd`, or the tenant's ceiling in dollars, does with a model of
             unknown price: "stop" the run, which is the default, or "count_zero".
@@ -208,6 +214,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
     warn_at: Share = 0.8
     wrap_up_at: OptionalShare = None
     wrap_up_message: Words = WRAP_UP
+    fallback_at: OptionalShare = None
+    fallback_model: str | None = Field(default=None, validate_default=True)
     stop_when: tuple[Callable[..., str | bool | None], ...] = ()
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
@@ -238,6 +246,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
         warn_at: float = 0.8,
         wrap_up_at: float | None = None,
         wrap_up_message: str = WRAP_UP,
+        fallback_at: float | None = None,
+        fallback_model: str | None = None,
         stop_when: Sequence[Callable[..., str | bool | None]] = (),
         on_unpriced: Literal["stop", "count_zero"] = "stop",
         loop_detection: LoopDetection | None = ...,  # pyright: ignore[reportArgumentType]
@@ -258,6 +268,22 @@ class Budget(BaseModel, metaclass=_OwnNames):
         for condition in conditions:
             as_condition(condition)
         return conditions
+
+    @field_validator("fallback_model")
+    @classmethod
+    def _has_a_share(cls, model: str | None, info: Any) -> str | None:
+        at = info.data.get("fallback_at")
+        if (at is None) != (not model) and "fallback_at" in info.data:
+            raise ValueError(
+                f"must be given together with fallback_at, got {shown(model)} and {shown(at)}. "
+                'Use fallback_at=0.8, fallback_model="gpt-5-mini".'
+            )
+        if model and not any(info.data.get(name) for name in _METERED):
+            raise ValueError(
+                f"needs a cap on tokens or dollars, got {shown(model)} and none. "
+                "Add max_cost_usd=5."
+            )
+        return model
 
     @field_validator("tool_quotas", mode="before")
     @classmethod
@@ -346,7 +372,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         """Return the budget as plain data. Stop conditions are code and are left out."""
         data = self.model_dump(mode="json", exclude={"stop_when"})
         # Left out where they are off: every log begins with this.
-        optional = (*BREAKERS, "finalize_reserve", "profile")
+        optional = (*BREAKERS, "fallback_at", "fallback_model", "finalize_reserve", "profile")
         return {name: value for name, value in data.items() if value or name not in optional}
 
     @classmethod

@@ -335,6 +335,15 @@ class LimitNearlyReached(EventBase):
     used: int | float | str
 
 
+class FallbackStarted(EventBase):
+    """Requests go to a cheaper model from here on (`fallback_model`). Once a run."""
+
+    event: Literal["fallback_started"] = "fallback_started"
+    model: str
+    dimension: str
+    """The cap that has come to its share."""
+
+
 class Tripped(EventBase):
     """The run was stopped."""
 
@@ -447,6 +456,7 @@ Event: TypeAlias = Annotated[
     | StopHeld
     | Checked
     | LimitNearlyReached
+    | FallbackStarted
     | Tripped
     | TripObserved
     | CheckpointSaved

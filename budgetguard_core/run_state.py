@@ -53,6 +53,7 @@ class RunState:
         completed_tool_calls: Tool calls of the run that were completed; none of sub-agents.
         own_tools: The tools that the run's plugs give the model.
         last_answer: What the last run on the guard, or right inside it, has answered.
+        falls_back: Whether its requests go to the cheaper model.
         wraps_up: Whether the model is still to be asked to finish.
     """
 
@@ -68,7 +69,7 @@ class RunState:
             "own_tools",
             "plugs",
         ),
-        *("stops", "tree", "wraps_up"),
+        *("falls_back", "stops", "tree", "wraps_up"),
     )
 
     def __init__(
@@ -86,6 +87,7 @@ class RunState:
         self.completed_tool_calls = 0
         self.last_answer = ""
         self.wraps_up = guard.budget.wrap_up_at is not None and self.mode is Mode.ENFORCE
+        self.falls_back = False
         detection = None if self.mode is Mode.OFF else guard.budget.loop_detection
         self.detector = None if detection is None else LoopDetector(detection)
         links = {} if self.mode is Mode.OFF else {guard: Link(guard, self.counters)}
@@ -386,6 +388,26 @@ class RunState:
         self.wraps_up = False
         message: str = budget.wrap_up_message
         return message
+
+    def fallback(self) -> str | None:
+        """Return the model that the chain's calls go to instead of their own; None for none.
+
+        That of the nearest run whose cap on tokens or dollars has come to its share. Takes the
+        lock where it begins.
+        """
+        for link in self.chain:
+            mine, state = link.counters, link.owner.state
+            model, at = mine.budget.fallback_model, mine.budget.fallback_at
+            if model is None or at is None or state.mode is not Mode.ENFORCE:
+                continue
+            for one in counters.METERED:
+                if mine.used[one] >= mine.caps[one] * at:
+                    if not state.falls_back:
+                        state.falls_back = True
+                        dimension = counters.DIMENSIONS[one].reason.value
+                        link.owner.emit(events.FallbackStarted, model=model, dimension=dimension)
+                    return str(model)
+        return None
 
     def book(self, ask: Ask, ticket: Admit) -> None:
         """Book a call that nothing refuses any more with the plugs."""

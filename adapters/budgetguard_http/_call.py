@@ -25,7 +25,7 @@ from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
 from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
-from budgetguard_http.wires import EMBEDDINGS
+from budgetguard_http.wires import EMBEDDINGS, OPAQUE
 from budgetguard_http.wires.embeddings import embedding_cost
 from budgetguard_http.wires.wire import Answer, Body, Reader, listed, parsed, record
 
@@ -99,13 +99,16 @@ class Call:
         bound, conversation = opened.max_output_tokens, self._conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
         may_ask = posted.is_streamed and self._policy.ask_for_usage
-        if not (is_to_bind or may_ask or opened.nudge or (conversation and conversation.untold)):
+        is_told = opened.nudge or (conversation and conversation.untold)
+        if not (is_to_bind or may_ask or is_told or opened.fallback_model):
             return None
         known, told = dict(body), self._to_tell()
         if bound is not None and is_to_bind:
             wire.set_bound(body, max(bound // wire.choices(body), 1))
         for text in told:
             wire.add_nudge(body, text)
+        if opened.fallback_model is not None:
+            body["model"] = opened.fallback_model
         if may_ask and wire.ask_for_usage(body):
             self.asked_for_usage = True
         try:
@@ -347,14 +350,21 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     elif posted.tier in TIERS:
         most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
         call.cost_usd = _in_tier(run, posted, most, TIERS[posted.tier])
-    opened = asked.model_call(call)
+    opened = asked.model_call(call, may_fall_back=_names_its_model(posted))
     if isinstance(opened, Stop):
         trip = opened.trip
         refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
             traffic.conversations.stopped(conversation, trip, wire, body, refusal.text)
         return refusal
+    posted.model = opened.fallback_model or posted.model
     return Call(run, opened, posted, policy, traffic, conversation, len(turns))
+
+
+def _names_its_model(posted: Posted) -> bool:
+    """Return whether the body alone says which model a request goes to."""
+    is_in_path = "/deployments/" in posted.path or posted.model != posted.body.get("model")
+    return posted.wire.is_turn and not (posted.is_signed or is_in_path or posted.wire is OPAQUE)
 
 
 def _priced_as(posted: Posted) -> str | None:

@@ -17,6 +17,8 @@ class _Words(NamedTuple):
     timeout: str | None = None
     options: str | None = None
     """The setting that holds it, together with all of the model's own options."""
+    model: str | None = "model"
+    """The setting of the model's name."""
 
 
 # Packages whose models take these settings with a call, whatever class of them is used. A model
@@ -26,8 +28,8 @@ _PACKAGES: Final[Mapping[str, _Words]] = {
     "langchain_anthropic": _Words("max_tokens", "timeout"),
     "langchain_deepseek": _Words("max_tokens", "timeout"),
     "langchain_fireworks": _Words("max_tokens"),
-    "langchain_google_genai": _Words("max_output_tokens"),
-    "langchain_google_vertexai": _Words("max_output_tokens"),
+    "langchain_google_genai": _Words("max_output_tokens", model=None),
+    "langchain_google_vertexai": _Words("max_output_tokens", model=None),
     "langchain_groq": _Words("max_tokens", "timeout"),
     "langchain_mistralai": _Words("max_tokens"),
     "langchain_ollama": _Words("num_predict", options="options"),
@@ -65,6 +67,8 @@ def bind(
         if tokens is not None:
             tell(model)
         return False
+    if opened.fallback_model is not None and words.model is not None:
+        settings[words.model] = opened.fallback_model
     if tokens is not None:
         held = settings
         if words.options is not None:
@@ -91,7 +95,7 @@ def words_of(model: object) -> _Words | None:
         if words is not None and words.options is not None and options_of(model) is None:
             words = None
         if words is None and "max_tokens" in parameters_of(kind):
-            words = _Words("max_tokens")
+            words = _Words("max_tokens", model="model" if "model" in parameters_of(kind) else None)
         _KNOWN[kind] = words
     return _KNOWN[kind]
 

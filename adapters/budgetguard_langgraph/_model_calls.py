@@ -84,7 +84,7 @@ def ask(
     capped, limits, reserves = _needs_of(graph_run.run.guards)
     if capped:
         call.input_tokens = _projected(graph_run, namespace, prompt, parameters)
-    requested, settings, fixed = None, None, False
+    requested, settings, fixed, may_fall_back = None, None, False, False
     if limits or reserves:
         requested, settings, _ = request_around()
     # The graph's own agents, and not those that its tools run.
@@ -97,6 +97,7 @@ def ask(
             # It is known by the model alone.
             bound = call.max_output_tokens = own_bound(requested)
         fixed = words is None and bound is not None
+        may_fall_back = words is not None and words.model is not None
     if fixed:
         # What the model may write, by its own bound, is what it may cost.
         call.output_is_fixed = True
@@ -104,7 +105,7 @@ def ask(
         if any(most is not None and most < (bound or 0) for most in bounds):
             tell(requested)
     graph_run.asked.answered(namespace, prompt, graph_run.handoffs)
-    opened = _asked(graph_run, call, parent_run_id, run_id)
+    opened = _asked(graph_run, call, parent_run_id, run_id, may_fall_back)
     return ModelCallInFlight(
         run_id, facts, parameters, prompt, namespace, place, requested, settings, call, opened
     )
@@ -151,15 +152,15 @@ def _projected(
 
 
 def _asked(
-    graph_run: GraphRun, call: ModelCall, parent: RunId | None, run_id: RunId
+    graph_run: GraphRun, call: ModelCall, parent: RunId | None, run_id: RunId, may_fall_back: bool
 ) -> OpenModelCall | Stop:
     frame = FRAME.get()
     frame = frame if type(frame) is not Step or frame.call is None else current()
     if type(frame) is Step and frame.call is not None and frame.run_id not in (parent, run_id):
         # The call of a stream that is read between its chunks; this one is another.
         with entered(graph_run.run.frame()):
-            return graph_run.run.model_call(call)
-    return graph_run.run.model_call(call)
+            return graph_run.run.model_call(call, may_fall_back=may_fall_back)
+    return graph_run.run.model_call(call, may_fall_back=may_fall_back)
 
 
 def _needs_of(guards: Sequence[Guard]) -> tuple[bool, bool, bool]:

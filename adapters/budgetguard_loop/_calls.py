@@ -18,6 +18,7 @@ from budgetguard_core.kit import (
     Stop,
     ToolCall,
     Violation,
+    part,
     read_call,
     reported_cost,
     run_awaited,
@@ -67,6 +68,7 @@ class AdmittedModelCall:
     Attributes:
         nudge: What the model should be told before this call, or None.
         max_output_tokens: Completion tokens that the request may ask for, or None for no bound.
+        model: The model to send it to: what was given, or the budget's `fallback_model`.
 
     Raises:
         BudgetExceeded: On entering, when a limit holds.
@@ -80,6 +82,7 @@ class AdmittedModelCall:
         self._open: OpenModelCall | None = None
         self.nudge: str | None = None
         self.max_output_tokens: int | None = None
+        self.model: str | None = call.model
 
     @property
     def messages(self) -> list[Message]:
@@ -119,7 +122,8 @@ class AdmittedModelCall:
             opened,
             usage,
             text=said.text,
-            model=model,
+            # Who does not send it to the fallback model pays for the model that answered.
+            model=model or (part(response, "model") if opened.fallback_model else None),
             cost_usd=cost_usd or reported_cost(response),
             final=said.is_final and is_in_turn(self._run, said.text, self._messages),
         )
@@ -133,14 +137,17 @@ class AdmittedModelCall:
         return self._open
 
     def __enter__(self) -> Self:
-        return self._begin(self._run.wait(self._run.model_call(self._call)))
+        return self._begin(self._run.wait(self._ask()))
 
     async def __aenter__(self) -> Self:
-        asked = await run_awaited(self._run.ask(lambda: self._run.model_call(self._call)))
+        asked = await run_awaited(self._run.ask(self._ask))
         return self._begin(await self._run.wait_async(asked))
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
+
+    def _ask(self) -> OpenModelCall | Stop:
+        return self._run.model_call(self._call, may_fall_back=True)
 
     def _begin(self, answer: OpenModelCall | Stop) -> Self:
         if isinstance(answer, Stop):
@@ -148,6 +155,7 @@ class AdmittedModelCall:
         self._open = answer
         self.nudge = answer.nudge
         self.max_output_tokens = answer.max_output_tokens
+        self.model = answer.call.model
         self._inside = self._run.entered(answer)
         self._inside.__enter__()
         return self

@@ -9,7 +9,7 @@ from typing import Any
 
 from budgetguard_core.kit import OpenModelCall, OpenToolCall, Run
 
-_SETTINGS = ("max_output_tokens", "seconds", "nudge")
+_SETTINGS = ("max_output_tokens", "model", "nudge", "seconds")
 
 
 class Settings:
@@ -20,6 +20,7 @@ class Settings:
 
     Attributes:
         knows_of_tools: The function takes `without_tools`, for a last answer.
+        takes_model: It takes `model`, the model that the call has to go to.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -29,6 +30,7 @@ class Settings:
             self._signature = None
         parameters = () if self._signature is None else self._signature.parameters.values()
         self.knows_of_tools = any(one.name == "without_tools" for one in parameters)
+        self.takes_model = any(one.name == "model" for one in parameters)
         self._own: dict[str, Any] = {
             parameter.name: parameter.default
             for parameter in parameters
@@ -62,8 +64,8 @@ class Settings:
             if name in given:
                 continue
             value = values[name]
-            if own is inspect.Parameter.empty or own is None:
-                added[name] = value
+            if own is inspect.Parameter.empty or own is None or name == "model":
+                added[name] = own if value is None else value
             elif isinstance(own, int | float) and value is not None:
                 added[name] = min(own, value)
         return added
@@ -113,7 +115,8 @@ def _values(run: Run, call: OpenModelCall | OpenToolCall, *, nudges: bool) -> di
     if isinstance(call, OpenModelCall):
         return {
             "max_output_tokens": call.max_output_tokens,
+            "model": call.fallback_model or call.call.model,
             "seconds": call.seconds,
             "nudge": call.nudge if nudges else None,
         }
-    return {"max_output_tokens": None, "seconds": run.time_left(), "nudge": None}
+    return {**dict.fromkeys(_SETTINGS), "seconds": run.time_left()}

@@ -270,7 +270,8 @@ class _Gate:
                 provider=self._provider,
                 input_tokens=prompt.project(_messages_in(args, kwargs), tools=self._tools),
             )
-            return run, lambda: run.model_call(call)
+            may = self._settings.takes_model and "model" not in kwargs
+            return run, lambda: run.model_call(call, may_fall_back=may)
         opened: Any = functools.partial(run.tool_call, function=self.wrapper)
         arguments = self._settings.arguments(args, kwargs)
         arguments.pop("self", None)

@@ -17,6 +17,7 @@ from agents import (
     ModelRetrySettings,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     RunConfig,
     Tool,
 )
@@ -125,6 +126,21 @@ def ended_at_its_bound(
     return used >= bound
 
 
+def can_be_set(agent: Agent[Any], run_config: RunConfig) -> bool:
+    """Return whether the next request can name another model: it is one of OpenAI's own classes."""
+    model = _model(agent, run_config)
+    if isinstance(model, str):
+        return model.partition("/")[0] not in _ROUTERS
+    return isinstance(model, OpenAIChatCompletionsModel | OpenAIResponsesModel)
+
+
+def set_model(settings: ModelSettings, name: str | None) -> None:
+    """Set the model of a request beside the one of its class: both APIs take the later one."""
+    if name is not None:
+        body: Any = settings.extra_body
+        settings.extra_body = {**(body or {}), "model": name}
+
+
 def _is_a_chat(model: object) -> bool:
     return isinstance(model, OpenAIChatCompletionsModel) or "litellm" in type(model).__module__
 
@@ -200,6 +216,7 @@ def asking(resolve: Callable[..., ModelSettings]) -> Callable[..., ModelSettings
             # Streams are asked for their usage; some providers report it nowhere else.
             found["include_usage"] = True
         set_bound(settings, bounds.output_bound(own_bound(made)))
+        set_model(settings, bounds.fallback_model)
         if made.retry is not None:
             found["retry"] = _admitted(made.retry, bounds)
         calls.settings = settings

@@ -36,10 +36,12 @@ from budgetguard_core.kit import (
 from budgetguard_openai_agents._calls import RunStopped, ToolCalls
 from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
 from budgetguard_openai_agents._model import (
+    can_be_set,
     ended_at_its_bound,
     model_of,
     schemas_of,
     set_bound,
+    set_model,
     usage_of,
     written,
 )
@@ -136,10 +138,13 @@ class Recorder(RunHooks[Any]):
             max_output_tokens=own if own is None or own >= 1 else None,
             min_output_tokens=_LEAST_OUTPUT,
         )
+        may_fall_back = can_be_set(agent, self.run_config)
         if self.calls.asks_a_store:
-            asked = await self.calls.answer(lambda: self.run.model_call(call))
+            asked = await self.calls.answer(
+                lambda: self.run.model_call(call, may_fall_back=may_fall_back)
+            )
         else:
-            asked = self.run.model_call(call)
+            asked = self.run.model_call(call, may_fall_back=may_fall_back)
         opened = await self.run.wait_async(asked)
         if isinstance(opened, Stop):
             raise RunStopped(opened.trip)
@@ -148,6 +153,7 @@ class Recorder(RunHooks[Any]):
         if self.calls.settings is not None:
             # Streamed calls have theirs already.
             set_bound(self.calls.settings, opened.max_output_tokens)
+            set_model(self.calls.settings, opened.fallback_model)
         return sent
 
     async def on_agent_start(self, context: Any, agent: Any) -> None:
@@ -219,6 +225,11 @@ class Recorder(RunHooks[Any]):
         bound = None if self._call is None else self._call.max_output_tokens
         return own if bound is None else bound
 
+    @property
+    def fallback_model(self) -> str | None:
+        """The model that the next call has to go to; None for its own."""
+        return None if self._call is None else self._call.fallback_model
+
     async def admit_retry(self, error: BaseException | None) -> bool:
         """Charge a failed attempt and ask whether the call may be tried again."""
         call = self._call
@@ -229,6 +240,9 @@ class Recorder(RunHooks[Any]):
         retry = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
         asked: OpenModelCall | Stop = await self.calls.answer(lambda: self.run.model_call(retry))
         opened = await self.run.wait_async(asked)
+        if isinstance(opened, OpenModelCall):
+            # The request is the same.
+            opened.fallback_model = call.fallback_model
         if isinstance(opened, Stop):
             # The SDK raises the failure; it is the budget that made it the last one.
             self._no_retry = error

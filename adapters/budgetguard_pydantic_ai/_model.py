@@ -14,6 +14,7 @@ from pydantic_ai.models.fallback import FallbackModel
 from pydantic_ai.models.wrapper import WrapperModel
 
 from budgetguard_core.kit import ModelTurn, Request, Scope, Session, Stop, run_awaited, token_usage
+from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT, errors_of, instructions_of
 
 
@@ -43,7 +44,13 @@ class ModelCalls:
             # Only now: what a stream gave is made anew for the history.
             self.session.prompt.replied(last, usage)
         name, provider = model.model_name, provider_of(model)
-        request = Request(messages=messages, model=name, provider=provider, retry=retry)
+        request = Request(
+            messages=messages,
+            model=name,
+            provider=provider,
+            retry=retry,
+            may_fall_back=_seams.can_be_named(model),
+        )
         turn = await run_awaited(self.session.model(request))
         self.turn = None if isinstance(turn, Stop) else turn
         return self.turn is not None
@@ -54,8 +61,8 @@ class ModelCalls:
         if turn is not None:
             turn.unmade()
 
-    async def sent(self, model: Any, messages: list[Any], settings: Any) -> tuple[Any, Any, Any]:
-        """Return the turn of a call that goes out, what to send, and with which settings."""
+    async def sent(self, model: Any, messages: list[Any], settings: Any) -> tuple[Any, ...]:
+        """Return the turn of a call that goes out, its model, what to send, and its settings."""
         if self.turn is None:
             await self.ask(model, messages, retry=True)
         turn, self.turn = self.turn, None
@@ -75,7 +82,9 @@ class ModelCalls:
             # For this call alone: a later turn has nothing to learn from it.
             said = chat.UserPromptPart(turn.nudge)
             messages[-1] = replace(messages[-1], parts=[*messages[-1].parts, said])
-        return turn, messages, settings
+        if turn.fallback_model is not None:
+            model = _seams.named(model, turn.fallback_model)
+        return turn, model, messages, settings
 
     def answered(self, turn: ModelTurn, response: Any, messages: Any, params: Any) -> None:
         """Charge a call that answered."""
@@ -104,9 +113,9 @@ class Metered(WrapperModel):
     ) -> chat.ModelResponse:
         """Send a request."""
         calls, params = self._calls, model_request_parameters
-        turn, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
+        turn, model, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
         with turn:
-            response = await super().request(messages, settings, params)
+            response: chat.ModelResponse = await model.request(messages, settings, params)
         calls.answered(turn, response, messages, params)
         return response
 
@@ -120,11 +129,11 @@ class Metered(WrapperModel):
     ) -> AsyncGenerator[Any]:
         """Send a request whose answer is streamed."""
         calls, params, stream = self._calls, model_request_parameters, None
-        turn, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
+        turn, model, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
         try:
             async with AsyncExitStack() as stack:
                 with turn.entered():
-                    opening = super().request_stream(messages, settings, params, run_context)
+                    opening = model.request_stream(messages, settings, params, run_context)
                     stream = await stack.enter_async_context(opening)
                 yield stream
         except BaseException as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from pydantic_ai import CallToolsNode, ModelRequestNode, _agent_graph
+from pydantic_ai.models.wrapper import WrapperModel
 from pydantic_ai.result import FinalResult
 from pydantic_ai.run import AgentRunResult
 from pydantic_graph import End
@@ -32,6 +34,24 @@ def check() -> None:
                 f"Pydantic AI must have {', '.join(missing)}, got a release without. "
                 "Install pydantic-ai-slim>=2.64,<3."
             )
+
+
+def can_be_named(model: Any) -> bool:
+    """Return whether the requests of a model can go to another one of its provider."""
+    while isinstance(model, WrapperModel):
+        model = model.wrapped
+    return "_model_name" in vars(model)
+
+
+def named(model: Any, name: str) -> Any:
+    """Copy a model so that its requests go to another one of its provider."""
+    model = copy(model)
+    if isinstance(model, WrapperModel):
+        model.wrapped = named(model.wrapped, name)
+        return model
+    model._model_name = name
+    vars(model).pop("profile", None)  # of the other name
+    return model
 
 
 def is_new_turn(node: Any) -> bool:

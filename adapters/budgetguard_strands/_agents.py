@@ -138,7 +138,7 @@ class AgentHooks:
         at.metrics, at.invocation = metrics, number
         # Not before the first run, so that this comes inside of the user's own middleware.
         prunes = at.run.envelope.prune is not None
-        wanted = prunes or at.is_bounded or _seams.has_model_middleware(agent)
+        wanted = prunes or at.changes_requests or _seams.has_model_middleware(agent)
         if wanted and not self._calls.watching.get(agent):
             agent.add_middleware(InvokeModelStage, self._calls.watched)
             self._calls.watching.set(agent, True)

@@ -65,6 +65,19 @@ def bounded(model: Any, tokens: int) -> Any:
     return model
 
 
+def can_be_set(model: Any) -> bool:
+    """Return whether the name of a model can be set: one of Strands' own, that has one."""
+    kinds = {*_AT_THE_TOP, *_IN_PARAMS}
+    return model_name(model) is not None and any(
+        kind.__name__ in kinds for kind in type(model).__mro__
+    )
+
+
+def named(model: Any, name: str) -> Any:
+    """Copy a model so that its requests go to another one of its provider."""
+    return _with(model, "config", model.get_config(), "model_id", name)
+
+
 def give_back(copied: Any, model: Any) -> None:
     """Give a model what its copy has changed of its own state during a call."""
     own = cast("dict[str, Any]", vars(model))

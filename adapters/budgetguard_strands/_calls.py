@@ -32,7 +32,7 @@ from budgetguard_core.kit import (
     token_usage,
 )
 from budgetguard_strands import _seams
-from budgetguard_strands._bounds import bounded, give_back, model_name
+from budgetguard_strands._bounds import bounded, can_be_set, give_back, model_name, named
 from budgetguard_strands._messages import (
     DIALECT,
     STOPPED,
@@ -96,8 +96,11 @@ class Calls:
         turn = None if at is None else at.turn
         if at is not None and turn is not None:
             bound = turn.bound()
-            at.model = context.model
-            at.copied = context.model if bound is None else bounded(context.model, bound)
+            at.model = at.copied = context.model
+            if turn.fallback_model is not None:
+                at.copied = named(at.copied, turn.fallback_model)
+            if bound is not None:
+                at.copied = bounded(at.copied, bound)
             messages = copy.deepcopy(list(turn.messages)) if turn.is_pruned else context.messages
             context = context.replace(model=at.copied, messages=messages)
         async with aclosing(proceed(context)) as events:
@@ -124,6 +127,7 @@ class Calls:
             tools=[*tools.registry.values(), *tools.dynamic_tools.values()],
             model=model_name(agent.model),
             retry=at.overflowed or cycle == at.cycle,
+            may_fall_back=bool(self.watching.get(agent)) and can_be_set(agent.model),
         )
         at.cycle, at.overflowed = cycle, False
         try:

@@ -241,10 +241,10 @@ class AgentRun:
         return [*(one.context for one in self.asked), self.context]
 
     @property
-    def is_bounded(self) -> bool:
-        """True if the completion of each call is bounded, here or above."""
-        every = (one for nearest in self.run.guards for one in nearest.lineage)
-        return any(one.budget.max_output_tokens_per_call is not None for one in every)
+    def changes_requests(self) -> bool:
+        """True if a budget, here or above, bounds each completion or has a fallback model."""
+        every = (one.budget for nearest in self.run.guards for one in nearest.lineage)
+        return any(one.max_output_tokens_per_call or one.fallback_model for one in every)
 
 
 def _notice(guard: Guard, dimension: str) -> dict[str, Any]:

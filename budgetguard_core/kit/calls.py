@@ -57,6 +57,7 @@ class OpenModelCall(_Call):
             admitted this very call, and settles it.
         nudge: What the model should be told first, about the work only; None for nothing.
         max_output_tokens: Completion tokens that the request may ask for; None for no bound.
+        fallback_model: The model that the request has to go to; None for its own.
         is_open: It has not been settled yet.
         measured: What a layer below has found out about this call, for the layer that settles it.
         attempt: What the last attempt that a layer below made at this call has used, and what ended
@@ -68,6 +69,7 @@ class OpenModelCall(_Call):
     measured: TokenUsage | None = None
     attempt: tuple[TokenUsage | None, BaseException | str | None] | None = None
     is_open = True
+    fallback_model: str | None = None
 
     def __init__(
         self,

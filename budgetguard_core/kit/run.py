@@ -32,6 +32,7 @@ Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 """What was answered to whoever asked for a call."""
 
 
+_KEEPS_ITS_OWN = "fallback_model: the model of a request cannot be set here, so it keeps its own"
 _Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, Batch)
 _Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
@@ -126,13 +127,17 @@ class Run(Lifetime):
         self._prunes = Prompt().project(messages) >= window * self.guard.budget.warn_at
         return self._prunes
 
-    def model_call(self, call: ModelCall) -> OpenModelCall | Stop:
+    def model_call(self, call: ModelCall, *, may_fall_back: bool = False) -> OpenModelCall | Stop:
         """Ask for a model call, of every guard that it is charged to.
 
         A call that a layer above has admitted and that no layer has seen since is the same call:
         it is counted once. Another one within it is a retry. Where the attempt before it has ended,
         that one is charged with the retry, and the call that is admitted here takes its place as
         the one that the layer above settles.
+
+        Args:
+            call: What is asked for.
+            may_fall_back: The model of the request can be set: to `fallback_model` of the answer.
 
         Returns:
             The call, to be reported with `answered` or `failed`; or `Stop`: the run ends.
@@ -142,6 +147,9 @@ class Run(Lifetime):
         """
         self.begin_turn()
         outer = open_model_call()
+        cheaper = self._fallback(call, outer, may_fall_back)
+        if cheaper is not None:
+            call = replace(call, model=cheaper)
         charged: Sequence[Admit] = ()
         same, before = False, None
         if outer is not None:
@@ -182,9 +190,26 @@ class Run(Lifetime):
             most = one.max_output_tokens
             if most is not None and (bound is None or most < bound):
                 bound = most
-        return OpenModelCall(
+        opened = OpenModelCall(
             call, tickets, nudge=nudge, max_output_tokens=bound, above=above, run=self
         )
+        opened.fallback_model = cheaper
+        return opened
+
+    def _fallback(
+        self, call: ModelCall, outer: OpenModelCall | None, may_fall_back: bool
+    ) -> str | None:
+        """Return the cheaper model that a call goes to; None where it keeps its own."""
+        if outer is not None or self.trip is not None:
+            return None  # the layer above has decided; a last answer is the run's own model's
+        for guard in self.guards:
+            model: str | None = guard.state.fallback()
+            if model is not None and model != call.model:
+                if may_fall_back:
+                    return model
+                if _KEEPS_ITS_OWN not in guard.tree.errors:
+                    guard.tree.report(_KEEPS_ITS_OWN)
+        return None
 
     def answered(
         self,

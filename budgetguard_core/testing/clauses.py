@@ -66,6 +66,7 @@ from budgetguard_core.testing.endings import (
     typed_end,
 )
 from budgetguard_core.testing.failures import expect
+from budgetguard_core.testing.fallback import fallback
 from budgetguard_core.testing.last_answers import last_answer
 from budgetguard_core.testing.nesting import (
     activated,
@@ -826,5 +827,6 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(54, "a call waits for the pace, a token, a place", waits, needs=("waits",)),
     Clause(55, "a stopped run has a last answer from its reserve", last_answer, needs=("at_last",)),
     Clause(56, "one request to finish, from a share of a cap on", wrap_up),
+    Clause(57, "a cheaper model, from a share of a cap on", fallback, needs=("fallback",)),
 )
 """The clauses of the contract, in its order; from 47 on those of what is off by default."""

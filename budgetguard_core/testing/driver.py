@@ -18,6 +18,7 @@ Feature: TypeAlias = Literal[
     "bounded_output",
     "dialogue",
     "equal_ids",
+    "fallback",
     "imported",
     "judge",
     "new_process",
@@ -33,7 +34,8 @@ Feature: TypeAlias = Literal[
 model. `new_process`: what it waits with can be
 written down and opened elsewhere. `bounded_output`: a request says how long its answer may be
 (`Script.next`, `Reply.cut`). `reports`: `Tool.reports`. `equal_ids`: the framework runs two calls
-of one id. `imported`: a run that knows nothing of the adapter, which is imported, is bounded by
+of one id. `fallback`: the model of a request can be set (`Script.next`). `imported`: a run that
+knows nothing of the adapter, which is imported, is bounded by
 `guard.activate()`. `waits`: a hook before a call can wait. `dialogue`, `judge`, `own_limit`,
 `structured`, `swallowing`: `Scenario`'s.
 """

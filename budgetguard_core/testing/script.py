@@ -17,6 +17,8 @@ from budgetguard_core.usage import TokenUsage
 
 MODEL = "scripted-model"
 """The name that scripted replies give as their model; priced by a `PriceBook` override."""
+FALLBACK = "scripted-model-small"
+"""The name of the cheaper model that requests fall back to."""
 USAGE = TokenUsage(100, 20)
 """What a scripted reply reports unless it says otherwise."""
 
@@ -65,6 +67,8 @@ class Reply(Recorded):
     cut: bool = False
     """The bound of the request cut the answer short; the driver gives its provider's finish reason
     for that (`length`, `max_tokens`)."""
+    model: str = MODEL
+    """The model that the request went to: the response names it."""
     seconds: float = 0.0
     """How far the script's `ManualClock` moves while the model answers."""
 
@@ -98,6 +102,7 @@ class Script:
         sent: What was sent to it, as text, per call.
         requests: What was sent to it, as messages, per call.
         bounds: The completion tokens that each request asked for at most.
+        models: The model that each request went to.
         given: The answers that were given, per call.
     """
 
@@ -110,10 +115,16 @@ class Script:
         self.sent: list[str] = []
         self.requests: list[tuple[Message, ...]] = []
         self.bounds: list[int | None] = []
+        self.models: list[str] = []
         self.given: list[Reply] = []
 
     def next(
-        self, sent: str, *, request: Sequence[Message] = (), bound: int | None = None
+        self,
+        sent: str,
+        *,
+        request: Sequence[Message] = (),
+        bound: int | None = None,
+        model: str = MODEL,
     ) -> Reply:
         """Take the next answer; the driver's model calls it once per attempt.
 
@@ -121,6 +132,7 @@ class Script:
             sent: Everything that the framework handed to the model, serialised.
             request: The messages of it, in the suite's words.
             bound: The completion tokens that the request asks for at most, if it does.
+            model: The model that it goes to.
         """
         with self._lock:
             number = self.calls
@@ -128,6 +140,7 @@ class Script:
             self.sent.append(sent)
             self.requests.append(tuple(request))
             self.bounds.append(bound)
+            self.models.append(model)
         # Outside the lock: a reply that is a function may wait for another call of this script.
         if callable(self._replies):
             reply = self._replies(number)
@@ -137,6 +150,7 @@ class Script:
             self._clock.advance(reply.seconds)
         given = replace(
             _cut(reply, bound),
+            model=model,
             tool_calls=tuple(
                 call
                 if call.id is not None

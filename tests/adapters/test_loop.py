@@ -143,7 +143,7 @@ def test_a_step_that_is_refused_by_its_own_layer_ends_the_run():
         while True:
             ask(messages)
 
-    outcome = run_bounded(step, guard, messages="Go", retries=3)
+    outcome = run_bounded(step, guard, messages="Go")
     assert outcome.stop_reason is StopReason.MAX_MODEL_CALLS
     assert outcome.usage.model_calls == 2
 
@@ -224,7 +224,7 @@ def test_a_step_may_return(answer):
 def test_a_step_may_not_return(answer):
     guard = Guard(Budget())
     with pytest.raises(AdapterError, match="ModelReply"):
-        run_bounded(lambda messages: answer, guard, messages="Hi", retries=3)
+        run_bounded(lambda messages: answer, guard, messages="Hi")
     assert guard.usage.model_calls == 1
 
 
@@ -346,12 +346,6 @@ def test_an_exception_of_the_step_comes_out_after_the_checkpoint():
 def test_what_cannot_be_called_is_refused_before_the_run(step, tools, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         run_bounded(step, Budget(), messages="Go.", tools=tools)
-
-
-@pytest.mark.parametrize("retries", [-1, True, 1.5, "2"])
-def test_retries_must_be_a_whole_number(retries):
-    with pytest.raises(ConfigurationError, match="retries must be a whole number >= 0"):
-        run_bounded(scripted(says("x")), Budget(), messages="Go", retries=retries)
 
 
 def test_other_arguments_that_make_no_sense():
@@ -841,18 +835,6 @@ async def test_a_stream_that_hangs_in_the_middle_keeps_what_was_said():
     assert chunks[-1] is stream.outcome.messages[-1]
     assert closed == [1]
     assert stream.outcome.usage.output_tokens > 0
-
-
-async def test_a_stream_that_breaks_is_tried_again_only_while_nothing_was_shown():
-    down = ConnectionError("down")
-    stream = run_bounded_stream(streaming([down], ["Hi."]), Budget(), messages="Hi", retries=1)
-    assert await read(stream) == ["Hi."]
-    guard = Guard(Budget())
-    stream = run_bounded_stream(streaming(["H", down], ["Hi."]), guard, messages="Hi", retries=1)
-    with pytest.raises(ConnectionError, match="down"):
-        await read(stream)
-    assert (guard.usage.model_calls, guard.usage.failed_calls) == (1, 1)
-    assert guard.usage.output_tokens > 0
 
 
 async def test_leaving_a_stream_closes_the_providers_and_saves_the_run():

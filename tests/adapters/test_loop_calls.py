@@ -1,9 +1,8 @@
-"""Waits between attempts, settings that belong to the user, task groups, and calls one by one."""
+"""Settings that belong to the user, task groups, and calls one by one."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -11,68 +10,7 @@ import pytest
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, StopReason
 from budgetguard_core.kit import ToolCall
 from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async, run_bounded_stream
-from budgetguard_loop._backoff import delay_after
 from budgetguard_loop._reply import said_by
-
-
-def failure(**headers):
-    error = ConnectionError("busy")
-    error.response = SimpleNamespace(headers={k.replace("_", "-"): v for k, v in headers.items()})
-    return error
-
-
-# Waiting
-
-
-def test_waits_double_with_jitter_up_to_the_longest():
-    random.seed(7)
-    for attempt, longest in enumerate((0.5, 1, 2, 4, 8, 8, 8)):
-        waits = {delay_after(ConnectionError(), attempt) for _ in range(50)}
-        assert len(waits) > 1
-        assert min(waits) >= 0.75 * longest
-        assert max(waits) <= longest
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [({"retry_after": "7"}, 7), ({"Retry_After": "1.5"}, 1.5), ({"retry_after_ms": "250"}, 0.25)],
-)
-def test_what_the_provider_asks_for_is_kept(headers, seconds):
-    assert delay_after(failure(**headers), 0) == seconds
-
-
-@pytest.mark.parametrize(
-    "headers", [{}, {"retry_after": "soon"}, {"retry_after": "-1"}, {"retry_after": "3600"}]
-)
-def test_what_nobody_can_wait_for_is_not_kept(headers):
-    assert 0 < delay_after(failure(**headers), 0) <= 0.5
-
-
-def test_a_response_without_readable_headers_asks_for_nothing():
-    error = ConnectionError()
-    error.response = SimpleNamespace(headers=5)
-    assert delay_after(error, 0) <= 0.5
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_wait_ends_with_the_deadline(is_async):
-    guard = Guard(Budget(max_seconds=0.1))
-
-    def step(messages):
-        raise failure(retry_after="60")
-
-    async def step_async(messages):
-        raise failure(retry_after="60")
-
-    if is_async:
-        run = run_bounded_async(step_async, guard, messages="Go", retries=5)
-        outcome = asyncio.run(run)
-    else:
-        outcome = run_bounded(step, guard, messages="Go", retries=5)
-    assert outcome.stop_reason is StopReason.MAX_SECONDS
-    assert outcome.usage.model_calls == 1
-    assert outcome.usage.seconds < 30
-
 
 # Settings
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 
 import pytest
 from werkzeug import Response
 
-from budgetguard_core import Budget, Guard, StopReason
+from budgetguard_core import Budget, StopReason
 from budgetguard_core.testing import check_history
-from budgetguard_loop import bounded, run_bounded, run_bounded_async, run_bounded_stream
+from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async, run_bounded_stream
 from conformance.budgetguard_loop_driver import normal
 from ledger_servers import wait_until
 
@@ -129,33 +130,35 @@ def test_the_closed_history_is_taken_by_the_client_again(server):
     assert set(sent[-2]) == {"role", "content"}
 
 
-def test_throttling_is_charged(server):
-    slow = {"Retry-After": "0"}
-    server.faults += [Response("{}", status=429, headers=slow) for _ in range(2)]
+def test_throttling_is_charged_where_each_attempt_is_guarded(server):
+    """As with stamina or tenacity around the guarded function."""
+    server.faults += [Response("{}", status=429) for _ in range(2)]
     found = results()
-    guard = Guard(Budget(max_iterations=2))
-    with client_of(openai.OpenAI, server) as client:
-        outcome = run_bounded(
-            lambda messages: client.chat.completions.create(
-                model="gpt-4o", messages=messages, tools=[TOOL]
-            ),
-            guard,
-            messages="Go",
-            tools={"search": lambda: str(next(found))},
-            retries=2,
-        )
+
+    def run(budget, attempts):
+        with client_of(openai.OpenAI, server) as client:
+
+            @guarded(kind="model")
+            def ask(messages):
+                return client.chat.completions.create(
+                    model="gpt-4o", messages=messages, tools=[TOOL]
+                )
+
+            def step(messages):
+                for _ in range(attempts):
+                    with suppress(openai.RateLimitError):
+                        return ask(messages)
+                raise AssertionError
+
+            tools = {"search": lambda: str(next(found))}
+            return run_bounded(step, budget, messages="Go", tools=tools)
+
+    outcome = run(Budget(max_iterations=2), 3)
     assert len(server.log) == outcome.usage.model_calls == 4
     assert (outcome.usage.iterations, outcome.usage.failed_calls) == (2, 2)
 
-    server.faults += [Response("{}", status=429, headers=slow) for _ in range(9)]
-    guard = Guard(Budget(max_model_calls=3))
-    with client_of(openai.OpenAI, server) as client:
-        outcome = run_bounded(
-            lambda messages: client.chat.completions.create(model="gpt-4o", messages=messages),
-            guard,
-            messages="Go",
-            retries=50,
-        )
+    server.faults += [Response("{}", status=429) for _ in range(9)]
+    outcome = run(Budget(max_model_calls=3), 50)
     assert outcome.stop_reason is StopReason.MAX_MODEL_CALLS
     assert len(server.log) == 4 + 3
 

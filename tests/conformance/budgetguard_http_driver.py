@@ -55,7 +55,8 @@ class Provider(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         bound = body.get("max_completion_tokens")
         messages = body["messages"]
         sent = json.dumps([messages, body.get("tools")])
-        return self.script.next(sent, request=normal(messages), bound=bound), body
+        reply = self.script.next(sent, request=normal(messages), bound=bound, model=body["model"])
+        return reply, body
 
     def _response(self, reply, body):
         if reply.error is not None:
@@ -73,7 +74,8 @@ class Provider(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         if not reply.cut:
             finish = "tool_calls" if reply.tool_calls else "stop"
             last = {"index": 0, "delta": {}, "finish_reason": finish}
-            done = {**base, "object": "chat.completion.chunk", "model": MODEL, "choices": [last]}
+            done = {**base, "object": "chat.completion.chunk", "model": reply.model}
+            done["choices"] = [last]
             places = [n for n, one in enumerate(events) if not one["choices"]]
             events.insert(places[0] if places else len(events), done)
         text = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"

@@ -60,27 +60,31 @@ class ScriptedChat(BaseChatModel):
     def bind_tools(self, tools, **settings):
         return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **settings)
 
-    def _generate(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
-        reply = self._next(messages, sent, max_tokens)
+    def _generate(self, messages, stop=None, run_manager=None, max_tokens=None, model=None, **sent):
+        reply = self._next(messages, sent, max_tokens, model)
         return ChatResult(generations=[ChatGeneration(message=message_of(reply))])
 
-    async def _agenerate(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
-        reply = self._next(messages, sent, max_tokens)
+    async def _agenerate(
+        self, messages, stop=None, run_manager=None, max_tokens=None, model=None, **sent
+    ):
+        reply = self._next(messages, sent, max_tokens, model)
         if reply.hang:
             await hang()
         return ChatResult(generations=[ChatGeneration(message=message_of(reply))])
 
-    def _stream(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
-        yield from chunks_of(self._next(messages, sent, max_tokens))
+    def _stream(self, messages, stop=None, run_manager=None, max_tokens=None, model=None, **sent):
+        yield from chunks_of(self._next(messages, sent, max_tokens, model))
 
-    async def _astream(self, messages, stop=None, run_manager=None, max_tokens=None, **sent):
-        reply = self._next(messages, sent, max_tokens)
+    async def _astream(
+        self, messages, stop=None, run_manager=None, max_tokens=None, model=None, **sent
+    ):
+        reply = self._next(messages, sent, max_tokens, model)
         if reply.hang:
             await hang()
         for chunk in chunks_of(reply):
             yield chunk
 
-    def _next(self, messages, sent=(), bound=None):
+    def _next(self, messages, sent=(), bound=None, model=None):
         said = [
             [m.type, m.content, [[c["name"], c["args"]] for c in getattr(m, "tool_calls", ())]]
             for m in messages
@@ -89,6 +93,7 @@ class ScriptedChat(BaseChatModel):
             json.dumps([said, dict(sent).get("tools")], ensure_ascii=False),
             request=[message(one) for one in messages],
             bound=bound,
+            model=model or self.model_name,
         )
         if reply.error is not None:
             raise reply.error
@@ -112,7 +117,7 @@ def usage_metadata(usage):
 
 def facts_of(reply):
     """What a message says besides its text and calls."""
-    metadata = {"model_name": MODEL, **({"finish_reason": "length"} if reply.cut else {})}
+    metadata = {"model_name": reply.model, **({"finish_reason": "length"} if reply.cut else {})}
     record = reply.record
     if record is not None:
         return {"usage_metadata": record, "response_metadata": metadata}

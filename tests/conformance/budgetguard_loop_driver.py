@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from functools import wraps
 from typing import ClassVar
 
 from budgetguard_core import BudgetExceeded, Guard, Outcome
@@ -17,6 +18,7 @@ from budgetguard_core.testing import (
     MODES,
     Driver,
     Message,
+    ProviderError,
     Ran,
     Scenario,
     hang,
@@ -106,7 +108,7 @@ def completion(reply):
             for call in reply.tool_calls
         ]
     choice = {"message": message, "finish_reason": "length" if reply.cut else "stop"}
-    response = {"model": MODEL, "choices": [choice]}
+    response = {"model": reply.model, "choices": [choice]}
     if (usage := usage_of(reply)) is not None:
         response["usage"] = usage
     return response
@@ -133,11 +135,11 @@ def chunks_of(reply):
         rest = {"arguments": json.dumps(call.arguments)}
         deltas.append({"tool_calls": [{"index": index, "function": rest}]})
     for delta in deltas:
-        yield {"model": MODEL, "choices": [{"delta": delta}]}
+        yield {"model": reply.model, "choices": [{"delta": delta}]}
     if reply.cut:
-        yield {"model": MODEL, "choices": [{"delta": {}, "finish_reason": "length"}]}
+        yield {"model": reply.model, "choices": [{"delta": {}, "finish_reason": "length"}]}
     if (usage := usage_of(reply)) is not None:
-        yield {"model": MODEL, "choices": [], "usage": usage}
+        yield {"model": reply.model, "choices": [], "usage": usage}
 
 
 def whole(chunks):
@@ -174,26 +176,29 @@ class Model:
             for t in tools
         ]
 
-    def _next(self, messages, bound, without_tools=False):
+    def _next(self, messages, bound, without_tools=False, model=None):
         tools = [] if without_tools else self.tools
         sent = json.dumps([messages, tools], ensure_ascii=False)
-        reply = self._script.next(sent, request=normal(messages), bound=bound)
+        facts = {"request": normal(messages), "bound": bound, "model": model or MODEL}
+        reply = self._script.next(sent, **facts)
         if reply.error is not None:
             reply.error.response = AtOnce
             raise reply.error
         return reply
 
-    def complete(self, messages, *, max_output_tokens=None, without_tools=False):
-        return completion(self._next(messages, max_output_tokens, without_tools))
+    def complete(self, messages, *, max_output_tokens=None, without_tools=False, model=None):
+        return completion(self._next(messages, max_output_tokens, without_tools, model))
 
-    async def complete_async(self, messages, *, max_output_tokens=None, without_tools=False):
-        reply = self._next(messages, max_output_tokens, without_tools)
+    async def complete_async(
+        self, messages, *, max_output_tokens=None, without_tools=False, model=None
+    ):
+        reply = self._next(messages, max_output_tokens, without_tools, model)
         if reply.hang:
             await hang()
         return completion(reply)
 
-    async def stream(self, messages, *, max_output_tokens=None, without_tools=False):
-        reply = self._next(messages, max_output_tokens, without_tools)
+    async def stream(self, messages, *, max_output_tokens=None, without_tools=False, model=None):
+        reply = self._next(messages, max_output_tokens, without_tools, model)
         if reply.hang:
             await hang()
         for chunk in chunks_of(reply):
@@ -233,6 +238,33 @@ def functions(scenario, tools, run_agent):
 
     report = report_progress if scenario.mode == "sync" else report_async
     return {tool.name: report if tool.reports else function(tool) for tool in tools}
+
+
+def trying(step, scenario):
+    """Try again as users do, with a library of their own around a guarded step."""
+
+    def call(*args, **kwargs):
+        for _ in range(scenario.retries):
+            with suppress(ProviderError):
+                return step(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    async def call_async(*args, **kwargs):
+        for _ in range(scenario.retries):
+            with suppress(ProviderError):
+                return await step(*args, **kwargs)
+        return await step(*args, **kwargs)
+
+    async def call_stream(*args, **kwargs):
+        for _ in range(scenario.retries):
+            with suppress(ProviderError):
+                async for chunk in step(*args, **kwargs):
+                    yield chunk
+                return
+        async for chunk in step(*args, **kwargs):
+            yield chunk
+
+    return wraps(step)({"sync": call, "async": call_async, "streamed": call_stream}[scenario.mode])
 
 
 def answer_of(ended):
@@ -403,6 +435,8 @@ class RunBounded(LoopDriver):
     def _bounded(self, entry, scenario):
         step = Model(scenario.script, scenario.tools).step(scenario.mode)
         tools = functions(scenario, scenario.tools, self._agent(scenario))
+        if scenario.retries:
+            step = trying(guarded(kind="model")(step), scenario)
         if scenario.twice or scenario.swallowing:
             guard = scenario.guard if isinstance(scenario.guard, Guard) else None
             step = guarded(guard, kind="model")(step)
@@ -417,7 +451,6 @@ class RunBounded(LoopDriver):
             messages=scenario.user_input or (),
             tools=tools,
             model=MODEL,
-            retries=scenario.retries,
             on_trip=scenario.on_trip,
             store=scenario.store,
             resume=None if scenario.after is None else scenario.after.session,
@@ -583,7 +616,8 @@ class Explicit(Handwritten):
         for attempt in range(scenario.retries + 1):
             try:
                 with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
-                    response = complete(call.messages, max_output_tokens=call.max_output_tokens)
+                    given = {"max_output_tokens": call.max_output_tokens, "model": call.model}
+                    response = complete(call.messages, **given)
                     call.settle(response)
                     return response["choices"][0]["message"]
             except BudgetExceeded:
@@ -635,7 +669,7 @@ class Explicit(Handwritten):
         for attempt in range(scenario.retries + 1):
             try:
                 async with run.model_call(MODEL, retry=attempt > 0, tools=tools) as call:
-                    bound = {"max_output_tokens": call.max_output_tokens}
+                    bound = {"max_output_tokens": call.max_output_tokens, "model": call.model}
                     if scenario.mode == "async":
                         response = await step(call.messages, **bound)
                         call.settle(response)
@@ -661,7 +695,7 @@ def settled(chunks):
     """Put a stream together as the response that it would have been."""
     reasons = [c.get("finish_reason") for chunk in chunks for c in chunk["choices"]]
     choice = {"message": whole(chunks), "finish_reason": next(filter(None, reasons), "stop")}
-    return {"model": MODEL, "choices": [choice], "usage": chunks[-1].get("usage")}
+    return {"model": chunks[0]["model"], "choices": [choice], "usage": chunks[-1].get("usage")}
 
 
 class Guarded(Handwritten):
@@ -673,8 +707,8 @@ class Guarded(Handwritten):
 
     def loop(self, run, voices, tools, scenario):
         @guarded(kind="model", model=MODEL, tools=voices.model.tools)
-        def ask(messages, *, nudge=None, max_output_tokens=None):
-            bound = {"max_output_tokens": max_output_tokens}
+        def ask(messages, *, nudge=None, max_output_tokens=None, model=None):
+            bound = {"max_output_tokens": max_output_tokens, "model": model}
             return voices.model.complete(told(messages, nudge), **bound)
 
         if scenario.twice:
@@ -758,15 +792,15 @@ class Guarded(Handwritten):
         if scenario.mode == "async":
 
             @guarded(kind="model", model=MODEL, tools=voices.model.tools)
-            async def ask(messages, *, nudge=None, max_output_tokens=None):
-                bound = {"max_output_tokens": max_output_tokens}
+            async def ask(messages, *, nudge=None, max_output_tokens=None, model=None):
+                bound = {"max_output_tokens": max_output_tokens, "model": model}
                 return await voices.model.complete_async(told(messages, nudge), **bound)
 
         else:
 
             @guarded(kind="model", model=MODEL, tools=voices.model.tools)
-            async def ask(messages, *, nudge=None, max_output_tokens=None):
-                bound = {"max_output_tokens": max_output_tokens}
+            async def ask(messages, *, nudge=None, max_output_tokens=None, model=None):
+                bound = {"max_output_tokens": max_output_tokens, "model": model}
                 async with aclosing(voices.model.stream(told(messages, nudge), **bound)) as stream:
                     async for chunk in stream:
                         yield chunk

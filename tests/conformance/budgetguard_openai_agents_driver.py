@@ -20,10 +20,10 @@ from agents import (
     FunctionTool,
     GuardrailFunctionOutput,
     InputGuardrail,
-    Model,
     ModelResponse,
     ModelRetrySettings,
     ModelSettings,
+    OpenAIResponsesModel,
     RunConfig,
     RunHooks,
     Runner,
@@ -33,6 +33,7 @@ from agents import (
 )
 from agents.handoffs import Handoff
 from agents.memory import SQLiteSession
+from openai import AsyncOpenAI
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
@@ -110,12 +111,11 @@ class MemorySession(SQLiteSession):
         atexit.register(self.close)
 
 
-class ScriptedModel(Model):
+class ScriptedModel(OpenAIResponsesModel):
     """The real runner's model, answered by a script; works with every SDK version."""
 
-    model = MODEL
-
     def __init__(self, script: Script) -> None:
+        super().__init__(MODEL, AsyncOpenAI(api_key="none"))
         self.script = script
 
     async def _next(self, system_instructions, input, settings, tools, handoffs):
@@ -129,6 +129,7 @@ class ScriptedModel(Model):
             json.dumps(shown, default=str),
             request=messages(items, {one.tool_name for one in handoffs}, None),
             bound=settings.max_tokens,
+            model=(settings.extra_body or {}).get("model", self.model),
         )
         if reply.hang:
             await hang()
@@ -215,7 +216,7 @@ class ScriptedModel(Model):
         response = Response(
             id=f"resp_{next(NUMBERS)}",
             created_at=0,
-            model=MODEL,
+            model=reply.model,
             object="response",
             output=output,
             tool_choice="auto",

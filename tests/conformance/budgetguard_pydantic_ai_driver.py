@@ -94,11 +94,11 @@ class ScriptedModel(Model):
     def __init__(self, script, name=MODEL) -> None:
         super().__init__()
         self.script = script
-        self.name = name
+        self._model_name = name
 
     @property
     def model_name(self) -> str:
-        return self.name
+        return self._model_name
 
     @property
     def system(self) -> str:
@@ -114,6 +114,7 @@ class ScriptedModel(Model):
             json.dumps([tools, sent], ensure_ascii=False),
             request=history_of(messages),
             bound=(settings or {}).get("max_tokens"),
+            model=self.model_name,
         )
         if isinstance(reply.error, ProviderError):
             raise ModelHTTPError(503, MODEL, str(reply.error)) from reply.error
@@ -130,7 +131,7 @@ class ScriptedModel(Model):
         return ModelResponse(
             parts,
             usage=usage_of(reply),
-            model_name=MODEL,
+            model_name=reply.model,
             finish_reason="length" if reply.cut else None,
         )
 
@@ -171,7 +172,7 @@ class ScriptedStream(StreamedResponse):
 
     @property
     def model_name(self):
-        return MODEL
+        return self._reply.model
 
     @property
     def provider_name(self):

@@ -78,6 +78,7 @@ class ScriptedModel(AnthropicModel):
             json.dumps([system_prompt, tool_specs, sent], default=str),
             request=history_of(messages),
             bound=self.config.get("max_tokens"),
+            model=self.config["model_id"],
         )
         if isinstance(reply.error, ProviderError):
             # The one that Strands' own retry strategy tries again.

@@ -228,6 +228,7 @@ REASONS = {
     54: "ended completed .* expected max_seconds",
     55: MAX_ITERATIONS,
     56: "requests with the words",
+    57: "models",
 }
 # They ask that a guard leaves something alone, which one that does nothing does.
 TRIVIAL = {

@@ -41,6 +41,7 @@ class Toy(Driver):
     name = "Bounded"
     lacks: ClassVar = {
         "at_last": "the toy ends a run without its model",
+        "fallback": "the toy's requests name no model",
         "dialogue": "a run ends with the first reply without a call",
         "own_limit": "the toy has no limit of its own",
         "imported": "the toy has no place that holds for every agent: agents are wrapped",
