@@ -18,6 +18,7 @@ from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage
 from budgetguard_core.events import (
     BudgetExtended,
     CallDelayed,
+    FallbackStarted,
     HousekeepingBegan,
     HousekeepingEnded,
     IncidentRecorded,
@@ -86,6 +87,7 @@ class Node:
     handoffs: Counter[str] = field(default_factory=Counter[str])
     refusals: Counter[str] = field(default_factory=Counter[str])
     warned: list[str] = field(default_factory=list[str])
+    fallback: str | None = None
     trip: Trip | None = None
     observed: Trip | None = None
     status: str | None = None
@@ -287,6 +289,8 @@ class Run:
                     node.tools[name].failed += 1
             case LimitNearlyReached():
                 node.warned.append(event.dimension)
+            case FallbackStarted():
+                node.fallback = f"to {event.model}, at the share of {event.dimension}"
             case Tripped():
                 node.trip = event.trip
             case TripObserved():

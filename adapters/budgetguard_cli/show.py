@@ -278,6 +278,8 @@ def _spent(tree: Tree, node: Node) -> None:
         tree.add(cell(f"refused: {refused}"))
     if node.delayed:
         tree.add(f"delayed by rate limits: {counted(node.delayed, 'call')}")
+    if node.fallback:
+        tree.add(cell(f"fell back {node.fallback}"))
     if node.warned:
         tree.add(cell(f"warned: {', '.join(node.warned)}"))
 
@@ -307,7 +309,8 @@ def plain(run: Run) -> dict[str, Any]:
 def _plain_node(node: Node) -> dict[str, Any]:
     profile = node.budget.profile
     same = ["run_id", "status", "stop_reason", "finalized", "housekeeping", "delayed", "mode"]
-    same += ["next_step", "may_have_taken_effect", "tenant", "refusals", "warned", "earlier"]
+    same += ["next_step", "may_have_taken_effect", "tenant", "refusals", "warned", "fallback"]
+    same += ["earlier"]
     return {
         **{name: getattr(node, name) for name in same},
         "profile": None if profile is None else profile.model_dump(),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from budgetguard_cli.app import app
 from budgetguard_core import Budget, Guard, JsonLinesSink
 from budgetguard_core.breakers import RateLimit
-from budgetguard_core.kit import ToolCall, end_run
+from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall, end_run
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
 from run_logs import COST_OF_A_CALL, budget, finalized, in_legs, work, write
@@ -48,6 +48,19 @@ def test_one_run_is_a_tree(budgetguard, log):
         "runs again.\n",
     ):
         assert said in text, said
+
+
+def test_a_cheaper_model_is_named(budgetguard, tmp_path):
+    path = tmp_path / "log.jsonl"
+    caps = Budget(max_total_tokens=1000, fallback_at=0.1, fallback_model="gpt-4o-mini")
+    run = Envelope(budget=Guard(caps, run_id="cheap", sinks=[JsonLinesSink(path)])).open()
+    for _ in range(2):
+        call = run.model_call(ModelCall(model="gpt-4o"), may_fall_back=True)
+        run.answered(call, TokenUsage(50, 50))
+    run.end()
+    text = shown(budgetguard, path, "cheap")
+    assert "fell back to gpt-4o-mini, at the share of max_total_tokens" in text
+    assert "gpt-4o-mini: 1 call" in text
 
 
 @pytest.mark.slow
