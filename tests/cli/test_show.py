@@ -53,11 +53,13 @@ def test_one_run_is_a_tree(budgetguard, log):
 def test_a_cheaper_model_is_named(budgetguard, tmp_path):
     path = tmp_path / "log.jsonl"
     caps = Budget(max_total_tokens=1000, fallback_at=0.1, fallback_model="gpt-4o-mini")
-    run = Envelope(budget=Guard(caps, run_id="cheap", sinks=[JsonLinesSink(path)])).open()
+    sink = JsonLinesSink(path)
+    run = Envelope(budget=Guard(caps, run_id="cheap", sinks=[sink])).open()
     for _ in range(2):
         call = run.model_call(ModelCall(model="gpt-4o"), may_fall_back=True)
         run.answered(call, TokenUsage(50, 50))
     run.end()
+    sink.close()
     text = shown(budgetguard, path, "cheap")
     assert "fell back to gpt-4o-mini, at the share of max_total_tokens" in text
     assert "gpt-4o-mini: 1 call" in text
