@@ -188,6 +188,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
         bulkheads: How many calls of tools may run at once, likewise.
         circuit_breaker: Leave a tool that keeps failing alone for a while; one breaker for each
             tool. A run whose every call meets an open one is stopped (`circuit_open`).
+        per: "conversation": the counters go on over the runs of one thread or session. "run", which
+            is the default.
         profile: The profile that the caps come from, for the records; set by `Profile.under`. A
             sub-agent's budget that leaves it out has its parent's.
 
@@ -225,6 +227,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
     rate_limits: Mapping[str, RateLimit] = Field(default_factory=dict)
     bulkheads: Mapping[str, BulkheadConfig] = Field(default_factory=dict)
     circuit_breaker: CircuitBreakerConfig | None = None
+    per: Literal["run", "conversation"] = "run"
     profile: ProfileId | None = None
 
     @_as_given
@@ -257,6 +260,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         rate_limits: Mapping[str, RateLimit] = _NONE,
         bulkheads: Mapping[str, BulkheadConfig] = _NONE,
         circuit_breaker: CircuitBreakerConfig | None = None,
+        per: Literal["run", "conversation"] = "run",
         profile: ProfileId | None = None,
         **unknown: Never,
     ) -> None:

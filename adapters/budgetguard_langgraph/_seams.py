@@ -26,6 +26,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError
+from budgetguard_core.kit import part
 
 
 def _found(module: str, path: str) -> Any:
@@ -297,6 +298,15 @@ def _around() -> Mapping[str, Any]:
     """Return the configuration that code inherits."""
     found: Mapping[str, Any] = _CONFIG.get() or _NOTHING
     return found
+
+
+def thread_of(config: Any) -> str | None:
+    """Return the id of the thread that a configuration names."""
+    for place in ("configurable", "metadata"):
+        found = part(part(config, place), "thread_id")
+        if found is not None:
+            return str(found)
+    return None
 
 
 def configuration(config: Any = None) -> Mapping[str, Any]:

@@ -46,6 +46,7 @@ from budgetguard_langgraph._seams import (
     is_drained,
     recursion_limit,
     surrounding_callbacks,
+    thread_of,
     with_callback,
 )
 from budgetguard_langgraph._view import View
@@ -179,6 +180,7 @@ class Session:
             fresh=fresh,
             config=self._asked,
             given=self.given,
+            thread=thread_of(self._asked),
         )
         if leg is not None and kept is not None:
             run.go_on_as(leg, kept.run_id)

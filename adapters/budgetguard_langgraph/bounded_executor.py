@@ -23,7 +23,7 @@ from budgetguard_core.kit import (
 from budgetguard_langgraph._outcomes import with_own_outcome
 from budgetguard_langgraph._owners import run_around
 from budgetguard_langgraph._run import GraphRun, Step
-from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
+from budgetguard_langgraph._seams import surrounding_callbacks, thread_of, with_callback
 from budgetguard_langgraph._session import Attached
 
 with required("langchain-classic", module="langchain_classic", extra="langchain"):
@@ -103,7 +103,9 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
     ) -> tuple[GraphRun, RunnableConfig]:
         callback = Attached(self._envelope)
         mine = GraphRun(
-            self._envelope.open(user_spoke=True, config=config, given=given),
+            self._envelope.open(
+                user_spoke=True, config=config, given=given, thread=thread_of(config)
+            ),
             callback,
             None,
             run_around(),

@@ -49,6 +49,7 @@ from budgetguard_langgraph._seams import (
     graph_call,
     is_step,
     probe,
+    thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
 
@@ -394,6 +395,7 @@ class BudgetCallback(BaseCallbackHandler):
                 # A chain's hooks are told the metadata of its configuration, and no more of it.
                 config={"metadata": metadata or {}} if call is None else call.config,
                 given=given,
+                thread=thread_of(call.config if call else {"metadata": metadata or {}}),
             )
         run.guard.start()
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)

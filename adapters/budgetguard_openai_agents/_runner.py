@@ -321,6 +321,8 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         fresh=fresh,
         config=_seams.context_of(given) if goes_on and context is None else context,
         given=None if goes_on else given,
+        thread=getattr(options.get("session"), "session_id", None)
+        or options.get("conversation_id"),
     )
     if earlier is not None:
         run.go_on_as(leg, earlier.run_id)

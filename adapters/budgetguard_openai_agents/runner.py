@@ -136,7 +136,8 @@ class BudgetHooks(BoundedHooks):
         await self._inner().on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
 
 
-_OF_THE_BUDGET = frozenset({*EnvelopeOptions.__annotations__, "resume"})
+# `conversation_id` is the SDK's own, and says the same.
+_OF_THE_BUDGET = frozenset({*EnvelopeOptions.__annotations__, "resume"} - {"conversation_id"})
 
 
 async def bounded_run(

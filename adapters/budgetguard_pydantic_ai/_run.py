@@ -77,7 +77,13 @@ class BoundedRun(AbstractCapability[Any]):
         _runs[ctx.run_id] = self
         here = InHistory(lambda: self.messages)
         opening = kit.Session.open(
-            self.envelope, DIALECT, here, said=ctx.prompt, history=ctx.messages, config=ctx
+            self.envelope,
+            DIALECT,
+            here,
+            said=ctx.prompt,
+            history=ctx.messages,
+            config=ctx,
+            thread=ctx.conversation_id,
         )
         self.session = session = await kit.run_awaited(opening)
         self._model = ModelCalls(session)

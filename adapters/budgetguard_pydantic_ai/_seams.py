@@ -45,13 +45,13 @@ def can_be_named(model: Any) -> bool:
 
 def named(model: Any, name: str) -> Any:
     """Copy a model so that its requests go to another one of its provider."""
-    model = copy(model)
+    copied: Any = copy(model)
     if isinstance(model, WrapperModel):
-        model.wrapped = named(model.wrapped, name)
-        return model
-    model._model_name = name
-    vars(model).pop("profile", None)  # of the other name
-    return model
+        copied.wrapped = named(model.wrapped, name)
+    else:
+        copied._model_name = name
+        copied.__dict__.pop("profile", None)  # of the other name
+    return copied
 
 
 def is_new_turn(node: Any) -> bool:

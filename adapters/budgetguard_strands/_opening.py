@@ -146,8 +146,14 @@ class Opener:
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
                 # Its detection of loops only observes where the run around it does.
                 envelope = replace(envelope, mode=frame.guard.mode)
+            manager = getattr(target, "session_manager", target)
             opening = opened(
-                envelope, _Kept(kept), user_spoke=user_spoke, config=invocation_state, given=given
+                envelope,
+                _Kept(kept),
+                user_spoke=user_spoke,
+                config=invocation_state,
+                given=given,
+                thread=getattr(manager, "session_id", None),
             )
             run, resumed = await run_awaited(opening)
         self._own.add(run)

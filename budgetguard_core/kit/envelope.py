@@ -19,6 +19,8 @@ from budgetguard_core.frame import Frame, current
 from budgetguard_core.guard import Guard, Mode, WarningHandler
 from budgetguard_core.kit.ambient import in_force
 from budgetguard_core.kit.calls import OpenModelCall
+from budgetguard_core.kit.conversations import Conversation, run_id_of
+from budgetguard_core.kit.conversations import joined as joined_conversation
 from budgetguard_core.kit.projection import estimate
 from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.run import Run
@@ -48,6 +50,7 @@ _OF_THE_GUARD = (
     "ledger",
     "tenant",
     "profile",
+    "conversation",
 )
 _PAST_RUNS = 32
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
@@ -67,6 +70,8 @@ class _CommonOptions(TypedDict, total=False):
     prune: Prune | None
     ledger: Ledger | str | None
     tenant: Tenant | Callable[[Any], Tenant] | None
+    conversation: Budget | None
+    conversation_id: str | Callable[[Any], str | None] | None
 
 
 class EnvelopeOptions(_CommonOptions, total=False):
@@ -112,6 +117,13 @@ class Envelope:
         tenant: Of fresh guards: whom a run is for, a name, a `Key` or several. Where the framework
             has a configuration of the run, a function of it:
             `lambda config: config["configurable"]["tenant"]`.
+        conversation: Of fresh guards: caps of the whole conversation, beside those of each run.
+            Their counters go on over its runs; in a `store` over processes too, without one this
+            process remembers the last 10,000 conversations. `Budget(..., per="conversation")` in
+            place of the budget is the same without caps a run. Two processes in one conversation
+            at once do not see each other: use a `ledger` there.
+        conversation_id: Its id, or a function of the framework's configuration of the run; that of
+            the framework's thread or session if left out.
         profile: Of fresh guards: the profile that the caps come from, by name, or chosen for each
             run by a function of its `Task`. What `budget` sets wins over environment variables,
             they over the overlay, and that over the profile. Without a budget and a profile, that
@@ -135,6 +147,8 @@ class Envelope:
     prune: Prune | None = None
     ledger: Ledger | str | None = None
     tenant: Tenant | Callable[[Any], Tenant] | None = None
+    conversation: Budget | None = None
+    conversation_id: str | Callable[[Any], str | None] | None = None
     profile: str | Profile | Selector | None = None
     _past: deque[PastRun] = field(
         init=False, repr=False, compare=False, default_factory=lambda: deque(maxlen=_PAST_RUNS)
@@ -150,6 +164,11 @@ class Envelope:
             raise ConfigurationError(
                 f"budget must be a Budget, a Guard or an Envelope, got "
                 f"{type(self.budget).__name__}. Build one with Budget(max_iterations=25)."
+            )
+        if not isinstance(self.conversation, Budget | None):
+            raise ConfigurationError(
+                f"conversation must be a Budget, got {type(self.conversation).__name__}. "
+                "Build one with Budget(max_cost_usd=5)."
             )
         if self.on_trip not in ("return", "raise"):
             raise ConfigurationError(
@@ -245,6 +264,7 @@ class Envelope:
         loose: bool = False,
         config: Any = None,
         given: Any = None,
+        thread: object = None,
     ) -> Run:
         """Begin a run here: the caller's frame decides what it is a part of.
 
@@ -259,21 +279,49 @@ class Envelope:
             config: The framework's configuration of the run, for a `tenant` or a `profile` that is
                 a function.
             given: What the run is given as its input, for a `profile` that is a function.
+            thread: The framework's id of the conversation.
 
         Raises:
-            ConfigurationError: The function found no tenant, or no profile.
-            CheckpointError: The snapshot does not fit together.
+            ConfigurationError: The function found no tenant, or no profile; or there is a budget
+                of the conversation, and no id of it.
+            CheckpointError: The snapshot, or that of the conversation, does not fit together.
         """
         frame = current()
         around = in_force(frame)
         if isinstance(self.budget, Guard):
             run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
-            budget = self._bound(config, given)
-            guard = self._fresh(budget, frame, around, resume, fresh, run_id, config, loose)
+            budget, whole = self._bound(config, given), self.conversation
+            if budget.per == "conversation":
+                budget, whole = Budget(loop_detection=budget.loop_detection), whole or budget
+            joined = None
+            if whole is not None and not loose:
+                joined = self._conversation(whole, frame, around, config, thread)
+            within = around if joined is None else [joined.guard]
+            guard = self._fresh(budget, frame, within, resume, fresh, run_id, config, loose)
             run = Run(self, guard, frame, around, loose=loose)
+            run.conversation = joined
         run.user_spoke = user_spoke and bool(run.guard.usage.model_calls or run.guard.tool_counts)
         return run
+
+    def _conversation(
+        self,
+        budget: Budget,
+        frame: Frame | None,
+        around: Sequence[Guard],
+        config: Any,
+        thread: object,
+    ) -> Conversation | None:
+        """Join the conversation of a run; None where that is a part of another run of it."""
+        found = self.conversation_id
+        name = run_id_of((found(config) if callable(found) else found) or thread)
+        if any(one.run_id == name for nearest in around for one in nearest.lineage):
+            return None
+
+        def make(before: Snapshot | None) -> Guard:
+            return self._fresh(budget, frame, around, before, False, name, config, False)
+
+        return joined_conversation(name, self.store, make)
 
     def note(self, outcome: Outcome) -> None:
         """Remember how a run ended, for the next choice of a profile."""

@@ -18,6 +18,7 @@ from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.kit.ambient import entered, housekeeping_for, inside_a_run
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.kit.checkpoints import Checkpoints
+from budgetguard_core.kit.conversations import Conversation
 from budgetguard_core.kit.outcomes import remember
 from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.stops import log_stop
@@ -73,6 +74,7 @@ class Lifetime:
             opened, unless its adapter says otherwise.
         is_loose: It is single calls that belong together; nobody tells their end.
         user_spoke: The user has spoken, and no call was asked for since.
+        conversation: The conversation that it is a run of, where that has a budget.
         is_of_clients: Its calls are counted where clients send them, below every framework.
     """
 
@@ -105,6 +107,7 @@ class Lifetime:
         self._children: weakref.WeakSet[Lifetime] = weakref.WeakSet()
         self._parts: dict[object, Any] = {}
         self.is_loose = loose
+        self.conversation: Conversation | None = None
         self.user_spoke = False
         self._is_answer = False
         self._note: str | None = None
@@ -297,6 +300,8 @@ class Lifetime:
                     raise
                 except Exception as error:
                     self.guard.tree.report("checkpoint", error)
+            if self._checkpoints is not None and self.conversation is not None:
+                self.conversation.save()
         if self._parent is not None:
             self._parent.save()
 
@@ -441,6 +446,8 @@ class Lifetime:
             error=error,
             finalized=self.finalized and status == "terminated",
         )
+        if self.conversation is not None:
+            self.conversation.left()
         self.envelope.note(self.outcome)
         if self.envelope.on_outcome is not None:
             try:

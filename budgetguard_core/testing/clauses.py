@@ -54,6 +54,7 @@ from budgetguard_core.testing.checks import (
 )
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.conformance import Clause, check_history
+from budgetguard_core.testing.conversation import conversation
 from budgetguard_core.testing.driver import Driver, Feature
 from budgetguard_core.testing.endings import (
     as_unguarded,
@@ -828,5 +829,6 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(55, "a stopped run has a last answer from its reserve", last_answer, needs=("at_last",)),
     Clause(56, "one request to finish, from a share of a cap on", wrap_up),
     Clause(57, "a cheaper model, from a share of a cap on", fallback, needs=("fallback",)),
+    Clause(58, "a conversation's counters go on over its runs", conversation),
 )
 """The clauses of the contract, in its order; from 47 on those of what is off by default."""

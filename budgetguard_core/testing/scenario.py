@@ -71,6 +71,8 @@ class Scenario(Recorded):
     """The framework keeps the history for the next turn (session, thread), or our store where the
     framework has none; the driver reports what is kept in `Ran.history`, what the caller got in
     `Ran.returned`, and a run `after` this one is given its new input alone."""
+    conversation: str | None = None
+    """The id of the conversation, for `conversation_id`; that of the framework's if left out."""
     retries: int = 0
     """How often the framework's own retry layer tries a failed model call again."""
     twice: bool = False

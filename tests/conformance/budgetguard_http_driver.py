@@ -298,6 +298,7 @@ class BoundedClients(Driver):
         if scenario.guard is None:
             return loop, None
         options = {"on_trip": scenario.on_trip, "store": scenario.store}
+        options["conversation_id"] = scenario.conversation
         if scenario.twice:
             outer = bounded_clients(scenario.guard)
             return loop, Twice(outer, bounded_clients(**options))

@@ -47,6 +47,14 @@ REFUSED = "The person said no."
 HIGH = {"recursion_limit": 1000}
 
 
+def options_of(scenario):
+    return {
+        "on_trip": scenario.on_trip,
+        "store": scenario.store,
+        "conversation_id": scenario.conversation,
+    }
+
+
 class ScriptedChat(BaseChatModel):
     """A chat model that answers from a script; all of its ways in are code of their own."""
 
@@ -578,7 +586,7 @@ class CallbackDriver(LangGraphDriver):
         if scenario.guard is None:
             return graph, config
         callbacks = [
-            BudgetCallback(scenario.guard, on_trip=scenario.on_trip, store=scenario.store)
+            BudgetCallback(scenario.guard, **options_of(scenario))
             for _ in range(2 if scenario.twice else 1)
         ]
         scenario.shared["callback"] = callbacks[0]
@@ -618,9 +626,7 @@ class BoundedDriver(LangGraphDriver):
             return graph, config
         if scenario.twice:
             config = {**config, "callbacks": [BudgetCallback(scenario.guard)]}
-        return bounded(
-            graph, scenario.guard, on_trip=scenario.on_trip, store=scenario.store
-        ), config
+        return bounded(graph, scenario.guard, **options_of(scenario)), config
 
 
 class BoundedReactDriver(BoundedDriver):
@@ -742,7 +748,7 @@ class MiddlewareDriver(LangGraphDriver):
         inner = []
         if top and scenario.guard is not None:
             budget = None if "active" in scenario.shared else scenario.guard
-            inner = [BudgetMiddleware(budget, on_trip=scenario.on_trip, store=scenario.store)]
+            inner = [BudgetMiddleware(budget, **options_of(scenario))]
         if top and scenario.judge is not None:
             inner.append(self.guardrail(scenario))
         return create_agent_graph(

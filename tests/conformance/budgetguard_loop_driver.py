@@ -453,6 +453,7 @@ class RunBounded(LoopDriver):
             model=MODEL,
             on_trip=scenario.on_trip,
             store=scenario.store,
+            conversation_id=scenario.conversation,
             resume=None if scenario.after is None else scenario.after.session,
         )
 
@@ -525,6 +526,7 @@ class Handwritten(LoopDriver):
             model=MODEL,
             on_trip=scenario.on_trip,
             store=scenario.store,
+            conversation_id=scenario.conversation,
             resume=None if scenario.after is None else scenario.after.session,
         )
 

@@ -492,7 +492,9 @@ class OpenAIAgentsDriver(Driver):
         inner = SwallowingHooks() if scenario.swallowing else None
         if scenario.guard is None:
             return inner
-        hooks = BudgetHooks(scenario.guard, inner, on_trip=scenario.on_trip, store=scenario.store)
+        options = {"on_trip": scenario.on_trip, "store": scenario.store}
+        options["conversation_id"] = scenario.conversation
+        hooks = BudgetHooks(scenario.guard, inner, **options)
         return BudgetHooks(scenario.guard, hooks) if scenario.twice else hooks
 
     def options_of(self, scenario: Scenario, session: Any) -> dict[str, Any]:

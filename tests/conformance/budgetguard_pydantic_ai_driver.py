@@ -309,6 +309,7 @@ class Capability(Driver):
         shared["guard"] = guard
         if guard is not None:
             given = {"store": scenario.store, "on_trip": scenario.on_trip}
+            given["conversation_id"] = scenario.conversation
             options["capabilities"] = [BudgetCapability(guard, **given)]
             if scenario.twice:
                 options["capabilities"].append(BudgetCapability(guard))

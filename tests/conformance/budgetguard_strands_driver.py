@@ -268,7 +268,9 @@ class StrandsDriver(Driver):
     def provider(self, scenario: Scenario) -> BudgetHookProvider | None:
         if scenario.guard is None:
             return None
-        return BudgetHookProvider(scenario.guard, on_trip=scenario.on_trip, store=scenario.store)
+        options = {"on_trip": scenario.on_trip, "store": scenario.store}
+        options["conversation_id"] = scenario.conversation
+        return BudgetHookProvider(scenario.guard, **options)
 
     def input_of(self, scenario: Scenario) -> Any:
         said = scenario.user_input

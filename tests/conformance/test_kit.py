@@ -229,6 +229,7 @@ REASONS = {
     55: MAX_ITERATIONS,
     56: "requests with the words",
     57: "models",
+    58: "ended completed .* expected max_model_calls",
 }
 # They ask that a guard leaves something alone, which one that does nothing does.
 TRIVIAL = {

@@ -98,6 +98,7 @@ class Toy(Driver):
         agent = shared["agent"]
         if scenario.guard is not None:
             options = {"store": scenario.store, "on_trip": scenario.on_trip}
+            options["conversation_id"] = scenario.conversation
             agent = Bounded(agent, scenario.guard, **options)
             if scenario.twice:
                 agent = Bounded(agent, scenario.guard)
