@@ -29,12 +29,6 @@ FREE = Budget(loop_detection=None)
 SECRET = "very-secret"
 
 
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
-
-
 def client_of(server, **options):
     options.setdefault("retries", {"mode": "standard", "total_max_attempts": 1})
     # One for all tests: it takes a while to read the descriptions of the services.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 
 import httpx
 import httpx2
@@ -26,12 +25,6 @@ ASK = {"model": "gpt-4o", "messages": [{"role": "user", "content": "go"}]}
 ONLY_HTTP2 = {"http1": False, "http2": True}
 BOTH = pytest.mark.parametrize("mod", [httpx, httpx2], ids=["httpx", "httpx2"])
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 def path_of(server):

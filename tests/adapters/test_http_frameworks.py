@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 
 import openai
@@ -18,12 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 CAP = 3

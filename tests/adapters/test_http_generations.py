@@ -6,7 +6,6 @@ Needs openai and anthropic alone, so that it runs beside releases that nothing e
 from __future__ import annotations
 
 import asyncio
-import gc
 import warnings
 
 import pytest
@@ -26,12 +25,6 @@ pytestmark = [
 
 CAP = 3
 ASK = {"model": "gpt-4o", "messages": [{"role": "user", "content": "go"}]}
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 def of_openai(server, make=None, **options):

@@ -37,12 +37,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
-
-
 ASK = {"model": "gpt-4o", "messages": [{"role": "user", "content": "go"}]}
 FREE = Budget(loop_detection=None)
 

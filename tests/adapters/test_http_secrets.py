@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import traceback
 
@@ -43,12 +42,6 @@ REQUESTS = {
     "embeddings": ("/v1/embeddings", {"model": "e", "input": "go"}),
 }
 BOTH = pytest.mark.parametrize("mod", [httpx, httpx2], ids=["httpx", "httpx2"])
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 class Heard:

@@ -40,9 +40,8 @@ sys.exit(pytest.main(["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider"
 """
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("parts") / "found.json"
+def collected(folder):
+    file = folder / "found.json"
     done = subprocess.run(
         [sys.executable, "-I", "-c", COLLECT, str(file), *PARTS],
         cwd=layout.ROOT,
@@ -55,13 +54,10 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_test_is_in_exactly_one_part(found):
+def test_every_test_is_in_one_part_and_the_first_asks_each_clause_of_each_adapter(tmp_path):
+    found = collected(tmp_path)
     assert all(found[part] for part in PARTS)
     assert sorted(name for part in PARTS for name in found[part]) == sorted(found[""])
-
-
-@pytest.mark.slow
-def test_what_runs_by_default_asks_each_clause_of_each_adapter(found):
     asked = {
         (adapter, clause.number)
         for adapter in layout.adapters()

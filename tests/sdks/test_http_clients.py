@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import anthropic
 import httpx2
 import openai
@@ -20,12 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 CAP = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import httpx2
@@ -26,12 +25,6 @@ MESSAGES = {"model": loops.MESSAGES_MODEL, "max_tokens": 100, "messages": TURNS}
 MISTRAL = {"model": "mistral-large-latest", "messages": TURNS}
 GEMINI = {"model": "gemini-2.5-flash", "contents": "go"}
 STOPPED = "This run was stopped before it finished."
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 def chat(server):

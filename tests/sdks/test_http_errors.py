@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 
 import anthropic
@@ -28,12 +27,6 @@ pytestmark = [
 
 TURNS = [{"role": "user", "content": "go"}]
 SAID = "This run was stopped before this call started."
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 class Answer(pydantic.BaseModel):

@@ -3,7 +3,6 @@ block, a guard in threads, a request that is sent twice."""
 
 import asyncio
 import contextvars
-import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -33,12 +32,6 @@ TURNS = [{"role": "user", "content": "go"}]
 CHAT = {"model": "gpt-4o", "messages": TURNS}
 MODS = pytest.mark.parametrize("mod", [httpx, httpx2], ids=["httpx", "httpx2"])
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    yield
-    gc.collect()
 
 
 def create(client, **options):

@@ -4,7 +4,6 @@ The waits are those of the clients: what sleeps for them is told here, and moves
 """
 
 import asyncio
-import gc
 import logging
 import time
 
@@ -40,10 +39,8 @@ PATIENT = RetryConfig("backoff", BackoffStrategy(1, 10, 1.1, 10**9), retry_conne
 
 
 @pytest.fixture(autouse=True)
-def collected(caplog):
+def _quiet(caplog):
     caplog.set_level(logging.ERROR)
-    yield
-    gc.collect()
 
 
 @pytest.fixture
