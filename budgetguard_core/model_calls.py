@@ -22,6 +22,7 @@ from budgetguard_core.decision import (
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.plugs import Ended
 from budgetguard_core.pricing import Rates, to_usd
+from budgetguard_core.questions import ask_person
 from budgetguard_core.run_state import WITHDRAWN, Notice, RunState, objections_of
 from budgetguard_core.stop_state import Mode, unmetered_usage, unpriced_model
 from budgetguard_core.usage import Counts, TokenUsage, check_token_usage
@@ -80,6 +81,12 @@ class ModelCalls:
         if own is not None and (bound is None or own < bound or call.output_is_fixed):
             bound = own
         retry, prompt = call.retry, call.input_tokens
+        if tree.asks:
+            least = bound or 0
+            if bound is not None and not call.output_is_fixed:
+                least = min(bound, call.min_output_tokens)  # it is cut to what is left
+            needed = (retry, prompt + least, projected_cost(call, rates, least), prompt)
+            ask_person(state, needed, f"call the model {call.model or ''}".strip())
         tokens = prompt + (bound or 0)
         cost = projected_cost(call, rates, bound)
         unpriced = rates is None and call.cost_usd is None

@@ -16,7 +16,7 @@ from budgetguard_core.loops import LoopDetector
 from budgetguard_core.masking import fingerprint_reply
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.plugs import Ask, Ended, Plug
-from budgetguard_core.stop import Trip, Violation
+from budgetguard_core.stop import AsksPerson, Trip, Violation
 from budgetguard_core.stop_state import Mode, StopState, in_order
 
 _NAME_LENGTH = 200
@@ -41,6 +41,7 @@ class RunState:
         guard: The guard.
         above: The states of the guards that it charges beside itself.
         on_warning: Called with the guard and the event of a warning.
+        on_limit: Asked before a cap of the guard stops a step.
 
     Attributes:
         chain: The links that a call is charged to, the guard's own first.
@@ -64,6 +65,7 @@ class RunState:
             "guard",
             "last_answer",
             "mode",
+            "on_limit",
             "on_warning",
             "own_plugs",
             "own_tools",
@@ -82,6 +84,7 @@ class RunState:
         self.tree = guard.tree
         self.mode: Mode = guard.mode
         self.on_warning = on_warning
+        self.on_limit: AsksPerson | None = None
         self.counters = Counters(guard.budget)
         self.stops = StopState()
         self.completed_tool_calls = 0
@@ -158,9 +161,14 @@ class RunState:
     # Outside the lock
 
     @property
-    def asks_a_store(self) -> bool:
-        """True if a plug of the chain waits for a store."""
-        return any(plug.waits for _, plug in self._reserving)
+    def may_wait(self) -> bool:
+        """True if a step may wait: a plug of the chain for a store, or a cap for a person."""
+        return self.tree.asks or any(plug.waits for _, plug in self._reserving)
+
+    def ask_before_a_stop(self, handler: AsksPerson) -> None:
+        """Ask a person before a cap of this run's stops it."""
+        self.on_limit = handler
+        self.tree.asks = True
 
     def reserve(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -78,6 +79,45 @@ class Trip(BaseModel):
     def detail(self) -> str:
         """The sentence of the violation that gave the reason."""
         return self.violations[0].detail if self.violations else ""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitQuestion:
+    """The question whether a run may go on beyond a cap.
+
+    Attributes:
+        run_id: The run whose caps they are; that of a conversation begins with `conversation-`.
+        violations: Every cap that would stop it now, the first in the order of reasons first.
+        next_step: What the run is about to do.
+    """
+
+    run_id: str
+    violations: tuple[Violation, ...]
+    next_step: str
+
+    @property
+    def reason(self) -> StopReason:
+        """The first cap that would stop it."""
+        return self.violations[0].reason
+
+    @property
+    def limit(self) -> Any:
+        """The cap."""
+        return self.violations[0].limit
+
+    @property
+    def used(self) -> Any:
+        """The amount that is used of it."""
+        return self.violations[0].used
+
+    @property
+    def detail(self) -> str:
+        """The same as a sentence for people."""
+        return self.violations[0].detail
+
+
+AsksPerson: TypeAlias = Callable[[LimitQuestion], Any]
+"""Returns the caps to raise, `{"max_iterations": 40}`, or None for the end; may be async."""
 
 
 class Readings(Protocol):

@@ -23,6 +23,7 @@ from budgetguard_core.masking import fingerprint_error
 from budgetguard_core.model_calls import error_name
 from budgetguard_core.outcome import ToolCallRecord
 from budgetguard_core.plugs import Ask, Ended
+from budgetguard_core.questions import ask_person
 from budgetguard_core.run_state import WITHDRAWN, Notice, RunState, objections_of
 from budgetguard_core.stop import StopReason
 from budgetguard_core.stop_state import Mode, quota_passed
@@ -65,6 +66,10 @@ class ToolCalls:
             # A report is about the run, so it has no place among what the run may do.
             if call.name in state.own_tools and call.kind == "function":
                 call.kind = "output"
+        if tree.asks:
+            bodies = [one.name for one in calls if one.kind == "function"]
+            needed = counters.BATCH._replace(tool_calls=len(bodies)) if bodies else counters.BATCH
+            ask_person(state, needed, f"call the tools {', '.join(bodies)}"[:NAME_LENGTH])
         ask = state.reserve(None, calls=calls)
         with tree.lock:
             now = tree.now()

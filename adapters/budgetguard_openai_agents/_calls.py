@@ -82,7 +82,7 @@ class ToolCalls:
         bounds: The hooks of the run, which its settings ask; None where nothing bounds them.
         earlier: The items of an earlier leg of the run.
         resumed: The calls that the earlier leg had asked for, and left to this one.
-        asks_a_store: A store has a say in what is admitted.
+        may_wait: A store or a person has a say in what is admitted.
         stopping: Why the run ends, where it is no limit of the budget's.
     """
 
@@ -97,7 +97,7 @@ class ToolCalls:
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
         self._batch: list[Asked] = []
-        self.asks_a_store = any(guard.state.asks_a_store for guard in run.guards)
+        self.may_wait = any(guard.state.may_wait for guard in run.guards)
         self.copies: dict[int, Any] = {}
 
     async def answer(self, question: Callable[[], Any]) -> Any:
@@ -107,7 +107,7 @@ class ToolCalls:
     async def ask(self, batch: list[Asked]) -> None:
         """Ask for the calls of a reply, all together, or stop the run."""
         self._batch = batch
-        if self.asks_a_store:
+        if self.may_wait:
             await self.answer(lambda: self._opened(batch))
         else:
             self._opened(batch)

@@ -139,7 +139,7 @@ class Recorder(RunHooks[Any]):
             min_output_tokens=_LEAST_OUTPUT,
         )
         may_fall_back = can_be_set(agent, self.run_config)
-        if self.calls.asks_a_store:
+        if self.calls.may_wait:
             asked = await self.calls.answer(
                 lambda: self.run.model_call(call, may_fall_back=may_fall_back)
             )

@@ -93,7 +93,7 @@ from budgetguard_core.kit.usage import (
 from budgetguard_core.outcome import ToolCallRecord
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import OpenCall
-from budgetguard_core.stop import StopCondition, Violation
+from budgetguard_core.stop import LimitQuestion, StopCondition, Violation
 from budgetguard_core.stores import CheckpointStore, NumberedStore
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
@@ -124,6 +124,7 @@ __all__ = [
     "Frame",
     "LastAnswer",
     "LastQuestion",
+    "LimitQuestion",
     "Message",
     "ModelCall",
     "ModelDecision",

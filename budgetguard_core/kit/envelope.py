@@ -30,6 +30,7 @@ from budgetguard_core.profiles import PastRun, Profile, Selector, Task, load_pro
 from budgetguard_core.profiles.profile import PROFILE
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
+from budgetguard_core.stop import AsksPerson
 from budgetguard_core.stop_state import ModeName, as_mode
 from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.tree import as_sink
@@ -37,8 +38,9 @@ from budgetguard_core.tree import as_sink
 if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
 
-OnTrip: TypeAlias = Literal["return", "raise"]
-"""What a caller gets of a stopped run: its partial result, or `BudgetExceeded`."""
+OnTrip: TypeAlias = Literal["return", "raise"] | AsksPerson
+"""What a caller gets of a stopped run: its partial result, or `BudgetExceeded`; or who is asked
+before a cap stops it."""
 
 _OF_THE_GUARD = (
     "mode",
@@ -107,7 +109,11 @@ class Envelope:
             caller gets.
         store: Where checkpoints go.
         on_trip: `return` the partial result of a stopped run as the framework's normal result, or
-            `raise` `BudgetExceeded` with the same outcome.
+            `raise` `BudgetExceeded` with the same outcome. Or a function, which may be async, that
+            is asked before a cap stops a run, in a parallel branch too: it gets a `LimitQuestion`
+            and returns the caps to raise, such as `{"max_iterations": 40}`, or None for the end as
+            a partial result. Nothing is asked of a model or a tool, time stands still, and what
+            tenants and runs around leave remains the bound. `max_seconds` and loops do not ask.
         prune: Shortens what is sent, from the first prompt that reached `warn_at` of its model's
             context window on: takes the messages of a request in the framework's own form, and
             returns those to send. The history stays whole. `keep_turns(last=6)` is one. What it
@@ -170,9 +176,9 @@ class Envelope:
                 f"conversation must be a Budget, got {type(self.conversation).__name__}. "
                 "Build one with Budget(max_cost_usd=5)."
             )
-        if self.on_trip not in ("return", "raise"):
+        if self.on_trip not in ("return", "raise") and not callable(self.on_trip):
             raise ConfigurationError(
-                f"on_trip must be 'return' or 'raise', got {self.on_trip!r}. "
+                f"on_trip must be 'return', 'raise' or a function, got {self.on_trip!r}. "
                 "Leave it out for a normal result."
             )
         object.__setattr__(self, "mode", as_mode(self.mode))
@@ -301,6 +307,10 @@ class Envelope:
             guard = self._fresh(budget, frame, within, resume, fresh, run_id, config, loose)
             run = Run(self, guard, frame, around, loose=loose)
             run.conversation = joined
+        if callable(self.on_trip):
+            run.guard.state.ask_before_a_stop(self.on_trip)
+            if run.conversation is not None:
+                run.conversation.guard.state.ask_before_a_stop(self.on_trip)
         run.user_spoke = user_spoke and bool(run.guard.usage.model_calls or run.guard.tool_counts)
         return run
 

@@ -47,8 +47,8 @@ class Terms(Protocol):
         ...
 
     @property
-    def on_trip(self) -> str:
-        """The form in which the caller gets a stop."""
+    def on_trip(self) -> object:
+        """The form in which the caller gets a stop, or who is asked before it."""
         ...
 
     def note(self, outcome: Outcome) -> None:

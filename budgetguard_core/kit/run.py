@@ -77,7 +77,7 @@ class Run(Lifetime):
         Args:
             question: Calls `model_call`, `batch` or `tool_call`.
         """
-        if not any(guard.state.asks_a_store for guard in self.guards):
+        if not any(guard.state.may_wait for guard in self.guards):
             return question()
         answer: _Calls = yield in_thread(question, self._take_back)
         return answer

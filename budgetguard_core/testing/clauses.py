@@ -69,6 +69,7 @@ from budgetguard_core.testing.endings import (
 from budgetguard_core.testing.failures import expect
 from budgetguard_core.testing.fallback import fallback
 from budgetguard_core.testing.last_answers import last_answer
+from budgetguard_core.testing.limits import limits
 from budgetguard_core.testing.nesting import (
     activated,
     fan_out,
@@ -830,5 +831,6 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(56, "one request to finish, from a share of a cap on", wrap_up),
     Clause(57, "a cheaper model, from a share of a cap on", fallback, needs=("fallback",)),
     Clause(58, "a conversation's counters go on over its runs", conversation),
+    Clause(59, "a cap asks a person before it stops a run", limits),
 )
 """The clauses of the contract, in its order; from 47 on those of what is off by default."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from budgetguard_core.budget import Budget
 from budgetguard_core.guard import Guard
 from budgetguard_core.outcome import Outcome
+from budgetguard_core.stop import AsksPerson
 from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.recording import Recorded, part, parts_read, unread
@@ -64,7 +65,7 @@ class Scenario(Recorded):
     dialogue: Agent | None = None
     """Another agent that this one talks to within the run: every answer without tool calls is the
     other's input, until a limit ends it."""
-    on_trip: Literal["return", "raise"] = "return"
+    on_trip: Literal["return", "raise"] | AsksPerson = "return"
     store: CheckpointStore | None = None
     """Our checkpoint store, for adapters that take one."""
     stored: bool = False

@@ -230,6 +230,7 @@ REASONS = {
     56: "requests with the words",
     57: "models",
     58: "ended completed .* expected max_model_calls",
+    59: "ended completed .* expected max_model_calls",
 }
 # They ask that a guard leaves something alone, which one that does nothing does.
 TRIVIAL = {
