@@ -168,11 +168,9 @@ class Budget(BaseModel, metaclass=_OwnNames):
         wrap_up_message: The words for it. They should name no budget and no figure: a model that
             reads of limits works worse.
         fallback_at: The share of a cap on tokens or dollars from which on requests go to
-            `fallback_model`: 0.8. Off. Not in OBSERVE.
-        fallback_model: The cheaper model, by the name that the provider of the run's model knows.
-            It holds for sub-agents too, and not for a last answer or the next run. Where a
-            framework does not let the model of a request be set, the run keeps its own, and the
-            log says so once.
+            `fallback_model`, those of sub-agents too: 0.8. Off. Not in OBSERVE.
+        fallback_model: The cheaper model, by its name at the same provider. Where an adapter cannot
+            set the model of a request, the run keeps its own and its outcome's `errors` say so.
         stop_when: Conditions of your own, asked before each step.
         on_unpriced: What `max_cost_usd`, or the tenant's ceiling in dollars, does with a model of
             unknown price: "stop" the run, which is the default, or "count_zero".
@@ -188,8 +186,8 @@ class Budget(BaseModel, metaclass=_OwnNames):
         bulkheads: How many calls of tools may run at once, likewise.
         circuit_breaker: Leave a tool that keeps failing alone for a while; one breaker for each
             tool. A run whose every call meets an open one is stopped (`circuit_open`).
-        per: "conversation": the counters go on over the runs of one thread or session. "run", which
-            is the default.
+        per: Whose counters they are: of each "run", the default, or over the runs of one thread or
+            session, of the "conversation".
         profile: The profile that the caps come from, for the records; set by `Profile.under`. A
             sub-agent's budget that leaves it out has its parent's.
 
