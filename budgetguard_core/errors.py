@@ -24,7 +24,7 @@ class CheckpointError(BudgetGuardError):
 
 
 class RunFencedError(CheckpointError):
-    """A run was resumed elsewhere since: this leg of it must not go on, and saves nothing more."""
+    """A run was resumed elsewhere since: this attempt of it must not go on, and saves nothing."""
 
 
 class AdapterError(BudgetGuardError):

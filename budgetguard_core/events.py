@@ -294,7 +294,7 @@ class NudgeTaken(EventBase):
 
 
 class IterationsRestarted(EventBase):
-    """A new leg of the run began its iterations anew."""
+    """A new attempt of the run began its iterations anew."""
 
     event: Literal["iterations_restarted"] = "iterations_restarted"
 

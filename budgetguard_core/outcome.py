@@ -53,7 +53,7 @@ class Outcome(BaseModel):
     usage: Usage
     """What was used, sub-agents included."""
     earlier_usage: Usage = Field(default_factory=Usage)
-    """What earlier legs used, where the run was resumed under a fresh budget."""
+    """What earlier attempts used, where the run was resumed under a fresh budget."""
     tool_calls: tuple[ToolCallRecord, ...] = ()
     """The last tool calls (256 at most) and every one that is still open, oldest first."""
     messages: tuple[Any, ...] = ()

@@ -174,7 +174,7 @@ class Replay:
 
         snapshot = Snapshot.model_validate(event.snapshot)
         budget = self._budget or Budget.from_json(snapshot.budget or {})
-        # A budget that is given makes the leg a fresh one; the recorded leg had its own counters.
+        # A given budget makes the attempt a fresh one; the recorded one had its own counters.
         within = self._above.get(event.run_id, ())
         if within:
             budget = Budget.from_json(snapshot.budget or {})

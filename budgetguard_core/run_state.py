@@ -331,7 +331,7 @@ class RunState:
             )
 
     def restart_iterations(self) -> None:
-        """Begin the iterations anew for another leg of the same run. Takes the lock."""
+        """Begin the iterations anew for another attempt of the same run. Takes the lock."""
         with self.tree.step() as now:
             self.counters.used[counters.ITERATIONS] = 0
             self.record(events.IterationsRestarted, now)

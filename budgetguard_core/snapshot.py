@@ -159,7 +159,7 @@ class Snapshot(BaseModel):
     open_calls: tuple[OpenCall, ...]
     """The calls that were in flight."""
     earlier: Usage
-    """What earlier legs used, where the run was resumed under a fresh budget."""
+    """What earlier attempts used, where the run was resumed under a fresh budget."""
     seq: NonNegativeInt
     """The number of the last event of its tree of guards."""
     call_id: NonNegativeInt

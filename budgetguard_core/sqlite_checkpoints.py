@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.002
 _MEMORY = ":memory:"
 # "budgetguard_" in each name: one file may serve LangGraph's saver too.
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS budgetguard_runs(run_id TEXT PRIMARY KEY, leg INT NOT NULL, "
+    "CREATE TABLE IF NOT EXISTS budgetguard_runs(run_id TEXT PRIMARY KEY, attempt INT NOT NULL, "
     "number INT NOT NULL, messages INT NOT NULL, state TEXT) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS budgetguard_messages(run_id TEXT, place INT, message TEXT "
     "NOT NULL, PRIMARY KEY(run_id, place)) WITHOUT ROWID",
@@ -72,14 +72,14 @@ class SqliteStore:
         self._write(snapshot, None, 0, None)
 
     def append(
-        self, snapshot: Snapshot, *, leg: int, start: int = 0, after: int | None = None
+        self, snapshot: Snapshot, *, attempt: int, start: int = 0, after: int | None = None
     ) -> int | None:
         """Keep a snapshot of which only the end of the conversation is given; see `NumberedStore`.
 
         Raises:
             RunFencedError: A later attempt was begun.
         """
-        return self._write(snapshot, leg, start, after)
+        return self._write(snapshot, attempt, start, after)
 
     def claim(self, run_id: str) -> int:
         """Begin another attempt at a run, and return its number; see `NumberedStore`."""
@@ -87,7 +87,7 @@ class SqliteStore:
             return int(
                 db.execute(
                     "INSERT INTO budgetguard_runs VALUES (?, 1, 0, 0, NULL) "
-                    "ON CONFLICT(run_id) DO UPDATE SET leg = leg + 1 RETURNING leg",
+                    "ON CONFLICT(run_id) DO UPDATE SET attempt = attempt + 1 RETURNING attempt",
                     (run_id,),
                 ).fetchone()[0]
             )
@@ -125,15 +125,15 @@ class SqliteStore:
                 self._memory = None
 
     def _write(
-        self, snapshot: Snapshot, leg: int | None, start: int, after: int | None
+        self, snapshot: Snapshot, attempt: int | None, start: int, after: int | None
     ) -> int | None:
         (state, messages), run_id = snapshot.to_parts(), snapshot.run_id
         with self._transaction() as db:
             latest, number, *_ = _run(db, run_id) or (0, 0)
-            if leg is not None and leg < latest:
+            if attempt is not None and attempt < latest:
                 raise RunFencedError(
-                    f"run {run_id!r} was resumed elsewhere, so this leg of it is fenced. Let the "
-                    "other go on, or resume the run here again."
+                    f"run {run_id!r} was resumed elsewhere, so this attempt of it is fenced. Let "
+                    "the other go on, or resume the run here again."
                 )
             if start and after != number:
                 return None
@@ -221,7 +221,7 @@ def _connect(path: str | Path) -> sqlite3.Connection:
 
 def _run(db: sqlite3.Connection, run_id: str) -> tuple[int, int, int, Any] | None:
     """Return the run's attempt, checkpoint number, number of messages and state."""
-    query = "SELECT leg, number, messages, state FROM budgetguard_runs WHERE run_id = ?"
+    query = "SELECT attempt, number, messages, state FROM budgetguard_runs WHERE run_id = ?"
     row: tuple[int, int, int, Any] | None = db.execute(query, (run_id,)).fetchone()
     return row
 

@@ -45,13 +45,13 @@ class NumberedStore(CheckpointStore, Protocol):
         ...
 
     def append(
-        self, snapshot: Snapshot, *, leg: int, start: int = 0, after: int | None = None
+        self, snapshot: Snapshot, *, attempt: int, start: int = 0, after: int | None = None
     ) -> int | None:
         """Keep a snapshot of which only the end of the conversation is given.
 
         Args:
             snapshot: Its `messages` are those from number `start` on.
-            leg: The attempt's number, from `claim`.
+            attempt: The attempt's number, from `claim`.
             start: The number of messages before them, as the checkpoint `after` has them.
             after: The number of the checkpoint that the caller saved last; None with `start` 0.
 

@@ -196,7 +196,7 @@ class Usage(BaseModel):
     """Model calls that ended in an error; what they used is included above."""
 
     def __add__(self, other: "Usage") -> "Usage":
-        """Add two legs of a run, field by field."""
+        """Add two attempts of a run, field by field."""
         return Usage(
             **{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields}
         )

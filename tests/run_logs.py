@@ -94,10 +94,10 @@ def finalized(sink, *, turns=2, run_id="finalized"):
     return run.end((), "42.")
 
 
-def in_legs(folder, *, legs=3, ends=True):
-    """A run that paused after each turn and went on in another process: a log for each leg."""
+def in_attempts(folder, *, attempts=3, ends=True):
+    """A run that paused after each turn and went on in another process: a log for each attempt."""
     clock, guard = ManualClock(), None
-    for leg in range(legs):
+    for attempt in range(attempts):
         log = RunLog(folder)
         if guard is None:
             guard = Guard(budget(max_iterations=10), run_id="asks", sinks=[log], clock=clock)
@@ -105,7 +105,7 @@ def in_legs(folder, *, legs=3, ends=True):
             guard = Guard.restore(guard.snapshot(), sinks=[log], clock=clock)
             guard.go_on()
         work(guard, clock, 1)
-        if leg < legs - 1 or not ends:
+        if attempt < attempts - 1 or not ends:
             guard.pause()
             clock.advance(60)
         else:

@@ -25,9 +25,9 @@ from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
 from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
-from budgetguard_http.wires import EMBEDDINGS, OPAQUE
-from budgetguard_http.wires.embeddings import embedding_cost
-from budgetguard_http.wires.wire import Answer, Body, Reader, listed, parsed, record
+from budgetguard_http.protocols import EMBEDDINGS, OPAQUE
+from budgetguard_http.protocols.embeddings import embedding_cost
+from budgetguard_http.protocols.protocol import Answer, Body, Reader, listed, parsed, record
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
@@ -93,23 +93,23 @@ class Call:
     def content(self) -> bytes | None:
         """Return what is to be posted instead of what came; None where nothing is changed."""
         posted, opened = self.posted, self.opened
-        wire, body = posted.wire, posted.body
+        protocol, body = posted.protocol, posted.body
         if posted.is_signed or not body:
             return None
         bound, conversation = opened.max_output_tokens, self._conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
         may_ask = posted.is_streamed and self._policy.ask_for_usage
-        is_told = opened.nudge or (conversation and conversation.untold)
+        is_told = opened.nudge or (conversation and conversation.nudges)
         if not (is_to_bind or may_ask or is_told or opened.fallback_model):
             return None
         known, told = dict(body), self._to_tell()
         if bound is not None and is_to_bind:
-            wire.set_bound(body, max(bound // wire.choices(body), 1))
+            protocol.set_bound(body, max(bound // protocol.choices(body), 1))
         for text in told:
-            wire.add_nudge(body, text)
+            protocol.add_nudge(body, text)
         if opened.fallback_model is not None:
             body["model"] = opened.fallback_model
-        if may_ask and wire.ask_for_usage(body):
+        if may_ask and protocol.ask_for_usage(body):
             self.asked_for_usage = True
         try:
             return self._changed(known, is_whole=bool(told))
@@ -136,13 +136,13 @@ class Call:
         if conversation is None:
             return [] if nudge is None else [nudge]
         if nudge is not None:
-            conversation.untold.append(nudge)
-        untold, posted = conversation.untold, self.posted
-        if untold and not posted.wire.takes_words(posted.body):
+            conversation.nudges.append(nudge)
+        nudges, posted = conversation.nudges, self.posted
+        if nudges and not posted.protocol.takes_words(posted.body):
             return []
         # Until there is an answer: an attempt that failed has told nobody.
-        self._told = len(untold)
-        return list(dict.fromkeys(untold))
+        self._told = len(nudges)
+        return list(dict.fromkeys(nudges))
 
     # The answer
 
@@ -163,13 +163,13 @@ class Call:
 
     def parsed(self, body: Body) -> None:
         """Take a whole answer that was parsed before; as `whole`."""
-        self.posted.wire.read(body, self.answer)
+        self.posted.protocol.read(body, self.answer)
         self._served(body)
         self.over()
 
     def reader(self) -> Reader | None:
         """Return what reads a stream; None for one that is not understood."""
-        self._reader = self.posted.wire.reader(
+        self._reader = self.posted.protocol.reader(
             self.answer, body=self.posted.body, hides_usage=self.asked_for_usage
         )
         return self._reader
@@ -203,7 +203,7 @@ class Call:
         cost = self._cost
         if opened.call.cost_usd is _FREE:
             cost = _FREE
-        elif self.posted.wire is EMBEDDINGS and usage is not None:
+        elif self.posted.protocol is EMBEDDINGS and usage is not None:
             cost = embedding_cost(self.posted.model, usage.total_tokens)
         elif cost is None and usage is not None:
             factor = TIERS.get(self._tier or "")
@@ -243,12 +243,12 @@ class Call:
         if conversation is None or self._is_over:
             return
         self._is_over = True
-        del conversation.untold[: self._told]
-        forced = posted.wire.forced_tool(posted.body)
+        del conversation.nudges[: self._told]
+        forced = posted.protocol.forced_tool(posted.body)
         for call in answer.calls:
             if call.name == forced:
                 call.kind = "output"
-        self._traffic.conversations.answered(conversation, posted.wire, self._length, answer)
+        self._traffic.conversations.answered(conversation, posted.protocol, self._length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -273,7 +273,7 @@ class Call:
         if self.is_settled:
             return
         if isinstance(error, RunStopped):
-            self.unmade()  # by a seam below: nothing was sent
+            self.take_back()  # by a seam below: nothing was sent
             return
         self._project()
         self.opened.measured = self.answer.usage
@@ -285,9 +285,9 @@ class Call:
             while len(traffic.failed) > _MOST_FAILED:
                 del traffic.failed[next(iter(traffic.failed))]
 
-    def unmade(self) -> None:
+    def take_back(self) -> None:
         """Take the call back: no model was called."""
-        self._at.unmade(self.opened)
+        self._at.take_back(self.opened)
 
     def refusal(self, trip: Trip | None) -> Refusal:
         """Return what the client gets after the call was taken back, or cut.
@@ -299,7 +299,7 @@ class Call:
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
         if self._conversation is not None:
-            self._conversation.missed(self.posted.wire, self.posted.body)
+            self._conversation.missed(self.posted.protocol, self.posted.body)
         return Refusal(self.run, self.posted, ended, is_side_call=False)
 
     @property
@@ -322,30 +322,30 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     traffic = traffic_of(run)
     conversation: Conversation | None = None
     asked = run
-    wire, body = posted.wire, posted.body
-    turns = () if is_below else wire.turns(body)
-    if not is_below and wire.is_conversation:
-        conversation = traffic.conversations.of(wire, body, turns)
+    protocol, body = posted.protocol, posted.body
+    turns = () if is_below else protocol.turns(body)
+    if not is_below and protocol.is_conversation:
+        conversation = traffic.conversations.of(protocol, body, turns)
         asked = conversation.run or run
         conversation.admitted_by = asked
-    retry = posted.is_next_attempt or not wire.is_turn
+    retry = posted.is_next_attempt or not protocol.is_turn
     if traffic.failed:
         # Only then is there anything to try again.
         retry = _was_failed(traffic, posted.raw) or posted.says_that_it_is_a_retry() or retry
-    bound, choices = wire.bound(body), wire.choices(body)
+    bound, choices = protocol.bound(body), protocol.choices(body)
     call = ModelCall(
         model=_priced_as(posted),
-        provider=wire.provider,
+        provider=protocol.provider,
         retry=retry,
         max_output_tokens=None if bound is None else bound * choices,
         output_is_fixed=posted.is_signed,
-        min_output_tokens=wire.least_bound(body) * choices,
+        min_output_tokens=protocol.least_bound(body) * choices,
     )
     if _is_capped(asked):
         call.input_tokens = _projected(posted, conversation)
     if policy.exempt and policy.is_exempt(posted.model):
         call.cost_usd = _FREE
-    elif wire is EMBEDDINGS:
+    elif protocol is EMBEDDINGS:
         call.cost_usd = embedding_cost(posted.model, call.input_tokens)
     elif posted.tier in TIERS:
         most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
@@ -355,7 +355,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         trip = opened.trip
         refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.conversations.stopped(conversation, trip, wire, body, refusal.text)
+            traffic.conversations.stopped(conversation, trip, protocol, body, refusal.text)
         return refusal
     posted.model = opened.fallback_model or posted.model
     return Call(run, opened, posted, policy, traffic, conversation, len(turns))
@@ -364,7 +364,9 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
 def _names_its_model(posted: Posted) -> bool:
     """Return whether the body alone says which model a request goes to."""
     is_in_path = "/deployments/" in posted.path or posted.model != posted.body.get("model")
-    return posted.wire.is_turn and not (posted.is_signed or is_in_path or posted.wire is OPAQUE)
+    return posted.protocol.is_turn and not (
+        posted.is_signed or is_in_path or posted.protocol is OPAQUE
+    )
 
 
 def _priced_as(posted: Posted) -> str | None:
@@ -375,7 +377,7 @@ def _priced_as(posted: Posted) -> str | None:
 
 
 def _in_tier(run: Run, posted: Posted, usage: TokenUsage, factor: Decimal) -> Decimal | None:
-    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.wire.provider)
+    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.protocol.provider)
     return None if rates is None else factor * rates.cost(usage) / _FEMTO
 
 
@@ -389,10 +391,10 @@ def _is_capped(run: Run) -> bool:
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:
-    messages, system, tools, schema = posted.wire.prompt(posted.body)
+    messages, system, tools, schema = posted.protocol.prompt(posted.body)
     if conversation is None:
         prompt = Prompt()
-    elif posted.wire.follows(posted.body) is not None and not conversation.is_server_side:
+    elif posted.protocol.follows(posted.body) is not None and not conversation.is_server_side:
         conversation.is_server_side = True
         prompt = conversation.prompt = Prompt(server_side=True)
         prompt.measured(conversation.usage)

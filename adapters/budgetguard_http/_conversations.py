@@ -23,7 +23,7 @@ from budgetguard_core.kit import (
     TokenUsage,
     ToolCall,
 )
-from budgetguard_http.wires.wire import Answer, Body, Result, Wire, record
+from budgetguard_http.protocols.protocol import Answer, ApiProtocol, Body, Result, record
 
 _MOST_KEPT: Final = 256
 _NO_RESULT: Final = "no result"
@@ -44,16 +44,16 @@ class Conversation:
         mark: What the last reply is recognised by.
         answer_id: The last reply's id, where the provider keeps the conversation.
         pending: Tool calls that the client has got, and no result is known of.
-        untold: Corrections that the model gets with the next request.
-        unreported: The last answer without tool calls, not looked at for repetition yet.
+        nudges: Corrections that the model gets with the next request.
+        last_reply: The last answer without tool calls, not looked at for repetition yet.
         is_busy: Its tools are at work.
         turns: The turns of the last request, for the outcome.
         usage: What the last reply used.
         is_server_side: The provider keeps the history, and requests hold only what is new.
         admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
-        wire: The format of that.
-        unsent: Of a request that was refused, what the provider has not seen.
+        protocol: The format of that.
+        not_sent: Of a request that was refused, what the provider has not seen.
     """
 
     # What many have in common is the class's: one is made for each that begins.
@@ -61,26 +61,26 @@ class Conversation:
     length: int = 0
     mark: frozenset[str | None] = frozenset()
     answer_id: str | None = None
-    unreported: str | None = None
+    last_reply: str | None = None
     is_busy: bool = False
     turns: Sequence[Any] = ()
     usage: TokenUsage | None = None
     is_server_side: bool = False
     admitted_by: Run | None = None
     final: str | None = None
-    wire: Wire | None = None
-    unsent: Sequence[Any] = ()
+    protocol: ApiProtocol | None = None
+    not_sent: Sequence[Any] = ()
 
     def __init__(self, head: bytes) -> None:
         self.head = head
         self.prompt = Prompt()
         self.pending: list[OpenToolCall] = []
-        self.untold: list[str] = []
+        self.nudges: list[str] = []
 
-    def missed(self, wire: Wire, body: Body) -> None:
+    def missed(self, protocol: ApiProtocol, body: Body) -> None:
         """Note a request that got no answer: one that goes on where the provider keeps the rest."""
-        if wire.follows(body) is not None or not self.length:
-            self.unsent = wire.turns(body)
+        if protocol.follows(body) is not None or not self.length:
+            self.not_sent = protocol.turns(body)
 
 
 class Conversations:
@@ -105,11 +105,11 @@ class Conversations:
         self.trip: Trip | None = None
         self.latest: Conversation | None = None
 
-    def of(self, wire: Wire, body: Body, turns: Sequence[Any]) -> Conversation:
+    def of(self, protocol: ApiProtocol, body: Body, turns: Sequence[Any]) -> Conversation:
         """Return the conversation of a request, with the results that it brings settled."""
-        results, head = wire.results(body), _head(wire, turns)
+        results, head = protocol.results(body), _head(protocol, turns)
         with self._lock:
-            found = self._found(wire, body, turns, results, head)
+            found = self._found(protocol, body, turns, results, head)
             if found is not None:
                 self._keep(found)
         if found is None:
@@ -118,14 +118,16 @@ class Conversations:
             return found
         self._settle(found, results)
         if not results:
-            self._spoken(found, wire, turns)
-        if wire.follows(body) is None:
+            self._spoken(found, protocol, turns)
+        if protocol.follows(body) is None:
             found.turns = turns
         else:
             found.turns = [*found.turns, *turns]
         return found
 
-    def answered(self, conversation: Conversation, wire: Wire, length: int, answer: Answer) -> None:
+    def answered(
+        self, conversation: Conversation, protocol: ApiProtocol, length: int, answer: Answer
+    ) -> None:
         """Take the reply to a request of a conversation, which had so many turns."""
         if answer.calls:
             self._given(conversation, answer.calls)
@@ -140,8 +142,8 @@ class Conversations:
             marks.append(said)
         conversation.mark = frozenset(marks)
         conversation.answer_id = answer.id
-        conversation.wire = wire
-        conversation.final = conversation.unreported = (
+        conversation.protocol = protocol
+        conversation.final = conversation.last_reply = (
             said if said and not conversation.is_busy else None
         )
         with self._lock:
@@ -197,9 +199,9 @@ class Conversations:
         latest = self.latest
         if latest is None:
             return ()
-        if latest.wire is None or latest.final is None:
+        if latest.protocol is None or latest.final is None:
             return latest.turns
-        return [*latest.turns, latest.wire.answer_turn(latest.final)]
+        return [*latest.turns, latest.protocol.answer_turn(latest.final)]
 
     def final(self) -> str | None:
         """Return the last answer: what a conversation said last, or was stopped with."""
@@ -207,14 +209,14 @@ class Conversations:
 
     def unsent_input(self) -> list[Any]:
         """Return what the provider lacks of the conversation that was heard of last."""
-        return [] if self.latest is None else [*self.latest.unsent]
+        return [] if self.latest is None else [*self.latest.not_sent]
 
     def stopped(
-        self, conversation: Conversation, trip: Trip, wire: Wire, body: Body, text: str
+        self, conversation: Conversation, trip: Trip, protocol: ApiProtocol, body: Body, text: str
     ) -> None:
         """Note that a conversation was refused its next call, and with which text."""
-        conversation.missed(wire, body)
-        conversation.final, conversation.wire = text, wire
+        conversation.missed(protocol, body)
+        conversation.final, conversation.protocol = text, protocol
         if conversation.run is not None and conversation.run is not self._run:
             self.trip = self.trip or trip
         conversation.is_busy = False
@@ -236,13 +238,13 @@ class Conversations:
 
     def _found(
         self,
-        wire: Wire,
+        protocol: ApiProtocol,
         body: Body,
         turns: Sequence[Any],
         results: Sequence[Result],
         head: bytes,
     ) -> Conversation | None:
-        follows = wire.follows(body)
+        follows = protocol.follows(body)
         if follows is not None:
             for one in reversed(self._kept):
                 if one.answer_id == follows:
@@ -251,7 +253,7 @@ class Conversations:
             if len(turns) > one.length:
                 marks: set[str | None] = set()
                 for turn in turns[one.length :]:
-                    mark = wire.reply_mark(turn)
+                    mark = protocol.reply_mark(turn)
                     if mark is None:
                         break
                     marks.update(mark)
@@ -282,23 +284,27 @@ class Conversations:
                 run.finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
             conversation.pending.clear()
 
-    def _spoken(self, conversation: Conversation, wire: Wire, turns: Sequence[Any]) -> None:
+    def _spoken(
+        self, conversation: Conversation, protocol: ApiProtocol, turns: Sequence[Any]
+    ) -> None:
         """Separate new words of the user's from those that another model repeats."""
-        spoken = (text for turn in reversed(turns) if (text := wire.user_text(turn)) is not None)
+        spoken = (
+            text for turn in reversed(turns) if (text := protocol.user_text(turn)) is not None
+        )
         latest, before = next(spoken, None), next(spoken, None)
         run = self.seat(conversation)
         if latest is not None and latest == before:
-            if conversation.unreported is not None:
-                run.guard.report_reply(conversation.unreported)
-        elif turns and wire.user_text(turns[-1]) is not None:
+            if conversation.last_reply is not None:
+                run.guard.report_reply(conversation.last_reply)
+        elif turns and protocol.user_text(turns[-1]) is not None:
             run.guard.user_turn()
-        conversation.unreported = None
+        conversation.last_reply = None
 
 
-def _head(wire: Wire, turns: Sequence[Any]) -> bytes:
+def _head(protocol: ApiProtocol, turns: Sequence[Any]) -> bytes:
     digest = blake2b(digest_size=16)
     for turn in turns[:_LONGEST_BEGINNING]:
         digest.update(repr(turn).encode())
-        if wire.user_text(turn) is not None and record(turn).get("role") != "system":
+        if protocol.user_text(turn) is not None and record(turn).get("role") != "system":
             break
     return digest.digest()

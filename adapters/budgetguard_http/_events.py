@@ -10,7 +10,7 @@ from typing import Any, cast
 from budgetguard_core.kit import synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
-from budgetguard_http.wires.wire import Event, parsed, record
+from budgetguard_http.protocols.protocol import Event, parsed, record
 
 
 def read_timeout(path: str) -> Exception:
@@ -97,11 +97,11 @@ def _passed(inner: Any, call: Call, flight: Flight, form: Plain | Wrapped) -> It
             raise cast("Exception", error)
         call.failed("cut short")
         posted, text = call.posted, synthetic_text(call.run.guard)
-        if reader is None or reader.has_calls or posted.wire.form(posted.body) != "text":
+        if reader is None or reader.has_calls or posted.protocol.form(posted.body) != "text":
             raise read_timeout(posted.path) from error
         if began:
             return list(map(form.write, reader.closing(text)))
-        made = posted.wire.synthetic_stream(posted.body, posted.model or "", text, {})
+        made = posted.protocol.synthetic_stream(posted.body, posted.model or "", text, {})
         return list(map(form.write, made))
 
     try:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from budgetguard_http.wires.wire import Event, parsed
+from budgetguard_http.protocols.protocol import Event, parsed
 
 _END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 # Of data, event, id, retry, a comment, and the mark of an order of bytes.

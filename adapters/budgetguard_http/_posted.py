@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from budgetguard_http._billing import bills, tier_of
 from budgetguard_http._policy import Policy, is_provider
-from budgetguard_http.wires import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, wire_of
-from budgetguard_http.wires.wire import Body, Wire, parsed
+from budgetguard_http.protocols import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, protocol_of
+from budgetguard_http.protocols.protocol import ApiProtocol, Body, parsed
 
 _SIGNED: Final = "AWS4"
 _SLASHES: Final = re.compile("/+(?=/|$)")
@@ -24,7 +24,7 @@ class Posted:
     """A request that is a call of a model.
 
     Attributes:
-        wire: Its format.
+        protocol: Its format.
         path: The address without host and query.
         body: What is posted.
         raw: The same as it came.
@@ -37,7 +37,7 @@ class Posted:
         is_next_attempt: botocore says that the client tries again.
     """
 
-    wire: Wire
+    protocol: ApiProtocol
     path: str
     body: Body
     raw: bytes
@@ -87,24 +87,24 @@ def read_posted(
         policy: What is done with what is not understood.
     """
     body = parsed(raw) or {}
-    wire = wire_of(path, body)
-    if wire is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):
-        wire = MISTRAL
-    if wire is None:
+    protocol = protocol_of(path, body)
+    if protocol is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):
+        protocol = MISTRAL
+    if protocol is None:
         known = is_provider(host) and bills(host, path)
         unknown = known or ("model" in body and is_path_of_a_model(path))
         if not unknown or policy.on_unknown == "pass":
             return None
-        wire = OPAQUE
+        protocol = OPAQUE
     return Posted(
-        wire=wire,
+        protocol=protocol,
         path=path,
         body=body,
         raw=raw,
-        model=wire.model(path, body) or _model_of_a_form(raw),
+        model=protocol.model(path, body) or _model_of_a_form(raw),
         tier=tier_of(body),
-        is_streamed=wire.is_streamed(path, body),
+        is_streamed=protocol.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),
-        is_unwanted=wire is OPAQUE and policy.on_unknown == "refuse",
+        is_unwanted=protocol is OPAQUE and policy.on_unknown == "refuse",
         headers=headers,
     )

@@ -58,7 +58,9 @@ class Refusal:
         self._trip = trip
         self._is_side_call = is_side_call
         self.text = synthetic_text(run.guard)
-        if posted.wire.follows(posted.body) is not None and posted.wire.results(posted.body):
+        if posted.protocol.follows(posted.body) is not None and posted.protocol.results(
+            posted.body
+        ):
             # It answers every turn without them with an error.
             self.text = f"{self.text} {_UNSENT}"
 
@@ -77,19 +79,19 @@ class Refusal:
             # A client of OpenAI's family looks here first, whatever the status is.
             "x-should-retry": "false",
         }
-        wire, body = posted.wire, posted.body
+        protocol, body = posted.protocol, posted.body
         mark = synthetic_metadata(run.guard, trip)
         model = posted.model or ""
-        form = wire.form(body)
-        is_text = form == "text" or (form == "json" and wire.can_refuse)
+        form = protocol.form(body)
+        is_text = form == "text" or (form == "json" and protocol.can_refuse)
         if is_text and not self._is_side_call:
             if posted.is_streamed:
-                events = wire.synthetic_stream(body, model, self.text, mark)
+                events = protocol.synthetic_stream(body, model, self.text, mark)
                 if events:
                     frames, kind = frames_at(posted.path)
                     stream = b"".join(map(frames.write, events))
                     return 200, {**headers, "content-type": kind}, stream
-            whole = wire.synthetic(body, model, self.text, mark)
+            whole = protocol.synthetic(body, model, self.text, mark)
             if whole is not None:
                 return 200, {**headers, "content-type": "application/json"}, _json(whole)
         error = {"message": _ERROR, "type": "run_stopped", "code": "run_stopped"}

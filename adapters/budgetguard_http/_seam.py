@@ -20,7 +20,7 @@ from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
-from budgetguard_http.wires import OPAQUE
+from budgetguard_http.protocols import OPAQUE
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
@@ -261,7 +261,7 @@ def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
     """Settle what is no answer of a model: a redirect, an error, a refusal by a seam below."""
     if REFUSED in response.extensions:
-        call.unmade()
+        call.take_back()
         return False
     status = response.status_code
     if status < 300:
@@ -269,7 +269,7 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
     if status in _REDIRECTS:
         # The client takes the extensions along to wherever it is sent.
         request.extensions = {**request.extensions, _FIRST_PATH: call.posted.path}
-        call.unmade()
+        call.take_back()
         return False
     call.failed(AnsweredWith(status))
     shorten(request, response, 0 if call.run.aborted else call.run.time_left())
@@ -285,7 +285,7 @@ def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     frames = frames_of(content_type, call.posted.path, is_asked_for=call.posted.is_streamed)
     if frames is None:
         # Speech, an image: nobody reads it, and its client may play it as it comes.
-        is_opaque = call.posted.wire is OPAQUE and content_type
+        is_opaque = call.posted.protocol is OPAQUE and content_type
         return Passing(call, None, "") if is_opaque and content_type[:5] != "text/" else None
     encoding = headers.get("content-encoding", "")
     if encoding and reads(mod, encoding):

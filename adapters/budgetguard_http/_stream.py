@@ -11,7 +11,7 @@ from budgetguard_core.kit import Watch, synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import Frames, ServerSentEvents, may_be_events
-from budgetguard_http.wires.wire import Reader
+from budgetguard_http.protocols.protocol import Reader
 
 _IDENTITY: Final = "identity"
 
@@ -131,12 +131,12 @@ class Passing:
         reader, posted = self._reader, call.posted
         if was_settled:
             return b""
-        if reader is None or reader.has_calls or posted.wire.form(posted.body) != "text":
+        if reader is None or reader.has_calls or posted.protocol.form(posted.body) != "text":
             return None
         text = synthetic_text(call.run.guard)
         if not self._began:
             return self._written(
-                posted.wire.synthetic_stream(posted.body, posted.model or "", text, {})
+                posted.protocol.synthetic_stream(posted.body, posted.model or "", text, {})
             )
         return self._written(reader.closing(text))
 

@@ -22,8 +22,8 @@ from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._posted import read_posted
 from budgetguard_http._refusal import Refusal, unknown_refused
 from budgetguard_http._runs import is_off
+from budgetguard_http.protocols import is_path_of_a_model
 from budgetguard_http.transport import Bounded
-from budgetguard_http.wires import is_path_of_a_model
 
 SERVICE: Final = "bedrock-runtime"
 _CREATED: Final = f"request-created.{SERVICE}"
@@ -142,7 +142,7 @@ class Hooks:
         self._next.answer = answer
         above = request.context.get(_LATEST)
         if isinstance(above, _Exchange):
-            above.call.unmade()
+            above.call.take_back()
         request.context[_LATEST] = _NOBODY
 
     def _sending(self, request: Any, **_: Any) -> Any:

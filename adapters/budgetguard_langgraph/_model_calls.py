@@ -194,7 +194,7 @@ def _unmade_siblings(graph_run: GraphRun, facts: Mapping[str, Any]) -> None:
         OWNERS.pop(run_id, None)
         if flying.forget is not None:
             flying.forget()
-        graph_run.run.unmade(flying.call)
+        graph_run.run.take_back(flying.call)
         flying.step.leave()
         frame = current()
 

@@ -166,9 +166,9 @@ class Session:
         stops, questions = asked_in(state, self.thread.waiting)
         if getattr(self.given, "resume", None) is not None and (stops or self.thread.was_stopped):
             self.given = addressed(self.given, questions)
-        fresh, leg, answered = False, None, kept is not None
+        fresh, attempt, answered = False, None, kept is not None
         if kept is None and self.goes_on and state is not None and state.next:
-            kept, leg = self._killed(state)
+            kept, attempt = self._killed(state)
             fresh = kept is not None and (
                 stops or kept.trip is not None or kept.parent_run_id is not None
             )
@@ -182,8 +182,8 @@ class Session:
             given=self.given,
             thread=thread_of(self._asked),
         )
-        if leg is not None and kept is not None:
-            run.go_on_as(leg, kept.run_id)
+        if attempt is not None and kept is not None:
+            run.go_on_as(attempt, kept.run_id)
         # Its first node may be one that asks no model, and hang.
         run.guard.start()
         self.graph_run = GraphRun(run, self.callback, None, self.outer, answered=answered)

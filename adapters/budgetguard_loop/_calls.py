@@ -163,7 +163,7 @@ class AdmittedModelCall:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._inside.__exit__()
         if error is None:
-            self._run.unreported(self._opened())
+            self._run.charge_reserved(self._opened())
         else:
             self._run.failed(self._opened(), error)
 

@@ -64,8 +64,10 @@ class Settings:
             if name in given:
                 continue
             value = values[name]
+            if name == "model" and value is None:
+                continue
             if own is inspect.Parameter.empty or own is None or name == "model":
-                added[name] = own if value is None else value
+                added[name] = value
             elif isinstance(own, int | float) and value is not None:
                 added[name] = min(own, value)
         return added

@@ -80,8 +80,8 @@ class ToolCalls:
         settings: The settings of its model call.
         copies: The copies of its tools.
         bounds: The hooks of the run, which its settings ask; None where nothing bounds them.
-        earlier: The items of an earlier leg of the run.
-        resumed: The calls that the earlier leg had asked for, and left to this one.
+        earlier: The items of an earlier attempt of the run.
+        resumed: The calls that the earlier attempt had asked for, and left to this one.
         may_wait: A store or a person has a say in what is admitted.
         stopping: Why the run ends, where it is no limit of the budget's.
     """
@@ -266,10 +266,10 @@ class ToolCalls:
                 self.run.finished(asked.opened, answer)
                 break
 
-    # Legs of a run that waited for a person, and the end of a batch and of the run
+    # Attempts of a run that waited for a person, and the end of a batch and of the run
 
     def go_on(self, state: Any, agent: Agent[Any]) -> None:
-        """Take over what an earlier leg left open, and ask for what was approved, all together."""
+        """Take over the open calls of an earlier attempt, and ask for those approved, together."""
         self.earlier = _seams.items_of(state)
         tickets = list(self.run.guard.open_tool_calls())
         decided = [
@@ -310,7 +310,7 @@ class ToolCalls:
         self.run.finished(self.run.tool_call(without_body), error="rejected")
 
     def wait(self, call_ids: set[Any]) -> None:
-        """Leave what waits for a person to the leg that goes on with the answer.
+        """Leave what waits for a person to the attempt that goes on with the answer.
 
         Its places are given back until then: what a person refuses is no tool call. Where the run
         was stopped meanwhile they could not be had again, and are kept.

@@ -235,9 +235,9 @@ def closing_items(
 
     Args:
         turns: What the model answered and what became of it.
-        items: The items that the SDK kept, those of an earlier leg of the run first.
+        items: The items that the SDK kept, those of an earlier attempt of the run first.
         responses: The responses that the SDK kept.
-        resumed: What became of calls that the earlier leg had asked for.
+        resumed: What became of calls that the earlier attempt had asked for.
     """
     records = {id(one.raw): one for turn in turns for one in turn.asked}
     records |= {id(one.raw): one for one in resumed}
@@ -245,7 +245,7 @@ def closing_items(
 
     def results(opened: Iterable[RunItem]) -> Iterator[RunItem]:
         for item in opened:
-            # Of an earlier leg, whatever was not heard of since never started.
+            # Of an earlier attempt, whatever was not heard of since never started.
             one = records.get(id(item.raw_item)) or by_id.get(_call_id(item))
             if one is None:
                 yield from result_items(item.agent, item.raw_item, NOT_EXECUTED)

@@ -177,7 +177,7 @@ class Recorder(RunHooks[Any]):
         except BaseException:
             if call is not None:
                 self._call = None
-                self.run.unmade(call)
+                self.run.take_back(call)
             raise
 
     async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:

@@ -302,12 +302,12 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     goes_on = isinstance(given, RunState)
     kept = _seams.kept(given) if goes_on else None
     earlier: Snapshot | None = None
-    leg: int | None = None
+    attempt: int | None = None
     fresh = False
     if kept is not None:
         earlier = Snapshot.model_validate_json(kept)
     elif resume is not None:
-        earlier, leg = named(resume, envelope.store)
+        earlier, attempt = named(resume, envelope.store)
         # A run that was stopped goes on under a fresh budget, one that was left where it is.
         stopped = isinstance(resume, Outcome) and resume.status == "terminated"
         fresh = stopped or earlier.trip is not None
@@ -325,7 +325,7 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         or options.get("conversation_id"),
     )
     if earlier is not None:
-        run.go_on_as(leg, earlier.run_id)
+        run.go_on_as(attempt, earlier.run_id)
     return run, cast("Any", given)
 
 

@@ -225,7 +225,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
     `Runner.run(agent, [*unsent_input(result), message], conversation_id=...)`. Of a run that was
     stopped before its model answered, it is all that the run was given.
     """
-    unsent: list[TResponseInputItem] = []
+    pending: list[TResponseInputItem] = []
     waiting: set[Any] = set()
     if result.raw_responses:
         output = result.raw_responses[-1].output
@@ -237,9 +237,9 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
             continue  # a synthetic message, of this run or of the one that it went on from
         if item.type != "input_item" and not (_is_answer(raw) and _id_of(raw) in waiting):
             break
-        unsent.insert(0, item.to_input_item())
+        pending.insert(0, item.to_input_item())
     given = () if result.raw_responses else ItemHelpers.input_to_new_input_list(result.input)
-    return [*given, *unsent]
+    return [*given, *pending]
 
 
 def _is_answer(raw: Any) -> bool:

@@ -59,7 +59,7 @@ class ModelCalls:
         """Give back a call that did not go out."""
         turn, self.turn, self.scope = self.turn, None, None
         if turn is not None:
-            turn.unmade()
+            turn.take_back()
 
     async def sent(self, model: Any, messages: list[Any], settings: Any) -> tuple[Any, ...]:
         """Return the turn of a call that goes out, its model, what to send, and its settings."""

@@ -89,7 +89,7 @@ class AgentHooks:
             (BeforeToolCallEvent, self._calls.offer_tool_call, FIRST),
             (BeforeToolCallEvent, self._calls.before_tool_call, LAST),
             (AfterToolCallEvent, self._calls.after_tool_call, LAST),
-            (AfterInvocationEvent, self._after_leg, FIRST),
+            (AfterInvocationEvent, self._after_attempt, FIRST),
             (AfterInvocationEvent, self._after_invocation, LAST),
         )
         add: Any = agent.hooks.add_callback
@@ -127,7 +127,7 @@ class AgentHooks:
         if at is None and not self._bounds(agent):
             return
         if at is not None and at.metrics is metrics and at.invocation == number:
-            at.begin_leg()
+            at.begin_attempt()
             if at.resumed and not at.shared and at.trip is None:
                 at.run.guard.state.restart_iterations()
         else:
@@ -287,7 +287,7 @@ class AgentHooks:
         if isinstance(error, Halt):
             if error.at is not at and at.turn is not None:
                 # Another provider's budget ended the run, and the admitted call was never made.
-                at.turn.unmade()
+                at.turn.take_back()
             at.error = error.error if error.at is at else None
             return error.at is at
         if isinstance(error, asyncio.CancelledError) and at.took_effect():
@@ -298,7 +298,7 @@ class AgentHooks:
 
     # The end
 
-    async def _after_leg(self, event: AfterInvocationEvent) -> None:
+    async def _after_attempt(self, event: AfterInvocationEvent) -> None:
         """Settle what is open and keep the counters, before the session manager looks."""
         at = self._calls.going_on(event.agent)
         if at is None:
@@ -310,7 +310,7 @@ class AgentHooks:
             await bodies.cancel()
         elif bodies is not None:
             at.unwatch = bodies.watch(at.run)
-        outcome = await _ending.leg_over(at, event)
+        outcome = await _ending.attempt_over(at, event)
         if at.paused is not None:
             self._calls.paused.set(event.agent, at.paused)
         if outcome is not None:

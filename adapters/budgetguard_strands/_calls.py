@@ -156,8 +156,8 @@ class Calls:
         if isinstance(event.exception, ContextWindowOverflowException):
             at.overflowed = True
             if not at.shared and not at.recovered:
-                # As the reference does; but once a leg, because a loop that overflows again and
-                # again would never end.
+                # As the reference does; but once an attempt: a loop that overflows again and again
+                # would never end.
                 at.recovered = True
                 at.run.guard.state.restart_iterations()
         if response is None or at.turn is None:
@@ -210,7 +210,7 @@ class Calls:
         if turn is None:
             return
         if isinstance(error, InterruptException) and not (at.usage or written or turn.pieces):
-            turn.unmade()  # a hook asks a person before it
+            turn.take_back()  # a hook asks a person before it
         else:
             turn.pieces += written
             turn.call.measured = token_usage(at.usage) or turn.call.measured

@@ -84,7 +84,7 @@ async def _stopped(agent: Agent, at: AgentRun, state: State, reason: Any, writte
     )
 
 
-async def leg_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
+async def attempt_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     """Pause where the run waits, and keep the counters, before the session manager looks."""
     agent, calls, run = event.agent, at.session.calls, at.run
     reason = None if event.result is None else str(event.result.stop_reason)

@@ -195,7 +195,7 @@ class Opener:
 
 
 class _Kept:
-    """The location of what a run has left; `_ending` writes it, because a run has several legs."""
+    """The location of what a run has left; `_ending` writes it: a run has several attempts."""
 
     keeps: frozenset[str] = frozenset()
 

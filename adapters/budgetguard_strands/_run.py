@@ -47,7 +47,7 @@ class Paused(NamedTuple):
 class AgentRun:
     """One run of one agent, on one session of the kit.
 
-    A run has several legs where a hook resumes the agent within one invocation.
+    A run has several attempts where a hook resumes the agent within one invocation.
 
     Attributes:
         session: The life of the run.
@@ -57,7 +57,7 @@ class AgentRun:
         metrics: Strands' metrics, in which the invocation has its number.
         nudged: What was added to a message for the model call in flight, and the words.
         invocation: That number; a hook that resumes the agent stays in the same invocation.
-        resumed: A hook has resumed the agent: the next leg begins its iterations anew.
+        resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
         asked: The tool calls of the batch in flight.
         admitting: Held while one of them is admitted.
         context: OpenTelemetry's context in which the last model call began.
@@ -89,7 +89,7 @@ class AgentRun:
         self.notices: list[dict[str, Any]] = []
         self.note_warnings()
         self.notices.clear()  # they were given before it began
-        self.begin_leg()
+        self.begin_attempt()
         summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
         if summarizer is not None:
             _summarizers.set(summarizer, ())
@@ -114,10 +114,10 @@ class AgentRun:
         """Why the run has to end."""
         return self.session.trip
 
-    # A leg, and the model call in flight
+    # An attempt, and the model call in flight
 
-    def begin_leg(self) -> None:
-        """Forget what only the last leg was about."""
+    def begin_attempt(self) -> None:
+        """Forget what only the last attempt was about."""
         self.cycle = -1
         self.overflowed = self.recovered = self.watched = self.cut_off = False
         self.limit: Trip | None = None

@@ -14,9 +14,9 @@ def load_to_resume(store: CheckpointStore, run_id: str) -> tuple[Snapshot | None
     """Load a run's last checkpoint in order to go on with it.
 
     Returns:
-        The snapshot, or None if the store has no such run; and the leg that begins with it, for
-        `Run.go_on_as`, or None where the store does not fence. What earlier legs save from now on
-        is refused.
+        The snapshot, or None if the store has no such run; and the attempt that begins with it, for
+        `Run.go_on_as`, or None where the store does not fence. What earlier attempts save from now
+        on is refused.
 
     Raises:
         CheckpointError: The file or the snapshot is damaged.
@@ -24,9 +24,9 @@ def load_to_resume(store: CheckpointStore, run_id: str) -> tuple[Snapshot | None
     snapshot = store.load(run_id)
     if snapshot is None or not is_numbered(store):
         return snapshot, None
-    leg = store.claim(run_id)
-    # An earlier leg may have saved until it was fenced.
-    return store.load(run_id), leg
+    attempt = store.claim(run_id)
+    # An earlier attempt may have saved until it was fenced.
+    return store.load(run_id), attempt
 
 
 class Checkpoints:
@@ -37,13 +37,13 @@ class Checkpoints:
         store: Where they go.
 
     Attributes:
-        leg: What `load_to_resume` gave; None until the first checkpoint begins a leg otherwise.
+        attempt: What `load_to_resume` gave; else None until the first checkpoint begins one.
     """
 
     def __init__(self, guard: Guard, store: CheckpointStore) -> None:
         self._guard = guard
         self._store = store
-        self.leg: int | None = None
+        self.attempt: int | None = None
         self._given: list[Any] = []
         self._plain: list[Any] = []
         self._stored = 0
@@ -81,7 +81,7 @@ class Checkpoints:
         if self._number is not None and is_numbered(self._store):
             number = self._store.append(
                 self._guard.snapshot(self._plain[self._stored :]),
-                leg=self._begun(self._store),
+                attempt=self._begun(self._store),
                 start=self._stored,
                 after=self._number,
             )
@@ -98,11 +98,11 @@ class Checkpoints:
             RunFencedError: The run was resumed elsewhere.
         """
         if is_numbered(self._store):
-            self._number = self._store.append(snapshot, leg=self._begun(self._store))
+            self._number = self._store.append(snapshot, attempt=self._begun(self._store))
         else:
             self._store.save(snapshot)
 
     def _begun(self, store: NumberedStore) -> int:
-        if self.leg is None:
-            self.leg = store.claim(self._guard.run_id)
-        return self.leg
+        if self.attempt is None:
+            self.attempt = store.claim(self._guard.run_id)
+        return self.attempt

@@ -41,7 +41,7 @@ class Waiting(Protocol):
         """Take back a tool call that did not start."""
         ...
 
-    def unmade(self, call: OpenModelCall) -> None:
+    def take_back(self, call: OpenModelCall) -> None:
         """Take back a model call that was not made."""
         ...
 
@@ -156,4 +156,4 @@ def _take_back(run: Waiting, call: OpenModelCall | OpenToolCall) -> None:
     if isinstance(call, OpenToolCall):
         run.withdrawn(call)
     else:
-        run.unmade(call)
+        run.take_back(call)

@@ -427,19 +427,21 @@ class Envelope:
     ) -> Run:
         if resume is not None:
             if resume.run_id != budget.run_id:
-                # Made anew for this request; one that counts already has counted the leg before.
+                # Made anew for this request; one that counts already has counted the one before.
                 type(budget).restore(resume, onto=budget)
             budget.go_on()
         part = next((one for one in around if budget in one.lineage), None)
         if part is not None:
-            kin = [one for one in around if one is not part and (one.tree is part.tree)]
-            return Run(self, part.child(beside=kin), frame, around, loose=loose)
-        kin = [one for one in around if (one.tree is budget.tree) and one not in budget.lineage]
+            siblings = [one for one in around if one is not part and (one.tree is part.tree)]
+            return Run(self, part.child(beside=siblings), frame, around, loose=loose)
+        siblings = [
+            one for one in around if (one.tree is budget.tree) and one not in budget.lineage
+        ]
         with _LOCK:
             seat = _SEATS.get(budget)
             before = None if seat is None else seat()
-            if kin or (before is not None and not before.ended):
-                return Run(self, budget.child(beside=kin), frame, around, loose=loose)
+            if siblings or (before is not None and not before.ended):
+                return Run(self, budget.child(beside=siblings), frame, around, loose=loose)
             run = Run(self, budget, frame, around, loose=loose)
             _SEATS[budget] = weakref.ref(run)
             return run

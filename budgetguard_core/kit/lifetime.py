@@ -258,15 +258,15 @@ class Lifetime:
 
     # Checkpoints, pauses and the end
 
-    def go_on_as(self, leg: int | None, run_id: str) -> None:
-        """Take the leg that `load_to_resume` began for this run.
+    def go_on_as(self, attempt: int | None, run_id: str) -> None:
+        """Take the attempt that `load_to_resume` began for this run.
 
         Args:
-            leg: Its number.
+            attempt: Its number.
             run_id: The run that was loaded; on a guard of another name this run is another one.
         """
         if self._checkpoints is not None and run_id == self.guard.run_id:
-            self._checkpoints.leg = leg
+            self._checkpoints.attempt = attempt
 
     def save(
         self,
@@ -379,8 +379,8 @@ class Lifetime:
     ) -> Outcome:
         """Pause the run for a person: its time stands still until it goes on.
 
-        This leg of it is over. Keep `run.guard.snapshot()` with the framework's own state, and go
-        on with `Envelope.open(resume=snapshot)` when the answer comes: in the same object, in a
+        This attempt of it is over. Keep `run.guard.snapshot()` with the framework's own state, and
+        go on with `Envelope.open(resume=snapshot)` when the answer comes: in the same object, in a
         new one or in another process. The calls that are open wait with the run. Where something
         of the same batch was refused, the stop comes with the next call, after the answer.
         """
@@ -486,11 +486,11 @@ def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
     for one in around:
         if one.tree is guard.tree:
             continue
-        kin = next((tree for tree in trees if tree[0].tree is one.tree), None)
-        if kin is None:
+        siblings = next((tree for tree in trees if tree[0].tree is one.tree), None)
+        if siblings is None:
             trees.append([one])
         else:
-            kin.append(one)
+            siblings.append(one)
     for first, *rest in trees:
         parts.append(first.child(Budget(loop_detection=None), beside=rest))
     return parts

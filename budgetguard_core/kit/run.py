@@ -79,15 +79,15 @@ class Run(Lifetime):
         """
         if not any(guard.state.may_wait for guard in self.guards):
             return question()
-        answer: _Calls = yield in_thread(question, self._take_back)
+        answer: _Calls = yield in_thread(question, self._undo)
         return answer
 
-    def _take_back(self, asked: Asked | Batch) -> None:
+    def _undo(self, asked: Asked | Batch) -> None:
         for one in asked if isinstance(asked, Batch) else (asked,):
             if isinstance(one, OpenToolCall):
                 self.withdrawn(one)
             elif isinstance(one, OpenModelCall):
-                self.unmade(one)
+                self.take_back(one)
 
     # Model calls
 
@@ -300,13 +300,13 @@ class Run(Lifetime):
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
 
-    def unreported(self, call: OpenModelCall) -> None:
+    def charge_reserved(self, call: OpenModelCall) -> None:
         """Settle a model call of which nobody says what it used: its reservation is charged."""
         if call.close():
             for ticket in call.tickets:
                 self._settle(ticket, call.measured)
 
-    def unmade(self, call: OpenModelCall) -> None:
+    def take_back(self, call: OpenModelCall) -> None:
         """Take back a model call that was admitted and never made; it counts as nothing."""
         if call.close():
             self._give_back(call.tickets)

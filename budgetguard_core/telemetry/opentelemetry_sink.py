@@ -194,7 +194,7 @@ class OpenTelemetrySink:
         with self._lock:
             known = self._runs.get(event.run_id)
         if known is not None and known.span is not None:
-            # The same run, which takes over what an earlier leg had counted.
+            # The same run, which takes over what an earlier attempt had counted.
             known.tags, known.details = tags, details
             known.span.set_attributes({**tags, **details})
             return
@@ -227,7 +227,7 @@ class OpenTelemetrySink:
         return run.span
 
     def _paused(self, run: _Run, event: RunPaused) -> None:
-        """End the spans of this leg: the answer may come days later, and in another process."""
+        """End the spans of this attempt: the answer may come days later, and in another process."""
         for number in event.waiting:
             call = run.calls.get(number)
             if call is not None and call.kind == "tool":

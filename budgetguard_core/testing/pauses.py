@@ -85,7 +85,7 @@ def paused(driver: Driver, mode: Mode) -> None:
         one for one in PLACES if one != "new process" or driver.has("new_process")
     ]
     for place in places:
-        # The caps hold over both legs: four model calls in all, and two of them before.
+        # The caps hold over both attempts: four model calls in all, and two of them before.
         case = _Case(driver, mode, Script([calls("read"), calls("send"), calls("read")]))
         budget = Budget(max_model_calls=4)
         outcome = _paused(ran := case.begin(budget))

@@ -13,8 +13,8 @@ import pytest
 from budgetguard_core import Budget
 from budgetguard_http import BudgetTransport
 from budgetguard_http._frames import EventStream, ServerSentEvents
-from budgetguard_http.wires.openai_chat import OpenAIChat
-from budgetguard_http.wires.wire import Answer
+from budgetguard_http.protocols.openai_chat import OpenAIChat
+from budgetguard_http.protocols.protocol import Answer
 
 TEXT = "Grüße, 世界 🌍"
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import httpx2
 import openai
@@ -16,8 +17,7 @@ from provider_server import ProviderServer
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_are_counted_where_the_input_of_a_response_is_a_text(stream):
-    with ProviderServer(calls=3) as server, bounded_clients(Budget()) as block:
-        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+    with client_of(calls=3) as (_, client), bounded_clients(Budget()) as block:
         ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
         made = client.responses.create(**ask, stream=stream)
         answer = [*made][-1].response if stream else made
@@ -167,12 +167,20 @@ KEPT = {
 }
 
 
+@contextmanager
+def client_of(*, calls):
+    with (
+        ProviderServer(calls=calls) as server,
+        openai.OpenAI(api_key="k", base_url=server.url + "/v1") as client,
+    ):
+        yield server, client
+
+
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_without_an_input_is_bounded_as_any_other(kept, stream):
     budget = Budget(max_tool_calls=2, max_total_tokens=10_000, loop_detection=None)
-    with ProviderServer(calls=3) as server, bounded_clients(budget) as block:
-        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+    with client_of(calls=3) as (server, client), bounded_clients(budget) as block:
         ask = {"model": "gpt-4o", "tools": loops.RESPONSES_TOOLS, **kept}
         made = client.responses.create(**ask, stream=stream)
         answer = [*made][-1].response if stream else made
@@ -188,16 +196,14 @@ def test_the_variables_of_a_prompt_template_are_projected():
     sizes = []
     for text in ("Bern", "Bern " * 2_000):
         budget = Budget(max_total_tokens=1_000)
-        with ProviderServer(calls=0) as server, bounded_clients(budget) as block:
-            client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+        with client_of(calls=0) as (server, client), bounded_clients(budget) as block:
             client.responses.create(prompt={"id": "pmpt_1", "variables": {"city": text}})
         sizes.append((server.hits, block.outcome.stop_reason))
     assert sizes == [(1, "completed"), (0, "max_total_tokens")]
 
 
 def test_a_background_response_that_is_streamed_is_read_and_bounded():
-    with ProviderServer(calls=3) as server, bounded_clients(Budget()) as block:
-        client = openai.OpenAI(api_key="k", base_url=server.url + "/v1")
+    with client_of(calls=3) as (_, client), bounded_clients(Budget()) as block:
         ask = {"model": "gpt-4o", "input": "go", "tools": loops.RESPONSES_TOOLS}
         events = [*client.responses.create(**ask, background=True, stream=True)]
     assert sum(item.type == "function_call" for item in events[-1].response.output) == 3

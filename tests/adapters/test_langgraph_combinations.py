@@ -46,7 +46,7 @@ def bodies():
 
 
 class Way:
-    """One way to bound a graph; what it makes is made anew for each leg."""
+    """One way to bound a graph; what it makes is made anew for each attempt."""
 
     def __init__(self, way, guard, mode="sync"):
         self.way, self.guard, self.mode = way, guard, mode

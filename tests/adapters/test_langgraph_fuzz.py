@@ -377,7 +377,7 @@ class Case:
                 assert self.kind == "chain"
             except ProviderError as error:
                 failed = error
-            # Each leg has exactly one outcome.
+            # Each attempt has exactly one outcome.
             assert len(self.outcomes) == 1, self.outcomes
             given = None
             if self.kind in ASKING and failed is None:

@@ -320,7 +320,7 @@ async def test_a_thread_that_the_middleware_ended_is_resumed(order, cap, mode):
     assert script.calls == cap
     stopped = Guard()
     stopped.abort()
-    # A leg that comes no further takes nothing away.
+    # An attempt that comes no further takes nothing away.
     assert outcome(resume(agent(Budget()), config, stopped)).stop_reason == "aborted"
     again = resume(agent(stopped), config, Budget())
     assert outcome(again).stop_reason == "aborted"

@@ -52,7 +52,7 @@ class Log:
 
 
 class Way:
-    """A way in that is made anew for every leg, as a server makes it for every request."""
+    """A way in that is made anew for every attempt, as a server makes it for every request."""
 
     def __init__(self, script, saver, *, anew, middleware=(), tools=(ask, search), **more):
         self.script, self.saver, self.anew = script, saver, anew
@@ -72,13 +72,13 @@ class Way:
             checkpointer=self.saver,
         )
 
-    def legs(self, budget):
+    def attempts(self, budget):
         if self.anew or self.made is None:
             self.made = self.make(budget)
         return self.made
 
     def call(self, budget, given, config):
-        graph, more = self.legs(budget)
+        graph, more = self.attempts(budget)
         return graph.invoke(given, {**config, **more})
 
 
@@ -119,11 +119,11 @@ def stop_reason(result):
 def test_an_answer_goes_on_with_the_same_counters(way, anew):
     made = WAYS[way](Script(asking), InMemorySaver(), anew=anew)
     config, given = thread(), user()
-    for leg in range(6):
+    for attempt in range(6):
         result = made.call(Budget(max_iterations=3), given, config)
         if stop_reason(result):
             break
-        given = Command(resume=f"yes {leg}")
+        given = Command(resume=f"yes {attempt}")
     assert made.script.calls == 3
     assert stop_reason(result) == "max_iterations"
     assert [one.status for one in made.outcomes] == ["paused", "paused", "paused", "terminated"]
@@ -210,7 +210,7 @@ async def test_a_person_who_changes_the_thread_answers_the_same_run(way, mode, t
     config, given, graph, more = thread(), user(), plain, {}
     if way == "bounded":
         graph = bounded(plain, budget, on_outcome=outcomes.append)
-    for leg in range(6):
+    for attempt in range(6):
         if way == "callback":
             more = {"callbacks": [BudgetCallback(budget, on_outcome=outcomes.append)]}
         if mode == "sync":
@@ -220,7 +220,7 @@ async def test_a_person_who_changes_the_thread_answers_the_same_run(way, mode, t
         if outcomes[-1].status != "paused":
             break
         given, asked = None, graph.get_state(config).values["messages"][-1]
-        edited = [{**asked.tool_calls[0], "args": {"value": f"edited {leg}"}}]
+        edited = [{**asked.tool_calls[0], "args": {"value": f"edited {attempt}"}}]
         for _ in range(times):
             changed = asked.model_copy(update={"tool_calls": edited})
             graph.update_state(config, {"messages": [changed]})
@@ -268,7 +268,7 @@ def test_a_trip_and_a_question_in_one_batch_lose_neither(way, anew, caplog):
     assert ASKED == ["transfer?"]
     assert graphs.BODIES == ["a"]
     assert made.outcomes[-1].stop_reason == "max_tool_calls"
-    # Told once: the leg that asked is paused, whatever did not fit in it.
+    # Told once: the attempt that asked is paused, whatever did not fit in it.
     assert [one.status for one in made.outcomes] == ["paused", "terminated"]
     assert made.log.kinds().count("RunEnded") == 1
     assert [one.message for one in caplog.records if one.name.startswith("budgetguard")] == [
@@ -322,7 +322,7 @@ async def test_the_only_question_that_is_seen_beside_a_stop_needs_no_id(mode):
     if mode == "sync":
         result = made.call(budget, answer, config)
     else:
-        result = await made.legs(budget)[0].ainvoke(answer, config)
+        result = await made.attempts(budget)[0].ainvoke(answer, config)
     assert ASKED == ["transfer?"]
     assert [one.status for one in made.outcomes] == ["paused", "terminated"]
     assert result["messages"][2].content == "the person said {'decision': 'yes'}"
@@ -343,11 +343,11 @@ def test_a_guard_that_waits_is_shared_as_it_is(way):
     made = WAYS[way](Script(asking), InMemorySaver(), anew=True)
     made.options = dict
     config, given = thread(), user()
-    for leg in range(6):
+    for attempt in range(6):
         result = made.call(guard, given, config)
         if stop_reason(result):
             break
-        given = Command(resume=f"yes {leg}")
+        given = Command(resume=f"yes {attempt}")
     assert made.script.calls == 3
     assert guard.usage.tool_calls == 3
 
@@ -379,7 +379,7 @@ async def test_a_streamed_pause_goes_on(anew):
     made = BoundedWay(Script(asking), InMemorySaver(), anew=anew)
     config, given = thread(), user()
     for _ in range(6):
-        graph, _more = made.legs(Budget(max_iterations=2))
+        graph, _more = made.attempts(Budget(max_iterations=2))
         last = [c async for c in graph.astream(given, config, stream_mode="values")][-1]
         if stop_reason(last):
             break
@@ -509,14 +509,14 @@ def test_a_branch_that_was_answered_waits_no_more():
     graph = graph.compile(checkpointer=saver)
     config = thread()
 
-    def leg(given):
+    def attempt(given):
         callback = BudgetCallback(Budget(max_model_calls=1), on_outcome=outcomes.append)
         return graph.invoke(given, {**config, "callbacks": [callback]})
 
-    asked = leg(user())
+    asked = attempt(user())
     (question,) = [one.id for one in asked["__interrupt__"] if one.value == "sure?"]
-    leg(Command(resume={question: "yes"}))
-    leg(None)
+    attempt(Command(resume={question: "yes"}))
+    attempt(None)
     assert [one.status for one in outcomes] == ["paused", "terminated", "terminated"]
     assert script.calls == 2
     done = resume(graph, config, Budget())

@@ -244,23 +244,23 @@ def test_a_summarizer_with_a_cap_of_its_own_is_held_to_it(counter):
     assert summaries.calls == 1
 
 
-def test_reset_per_resume_leg(counter):
+def test_reset_per_resumed_attempt(counter):
     script = Script([calls("search"), says("One."), calls("search"), says("Two.")])
     agent = made(script, counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
-    legs = []
+    attempts = []
 
     def again(event):
-        legs.append(event.result.stop_reason)
-        if len(legs) == 1:
+        attempts.append(event.result.stop_reason)
+        if len(attempts) == 1:
             event.resume = "And now?"
 
     agent.hooks.add_callback(AfterInvocationEvent, again)
     assert agent("Go.").stop_reason == "end_turn"
-    assert legs == ["end_turn", "end_turn"]
+    assert attempts == ["end_turn", "end_turn"]
     assert script.calls == 4
 
 
-def test_everything_but_the_iterations_runs_on_in_a_resume_leg(counter):
+def test_everything_but_the_iterations_runs_on_in_a_resumed_attempt(counter):
     script = Script([calls("search"), says("One.")] * 3)
     provider = BudgetHookProvider(Budget(max_iterations=2, max_model_calls=3))
     agent = made(script, counter.tool, hooks=[provider])
@@ -273,14 +273,14 @@ def test_everything_but_the_iterations_runs_on_in_a_resume_leg(counter):
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_resume_hook_cannot_spin_after_a_stop(order, counter):
     class Spinning:
-        legs = 0
+        attempts = 0
 
         def register_hooks(self, registry, **kwargs):
             registry.add_callback(AfterInvocationEvent, self.again)
 
         def again(self, event):
-            self.legs += 1
-            if self.legs < 50:
+            self.attempts += 1
+            if self.attempts < 50:
                 event.resume = "Go on."
 
     spinning = Spinning()
@@ -290,7 +290,7 @@ def test_a_resume_hook_cannot_spin_after_a_stop(order, counter):
     script = sticky()
     agent = made(script, counter.tool, hooks=hooks)
     assert agent("Go.").stop_reason == "max_total_tokens"
-    assert spinning.legs == 1
+    assert spinning.attempts == 1
     assert script.calls == 2
 
 
@@ -374,10 +374,10 @@ def test_a_leg_between_checkpoints_is_no_fresh_start(restart, counter):
 
     agent = agent_with([], None)
     result = agent("Go.")
-    legs = 0
+    attempts = 0
     while result.stop_reason == "checkpoint":
-        legs += 1
-        assert legs < 20
+        attempts += 1
+        assert attempts < 20
         if restart:
             kept = json.loads(json.dumps(agent.state.get()))
             agent = agent_with(list(agent.messages), kept)

@@ -124,7 +124,7 @@ def test_a_hook_goes_on_after_strands_own_limit_in_a_run_that_is_only_looked_on(
 
     agent.hooks.add_callback(AfterInvocationEvent, resume)
     assert agent("Go.", limits={"turns": 1}).stop_reason == "limit_turns"
-    # The limit is one of all legs.
+    # The limit is one of all attempts.
     assert (script.calls, left) == (1, [])
 
 

@@ -237,12 +237,12 @@ def test_an_unknown_profile_is_said(budgetguard, tmp_path):
     assert b"did you mean 'research'?" in done.stderr
 
 
-def test_a_run_that_had_paused_counts_with_all_its_legs(budgetguard, tmp_path):
+def test_a_run_that_had_paused_counts_with_all_its_attempts(budgetguard, tmp_path):
     for number in range(10):
         clock = ManualClock()
         guard = None
-        for leg in range(3):
-            with JsonLinesSink(tmp_path / f"{number}-{leg}.jsonl") as sink:
+        for attempt in range(3):
+            with JsonLinesSink(tmp_path / f"{number}-{attempt}.jsonl") as sink:
                 if guard is None:
                     guard = Guard(Budget(), run_id=f"run{number}", sinks=[sink], clock=clock)
                 else:
@@ -251,7 +251,7 @@ def test_a_run_that_had_paused_counts_with_all_its_legs(budgetguard, tmp_path):
                 call = guard.admit_model_call(ModelCall(model="gpt-4o"))
                 clock.advance(2)
                 guard.settle_model_call(call, TokenUsage(input_tokens=90, output_tokens=10))
-                if leg < 2:
+                if attempt < 2:
                     guard.pause()
                     clock.advance(1000)
                 else:

@@ -13,7 +13,7 @@ from werkzeug import Response
 
 from budgetguard_core import Guard, JsonLinesSink
 from budgetguard_core.ledger import Ledger
-from run_logs import COST_OF_A_CALL, finalized, in_legs, write
+from run_logs import COST_OF_A_CALL, finalized, in_attempts, write
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -100,7 +100,7 @@ def test_a_folder_of_logs_is_one_report(budgetguard, tmp_path):
 
 
 def test_a_run_of_several_legs_is_one_run_and_paid_for_once(budgetguard, tmp_path):
-    in_legs(tmp_path)
+    in_attempts(tmp_path)
     figures = json.loads(budgetguard("report", tmp_path, "--json").stdout)
     tiles = {name: value for value, name in figures["tiles"]}
     assert (tiles["runs"], tiles["tokens"]) == ("1", "3,000")

@@ -15,7 +15,7 @@ from budgetguard_core.breakers import RateLimit
 from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall, end_run
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
-from run_logs import COST_OF_A_CALL, budget, finalized, in_legs, work, write
+from run_logs import COST_OF_A_CALL, budget, finalized, in_attempts, work, write
 from sticky_runs import NEEDS, RUNS
 
 
@@ -219,8 +219,8 @@ def test_what_a_log_holds_cannot_write_to_the_terminal(budgetguard, tmp_path):
     assert b"\x07" not in done.stdout
 
 
-def test_a_run_is_shown_with_all_its_legs(budgetguard, tmp_path):
-    in_legs(tmp_path, ends=False)
+def test_a_run_is_shown_with_all_its_attempts(budgetguard, tmp_path):
+    in_attempts(tmp_path, ends=False)
     text = budgetguard("show", "asks", BUDGETGUARD_LOG=str(tmp_path)).stdout.decode()
     assert "run asks: paused" in text
     assert "gpt-4o: 3 calls" in text

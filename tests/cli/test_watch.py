@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from budgetguard_core import Budget, Guard, JsonLinesSink
-from run_logs import CALL, USED, in_legs, write
+from run_logs import CALL, USED, in_attempts, write
 
 
 def test_every_run_has_a_bar_for_each_cap(budgetguard, tmp_path):
@@ -32,7 +32,7 @@ def test_the_figures_are_there_on_a_narrow_terminal(budgetguard, tmp_path):
 
 
 def test_a_run_that_waits_for_a_person_goes_on_as_one(budgetguard, tmp_path):
-    in_legs(tmp_path, ends=False)
+    in_attempts(tmp_path, ends=False)
     text = budgetguard("watch", tmp_path, "--once").stdout.decode()
     assert "1 going on, 0 ended, $0.00975 spent" in text
     assert "asks  paused" in text

@@ -17,7 +17,7 @@ from budgetguard_core import Budget
 from budgetguard_core.kit import outcome_of
 from budgetguard_core.testing import MODEL, Driver, Message, Ran, arguments_value, hang
 from budgetguard_http import bounded_clients, report_progress
-from budgetguard_http.wires.wire import MARK
+from budgetguard_http.protocols.protocol import MARK
 from conformance.budgetguard_loop_driver import USAGE_RECORDS, chunks_of, completion, normal
 
 _ON_TRAFFIC = (

@@ -72,10 +72,10 @@ def test_a_store_without_more_verbs_is_a_store():
 
 
 def test_messages_are_written_once(store):
-    guard, leg, statements = guard_after(1), store.claim("r"), []
-    number = store.append(guard.snapshot(["a", "b"]), leg=leg)
-    number = store.append(guard.snapshot(["c"]), leg=leg, start=2, after=number)
-    number = store.append(guard.snapshot(), leg=leg, start=3, after=number)
+    guard, attempt, statements = guard_after(1), store.claim("r"), []
+    number = store.append(guard.snapshot(["a", "b"]), attempt=attempt)
+    number = store.append(guard.snapshot(["c"]), attempt=attempt, start=2, after=number)
+    number = store.append(guard.snapshot(), attempt=attempt, start=3, after=number)
     connect = sqlite_checkpoints._connect
 
     def traced(path):
@@ -102,12 +102,12 @@ def test_a_conversation_that_was_cut_and_went_on_is_kept_in_each_form(store):
 
 
 def test_what_is_new_has_to_follow_what_the_caller_saved(store):
-    guard, leg = guard_after(1), store.claim("r")
-    number = store.append(guard.snapshot(["a"]), leg=leg)
+    guard, attempt = guard_after(1), store.claim("r")
+    number = store.append(guard.snapshot(["a"]), attempt=attempt)
     store.save(guard.snapshot(["other"]))
-    assert store.append(guard.snapshot(["b"]), leg=leg, start=1, after=number) is None
+    assert store.append(guard.snapshot(["b"]), attempt=attempt, start=1, after=number) is None
     assert store.load("r").messages == ("other",)
-    assert store.append(guard.snapshot(["a", "b"]), leg=leg) == 3
+    assert store.append(guard.snapshot(["a", "b"]), attempt=attempt) == 3
     assert store.load("r").messages == ("a", "b")
 
 
@@ -125,26 +125,27 @@ def test_a_row_that_is_missing_is_damage(store):
 def test_the_later_leg_goes_on_and_the_earlier_is_told(store):
     guard = guard_after(1)
     first = store.claim("r")
-    number = store.append(guard.snapshot(["a"]), leg=first)
+    number = store.append(guard.snapshot(["a"]), attempt=first)
     second = store.claim("r")
     assert (first, second) == (1, 2)
     assert store.claim("other") == 1
     for arguments in ({"start": 1, "after": number}, {}):
         with pytest.raises(
-            RunFencedError, match=r"run 'r' was resumed elsewhere, so this leg of it is fenced\. "
+            RunFencedError,
+            match=r"run 'r' was resumed elsewhere, so this attempt of it is fenced\. ",
         ):
-            store.append(guard.snapshot(["late"]), leg=first, **arguments)
+            store.append(guard.snapshot(["late"]), attempt=first, **arguments)
     assert store.load("r").messages == ("a",)
-    assert store.append(guard.snapshot(["a", "b"]), leg=second) == 2
+    assert store.append(guard.snapshot(["a", "b"]), attempt=second) == 2
 
 
 def test_two_stores_on_one_file_are_fenced_like_two_processes(tmp_path):
     one, other, guard = sqlite_store(tmp_path), sqlite_store(tmp_path), guard_after(1)
-    leg = one.claim("r")
-    one.append(guard.snapshot(["a"]), leg=leg)
-    other.append(guard.snapshot(["a", "b"]), leg=other.claim("r"))
+    attempt = one.claim("r")
+    one.append(guard.snapshot(["a"]), attempt=attempt)
+    other.append(guard.snapshot(["a", "b"]), attempt=other.claim("r"))
     with pytest.raises(RunFencedError):
-        one.append(guard.snapshot(["c"]), leg=leg, start=1, after=1)
+        one.append(guard.snapshot(["c"]), attempt=attempt, start=1, after=1)
     assert one.load("r").messages == ("a", "b")
     one.close()
     other.close()

@@ -178,9 +178,9 @@ def test_a_part_of_two_runs_spends_both():
     other.admit_tool_call(ToolCall(name="a"))
     assert run.guard.usage.tool_calls == 1
     assert run.replayed().usage.tool_calls == 1
-    leg = Guard.restore(Snapshot.from_json(part.snapshot().to_json()), within=[one, other])
-    leg.admit_tool_call(ToolCall(name="a"))
-    leg.admit_tool_call(ToolCall(name="b"))
+    attempt = Guard.restore(Snapshot.from_json(part.snapshot().to_json()), within=[one, other])
+    attempt.admit_tool_call(ToolCall(name="a"))
+    attempt.admit_tool_call(ToolCall(name="b"))
     assert run.guard.usage.tool_calls == 2
     assert run.replayed().usage.tool_calls == 2
 

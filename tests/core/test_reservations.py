@@ -84,14 +84,14 @@ def test_a_hosted_tool_that_passed_its_quota_is_told_with_its_figures():
     assert violation.detail == "tool_quotas['search']=1 exceeded: 2 used"
 
 
-@pytest.mark.parametrize("legs", [1, 2])
-def test_what_open_calls_of_earlier_legs_set_aside_adds_up(legs):
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_what_open_calls_of_earlier_legs_set_aside_adds_up(attempts):
     guard = guard_of(max_total_tokens=10_000, max_cost_usd=100)
     for _ in range(2):
         asked(guard)
     before = guard.usage
     assert before.reserved_tokens == 220
-    for _ in range(legs):
+    for _ in range(attempts):
         fresh = Budget(max_total_tokens=10_000, max_cost_usd=100, loop_detection=None)
         guard = Guard.restore(guard.snapshot(), fresh, price_book=BOOK)
         assert guard.usage.reserved_tokens == before.reserved_tokens

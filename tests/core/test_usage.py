@@ -119,7 +119,7 @@ def test_half_a_surrogate_pair_can_be_estimated():
 
 
 def test_two_legs_add_up():
-    leg = Usage(iterations=1, total_tokens=5, cost_usd=Decimal("0.1"), seconds=1.5)
-    assert leg + leg + leg == Usage(
+    attempt = Usage(iterations=1, total_tokens=5, cost_usd=Decimal("0.1"), seconds=1.5)
+    assert attempt + attempt + attempt == Usage(
         iterations=3, total_tokens=15, cost_usd=Decimal("0.3"), seconds=4.5
     )

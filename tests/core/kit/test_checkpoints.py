@@ -1,4 +1,4 @@
-"""A run gives its store what is new, and is told when another leg has begun."""
+"""A run gives its store what is new, and is told when another attempt has begun."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ def test_a_store_that_fails_once_is_reported_and_misses_nothing(store, monkeypat
 def test_a_run_that_was_resumed_elsewhere_is_told(store):
     run = opened(store)
     run.save(messages("a"))
-    snapshot, leg = load_to_resume(store, "r")
+    snapshot, attempt = load_to_resume(store, "r")
     again = opened(store, run_id=None, resume=snapshot)
-    again.go_on_as(leg, "r")
+    again.go_on_as(attempt, "r")
     with pytest.raises(RunFencedError, match="run 'r' was resumed elsewhere"):
         run.save(messages("a", "late"))
     assert run.guard.tree.errors == ()
@@ -177,9 +177,9 @@ def test_of_two_that_resume_at_the_same_time_one_goes_on(store):
     opened(store).save(messages("a"))
     runs = []
     for _ in range(2):
-        snapshot, leg = load_to_resume(store, "r")
+        snapshot, attempt = load_to_resume(store, "r")
         runs.append(opened(store, run_id=None, resume=snapshot))
-        runs[-1].go_on_as(leg, "r")
+        runs[-1].go_on_as(attempt, "r")
     with pytest.raises(RunFencedError):
         runs[0].save()
     runs[1].save(messages("b"))
@@ -197,9 +197,9 @@ def test_a_run_that_is_begun_anew_under_an_old_name_fences_the_old_one(store):
 
 def test_a_leg_of_another_run_is_not_taken(store):
     opened(store).save(messages("a"))
-    leg = load_to_resume(store, "r")[1]
+    attempt = load_to_resume(store, "r")[1]
     other = Envelope(budget=Guard(run_id="other"), store=store).open()
-    other.go_on_as(leg, "r")
+    other.go_on_as(attempt, "r")
     store.claim("other")
     store.claim("other")
     other.save(messages("b"))

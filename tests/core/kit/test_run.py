@@ -296,7 +296,7 @@ class TestOneCallTwoLayers:
         run = opened(Budget())
         call = run.model_call(CALL)
         with run.entered(call):
-            run.unmade(run.model_call(CALL))
+            run.take_back(run.model_call(CALL))
             assert run.model_call(CALL).tickets == ()
 
     def test_the_bound_of_the_layer_above_holds_below(self):
@@ -342,7 +342,7 @@ class TestModelCalls:
         run.answered(call, USAGE)
         run.answered(call, USAGE)
         run.failed(call, "late")
-        run.unmade(call)
+        run.take_back(call)
         assert run.guard.usage.total_tokens == 15
         assert run.guard.usage.model_calls == 1
 
@@ -355,7 +355,7 @@ class TestModelCalls:
 
     def test_a_call_that_was_never_made_counts_as_nothing(self):
         run = opened(Budget(max_model_calls=1))
-        run.unmade(run.model_call(CALL))
+        run.take_back(run.model_call(CALL))
         assert until_stopped(run) == 1
 
     def test_a_failed_call_is_charged_its_prompt(self):

@@ -69,7 +69,7 @@ def asks(kind, session):
 
 def ends(kind, session, asked):
     if kind == "model":
-        session.run.unmade(asked.call)
+        session.run.take_back(asked.call)
     else:
         session.calls.close()
         for one in session.calls:

@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from budgetguard_core.kit import ToolCall
-from budgetguard_http.wires.synthetic_response import (
-    message_events,
-    message_of,
-    numbered,
-    response_of,
-)
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.protocol import (
     MARK,
     Answer,
+    ApiProtocol,
     Body,
     Event,
     Form,
     Prompted,
     Reader,
     Result,
-    Wire,
     count_or_none,
     items,
     record,
     text_or_none,
     usage_in,
     written,
+)
+from budgetguard_http.protocols.synthetic_response import (
+    message_events,
+    message_of,
+    numbered,
+    response_of,
 )
 
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -43,7 +43,7 @@ _CALLED: Final = ("function", "custom")
 _FORMS: Final = frozenset({"json_schema", "json_object"})
 
 
-class OpenAIResponses(Wire):
+class OpenAIResponses(ApiProtocol):
     """`/responses`."""
 
     name = "openai_responses"
@@ -172,9 +172,9 @@ class OpenAIResponses(Wire):
 class ResponsesReader(Reader):
     """The events of a response."""
 
-    def __init__(self, wire: OpenAIResponses, answer: Answer, model: str) -> None:
+    def __init__(self, protocol: OpenAIResponses, answer: Answer, model: str) -> None:
         super().__init__(answer)
-        self._wire = wire
+        self._wire = protocol
         self._response: Body = response_of(model, [])
         self._items: dict[int, Body] = {}
         """The items that the reader has got, by their places; those in `_open` not to their end."""

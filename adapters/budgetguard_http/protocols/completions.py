@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from budgetguard_http.wires.openai_chat import OpenAIChat
-from budgetguard_http.wires.wire import Body, Event, Prompted
+from budgetguard_http.protocols.openai_chat import OpenAIChat
+from budgetguard_http.protocols.protocol import Body, Event, Prompted
 
 
 class Completions(OpenAIChat):

@@ -8,15 +8,15 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from budgetguard_core.kit import ToolCall, token_usage
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.protocol import (
     Answer,
+    ApiProtocol,
     Body,
     Event,
     Form,
     Prompted,
     Reader,
     Result,
-    Wire,
     count_or_none,
     items,
     record,
@@ -28,7 +28,7 @@ _MODEL: Final = re.compile(r"/model/(.+)/converse(-stream)?$")
 _NO_USAGE: Final = {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}
 
 
-class BedrockConverse(Wire):
+class BedrockConverse(ApiProtocol):
     """`/model/<model>/converse` and `/model/<model>/converse-stream`."""
 
     name = "bedrock_converse"

@@ -1,4 +1,4 @@
-"""The table of the wire formats: by what a request is recognised, and who speaks which."""
+"""The table of the protocols: by what a request is recognised, and who speaks which."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from budgetguard_http.wires.anthropic_messages import AnthropicMessages
-from budgetguard_http.wires.bedrock_converse import BedrockConverse
-from budgetguard_http.wires.completions import Completions
-from budgetguard_http.wires.embeddings import Embeddings, GeminiEmbeddings, OllamaEmbeddings
-from budgetguard_http.wires.gemini import Gemini
-from budgetguard_http.wires.mistral import Mistral
-from budgetguard_http.wires.ollama import Ollama
-from budgetguard_http.wires.opaque import Opaque
-from budgetguard_http.wires.openai_chat import OpenAIChat
-from budgetguard_http.wires.openai_responses import OpenAIResponses
-from budgetguard_http.wires.wire import Body, Wire
+from budgetguard_http.protocols.anthropic_messages import AnthropicMessages
+from budgetguard_http.protocols.bedrock_converse import BedrockConverse
+from budgetguard_http.protocols.completions import Completions
+from budgetguard_http.protocols.embeddings import Embeddings, GeminiEmbeddings, OllamaEmbeddings
+from budgetguard_http.protocols.gemini import Gemini
+from budgetguard_http.protocols.mistral import Mistral
+from budgetguard_http.protocols.ollama import Ollama
+from budgetguard_http.protocols.opaque import Opaque
+from budgetguard_http.protocols.openai_chat import OpenAIChat
+from budgetguard_http.protocols.openai_responses import OpenAIResponses
+from budgetguard_http.protocols.protocol import ApiProtocol, Body
 
-__all__ = ["CHAT", "EMBEDDINGS", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "wire_of"]
+__all__ = ["CHAT", "EMBEDDINGS", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "protocol_of"]
 
 
 class _Row(NamedTuple):
     path: re.Pattern[str]
     field: str
     """What the body has to hold: a path alone is not enough to tell."""
-    wire: Wire
+    protocol: ApiProtocol
 
 
 MISTRAL: Final = Mistral()
@@ -74,7 +74,7 @@ def is_path_of_a_model(path: str) -> bool:
     return bool(_rows_of(path))
 
 
-def wire_of(path: str, body: Body) -> Wire | None:
+def protocol_of(path: str, body: Body) -> ApiProtocol | None:
     """Return the format of a request; None where it is none that is understood.
 
     Args:
@@ -84,5 +84,5 @@ def wire_of(path: str, body: Body) -> Wire | None:
     for row in _rows_of(path):
         if row.field in body:
             by_another = body.get("background") and not body.get("stream")
-            return None if by_another else row.wire
+            return None if by_another else row.protocol
     return None

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.protocol import (
     Answer,
+    ApiProtocol,
     Body,
     Event,
     Prompted,
     Result,
-    Wire,
     text_or_none,
     usage_in,
 )
 
 
-class Opaque(Wire):
+class Opaque(ApiProtocol):
     """Whatever costs something and is in no other row of the table."""
 
     name = "opaque"

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from budgetguard_core.kit import ToolCall, merge_usage, token_usage
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.protocol import (
     MARK,
     SYNTHETIC_ID,
     Answer,
+    ApiProtocol,
     Body,
     Event,
     Form,
     Prompted,
     Reader,
     Result,
-    Wire,
     count_or_none,
     items,
     record,
@@ -38,7 +38,7 @@ _TEXT: Final = re.compile(
 )
 
 
-class AnthropicMessages(Wire):
+class AnthropicMessages(ApiProtocol):
     """`/messages`, `/model/<model>/invoke` and `:rawPredict`."""
 
     name = "anthropic_messages"

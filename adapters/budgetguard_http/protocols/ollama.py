@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from budgetguard_http.wires.openai_chat import OpenAIChat
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.openai_chat import OpenAIChat
+from budgetguard_http.protocols.protocol import (
     Answer,
     Body,
     Event,
@@ -115,9 +115,9 @@ class Ollama(OpenAIChat):
 class OllamaReader(Reader):
     """The lines of an answer, each with whole calls."""
 
-    def __init__(self, wire: Ollama, answer: Answer, body: Body) -> None:
+    def __init__(self, protocol: Ollama, answer: Answer, body: Body) -> None:
         super().__init__(answer)
-        self._wire = wire
+        self._wire = protocol
         self._body = body
 
     def take(self, name: str, data: Body) -> None:

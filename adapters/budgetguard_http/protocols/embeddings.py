@@ -5,8 +5,8 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Final
 
-from budgetguard_http.wires.opaque import Opaque
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.opaque import Opaque
+from budgetguard_http.protocols.protocol import (
     Answer,
     Body,
     Prompted,

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from budgetguard_core.kit import ToolCall, merge_usage, token_usage
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.protocol import (
     SYNTHETIC_ID,
     Answer,
+    ApiProtocol,
     Body,
     Event,
     Form,
     Prompted,
     Reader,
     Result,
-    Wire,
     count_or_none,
     items,
     record,
@@ -29,7 +29,7 @@ _NO_USAGE: Final = {"promptTokenCount": 0, "candidatesTokenCount": 0, "totalToke
 _MODEL: Final = re.compile(r"/models/([^/:]+):")
 
 
-class Gemini(Wire):
+class Gemini(ApiProtocol):
     """`:generateContent` and `:streamGenerateContent`."""
 
     name = "gemini"
@@ -176,9 +176,9 @@ class Gemini(Wire):
 class GeminiReader(Reader):
     """The chunks of an answer, each an answer in itself with whole function calls."""
 
-    def __init__(self, wire: Gemini, answer: Answer) -> None:
+    def __init__(self, protocol: Gemini, answer: Answer) -> None:
         super().__init__(answer)
-        self._wire = wire
+        self._wire = protocol
 
     def take(self, name: str, data: Body) -> None:
         """Take a chunk."""

@@ -1,4 +1,4 @@
-"""The protocol of one wire format: facts of requests and answers, and synthetic ones."""
+"""The protocol of one protocol: facts of requests and answers, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Reader(ABC):
         """
 
 
-class Wire(ABC):
-    """One wire format."""
+class ApiProtocol(ABC):
+    """One protocol."""
 
     name: ClassVar[str]
     provider: ClassVar[str | None] = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from budgetguard_http.wires.openai_chat import OpenAIChat
-from budgetguard_http.wires.wire import Body
+from budgetguard_http.protocols.openai_chat import OpenAIChat
+from budgetguard_http.protocols.protocol import Body
 
 
 class Mistral(OpenAIChat):

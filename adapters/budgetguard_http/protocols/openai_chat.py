@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeAlias
 
 from budgetguard_core.kit import ToolCall, merge_usage
-from budgetguard_http.wires.wire import (
+from budgetguard_http.protocols.protocol import (
     MARK,
     SYNTHETIC_ID,
     Answer,
+    ApiProtocol,
     Body,
     Event,
     Form,
     Prompted,
     Reader,
     Result,
-    Wire,
     count_or_none,
     items,
     record,
@@ -51,7 +51,7 @@ _NO_USAGE: Final = {
 _ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
 
 
-class OpenAIChat(Wire):
+class OpenAIChat(ApiProtocol):
     """`/chat/completions`."""
 
     name = "openai_chat"

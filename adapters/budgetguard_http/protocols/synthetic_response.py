@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from budgetguard_http.wires.wire import SYNTHETIC_ID, Body, Event
+from budgetguard_http.protocols.protocol import SYNTHETIC_ID, Body, Event
 
 MESSAGE_ID: Final = f"msg_{SYNTHETIC_ID}"
 
