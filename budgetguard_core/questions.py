@@ -17,6 +17,8 @@ from budgetguard_core.stop_state import Mode
 
 # One question at a time in a process: a person reads them one after the other.
 _ASKING = threading.RLock()
+PAUSES: set[type[Exception]] = set()
+"""Exceptions by which a framework pauses a run for a person; added by its adapter."""
 
 
 def ask_person(
@@ -37,12 +39,30 @@ def ask_person(
             question = LimitQuestion(owner.run_id, violations, next_step)
             try:
                 answer = _answered(handler(question))
-                if answer:
-                    owner.extend(**_caps(answer))
-                    continue
             except Exception as error:
+                if isinstance(error, (*PAUSES,)):
+                    raise  # the framework asks, and the step is tried again with the answer
                 state.tree.report("on_trip", error)
-            owner.state.on_limit = None
+                answer = None
+            if not take_answer(owner, answer):
+                return
+
+
+def take_answer(guard: Any, answer: Any) -> bool:
+    """Take a person's answer: raise the caps, and return whether it is not the end.
+
+    Args:
+        guard: The guard that has asked.
+        answer: The caps to raise, by name; whatever is false is the end, as is what makes no sense.
+    """
+    try:
+        if answer:
+            guard.extend(**_caps(answer))
+            return True
+    except Exception as error:
+        guard.tree.report("on_trip", error)
+    guard.state.on_limit = None
+    return False
 
 
 def _of_caps(state: Any, request: Any) -> tuple[Any, tuple[Violation, ...]] | None:

@@ -431,9 +431,7 @@ class _StopsAreNoErrors(logging.Filter):
         return not (
             isinstance(record.args, tuple)
             and len(record.args) == 3
-            and str(record.args[2]).startswith(
-                ("BudgetInterrupt(", "BudgetStop(", "BudgetExceeded(", "ToolCallRef")
-            )
+            and str(record.args[2]).startswith(("Budget", "ToolCallRef"))
         )
 
 

@@ -52,6 +52,7 @@ from budgetguard_langgraph._seams import (
 from budgetguard_langgraph._view import View
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
+from budgetguard_langgraph.questions import answer, ask, taken
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
@@ -164,6 +165,7 @@ class Session:
             AdapterError: A budget stop is to be answered like a person's approval.
         """
         stops, questions = asked_in(state, self.thread.waiting)
+        answers, self.given = taken(self.given, questions)
         if getattr(self.given, "resume", None) is not None and (stops or self.thread.was_stopped):
             self.given = addressed(self.given, questions)
         fresh, attempt, answered = False, None, kept is not None
@@ -181,7 +183,9 @@ class Session:
             config=self._asked,
             given=self.given,
             thread=thread_of(self._asked),
+            asks=ask,
         )
+        answer(run, answers)
         if attempt is not None and kept is not None:
             run.go_on_as(attempt, kept.run_id)
         # Its first node may be one that asks no model, and hang.

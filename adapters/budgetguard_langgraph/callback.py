@@ -52,6 +52,7 @@ from budgetguard_langgraph._seams import (
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
+from budgetguard_langgraph.questions import answer, ask, taken
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -382,8 +383,8 @@ class BudgetCallback(BaseCallbackHandler):
         if call is not None:
             thread = Thread(call.graph, configuration(call.config))
             slot = thread.slot_in(owner)
-            answer = getattr(cast("object", given), "resume", None)
-            if answer is not None and was_stopped(call.graph, call.config):
+            answers = getattr(cast("object", given), "resume", None)
+            if answers is not None and was_stopped(call.graph, call.config):
                 raise AdapterError(ANSWERED)
             kept = run_blocking(thread.kept(slot)) if goes_on else None
         around = current()
@@ -396,7 +397,10 @@ class BudgetCallback(BaseCallbackHandler):
                 config={"metadata": metadata or {}} if call is None else call.config,
                 given=given,
                 thread=thread_of(call.config if call else {"metadata": metadata or {}}),
+                asks=ask,
             )
+        if thread is not None and goes_on:
+            answer(run, taken(given, thread.waiting)[0])
         run.guard.start()
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call

@@ -38,7 +38,7 @@ from budgetguard_core.tree import as_sink
 if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
 
-OnTrip: TypeAlias = Literal["return", "raise"] | AsksPerson
+OnTrip: TypeAlias = Literal["return", "raise", "ask"] | AsksPerson
 """What a caller gets of a stopped run: its partial result, or `BudgetExceeded`; or who is asked
 before a cap stops it."""
 
@@ -112,8 +112,9 @@ class Envelope:
             `raise` `BudgetExceeded` with the same outcome. Or a function, which may be async, that
             is asked before a cap stops a run, in a parallel branch too: it gets a `LimitQuestion`
             and returns the caps to raise, such as `{"max_iterations": 40}`, or None for the end as
-            a partial result. Nothing is asked of a model or a tool, time stands still, and what
-            tenants and runs around leave remains the bound. `max_seconds` and loops do not ask.
+            a partial result. `ask` does it by an interrupt of the graph, in LangGraph alone.
+            Nothing is asked of a model or a tool, time stands still, and what tenants and runs
+            around leave remains the bound. `max_seconds` and loops do not ask.
         prune: Shortens what is sent, from the first prompt that reached `warn_at` of its model's
             context window on: takes the messages of a request in the framework's own form, and
             returns those to send. The history stays whole. `keep_turns(last=6)` is one. What it
@@ -176,9 +177,9 @@ class Envelope:
                 f"conversation must be a Budget, got {type(self.conversation).__name__}. "
                 "Build one with Budget(max_cost_usd=5)."
             )
-        if self.on_trip not in ("return", "raise") and not callable(self.on_trip):
+        if self.on_trip not in ("return", "raise", "ask") and not callable(self.on_trip):
             raise ConfigurationError(
-                f"on_trip must be 'return', 'raise' or a function, got {self.on_trip!r}. "
+                f"on_trip must be 'return', 'raise', 'ask' or a function, got {self.on_trip!r}. "
                 "Leave it out for a normal result."
             )
         object.__setattr__(self, "mode", as_mode(self.mode))
@@ -271,6 +272,7 @@ class Envelope:
         config: Any = None,
         given: Any = None,
         thread: object = None,
+        asks: AsksPerson | None = None,
     ) -> Run:
         """Begin a run here: the caller's frame decides what it is a part of.
 
@@ -286,14 +288,22 @@ class Envelope:
                 a function.
             given: What the run is given as its input, for a `profile` that is a function.
             thread: The framework's id of the conversation.
+            asks: The framework's own way to ask a person, for `on_trip="ask"`.
 
         Raises:
             ConfigurationError: The function found no tenant, or no profile; or there is a budget
-                of the conversation, and no id of it.
+                of the conversation, and no id of it; or this framework asks nobody by itself.
             CheckpointError: The snapshot, or that of the conversation, does not fit together.
         """
         frame = current()
         around = in_force(frame)
+        if self.on_trip != "ask":
+            asks = self.on_trip if callable(self.on_trip) else None
+        elif asks is None:
+            raise ConfigurationError(
+                "on_trip='ask' needs a framework that asks by itself, which this way in does not. "
+                "Pass a function that asks a person: on_trip=ask_person."
+            )
         if isinstance(self.budget, Guard):
             run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
         else:
@@ -307,10 +317,10 @@ class Envelope:
             guard = self._fresh(budget, frame, within, resume, fresh, run_id, config, loose)
             run = Run(self, guard, frame, around, loose=loose)
             run.conversation = joined
-        if callable(self.on_trip):
-            run.guard.state.ask_before_a_stop(self.on_trip)
+        if callable(asks):
+            run.guard.state.ask_before_a_stop(asks)
             if run.conversation is not None:
-                run.conversation.guard.state.ask_before_a_stop(self.on_trip)
+                run.conversation.guard.state.ask_before_a_stop(asks)
         run.user_spoke = user_spoke and bool(run.guard.usage.model_calls or run.guard.tool_counts)
         return run
 

@@ -198,5 +198,7 @@ def test_a_person_may_answer_in_a_coroutine():
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(ConfigurationError, match="'return', 'raise' or a function, got 'ask'"):
-        Envelope(budget=Budget(), on_trip="ask")
+    with pytest.raises(ConfigurationError, match="'ask' or a function, got 'please'"):
+        Envelope(budget=Budget(), on_trip="please")
+    with pytest.raises(ConfigurationError, match="needs a framework that asks by itself"):
+        Envelope(budget=Budget(), on_trip="ask").open()

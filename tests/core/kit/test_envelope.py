@@ -33,7 +33,10 @@ def test_anything_else_is_refused(wrong):
 @pytest.mark.parametrize(
     ("option", "match"),
     [
-        ({"on_trip": "explode"}, "on_trip must be 'return', 'raise' or a function, got 'explode'"),
+        (
+            {"on_trip": "explode"},
+            "on_trip must be 'return', 'raise', 'ask' or a function, got 'explode'",
+        ),
         ({"mode": "loud"}, "mode must be one of"),
         ({"sinks": [5]}, "a sink must take events"),
         ({"on_warning": 5}, "on_warning must be callable"),

@@ -1,0 +1,87 @@
+"""A cap that asks a person by an interrupt of the graph: `on_trip="ask"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any, Final, NoReturn, cast
+
+from langgraph.errors import GraphBubbleUp, GraphInterrupt
+from langgraph.types import Command, Interrupt
+
+from budgetguard_core.kit import PAUSES, LimitQuestion, Run, take_answer
+from budgetguard_langgraph._seams import configuration
+from budgetguard_langgraph.interrupts import NotRetried
+
+TYPE: Final = "budget_question"
+"""The `type` in the value of an interrupt that asks for more budget."""
+# So that a function which asks by `interrupt()` pauses the graph, too.
+PAUSES.add(GraphBubbleUp)
+
+
+class BudgetQuestion(GraphInterrupt, NotRetried):
+    """Pauses a graph before a step that a cap would stop.
+
+    `Command(resume={"max_iterations": 40})` raises the caps, `Command(resume=False)` ends the run.
+    """
+
+    def __init__(self, question: LimitQuestion) -> None:
+        super().__init__()
+        value = {
+            "type": TYPE,
+            "run_id": question.run_id,
+            "reason": str(question.reason),
+            "limit": _plain(question.limit),
+            "used": _plain(question.used),
+            "detail": question.detail,
+            "next_step": question.next_step,
+        }
+        # An id of its own keeps an answer that is meant for another interrupt away from it.
+        self.args = ((Interrupt.from_ns(value, configuration().get("checkpoint_ns", "")),),)
+
+
+def ask(question: LimitQuestion) -> NoReturn:
+    """Ask by an interrupt; the graph comes back with the answer."""
+    raise BudgetQuestion(question)
+
+
+def taken(given: Any, waiting: Sequence[Interrupt]) -> tuple[dict[str, Any], Any]:
+    """Take the answers to a budget's questions out of what a graph is called with.
+
+    Args:
+        given: A `Command` with answers: one for a single question, else by their ids.
+        waiting: What waits on the thread.
+
+    Returns:
+        The answers by the run that has asked, and the input without them.
+    """
+    asked = {one.id: one.value for one in waiting}
+    ours = {id_: value["run_id"] for id_, value in asked.items() if _is_ours(value)}
+    answer: Any = getattr(given, "resume", None)
+    if not ours or answer is None:
+        return {}, given
+    by_id: dict[str, Any] = {next(iter(asked)): answer} if len(asked) == 1 else {}
+    if isinstance(answer, dict) and not asked.keys().isdisjoint(cast("dict[str, Any]", answer)):
+        by_id = dict(cast("dict[str, Any]", answer))
+    found = {run_id: by_id[id_] for id_, run_id in ours.items() if id_ in by_id}
+    rest = {id_: one for id_, one in by_id.items() if id_ not in ours}
+    if not found:
+        return {}, given
+    left: Any = replace(given, resume=rest or None)
+    return found, None if left == Command() else left
+
+
+def answer(run: Run, answers: Mapping[str, Any]) -> None:
+    """Give the answers to the guards that have asked."""
+    for guard in run.guard.lineage:
+        if guard.run_id in answers:
+            take_answer(guard, answers[guard.run_id])
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, dict) and cast("dict[str, Any]", value).get("type") == TYPE
+
+
+def _plain(amount: Any) -> Any:
+    return str(amount) if isinstance(amount, Decimal) else amount
