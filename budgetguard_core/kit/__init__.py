@@ -37,14 +37,7 @@ from budgetguard_core.kit.ambient import (
 from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
 from budgetguard_core.kit.cancel import Scope, Tasks, Watch, cut_short, sleep, supervised
 from budgetguard_core.kit.checkpoints import load_to_resume
-from budgetguard_core.kit.envelope import (
-    Envelope,
-    EnvelopeOptions,
-    OnTrip,
-    ProfileOptions,
-    envelope_of,
-    joined,
-)
+from budgetguard_core.kit.envelope import Envelope, envelope_of, joined
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.finalizing import ANSWER_NOW, Answer, LastAnswer, last_answer
 from budgetguard_core.kit.flow import (
@@ -73,6 +66,7 @@ from budgetguard_core.kit.formats import (
 from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
+from budgetguard_core.kit.options import EnvelopeOptions, OnTrip, ProfileOptions
 from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
@@ -21,6 +21,7 @@ from budgetguard_core.kit.ambient import in_force
 from budgetguard_core.kit.calls import OpenModelCall
 from budgetguard_core.kit.conversations import Conversation, run_id_of
 from budgetguard_core.kit.conversations import joined as joined_conversation
+from budgetguard_core.kit.options import EnvelopeOptions, OnTrip
 from budgetguard_core.kit.projection import estimate
 from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.run import Run
@@ -38,10 +39,6 @@ from budgetguard_core.tree import as_sink
 if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
 
-OnTrip: TypeAlias = Literal["return", "raise", "ask"] | AsksPerson
-"""What a caller gets of a stopped run: its partial result, or `BudgetExceeded`; or who is asked
-before a cap stops it."""
-
 _OF_THE_GUARD = (
     "mode",
     "sinks",
@@ -57,35 +54,6 @@ _OF_THE_GUARD = (
 _PAST_RUNS = 32
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
-
-
-class _CommonOptions(TypedDict, total=False):
-    mode: Mode | ModeName
-    sinks: Iterable[Sink | Callable[[Event], object]]
-    on_warning: WarningHandler | None
-    on_outcome: Callable[[Outcome], object] | None
-    price_book: PriceBook | None
-    clock: Clock | None
-    breakers: BreakerRegistry | None
-    store: CheckpointStore | None
-    on_trip: OnTrip
-    prune: Prune | None
-    ledger: Ledger | str | None
-    tenant: Tenant | Callable[[Any], Tenant] | None
-    conversation: Budget | None
-    conversation_id: str | Callable[[Any], str | None] | None
-
-
-class EnvelopeOptions(_CommonOptions, total=False):
-    """The options that every adapter takes beside its budget; `Envelope` documents them."""
-
-    profile: str | Profile | Selector | None
-
-
-class ProfileOptions(_CommonOptions):
-    """The options beside a profile that takes the place of a budget."""
-
-    profile: str | Profile | Selector
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
