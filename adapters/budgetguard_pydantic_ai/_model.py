@@ -24,12 +24,14 @@ class ModelCalls:
     Attributes:
         turn: The call that was admitted and did not go out yet.
         scope: The block around the framework's call; deadline and abort end it.
+        whole: The streamed answer that was read to its end before the block was.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.turn: ModelTurn | None = None
         self.scope: Scope | None = None
+        self.whole: Any = None
 
     async def ask(self, model: Any, messages: list[Any], *, retry: bool = False) -> bool:
         """Ask for a call; return whether it may go out."""
@@ -55,11 +57,13 @@ class ModelCalls:
         self.turn = None if isinstance(turn, Stop) else turn
         return self.turn is not None
 
-    def dropped(self) -> None:
-        """Give back a call that did not go out."""
+    def dropped(self) -> Any:
+        """Give back a call that did not go out; return `whole`."""
         turn, self.turn, self.scope = self.turn, None, None
+        whole, self.whole = self.whole, None
         if turn is not None:
             turn.take_back()
+        return whole
 
     async def sent(self, model: Any, messages: list[Any], settings: Any) -> tuple[Any, ...]:
         """Return the turn of a call that goes out, its model, what to send, and its settings."""
@@ -128,7 +132,8 @@ class Metered(WrapperModel):
         run_context: Any = None,
     ) -> AsyncGenerator[Any]:
         """Send a request whose answer is streamed."""
-        calls, params, stream = self._calls, model_request_parameters, None
+        calls, params = self._calls, model_request_parameters
+        stream: Any = None
         turn, model, messages, settings = await calls.sent(self.wrapped, messages, model_settings)
         try:
             async with AsyncExitStack() as stack:
@@ -137,10 +142,17 @@ class Metered(WrapperModel):
                     stream = await stack.enter_async_context(opening)
                 yield stream
         except BaseException as error:
-            turn.piece("" if stream is None else stream.get().text or "")
-            turn.failed(error)
+            if not _seams.is_whole(stream):
+                turn.piece("" if stream is None else stream.get().text or "")
+                turn.failed(error)
             raise
-        calls.answered(turn, stream.get(), messages, params)
+        finally:
+            if _seams.is_whole(stream):
+                # Its consumer may have acted on it.
+                calls.whole = stream.get()
+                calls.answered(turn, calls.whole, messages, params)
+        if calls.whole is None:
+            calls.answered(turn, stream.get(), messages, params)
 
 
 def metered(model: Any, calls: ModelCalls) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 from pydantic_ai import (
@@ -158,8 +158,8 @@ class BoundedRun(AbstractCapability[Any]):
             if isinstance(error, exceptions.SkipModelRequest) or not self._is_stop(error):
                 raise
         finally:
-            self._model.dropped()
-        await self._skip(ctx)
+            whole = self._model.dropped()
+        return await self._skip(ctx) if whole is None else whole
 
     async def prepare_model_request(self, ctx: Any, request_context: Any) -> Any:
         """Ask for another attempt."""
@@ -193,7 +193,7 @@ class BoundedRun(AbstractCapability[Any]):
         if not await self._model.ask(model, messages, retry=retry):
             await self._skip(ctx)
 
-    async def _skip(self, ctx: Any) -> None:
+    async def _skip(self, ctx: Any) -> NoReturn:
         """End the run in the place of a response; `after_node_run` does the rest."""
         turn, messages = self.session.turn, list(ctx.messages)
         await self._end(ctx, messages, "" if turn is None else "".join(turn.pieces))

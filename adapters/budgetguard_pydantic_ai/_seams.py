@@ -54,6 +54,11 @@ def named(model: Any, name: str) -> Any:
     return copied
 
 
+def is_whole(stream: Any) -> bool:
+    """Return whether a streamed answer was read to its end."""
+    return bool(getattr(stream, "_finished", False))
+
+
 def is_new_turn(node: Any) -> bool:
     """Return whether a node will make a model call that begins a turn.
 

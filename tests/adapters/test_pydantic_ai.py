@@ -35,9 +35,12 @@ from budgetguard_core import (
     FinalizeReserve,
     Guard,
     Outcome,
+    StopReason,
 )
 from budgetguard_core.plugs import Plug
+from budgetguard_core.testing.scripted import Answers
 from budgetguard_pydantic_ai import BudgetCapability, _seams, outcome
+from budgetguard_pydantic_ai.scripted import scripted_model
 from pydantic_ai_agents import DOORS, checked, endless, model_of, ran
 
 
@@ -533,3 +536,27 @@ def test_the_event_loop_does_not_wait_for_a_ledger(monkeypatch):
 
 def test_without_a_budget_an_agent_has_25_turns():
     assert outcome(ran(endless(BudgetCapability()))).usage.iterations == 25
+
+
+async def test_an_abort_behind_a_whole_streamed_answer_ends_the_run_at_its_next_step():
+    guard = Guard(Budget())
+    model = scripted_model(Answers([{"search": {}}]))
+    agent = Agent(model, capabilities=[BudgetCapability(guard)])
+
+    @agent.tool_plain
+    def search() -> str:
+        return "found"
+
+    async with agent.iter("Go.") as run:
+        async for node in run:
+            if Agent.is_model_request_node(node):
+                async with node.stream(run.ctx) as stream:
+                    async for _ in stream:
+                        pass
+                    guard.abort()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+    assert outcome(run.result).stop_reason is StopReason.ABORTED
+    assert guard.usage.model_calls == 1
+    assert guard.usage.failed_calls == 0
+    assert guard.usage.tool_calls == 0
