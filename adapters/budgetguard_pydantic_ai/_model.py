@@ -147,11 +147,11 @@ class Metered(WrapperModel):
                 turn.failed(error)
             raise
         finally:
-            if _seams.is_whole(stream):
-                # Its consumer may have acted on it.
-                calls.whole = stream.get()
+            # Of a whole answer its consumer may have acted on it, whatever comes now.
+            calls.whole = stream.get() if stream is not None and _seams.is_whole(stream) else None
+            if calls.whole is not None:
                 calls.answered(turn, calls.whole, messages, params)
-        if calls.whole is None:
+        if calls.whole is None and stream is not None:
             calls.answered(turn, stream.get(), messages, params)
 
 
