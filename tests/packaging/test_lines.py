@@ -24,7 +24,7 @@ AREAS = {
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_581, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_382, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_337, 2_100),
-    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 822, 500),
+    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 839, 500),
     "http": (["adapters/budgetguard_http/**/*.py"], 5_837, 3_900),
     "cli": (["adapters/budgetguard_cli/**/*.py"], 5_339, 4_200),
 }
