@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from budgetguard_core import Trip
-from budgetguard_core.kit import FRAME, Run, Stop, cut_short
+from budgetguard_core.kit import (
+    FRAME,
+    Flow,
+    Run,
+    Step,
+    Stop,
+    cut_short,
+    run_awaited,
+    run_blocking,
+)
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
@@ -52,64 +61,8 @@ class Seam:
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
         """
-        if audit.is_on():
-            with audit.expected(request.url.host):
-                response = self._send(request, send, stream, of_client)
-        else:
-            response = self._send(request, send, stream, of_client)
-        if not (stream or getattr(response, "is_closed", True)):
-            response.read()  # it was made here
-        return response
-
-    def _send(self, request: Any, send: Callable[[Any], Any], stream: bool, of_client: bool) -> Any:
-        found = self._found(request)
-        if found is None:
-            return send(request)
-        run, policy, path = found
-        request.read()
-        posted = read_posted(request.url.host, path, request.headers, request.content, policy)
-        if posted is None:
-            return send(request)
-        mod = _module_of(request)
-        if posted.is_unwanted:
-            return refuse_unknown(mod, request)
-        call = begin(run, posted, policy)
-        if isinstance(call, Refusal):
-            return call.response(mod, request)
-        held = call.run.wait(call.opened)
-        if isinstance(held, Stop):
-            return call.refusal(held.trip).response(mod, request)
-        flight = Flight(run)
-        is_kept = False
-        try:
-            own, token = request.extensions, FRAME.set(call.opened.frame)
-            try:
-                response = send(_outgoing(mod, request, call, flight))
-            finally:
-                FRAME.reset(token)
-                request.extensions = own
-            flight.answered(response)
-            if not _is_an_answer(request, response, call):
-                return response
-            passing = _passing(mod, response, call)
-            if passing is None:
-                content = response.read()
-                return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
-            if response.is_closed or (of_client and not stream):
-                return _read_stream(mod, response, passing, of_client=of_client)
-            response.stream = sync_stream(mod)(mod, response.stream, passing, flight)
-            is_kept = True
-            return response  # noqa: TRY300 - what is kept must be closed by its reader
-        except BaseException as error:
-            hide(error, request)
-            call.failed(error)
-            ended = _ended(mod, error, flight, run)
-            if ended is None:
-                raise
-            return call.refusal(ended).response(mod, request)
-        finally:
-            if not is_kept:
-                flight.close()
+        exchange = _Exchange(request, send, stream, of_client, False)
+        return run_blocking(self._sent(exchange))
 
     async def asend(
         self,
@@ -120,83 +73,62 @@ class Seam:
         of_client: bool,
     ) -> Any:
         """Send a request on an event loop, or answer it; as `send`."""
-        if audit.is_on():
-            with audit.expected(request.url.host):
-                response = await self._asend(request, send, stream, of_client)
-        else:
-            response = await self._asend(request, send, stream, of_client)
-        if not (stream or getattr(response, "is_closed", True)):
-            await response.aread()
+        exchange = _Exchange(request, send, stream, of_client, True)
+        return await run_awaited(self._sent(exchange))
+
+    def _sent(self, exchange: _Exchange) -> Flow[Any]:
+        host = exchange.request.url.host
+        with audit.expected(host) if audit.is_on() else nullcontext():
+            response = yield from self._answered(exchange)
+        if not (exchange.stream or getattr(response, "is_closed", True)):
+            yield Step(response.read, response.aread)  # it was made here
         return response
 
-    async def _asend(
-        self,
-        request: Any,
-        send: Callable[[Any], Awaitable[Any]],
-        stream: bool,
-        of_client: bool,
-    ) -> Any:
+    def _answered(self, exchange: _Exchange) -> Flow[Any]:
+        request = exchange.request
         found = self._found(request)
         if found is None:
-            return await send(request)
+            return (yield exchange.sending(request))
         run, policy, path = found
-        await request.aread()
+        yield Step(request.read, request.aread)
         posted = read_posted(request.url.host, path, request.headers, request.content, policy)
         if posted is None:
-            return await send(request)
+            return (yield exchange.sending(request))
         mod = _module_of(request)
         if posted.is_unwanted:
             return refuse_unknown(mod, request)
         call = begin(run, posted, policy)
         if isinstance(call, Refusal):
             return call.response(mod, request)
+        flight: Flight | None = None
+        is_kept = False
         try:
-            held = await call.run.wait_async(call.opened)
+            held = yield from call.run.waited(call.opened)
             if isinstance(held, Stop):
                 return call.refusal(held.trip).response(mod, request)
-            made: Any = None
-            if call.opened.above is not None:
-                # The adapter above cuts its own calls.
-                return await self._exchange(mod, request, send, call, stream, of_client)
-            with cut_short(run) as watch:
-                made = await self._exchange(mod, request, send, call, stream, of_client)
-            if made is None:
-                call.failed("cut short")
-                return call.refusal(watch.trip or run.stopped_by).response(mod, request)
-            return made  # noqa: TRY300 - the refusals before it may raise as well
+            if exchange.is_async and call.opened.above is None:
+                made: Any = None
+                with cut_short(run) as watch:
+                    made = yield from exchange.answer(mod, call, None)
+                if made is None:
+                    call.failed("cut short")
+                    return call.refusal(watch.trip or run.stopped_by).response(mod, request)
+                return made
+            # The adapter above cuts its own calls, but for those that block.
+            flight = None if exchange.is_async else Flight(run)
+            made = yield from exchange.answer(mod, call, flight)
+            is_kept = exchange.is_kept
+            return made  # noqa: TRY300 - what is kept must be closed by its reader
         except BaseException as error:
             hide(error, request)
             call.failed(error)
-            ended = _ended(mod, error, None, run)
+            ended = _ended(mod, error, flight, run)
             if ended is None:
                 raise
             return call.refusal(ended).response(mod, request)
-
-    async def _exchange(
-        self,
-        mod: Any,
-        request: Any,
-        send: Callable[[Any], Awaitable[Any]],
-        call: Call,
-        stream: bool,
-        of_client: bool,
-    ) -> Any:
-        own, token = request.extensions, FRAME.set(call.opened.frame)
-        try:
-            response = await send(_outgoing(mod, request, call, None))
         finally:
-            FRAME.reset(token)
-            request.extensions = own
-        if not _is_an_answer(request, response, call):
-            return response
-        passing = _passing(mod, response, call)
-        if passing is None:
-            content = await response.aread()
-            return _whole(mod, response, call, content, fresh=stream, of_client=of_client)
-        if response.is_closed or (of_client and not stream):
-            return _read_stream(mod, response, passing, of_client=of_client)
-        response.stream = async_stream(mod)(mod, response.stream, passing)
-        return response
+            if flight is not None and not is_kept:
+                flight.close()
 
     def _found(self, request: Any) -> tuple[Run, Policy, str] | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""
@@ -211,6 +143,61 @@ class Seam:
         if not may_be_posted(request.url, path, policy) or is_off(run):
             return None
         return run, policy, path
+
+
+class _Exchange:
+    """One request and its answer, blocking or on an event loop.
+
+    Attributes:
+        is_kept: The answer is a stream that its caller reads.
+    """
+
+    def __init__(
+        self,
+        request: Any,
+        send: Callable[[Any], Any],
+        stream: bool,
+        of_client: bool,
+        is_async: bool,
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.is_async = is_async
+        self.is_kept = False
+        self._send = send
+        self._of_client = of_client
+
+    def sending(self, request: Any) -> Step:
+        """Return the step of sending a request."""
+        return Step(lambda: self._send(request), lambda: self._send(request))
+
+    def answer(self, mod: Any, call: Call, flight: Flight | None) -> Flow[Any]:
+        """Send a call that was admitted, and return its answer."""
+        request = self.request
+        own, token = request.extensions, FRAME.set(call.opened.frame)
+        try:
+            response = yield self.sending(_outgoing(mod, request, call, flight))
+        finally:
+            FRAME.reset(token)
+            request.extensions = own
+        if flight is not None:
+            flight.answered(response)
+        if not _is_an_answer(request, response, call):
+            return response
+        passing = _passing(mod, response, call)
+        if passing is None:
+            content = yield Step(response.read, response.aread)
+            return _whole(
+                mod, response, call, content, fresh=self.stream, of_client=self._of_client
+            )
+        if response.is_closed or (self._of_client and not self.stream):
+            return _read_stream(mod, response, passing, of_client=self._of_client)
+        self.is_kept = True
+        if flight is None:
+            response.stream = async_stream(mod)(mod, response.stream, passing)
+        else:
+            response.stream = sync_stream(mod)(mod, response.stream, passing, flight)
+        return response
 
 
 def _module_of(request: Any) -> Any:
