@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from budgetguard_core import Trip
 from budgetguard_core.kit import (
@@ -34,6 +34,7 @@ from budgetguard_http.protocols import OPAQUE
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
 _PHASES = ("connect", "read", "write", "pool")
+_Found: TypeAlias = tuple[Run, Policy, str]
 # What a whole answer that was read here brings along that its content does not fit to any more.
 _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
 
@@ -61,8 +62,11 @@ class Seam:
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
         """
+        found = self._found(request)
+        if found is None and not audit.is_on():
+            return send(request)
         exchange = _Exchange(request, send, stream, of_client, False)
-        return run_blocking(self._sent(exchange))
+        return run_blocking(self._sent(exchange, found))
 
     async def asend(
         self,
@@ -73,20 +77,22 @@ class Seam:
         of_client: bool,
     ) -> Any:
         """Send a request on an event loop, or answer it; as `send`."""
+        found = self._found(request)
+        if found is None and not audit.is_on():
+            return await send(request)
         exchange = _Exchange(request, send, stream, of_client, True)
-        return await run_awaited(self._sent(exchange))
+        return await run_awaited(self._sent(exchange, found))
 
-    def _sent(self, exchange: _Exchange) -> Flow[Any]:
+    def _sent(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
         host = exchange.request.url.host
         with audit.expected(host) if audit.is_on() else nullcontext():
-            response = yield from self._answered(exchange)
+            response = yield from self._answered(exchange, found)
         if not (exchange.stream or getattr(response, "is_closed", True)):
             yield Step(response.read, response.aread)  # it was made here
         return response
 
-    def _answered(self, exchange: _Exchange) -> Flow[Any]:
+    def _answered(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
         request = exchange.request
-        found = self._found(request)
         if found is None:
             return (yield exchange.sending(request))
         run, policy, path = found
@@ -130,7 +136,7 @@ class Seam:
             if flight is not None and not is_kept:
                 flight.close()
 
-    def _found(self, request: Any) -> tuple[Run, Policy, str] | None:
+    def _found(self, request: Any) -> _Found | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""
         if request.method != "POST":
             return None
