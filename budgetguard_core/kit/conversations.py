@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from budgetguard_core.ending import end_run
@@ -13,6 +13,7 @@ from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stores import CheckpointStore
 
 _LONGEST = 200
+_PREFIX = "conversation-"
 _RESERVED = {
     "tokens": "reserved_tokens",
     "cost": "reserved_cost",
@@ -34,7 +35,13 @@ def run_id_of(key: object) -> str:
     text = str(key)
     if len(text) > _LONGEST:
         text = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return f"conversation-{text}"
+    return f"{_PREFIX}{text}"
+
+
+def is_in_one(guards: Iterable[Guard], run_id: str | None = None) -> bool:
+    """Return whether guards are those of runs in a conversation; in this one where it is named."""
+    names = [one.run_id for guard in guards for one in guard.lineage]
+    return any(name == run_id if run_id else name.startswith(_PREFIX) for name in names)
 
 
 class Conversation:
@@ -71,12 +78,13 @@ class Conversation:
             if not self.runs:
                 # Its time stands still until the next run, which begins from what is saved.
                 end_run(self.guard, trip=self.guard.trip)
-                del _GOING_ON[self._store, self.guard.run_id]
+                del _GOING_ON[id(self._store), self.guard.run_id]
             self.save()
 
 
 _LOCK = threading.RLock()
-_GOING_ON: dict[tuple[CheckpointStore | None, str], Conversation] = {}
+_GOING_ON: dict[tuple[int, str], Conversation] = {}
+"""By the identity of its store, which it keeps alive, and its name."""
 _KEPT: dict[str, Snapshot] = {}
 """Conversations without a store, the one that was used last at the end."""
 _MOST_KEPT = 10_000
@@ -96,12 +104,12 @@ def joined(
         CheckpointError: What is kept of it cannot be used: it would be unbounded.
     """
     with _LOCK:
-        found = _GOING_ON.get((store, run_id))
+        found = _GOING_ON.get((id(store), run_id))
         if found is None:
             before = _KEPT.get(run_id) if store is None else store.load(run_id)
             guard = make(None if before is None else _at_rest(before))
             guard.start()
-            found = _GOING_ON[store, run_id] = Conversation(guard, store)
+            found = _GOING_ON[id(store), run_id] = Conversation(guard, store)
         found.runs += 1
     return found
 

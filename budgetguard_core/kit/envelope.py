@@ -19,7 +19,7 @@ from budgetguard_core.frame import Frame, current
 from budgetguard_core.guard import Guard, Mode, WarningHandler
 from budgetguard_core.kit.ambient import in_force
 from budgetguard_core.kit.calls import OpenModelCall
-from budgetguard_core.kit.conversations import Conversation, run_id_of
+from budgetguard_core.kit.conversations import Conversation, is_in_one, run_id_of
 from budgetguard_core.kit.conversations import joined as joined_conversation
 from budgetguard_core.kit.options import EnvelopeOptions, OnTrip
 from budgetguard_core.kit.projection import estimate
@@ -279,6 +279,11 @@ class Envelope:
             if budget.per == "conversation":
                 budget, whole = Budget(loop_detection=budget.loop_detection), whole or budget
             joined = None
+            if whole is not None and loose and not is_in_one(around):
+                raise ConfigurationError(
+                    "a budget of a conversation needs runs with an end, got single calls. Put "
+                    "them in a bounded block, or give a budget per run."
+                )
             if whole is not None and not loose:
                 joined = self._conversation(whole, frame, around, config, thread)
             within = around if joined is None else [joined.guard]
@@ -302,8 +307,11 @@ class Envelope:
     ) -> Conversation | None:
         """Join the conversation of a run; None where that is a part of another run of it."""
         found = self.conversation_id
-        name = run_id_of((found(config) if callable(found) else found) or thread)
-        if any(one.run_id == name for nearest in around for one in nearest.lineage):
+        key = (found(config) if callable(found) else found) or thread
+        if key is None and is_in_one(around):
+            return None
+        name = run_id_of(key)
+        if is_in_one(around, name):
             return None
 
         def make(before: Snapshot | None) -> Guard:

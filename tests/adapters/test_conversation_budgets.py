@@ -108,3 +108,21 @@ async def test_the_conversation_of_pydantic_ai():
     second = await agent.run("Go.", message_history=first.all_messages())
     check([outcome(first), outcome(second)])
     assert outcome(await agent.run("Go.")).usage.model_calls == 1  # another conversation
+
+
+async def test_a_sub_agent_of_the_agents_sdk_is_a_part_of_it():
+    agents = pytest.importorskip("agents")
+    from budgetguard_openai_agents import BudgetHooks, outcome
+    from budgetguard_openai_agents.scripted import scripted_model
+
+    helper = agents.Agent(name="helper", model=scripted_model(Answers(["Found."])))
+    asks = {"helper": {"input": "a"}}
+    agent = agents.Agent(
+        name="a",
+        model=scripted_model(Answers([asks, asks, "Done."])),
+        tools=[helper.as_tool("helper", "Helps.")],
+    )
+    hooks = BudgetHooks(BUDGET, conversation_id=f"sdk-{next(NUMBERS)}")
+    result = await agents.Runner.run(agent, "Go.", hooks=hooks)
+    assert outcome(result).stop_reason is StopReason.MAX_MODEL_CALLS
+    assert outcome(result).usage.model_calls == 3

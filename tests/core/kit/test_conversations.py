@@ -99,6 +99,15 @@ def test_a_killed_process_has_spent_what_it_had_in_flight(name):
     assert not again.guard.parent.usage.reserved_tokens
 
 
+def test_a_store_need_not_be_hashable(name):
+    class Store(MemoryStore):
+        __hash__ = None
+
+    caps = envelope(Budget(max_model_calls=1), store=Store())
+    worked(caps, name)
+    assert worked(caps, name).status == "terminated"
+
+
 def test_runs_at_the_same_time_share_it(name):
     caps = envelope(Budget(max_model_calls=3))
     one, other = caps.open(thread=name), caps.open(thread=name)
@@ -116,6 +125,7 @@ def test_a_part_of_a_run_of_it_is_counted_once(name):
     with run.entered():
         assert worked(caps, name, 2).status == "completed"
         inner = worked(caps, f"{name}-another", 2)
+        assert worked(caps, None, 1).status == "terminated"  # a sub-agent has no id of its own
     assert inner.usage.model_calls == 1  # the third of this conversation
     assert run.guard.parent.usage.model_calls == 3
     run.end()
@@ -179,6 +189,9 @@ def test_bad_input_is_refused(name):
         envelope(5)
     with pytest.raises(ConfigurationError, match="conversation must be left out with a Guard"):
         envelope(Budget(), Guard(Budget()))
+    for caps in ({"conversation": Budget()}, {"budget": Budget(per="conversation")}):
+        with pytest.raises(ConfigurationError, match="needs runs with an end, got single calls"):
+            Envelope(**{"budget": Budget(), **caps}).open(loose=True, thread=name)
     with pytest.raises(ConfigurationError, match="per must be"):
         Budget(per="session")
     store = MemoryStore()
