@@ -11,7 +11,7 @@ CORE = "budgetguard_core"
 # present size and the figure behind it is where it has to come to.
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 9_795, 7_200),
-    "kit": ([f"{CORE}/kit/**/*.py"], 6_624, 5_400),
+    "kit": ([f"{CORE}/kit/**/*.py"], 6_640, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 4_472, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_476, 1_300),
     "profiles, telemetry, handoff": (
