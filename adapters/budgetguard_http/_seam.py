@@ -12,6 +12,7 @@ from budgetguard_core.kit import (
     FRAME,
     Flow,
     Run,
+    Scope,
     Step,
     Stop,
     cut_short,
@@ -21,18 +22,19 @@ from budgetguard_core.kit import (
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import frames_of, may_be_events
+from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
 from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
 from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
-from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
+from budgetguard_http._stream import Passing, passed, passed_async, stream_of
 from budgetguard_http.protocols import OPAQUE
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
+_IDENTITY = "identity"
 _PHASES = ("connect", "read", "write", "pool")
 _Found: TypeAlias = tuple[Run, Policy, str]
 # What a whole answer that was read here brings along that its content does not fit to any more.
@@ -193,16 +195,21 @@ class _Exchange:
         passing = _passing(mod, response, call)
         if passing is None:
             content = yield Step(response.read, response.aread)
-            return _whole(
-                mod, response, call, content, fresh=self.stream, of_client=self._of_client
-            )
+            call.whole(content)
+            return _remade(mod, response, content, self._of_client) if self.stream else response
         if response.is_closed or (self._of_client and not self.stream):
-            return _read_stream(mod, response, passing, of_client=self._of_client)
+            # It was read whole, and decompressed, before it came here.
+            content = b"".join([*passing.feed(response.content), *passing.last()])
+            return _remade(mod, response, content, self._of_client)
         self.is_kept = True
-        if flight is None:
-            response.stream = async_stream(mod)(mod, response.stream, passing)
-        else:
-            response.stream = sync_stream(mod)(mod, response.stream, passing, flight)
+        stream, kind = response.stream, stream_of(mod)
+        if flight is not None:
+            chunks: Any = passed(stream, passing, flight)
+            response.stream = kind(stream, call, flight, chunks)
+            return response
+        # An adapter above cuts its own calls.
+        scope = Scope(call.run) if call.opened.above is None else None
+        response.stream = kind(stream, call, scope, passed_async(stream, passing, scope))
         return response
 
 
@@ -231,7 +238,7 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     if content is not None:
         request = _rewritten(mod, request, content, is_plain=is_plain)
     elif is_plain:
-        request.headers["accept-encoding"] = "identity"
+        request.headers["accept-encoding"] = _IDENTITY
     request.extensions = extensions
     return request
 
@@ -246,7 +253,7 @@ def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any
     if len(headers) > before and "transfer-encoding" in headers:  # it has one of the two
         del headers["transfer-encoding"]
     if is_plain:
-        headers["accept-encoding"] = "identity"
+        headers["accept-encoding"] = _IDENTITY
     made.read()
     return made
 
@@ -271,45 +278,24 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
 
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
-    headers = response.headers
-    content_type = headers.get("content-type", "")
-    if content_type.startswith("application/json"):
+    headers, posted = response.headers, call.posted
+    kind = headers.get("content-type", "")
+    if kind.startswith("application/json"):
         return None
-    frames = frames_of(content_type, call.posted.path, is_asked_for=call.posted.is_streamed)
-    if frames is None:
-        # Speech, an image: nobody reads it, and its client may play it as it comes.
-        is_opaque = call.posted.protocol is OPAQUE and content_type
-        return Passing(call, None, "") if is_opaque and content_type[:5] != "text/" else None
-    encoding = headers.get("content-encoding", "")
-    if encoding and reads(mod, encoding):
-        del headers["content-encoding"]
-    elif encoding:
-        frames, encoding = None, ""
-    if "content-length" in headers:
-        del headers["content-length"]
-    is_assumed = not content_type.startswith("text/event-stream")
-    return Passing(call, frames, encoding, is_assumed=is_assumed)
+    frames = frames_of(kind, posted.path, is_asked_for=posted.is_streamed)
+    # Speech, an image: nobody reads it, and its client may play it as it comes.
+    is_media = posted.protocol is OPAQUE and kind and not kind.startswith("text/")
+    if frames is None and not (posted.is_streamed or is_media):
+        return None
+    if headers.get("content-encoding", _IDENTITY) != _IDENTITY:
+        frames = None
+    if frames is not None:
+        headers.pop("content-length", None)
+    return Passing(call, frames, lambda: mod.ReadTimeout("the run has ended"))
 
 
-def _whole(
-    mod: Any, response: Any, call: Call, content: bytes, *, fresh: bool, of_client: bool
-) -> Any:
-    """Take a whole answer; return it, anew where its reader may want the bytes."""
-    if call.posted.is_streamed and may_be_events(content):
-        # A stream whose server says that it is JSON.
-        frames = frames_of("", call.posted.path, is_asked_for=True)
-        return _read_stream(mod, response, Passing(call, frames, ""), of_client=of_client)
-    call.whole(content)
-    return _remade(mod, response, content, of_client=of_client) if fresh else response
-
-
-def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:
-    """Take a streamed answer that was read whole, and decompressed, before it came here."""
-    content = passing.feed(response.content) + passing.last()
-    return _remade(mod, response, content, of_client=of_client)
-
-
-def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
+def _remade(mod: Any, response: Any, content: bytes, of_client: bool) -> Any:
+    """Return an answer anew, because its reader may want the bytes."""
     made = mod.Response(
         response.status_code,
         headers=[

@@ -17,11 +17,12 @@ from budgetguard_http import audit
 from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import event_stream_at
+from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
 from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._posted import read_posted
 from budgetguard_http._refusal import Refusal, unknown_refused
 from budgetguard_http._runs import is_off
+from budgetguard_http._stream import Passing, Stream, passed
 from budgetguard_http.protocols import is_path_of_a_model
 from budgetguard_http.transport import Bounded
 
@@ -282,19 +283,25 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
     if field not in parsed:
         call.parsed(parsed)
         return False
-    if not call.posted.is_streamed and event_stream_at(call.posted.path) is None:
+    if not call.posted.is_streamed and frames_at(call.posted.path)[1] != EVENT_STREAM:
         content = parsed[field].read()
         call.whole(content)
         parsed[field] = _body(content)
         return False
-    from budgetguard_http._events import BoundedEvents, Plain, Wrapped
-
-    shut = getattr(response["body"], "shutdown", None)  # urllib3 2.3 and later
-    if shut is not None:
-        flight.answered_by(shut)
-    form = Plain() if field == "stream" else Wrapped()
-    parsed[field] = BoundedEvents(parsed[field], call, flight, form)
+    # urllib3 2.3 and later
+    flight.answered_by(getattr(response["body"], "shutdown", None))
+    frames, path = Frames() if field == "stream" else Chunks(), call.posted.path
+    passing = Passing(call, frames, lambda: _read_timeout(path))
+    stream = parsed[field]
+    parsed[field] = Stream(stream, call, flight, passed(stream, passing, flight))
     return True
+
+
+def _read_timeout(path: str) -> Exception:
+    """Return botocore's own error for an answer that did not come in time."""
+    errors: Any = importlib.import_module("botocore.exceptions")  # it brings no types
+    made: Exception = errors.ReadTimeoutError(endpoint_url=path, error="the run has ended")
+    return made
 
 
 def _body(content: bytes) -> Any:
