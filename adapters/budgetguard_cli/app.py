@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from budgetguard_cli import ledger
 from budgetguard_cli.calibrate import calibrate
-from budgetguard_cli.demo.command import demo
+from budgetguard_cli.demo import demo
 from budgetguard_cli.doctor.command import doctor
 from budgetguard_cli.kill import kill, revive
 from budgetguard_cli.quickstart import quickstart
