@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def reserve(self) -> FinalizeReserve | None:
-        """What their budget keeps back for a last answer."""
+        """The part of their budget that is kept back for a last answer."""
         return None if self.budget is None else self.budget.finalize_reserve
 
     def proposals(self) -> list[Proposal]:
