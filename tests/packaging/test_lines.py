@@ -25,7 +25,7 @@ AREAS = {
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_426, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_337, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 839, 500),
-    "http": (["adapters/budgetguard_http/**/*.py"], 5_830, 3_900),
+    "http": (["adapters/budgetguard_http/**/*.py"], 5_050, 3_900),
     "cli": (["adapters/budgetguard_cli/**/*.py"], 4_779, 4_200),
 }
 

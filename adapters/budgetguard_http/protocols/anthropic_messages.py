@@ -166,7 +166,7 @@ class AnthropicMessages(ApiProtocol):
             last["content"] = f"{last.get('content') or ''}\n\n{text}"
 
     def must_call(self, body: Body) -> bool:
-        """Tell it by `tool_choice`."""
+        """Return it by `tool_choice`."""
         return at(body, "tool_choice.type") in ("tool", "any")
 
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:

@@ -129,7 +129,7 @@ class BedrockConverse(ApiProtocol):
         (items(result.get("content")) if result else blocks).append({"text": text})
 
     def must_call(self, body: Body) -> bool:
-        """Tell it by `toolChoice`."""
+        """Return it by `toolChoice`."""
         return not {"tool", "any"}.isdisjoint(record(at(body, "toolConfig.toolChoice")))
 
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:

@@ -119,7 +119,7 @@ class Gemini(ApiProtocol):
         record(body["contents"][-1]).setdefault("parts", []).append({"text": text})
 
     def must_call(self, body: Body) -> bool:
-        """Tell it by the mode of function calls."""
+        """Return it by the mode of function calls."""
         return _calling(body).get("mode") == "ANY"
 
     def form(self, body: Body) -> Form:

@@ -180,7 +180,7 @@ class OpenAIChat(ApiProtocol):
             body["messages"].append({"role": "user", "content": text})
 
     def must_call(self, body: Body) -> bool:
-        """Tell it by `tool_choice`."""
+        """Return it by `tool_choice`."""
         choice = body.get("tool_choice")
         is_any = choice in _MUST_CALL or at(choice, "allowed_tools.mode") == "required"
         return is_any or at(choice, "type") in _CALLED

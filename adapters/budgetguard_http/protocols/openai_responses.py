@@ -152,7 +152,7 @@ class OpenAIResponses(ApiProtocol):
             body["input"].append({"role": "user", "content": text})
 
     def must_call(self, body: Body) -> bool:
-        """Tell it by `tool_choice`; after a hosted tool there is a text."""
+        """Return it by `tool_choice`; after a hosted tool there is a text."""
         choice = body.get("tool_choice")
         is_named = at(choice, "type") in _CALLED
         return choice == "required" or is_named or at(choice, "mode") == "required"
