@@ -107,8 +107,6 @@ def digest(text: str | bytes) -> str:
 class _Walk:
     """A look at one value; `left` is how many more parts of it are looked at."""
 
-    __slots__ = ("left",)
-
     def __init__(self) -> None:
         self.left = _MOST_PARTS
 

@@ -108,8 +108,6 @@ class Occurrences:
         counts: The next number of each known call, by its digest; the least recent first.
     """
 
-    __slots__ = ("_counts", "_floor", "_free")
-
     def __init__(self, floor: int = 0, counts: Mapping[str, int] | None = None) -> None:
         self._floor = int(floor)
         self._counts = {str(alike): int(count) for alike, count in (counts or {}).items()}

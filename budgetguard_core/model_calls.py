@@ -33,10 +33,6 @@ _NO_GUESS = (0, 0)
 class ModelCalls:
     """The model calls of one run. What it keeps follows from the chain that they are charged to."""
 
-    __slots__ = (
-        *("_binding", "_chain", "_enforced", "_expects", "_needs_price", "_output_bound", "_state"),
-    )
-
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._follow(state.chain)

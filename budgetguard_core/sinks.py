@@ -45,8 +45,6 @@ class Sink(Protocol):
 class Listener:
     """A plain callable as a sink."""
 
-    __slots__ = ("emit",)
-
     def __init__(self, function: Callable[[Event], object]) -> None:
         # The function itself: each event saves a call.
         self.emit: Any = function

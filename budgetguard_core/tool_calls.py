@@ -46,8 +46,6 @@ class ToolCalls:
         occurrences: Which of the calls that agree in id, name and arguments is which.
     """
 
-    __slots__ = ("_state", "occurrences", "records")
-
     def __init__(self, state: RunState) -> None:
         self._state = state
         self.records: list[tuple[str | None, str, str]] = []
