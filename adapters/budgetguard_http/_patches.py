@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from budgetguard_http import audit
 from budgetguard_http._seam import Seam
-from budgetguard_http.bedrock import SERVICE, Hooks
+from budgetguard_http.bedrock import SERVICE, Hooks, is_hooked
 
 _MODULES: Final = ("httpx", "httpx2")
 _GRPC: Final = ("grpc", "grpc.aio")
@@ -103,7 +103,8 @@ class Patches:
 
         @functools.wraps(own)
         def call(client: Any, operation_name: str, api_params: Any) -> Any:
-            if self._holders and client.meta.service_model.service_name == SERVICE:
+            is_ours = self._holders and client.meta.service_model.service_name == SERVICE
+            if is_ours and not is_hooked(client):
                 self._hooks.register(client)
                 self._hooked.add(client)
             return own(client, operation_name, api_params)

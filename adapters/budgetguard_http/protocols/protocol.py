@@ -91,7 +91,7 @@ class Turn(NamedTuple):
 
     @property
     def marks(self) -> tuple[str | None, ...]:
-        """What tells a reply from others: its calls, or its text."""
+        """The marks that tell a reply from others: its calls, or its text."""
         return self.calls or (self.text.strip(),)
 
     @property
