@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
@@ -26,7 +27,6 @@ from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
 from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
-from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
@@ -35,6 +35,7 @@ from budgetguard_http.protocols import OPAQUE
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
 _IDENTITY = "identity"
+_WAITS = (("retry-after-ms", 1000), ("retry-after", 1))
 _PHASES = ("connect", "read", "write", "pool")
 _Found: TypeAlias = tuple[Run, Policy, str]
 # What a whole answer that was read here brings along that its content does not fit to any more.
@@ -102,7 +103,7 @@ class Seam:
         posted = read_posted(request.url.host, path, request.headers, request.content, policy)
         if posted is None:
             return (yield exchange.sending(request))
-        mod = _module_of(request)
+        mod = module_of(request)
         if posted.is_unwanted:
             return refuse_unknown(mod, request)
         call = begin(run, posted, policy)
@@ -213,7 +214,8 @@ class _Exchange:
         return response
 
 
-def _module_of(request: Any) -> Any:
+def module_of(request: Any) -> Any:
+    """Return the package of a request: httpx or httpx2."""
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
@@ -272,8 +274,23 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
         call.take_back()
         return False
     call.failed(AnsweredWith(status))
-    shorten(request, response, 0 if call.run.aborted else call.run.time_left())
+    _shorten(response, 0 if call.run.aborted else call.run.time_left())
     return False
+
+
+def _shorten(response: Any, left: float | None) -> None:
+    """Shorten the wait that a client is asked for to the end of its run, where it is refused.
+
+    Nobody but the client itself could end that wait, and some wait a day if they are told to.
+    """
+    for name, parts in _WAITS:
+        told = response.headers.get(name)
+        if told is not None and left is not None:
+            with suppress(ValueError):  # a date
+                if float(told) / parts <= left:
+                    continue
+            # Zero would be taken for nothing told.
+            response.headers[name] = str(max(math.ceil(left * parts), 1))
 
 
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
