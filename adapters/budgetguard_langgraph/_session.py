@@ -52,7 +52,7 @@ from budgetguard_langgraph._seams import (
 from budgetguard_langgraph._view import View
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
-from budgetguard_langgraph.questions import answer, ask, taken
+from budgetguard_langgraph.questions import answer, asker, taken
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
@@ -183,7 +183,7 @@ class Session:
             config=self._asked,
             given=self.given,
             thread=thread_of(self._asked),
-            asks=ask,
+            asks=asker(self.terms.envelope, self.thread),
         )
         answer(run, answers)
         if attempt is not None and kept is not None:

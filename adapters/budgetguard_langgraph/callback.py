@@ -52,7 +52,7 @@ from budgetguard_langgraph._seams import (
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
-from budgetguard_langgraph.questions import answer, ask, taken
+from budgetguard_langgraph.questions import answer, asker, taken
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -397,7 +397,7 @@ class BudgetCallback(BaseCallbackHandler):
                 config={"metadata": metadata or {}} if call is None else call.config,
                 given=given,
                 thread=thread_of(call.config if call else {"metadata": metadata or {}}),
-                asks=ask,
+                asks=asker(self.envelope, thread),
             )
         if thread is not None and goes_on:
             answer(run, taken(given, thread.waiting)[0])
