@@ -10,7 +10,6 @@ from agents import Agent, RunState, ToolApprovalItem
 from openai.types.responses import ResponseFunctionToolCall
 
 from budgetguard_core import Trip
-from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.kit import PAUSES, LimitQuestion, Run, part, take_answers
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import RunStopped
@@ -54,11 +53,11 @@ def take(state: RunState[Any], agent: Agent[Any], run: Run) -> None:
             continue
         approved = _seams.approval_of(state, item)
         _seams.drop_interruption(state, item)
-        asked = json.loads(part(item.raw_item, "arguments"))
-        reason, caps = asked["reason"], dict[str, Any]()
-        for guard in run.guard.lineage if approved and reason in DIMENSIONS else ():
-            if guard.run_id == asked["run_id"] and getattr(guard.budget, reason) is not None:
-                used = getattr(guard.usage, reason.removeprefix("max_"))
-                caps[reason] = used + getattr(guard.budget, reason)
+        asked, more = json.loads(part(item.raw_item, "arguments")), dict[str, Any]()
+        for guard in run.guard.lineage if approved else ():
+            cap = guard.budget.caps().get(asked["reason"])
+            if guard.run_id == asked["run_id"] and cap is not None:
+                used = getattr(guard.usage, asked["reason"].removeprefix("max_"))
+                more[asked["reason"]] = used + cap
         if approved is not None:
-            take_answers(run, {asked["run_id"]: caps or None})
+            take_answers(run, {asked["run_id"]: more or None})
