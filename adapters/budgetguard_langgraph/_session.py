@@ -17,6 +17,7 @@ from budgetguard_core.kit import (
     Flow,
     load_to_resume,
     run_blocking,
+    take_answers,
 )
 from budgetguard_langgraph import _approvals, _endings
 from budgetguard_langgraph._closing import (
@@ -49,7 +50,7 @@ from budgetguard_langgraph._seams import (
 from budgetguard_langgraph._view import View
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
-from budgetguard_langgraph.questions import answer, asker, taken
+from budgetguard_langgraph.questions import asker, taken
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
@@ -182,7 +183,7 @@ class Session:
             thread=thread_of(self._asked),
             asks=asker(self.terms.envelope, self.thread),
         )
-        answer(run, answers)
+        take_answers(run, answers)
         if attempt is not None and kept is not None:
             run.go_on_as(attempt, kept.run_id)
         # Its first node may be one that asks no model, and hang.

@@ -31,6 +31,7 @@ from budgetguard_core.kit import (
     entered,
     envelope_of,
     run_blocking,
+    take_answers,
 )
 from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._pauses import Thread
@@ -45,7 +46,7 @@ from budgetguard_langgraph._seams import (
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
-from budgetguard_langgraph.questions import answer, asker, taken
+from budgetguard_langgraph.questions import asker, taken
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -304,7 +305,7 @@ class BudgetCallback(BaseCallbackHandler):
                 asks=asker(self.envelope, thread),
             )
         if thread is not None and goes_on:
-            answer(run, taken(given, thread.waiting)[0])
+            take_answers(run, taken(given, thread.waiting)[0])
         run.guard.start()
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call

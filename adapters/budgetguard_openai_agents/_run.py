@@ -24,6 +24,7 @@ from agents.run import ModelInputData
 
 from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
 from budgetguard_core.kit import (
+    LimitQuestion,
     ModelCall,
     OpenModelCall,
     Prompt,
@@ -46,6 +47,7 @@ from budgetguard_openai_agents._model import (
     written,
 )
 from budgetguard_openai_agents._tools import original
+from budgetguard_openai_agents.questions import BudgetAsked
 
 # The least completion bound that the Responses API takes.
 _LEAST_OUTPUT = 16
@@ -75,6 +77,7 @@ class Recorder(RunHooks[Any]):
         is_server_side: The provider keeps the conversation.
         closing: What a stopped run's end has added to the items of its stream.
         is_handled: The user's handler gave the answer when the SDK's turns were used up.
+        question: What a person is asked, for whom the run waits.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Recorder(RunHooks[Any]):
         self.closing: list[RunItem] = []
         self.is_handled = False
         self._handler: Callable[[Any], Any] | None = None
+        self.question: LimitQuestion | None = None
 
     # A turn, in the order of its steps
 
@@ -335,6 +339,9 @@ class Recorder(RunHooks[Any]):
     def left_by(self, error: BaseException) -> Trip | None:
         """Return whether an exception left the run because of a limit, and of which."""
         self._fail(error)
+        if isinstance(error, BudgetAsked):
+            self.question = error.question
+            return error.trip
         if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
         stopped = self.calls.stopping or self.run.stopped_by

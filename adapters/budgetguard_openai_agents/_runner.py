@@ -49,6 +49,7 @@ from budgetguard_openai_agents._ending import ended
 from budgetguard_openai_agents._model import asking, bounded_config, config_of
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
+from budgetguard_openai_agents.questions import ask, take
 
 _LOCK = threading.Lock()
 _TURNS = {"max_iterations", "max_model_calls"}
@@ -271,6 +272,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     goes_on = isinstance(given, RunState)
     if goes_on:
         agent = _seams.agent_of(given, agent)
+        take(given, agent, run)
     recorder = Recorder(
         run,
         hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
@@ -323,6 +325,7 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         given=None if goes_on else given,
         thread=getattr(options.get("session"), "session_id", None)
         or options.get("conversation_id"),
+        asks=ask,
     )
     if earlier is not None:
         run.go_on_as(attempt, earlier.run_id)
