@@ -12,7 +12,6 @@ from agents import (
     ComputerTool,
     FunctionTool,
     LocalShellTool,
-    ModelSettings,
     RunHooks,
     RunItem,
     ShellTool,
@@ -77,9 +76,8 @@ class ToolCalls:
     Attributes:
         turn_frame: What the turn at hand runs in, its model call included; at first all of the run.
         tools: The tools of the turn at hand.
-        settings: The settings of its model call.
         copies: The copies of its tools.
-        bounds: The hooks of the run, which its settings ask; None where nothing bounds them.
+        bounds: The hooks of the run, which its models ask; None where nothing bounds them.
         earlier: The items of an earlier attempt of the run.
         resumed: The calls that the earlier attempt had asked for, and left to this one.
         may_wait: A store or a person has a say in what is admitted.
@@ -91,7 +89,6 @@ class ToolCalls:
         self.hooks = hooks
         self.turn_frame: Frame = RunFrame(self)
         self.tools: list[Tool] = []
-        self.settings: ModelSettings | None = None
         self.bounds: Any = None
         self.earlier: list[RunItem] = []
         self.resumed: list[Asked] = []
@@ -347,8 +344,10 @@ class ToolCalls:
 
     def let_go(self) -> None:
         """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
+        if self.bounds is not None:
+            self.bounds.models, self.bounds.sent = {}, None
         self.turn_frame = Frame(self.run.guard)
-        self.bounds = self.settings = None
+        self.bounds = None
         self.tools, self.copies, self.resumed = [], {}, []
 
 

@@ -9,15 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from agents import (
-    Agent,
     ItemHelpers,
     MaxTurnsExceeded,
     MessageOutputItem,
-    Model,
     ModelResponse,
     ModelTracing,
     OpenAIResponsesModel,
-    RunConfig,
     RunContextWrapper,
     RunErrorDetails,
     RunItem,
@@ -53,7 +50,7 @@ from budgetguard_openai_agents._history import (
     history_of,
     synthetic_message,
 )
-from budgetguard_openai_agents._model import model_of, plain_settings, set_bound, usage_of
+from budgetguard_openai_agents._model import model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._tools import hide_gate
 
@@ -444,32 +441,32 @@ async def _answer(
     judged = agent.output_guardrails or config.output_guardrails
     withheld = judged or recorder.cut or recorder.is_server_side
     last = None if withheld else last_answer(recorder.run, trip)
-    if last is None:
+    if last is None or recorder.sent is None:
         return None
     try:
-        sent = await _request(recorder, agent, history, data, session)
+        sent = await _request(recorder, history, data, session)
     except Exception as error:
-        # Code of the user's: what makes the instructions, or filters what is sent.
+        # Code of the user's: it filters what is sent.
         recorder.run.guard.tree.report("last answer", error)
         return None
+    model, request = recorder.sent
     name, provider = model_of(agent, config)
-    model = _model(agent, config)
-    schema = _seams.schema_of(agent)
-    tokens = Prompt().project(sent.input, system=sent.instructions, output_schema=agent.output_type)
+    system = sent.instructions
+    tokens = Prompt().project(sent.input, system=system, output_schema=agent.output_type)
     call = ModelCall(model=name, provider=provider, input_tokens=tokens)
 
     async def say(opened: OpenModelCall) -> Answer:
-        own = plain_settings(agent, config)
+        own = request["model_settings"]
         settings = replace(own, tool_choice=None, parallel_tool_calls=None)
         set_bound(settings, opened.max_output_tokens)
         response = await model.get_response(
-            sent.instructions,
-            sent.input,
-            settings,
-            [],
-            schema,
-            [],
-            ModelTracing.DISABLED,
+            system_instructions=system,
+            input=sent.input,
+            model_settings=settings,
+            tools=[],
+            output_schema=request["output_schema"],
+            handoffs=[],
+            tracing=ModelTracing.DISABLED,
             previous_response_id=None,
             conversation_id=None,
             prompt=None,
@@ -480,21 +477,21 @@ async def _answer(
 
 
 async def _request(
-    recorder: Recorder, agent: Agent[Any], history: list[Any], data: Any, session: Any
+    recorder: Recorder, history: list[Any], data: Any, session: Any
 ) -> ModelInputData:
     items = history
     if session is not None:
         stored = await _history.read(session)
         items = [*_history.compare(stored, items).before, *items]
-    context = recorder.context or data.context_wrapper
-    instructions = await agent.get_system_prompt(context)
-    sent = ModelInputData(input=items, instructions=instructions)
+    model, request = recorder.sent
+    sent = ModelInputData(input=items, instructions=request["system_instructions"])
     own = recorder.run_config.call_model_input_filter
     if own is not None:
-        filtered: Any = own(CallModelData(sent, agent, getattr(context, "context", None)))
+        context = getattr(recorder.context or data.context_wrapper, "context", None)
+        filtered: Any = own(CallModelData(sent, recorder.agent, context))
         sent = await filtered if inspect.isawaitable(filtered) else filtered
     asked: Any = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
-    if not isinstance(_model(agent, recorder.run_config), OpenAIResponsesModel):
+    if not isinstance(model, OpenAIResponsesModel):
         # Anthropic and Bedrock, through LiteLLM and its like, take no calls without their tools.
         said = in_words(grouped(cast("Any", sent.input)), RESPONSES)
         asked = [{"role": one["role"], "content": _words(one)} for (one,) in said]
@@ -505,11 +502,6 @@ def _words(message: dict[str, Any]) -> Any:
     # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
     content = message["content"]
     return content_text(content) if message["role"] == "assistant" else content
-
-
-def _model(agent: Agent[Any], config: RunConfig) -> Model:
-    model = config.model or agent.model
-    return model if isinstance(model, Model) else config.model_provider.get_model(model)
 
 
 def _text(output: list[Any]) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from agents import (
@@ -18,40 +17,16 @@ from agents import (
     RunHooks,
     RunItem,
     Tool,
-    Usage,
 )
-from agents.run import ModelInputData
 
 from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
-from budgetguard_core.kit import (
-    ModelCall,
-    OpenModelCall,
-    Prompt,
-    Run,
-    Stop,
-    part,
-    supervised,
-    token_usage,
-)
-from budgetguard_openai_agents._calls import RunStopped, ToolCalls
-from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
-from budgetguard_openai_agents._model import (
-    can_be_set,
-    ended_at_its_bound,
-    model_of,
-    schemas_of,
-    set_bound,
-    set_model,
-    usage_of,
-    written,
-)
+from budgetguard_core.kit import Prompt, Run, Session, supervised
+from budgetguard_openai_agents._calls import ToolCalls
+from budgetguard_openai_agents._history import ITEMS, Turn, asked_calls, transfer_text, turn_items
 from budgetguard_openai_agents._tools import original
 
-# The least completion bound that the Responses API takes.
-_LEAST_OUTPUT = 16
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
-_NO_DATA: dict[str, Any] = {}
 _TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
 
 
@@ -69,8 +44,10 @@ class Recorder(RunHooks[Any]):
         calls: The run's tool calls.
         context: The SDK's context of the run, once it is known.
         turns: Every response of this run, with what became of its tool calls.
-        cut: The model's last answer was cut at the budget's own bound.
-        streamed: What a stream has brought of the answer that is being written.
+        models: The models that the run has used, as it knows them.
+        sent: The last model that was asked for, and its request.
+        due: The facts of a call that is about to be asked for.
+        refused: The exception by which the last call was refused.
         run_config: The user's own.
         is_server_side: The provider keeps the conversation.
         closing: What a stopped run's end has added to the items of its stream.
@@ -91,70 +68,21 @@ class Recorder(RunHooks[Any]):
         self.agent = agent
         self.calls = ToolCalls(run, self.hooks)
         self.context: Any = None
+        self.session = Session(run, ITEMS)
+        self.session.main.prompt = Prompt(server_side=server_side)
         self.turns: list[Turn] = []
-        self.cut = False
-        self.streamed: list[str] = []
-        self._incomplete: Any = None
         self.run_config = run_config
         self.is_server_side = server_side
-        self._prompt = Prompt(server_side=server_side)
-        self._call: OpenModelCall | None = None
-        self._no_retry: BaseException | None = None
-        self._retries = 0
-        self._sent: Sequence[Any] = ()
+        self.models: dict[int, Any] = {}
+        self.sent: Any = None
+        self.due: tuple[Any, ...] | None = None
+        self.refused: BaseException | None = None
+        self._sent: list[Any] = []
         self.closing: list[RunItem] = []
         self.is_handled = False
         self._handler: Callable[[Any], Any] | None = None
 
     # A turn, in the order of its steps
-
-    async def admit(
-        self, agent: Agent[Any], sent: ModelInputData, own: int | None
-    ) -> ModelInputData:
-        """Ask for a model call that is about to be made, and wait for its turn; or stop the run.
-
-        Returns:
-            What is to be sent, or what is kept of it where the window is nearly full.
-        """
-        # A server that keeps the conversation is sent what is new alone.
-        if self.run.envelope.prune is not None and not self.is_server_side:
-            kept = self.run.pruned(sent.input, *model_of(agent, self.run_config))
-            if kept is not None:
-                self._prompt = Prompt()
-                sent = ModelInputData(input=kept, instructions=sent.instructions)
-        self.agent = agent
-        self.calls.close()
-        model, provider = model_of(agent, self.run_config)
-        call = ModelCall(
-            model=model,
-            provider=provider,
-            input_tokens=self._prompt.project(
-                sent.input,
-                system=sent.instructions,
-                tools=schemas_of(agent, self.calls.tools),
-                output_schema=agent.output_type,
-            ),
-            # Some servers take -1 for a completion without a bound.
-            max_output_tokens=own if own is None or own >= 1 else None,
-            min_output_tokens=_LEAST_OUTPUT,
-        )
-        may_fall_back = can_be_set(agent, self.run_config)
-        if self.calls.may_wait:
-            asked = await self.calls.answer(
-                lambda: self.run.model_call(call, may_fall_back=may_fall_back)
-            )
-        else:
-            asked = self.run.model_call(call, may_fall_back=may_fall_back)
-        opened = await self.run.wait_async(asked)
-        if isinstance(opened, Stop):
-            raise RunStopped(opened.trip)
-        self._retries, self._no_retry = 0, None
-        self._open(opened)
-        if self.calls.settings is not None:
-            # Streamed calls have theirs already.
-            set_bound(self.calls.settings, opened.max_output_tokens)
-            set_model(self.calls.settings, opened.fallback_model)
-        return sent
 
     async def on_agent_start(self, context: Any, agent: Any) -> None:
         """Note which agent is at work."""
@@ -164,27 +92,16 @@ class Recorder(RunHooks[Any]):
     async def on_llm_start(
         self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
     ) -> None:
-        """Give the model its message first, and save where the run is."""
-        self.context, call = context, self._call
-        try:
-            if self.run.is_saved:
-                self._sent = _in_known_objects(self._sent, input_items)
-                await asyncio.to_thread(self.run.save, self._sent)
-            if call is not None and call.nudge is not None:
-                # In place: the model gets it, the history and the session do not.
-                input_items.append({"role": "user", "content": call.nudge})
-            await self.hooks.on_llm_start(context, agent, system_prompt, input_items)
-        except BaseException:
-            if call is not None:
-                self._call = None
-                self.run.take_back(call)
-            raise
+        """Note a call that is about to be asked for; then the user's hooks hear of it."""
+        self.context, self.agent = context, agent
+        self.due = context, agent, system_prompt, input_items
+        if self.is_off:
+            await self.hooks.on_llm_start(*self.due)
 
     async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
-        """Settle the model call, and ask for the tool calls in its answer."""
+        """Ask for the tool calls in an answer."""
         self.context = context
         turn = Turn(agent, response, asked_calls(agent, response.output))
-        self._answered(turn)
         self.turns.append(turn)
         await self.hooks.on_llm_end(context, agent, response)
         if turn.asked:
@@ -220,86 +137,26 @@ class Recorder(RunHooks[Any]):
 
     # Model calls
 
-    def output_bound(self, own: int | None) -> int | None:
-        """Return the completion tokens that the next call may ask for."""
-        bound = None if self._call is None else self._call.max_output_tokens
-        return own if bound is None else bound
+    def known(self, items: list[Any]) -> list[Any]:
+        """Return a history in the objects of the last one: a store is given what is new.
+
+        The SDK writes its items anew for each turn.
+        """
+        if self.run.is_saved:
+            pairs = zip(self._sent, items, strict=False)
+            same = [before if before == item else item for before, item in pairs]
+            self._sent = [*same, *items[len(same) :]]
+        return self._sent
 
     @property
-    def fallback_model(self) -> str | None:
-        """The model that the next call has to go to; None for its own."""
-        return None if self._call is None else self._call.fallback_model
-
-    async def admit_retry(self, error: BaseException | None) -> bool:
-        """Charge a failed attempt and ask whether the call may be tried again."""
-        call = self._call
-        if call is None:
-            return True
-        self._fail(error or "failed")
-        bound = call.max_output_tokens
-        retry = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
-        asked: OpenModelCall | Stop = await self.calls.answer(lambda: self.run.model_call(retry))
-        opened = await self.run.wait_async(asked)
-        if isinstance(opened, OpenModelCall):
-            # The request is the same.
-            opened.fallback_model = call.fallback_model
-        if isinstance(opened, Stop):
-            # The SDK raises the failure; it is the budget that made it the last one.
-            self._no_retry = error
-            return False
-        self._retries += 1
-        self._open(opened)
-        return True
-
-    def _open(self, call: OpenModelCall) -> None:
-        self._call = call
-        self.calls.turn_frame.call = call
-
-    def _answered(self, turn: Turn) -> None:
-        call, self._call = self._call, None
-        self.calls.settings = None
-        response, final = turn.response, not turn.asked
-        self.streamed.clear()
-        if call is None:
-            return
-        usage = usage_of(response)
-        text = written(response.output) if usage is None or usage.estimated or final else ""
-        self.run.answered(call, usage, text=text, speaker=turn.agent.name, final=final)
-        self._prompt.measured(usage)
-        if final and ended_at_its_bound(
-            response, call.max_output_tokens, turn.agent, self.run_config
-        ):
-            self.cut = self.run.cut_short(call) is not None
-        # Attempts that the SDK made by itself; their tokens are not reported.
-        for _ in range(response.usage.requests - 1 - self._retries):
-            attempt = self.run.model_call(ModelCall(model=call.call.model, retry=True))
-            if isinstance(attempt, Stop):
-                break
-            self.run.failed(attempt, "failed")
+    def cut(self) -> bool:
+        """True if the model's last answer was cut at the budget's own bound."""
+        turn = self.session.turn
+        return turn is not None and turn.trip is not None
 
     def _fail(self, error: BaseException | str) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            ended = self._incomplete
-            call.measured = token_usage(ended) or call.measured
-            self.run.failed(call, error, written="".join(self.streamed))
-            if ended is not None and ended.output and self.run.cut_short(call) is not None:
-                # The SDK takes such an end for an error, and drops the answer.
-                self.cut = True
-                answer = ModelResponse(output=ended.output, usage=Usage(), response_id=ended.id)
-                self.turns.append(Turn(self.agent, answer))
-        self.streamed.clear()
-
-    def see(self, event: Any) -> None:
-        """Take in an event of a stream: what has been written so far is paid for."""
-        # Not getattr: a model looks for a name that it lacks for about a microsecond.
-        data = getattr(getattr(event, "data", None), "__dict__", _NO_DATA)
-        delta = data.get("delta")
-        if isinstance(delta, str):
-            self.streamed.append(delta)
-        elif data.get("type") == "response.incomplete":
-            response = data.get("response")
-            self._incomplete = response if _is_bounded(response) else None
+        if self.session.turn is not None:
+            self.session.turn.failed(error)
 
     # The SDK's own limit
 
@@ -343,7 +200,7 @@ class Recorder(RunHooks[Any]):
         by_a_judge = self.calls.stopping is None and self.run.trip is None
         chain: BaseException | None = error
         while chain is not None:
-            if isinstance(chain, BudgetExceeded) or chain is self._no_retry:
+            if isinstance(chain, BudgetExceeded):
                 return stopped
             chain = chain.__cause__ or chain.__context__
         if isinstance(error, _TRIPWIRES) and not by_a_judge:
@@ -415,17 +272,3 @@ def _seen(work: asyncio.Task[Any]) -> None:
     # Work that was cut may end with an exception that nobody waits for any more.
     if not work.cancelled():
         work.exception()
-
-
-def _in_known_objects(known: Sequence[Any], items: Sequence[Any]) -> list[Any]:
-    """Put what is known in place of equal items: a store is given what is new, by identity.
-
-    The SDK writes the items of a history anew for each turn.
-    """
-    same = [before if before == item else item for before, item in zip(known, items, strict=False)]
-    return [*same, *items[len(same) :]]
-
-
-def _is_bounded(response: Any) -> bool:
-    details = part(response, "incomplete_details")
-    return bool(part(details, "reason") == "max_output_tokens")

@@ -11,7 +11,7 @@ from typing import Any, cast
 from agents import (
     Agent,
     ItemHelpers,
-    ModelSettings,
+    RunConfig,
     RunHooks,
     RunResult,
     RunResultStreaming,
@@ -24,6 +24,7 @@ from agents.run import (
     get_default_agent_runner,
     set_default_agent_runner,
 )
+from agents.run_internal import run_loop
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
@@ -46,7 +47,7 @@ from budgetguard_core.kit import (
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import ended
-from budgetguard_openai_agents._model import asking, bounded_config, config_of
+from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
 
@@ -77,7 +78,7 @@ class StreamEnding:
         self._options = options
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
-        _seams.tap_events(result, recorder.see)
+        _seams.hold_end(result)
         result.run_loop_task = asyncio.create_task(self._run())
         result.run_loop_task.add_done_callback(self._is_over)
         cast("Any", result).stream_events = self._stream
@@ -235,7 +236,18 @@ def _asking(listed: Any) -> Any:
     return get_all_tools
 
 
-_ASKING = ((AgentBase, "get_all_tools", _asking), (ModelSettings, "resolve", asking))
+def _bounded(made: Any) -> Any:
+    @wraps(made)
+    def get_model(agent: Agent[Any], run_config: RunConfig) -> Any:
+        return bounded(made(agent, run_config), agent, run_config)
+
+    return get_model
+
+
+_ASKING = (
+    (AgentBase, "get_all_tools", _asking),
+    (run_loop, "get_model", _bounded),
+)
 _MADE: dict[str, Any] = {}
 
 
@@ -275,11 +287,10 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         run,
         hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
         agent,
-        config_of(options.get("run_config")),
+        _config_of(options.get("run_config")),
         server_side=bool(kept),
     )
     if not recorder.is_off:
-        options["run_config"] = bounded_config(options.get("run_config"), recorder)
         recorder.calls.bounds = recorder
     options["hooks"] = recorder
     options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
@@ -327,6 +338,10 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
     if earlier is not None:
         run.go_on_as(attempt, earlier.run_id)
     return run, cast("Any", given)
+
+
+def _config_of(given: RunConfig | dict[str, Any] | None) -> RunConfig:
+    return RunConfig(**given) if isinstance(given, dict) else given or RunConfig()
 
 
 def _has_cap(run: Run, has_own: bool) -> bool:
