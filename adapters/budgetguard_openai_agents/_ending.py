@@ -43,7 +43,7 @@ from budgetguard_core.kit import (
     synthetic_text,
 )
 from budgetguard_openai_agents import _history, _seams
-from budgetguard_openai_agents._calls import RunStopped
+from budgetguard_openai_agents._frame import RunFrame, RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
     closing_items,
@@ -52,7 +52,6 @@ from budgetguard_openai_agents._history import (
 )
 from budgetguard_openai_agents._model import model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import hide_gate
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -111,7 +110,7 @@ async def ended(
         recorder.cut_off(error)
         known = streamed or getattr(error, "run_data", None)
     waits = result is not None and bool(result.interruptions)
-    trip = trip or recorder.calls.stopping or run.stopped_by
+    trip = trip or recorder.stopping or run.stopped_by
     if trip is None and streamed is not None and _seams.is_cancelled(streamed) and not waits:
         left = asyncio.CancelledError("the stream was cancelled")
         await fail(recorder, left, given, streamed)
@@ -183,7 +182,7 @@ def _last(
     run = recorder.run
     text = last.text or synthetic_text(run.guard)
     if last.text is None and run.above is not None and run.above.run is not None:
-        said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
+        said = ItemHelpers.text_message_outputs(list(items[len(recorder.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
     metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
     return synthetic_message(agent, text, metadata, responses)
@@ -264,10 +263,9 @@ async def conclude(
     run = recorder.run
     waits = bool(result.interruptions)
     if waits:
-        recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
+        recorder.leave({part(item.raw_item, "call_id") for item in result.interruptions})
     else:
-        recorder.calls.close()
-    hide_gate(result)
+        recorder.close_batch()
     messages = result.to_input_list()
 
     def end() -> Outcome:
@@ -287,7 +285,7 @@ async def conclude(
     remember(result, found)
     if found.status == "terminated":
         _hand_over(recorder, result)
-    recorder.calls.let_go()
+    recorder.let_go()
     stop = run.trip
     if stop is not None and not waits and (run.is_to_raise or run.is_of_the_run_around(stop)):
         raise RunStopped(stop, found)
@@ -296,11 +294,9 @@ async def conclude(
 def _hand_over(recorder: Recorder, result: RunResult | RunResultStreaming) -> None:
     """Leave what a stopped run had brought with the tool call that it is the body of."""
     above = recorder.run.above
-    call = None if above is None else above.call
-    calls = getattr(above, "calls", None)
-    if calls is not None and call is not None:
+    if isinstance(above, RunFrame) and above.asked is not None:
         final = result.final_output
-        calls.leave_partial(call, _text_of(result.new_items[-1]) if final is None else str(final))
+        above.asked.partial = _text_of(result.new_items[-1]) if final is None else str(final)
 
 
 async def fail(
@@ -312,7 +308,6 @@ async def fail(
     """End a run that an exception or a cancellation left; who has its result may read it there."""
     recorder.close(error)
     known: RunErrorDetails | None = getattr(error, "run_data", None)
-    hide_gate(known, result)
     data = known or _data_from(recorder, given, {})
     kept, closing, _ = _whole(recorder, data.new_items, data.raw_responses)
     messages = history_of(data.input, [*kept, *closing])
@@ -322,20 +317,19 @@ async def fail(
     found = end() if cancelled else await recorder.run.in_thread(end)
     if result is not None:
         remember(result, found)
-    recorder.calls.let_go()
+    recorder.let_go()
 
 
 def _whole(
     recorder: Recorder, new_items: Sequence[RunItem], raw_responses: Sequence[Any]
 ) -> tuple[list[RunItem], list[RunItem], list[Any]]:
     """Return the items of a run, those that are missing, and all its responses."""
-    calls = recorder.calls
     items: list[RunItem] = [
         one
         for one in new_items
         if one.type != "tool_approval_item" and not recorder.is_withheld(one)
     ]
-    closing = closing_items(recorder.turns, items, raw_responses, calls.resumed)
+    closing = closing_items(recorder.turns, items, raw_responses, recorder.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
         if not any(turn.response is response for response in responses):
@@ -349,7 +343,7 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
     sent: list[TResponseInputItem] | str = _seams.input_of(given) if resumed else given
     return RunErrorDetails(
         input=sent,
-        new_items=list(recorder.calls.earlier),
+        new_items=list(recorder.earlier),
         raw_responses=[],
         last_agent=recorder.agent,
         context_wrapper=recorder.context or RunContextWrapper(context=options.get("context")),

@@ -128,6 +128,11 @@ class Asked:
         return str(part(self.raw, "type"))
 
     @property
+    def is_waiting(self) -> bool:
+        """True if it was admitted and did not start."""
+        return self.opened is not None and self.opened.state == "waiting"
+
+    @property
     def is_local(self) -> bool:
         """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"

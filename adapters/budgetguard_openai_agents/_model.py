@@ -36,7 +36,7 @@ from budgetguard_core.kit import (
     token_usage,
 )
 from budgetguard_core.kit import Turn as Reply
-from budgetguard_openai_agents._calls import RunStopped, around
+from budgetguard_openai_agents._frame import RunStopped, around
 from budgetguard_openai_agents._history import Turn, asked_calls
 from budgetguard_openai_agents._tools import original
 
@@ -120,7 +120,7 @@ class BoundedModel:
         due, recorder.due = recorder.due, None
         recorder.sent = self.own, request
         if due is not None:
-            recorder.calls.close()
+            recorder.close_batch()
         settings = copy.copy(request["model_settings"])
         own = own_bound(settings)
         name, provider = self._named
@@ -227,9 +227,8 @@ async def _before(turn: ModelTurn, hooks: Any, about: tuple[Any, ...]) -> None:
 
 def bounded(made: Any, agent: Agent[Any], config: RunConfig) -> Any:
     """Return a model that asks the run around for each of its calls; itself outside of any."""
-    calls = around()
-    recorder = None if calls is None or calls.run.ended else calls.bounds
-    if recorder is None:
+    recorder = around()
+    if recorder is None or recorder.run.ended or recorder.is_off:
         return made
     # The same one for each turn: the SDK cleans up each model that a run has used.
     model = recorder.models.get(id(made))

@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, NoReturn
 
 from agents import (
     Agent,
+    ApplyPatchTool,
+    ComputerTool,
     InputGuardrailTripwireTriggered,
+    LocalShellTool,
     MaxTurnsExceeded,
     ModelResponse,
     OutputGuardrailTripwireTriggered,
     RunConfig,
     RunHooks,
     RunItem,
+    ShellTool,
     Tool,
 )
 
 from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
-from budgetguard_core.kit import Prompt, Run, Session, supervised
-from budgetguard_openai_agents._calls import ToolCalls
-from budgetguard_openai_agents._history import ITEMS, Turn, asked_calls, transfer_text, turn_items
+from budgetguard_core.kit import (
+    OUTCOME_UNKNOWN,
+    Flow,
+    OpenToolCall,
+    Prompt,
+    Run,
+    Session,
+    ToolCall,
+    part,
+    run_awaited,
+    run_blocking,
+    supervised,
+)
+from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._frame import RunStopped
+from budgetguard_openai_agents._history import (
+    ITEMS,
+    LOCAL,
+    Asked,
+    Turn,
+    asked_calls,
+    transfer_text,
+    turn_items,
+)
 from budgetguard_openai_agents._tools import original
 
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
 _TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
+# What the calls of tools look like that are called without a name.
+_TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (ShellTool | LocalShellTool, ("shell_call", "local_shell_call")),
+    (ApplyPatchTool, ("apply_patch_call",)),
+    (ComputerTool, ("computer_call",)),
+)
 
 
 class Recorder(RunHooks[Any]):
@@ -41,15 +72,16 @@ class Recorder(RunHooks[Any]):
         server_side: The provider keeps the conversation.
 
     Attributes:
-        calls: The run's tool calls.
         context: The SDK's context of the run, once it is known.
         turns: Every response of this run, with what became of its tool calls.
+        batch: The tool calls of the reply at hand.
         models: The models that the run has used, as it knows them.
         sent: The last model that was asked for, and its request.
         due: The facts of a call that is about to be asked for.
         refused: The exception by which the last call was refused.
-        run_config: The user's own.
-        is_server_side: The provider keeps the conversation.
+        earlier: The items of an earlier attempt of the run.
+        resumed: The calls that the earlier attempt had asked for, and left to this one.
+        stopping: Why the run ends, where it is no limit of the budget's.
         closing: What a stopped run's end has added to the items of its stream.
         is_handled: The user's handler gave the answer when the SDK's turns were used up.
     """
@@ -66,20 +98,23 @@ class Recorder(RunHooks[Any]):
         self.run = run
         self.hooks = hooks or RunHooks[Any]()
         self.agent = agent
-        self.calls = ToolCalls(run, self.hooks)
-        self.context: Any = None
-        self.session = Session(run, ITEMS)
-        self.session.main.prompt = Prompt(server_side=server_side)
-        self.turns: list[Turn] = []
         self.run_config = run_config
         self.is_server_side = server_side
+        self.session = Session(run, ITEMS)
+        self.session.main.prompt = Prompt(server_side=server_side)
+        self.context: Any = None
+        self.turns: list[Turn] = []
+        self.batch: list[Asked] = []
         self.models: dict[int, Any] = {}
         self.sent: Any = None
         self.due: tuple[Any, ...] | None = None
         self.refused: BaseException | None = None
-        self._sent: list[Any] = []
+        self.earlier: list[RunItem] = []
+        self.resumed: list[Asked] = []
+        self.stopping: Trip | None = None
         self.closing: list[RunItem] = []
         self.is_handled = False
+        self._saved: list[Any] = []
         self._handler: Callable[[Any], Any] | None = None
 
     # A turn, in the order of its steps
@@ -99,27 +134,46 @@ class Recorder(RunHooks[Any]):
             await self.hooks.on_llm_start(*self.due)
 
     async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
-        """Ask for the tool calls in an answer."""
+        """Ask for the tool calls in an answer, all together, or stop the run."""
         self.context = context
         turn = Turn(agent, response, asked_calls(agent, response.output))
         self.turns.append(turn)
         await self.hooks.on_llm_end(context, agent, response)
-        if turn.asked:
-            await self.calls.ask(turn.asked)
-            if self.run.is_saved:
-                there = [item.to_input_item() for item in turn_items(turn)]
-                self._sent = [*self._sent, *there]
-                await asyncio.to_thread(self.run.save, self._sent)
+        self.batch = turn.asked
+        if not turn.asked:
+            return
+        await run_awaited(self._open(turn.asked))
+        trip = self.run.trip
+        if trip is not None and not any(one.is_local and one.is_waiting for one in turn.asked):
+            self._stop(trip)
+        if self.run.is_saved:
+            there = [item.to_input_item() for item in turn_items(turn)]
+            self._saved = [*self._saved, *there]
+            await asyncio.to_thread(self.run.save, self._saved)
 
     async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
-        """Note that a tool's body starts."""
+        """Start a tool's body, unless something else is its result."""
         self.context = self.context or context
-        if await self.calls.start(context, tool):
-            await self.hooks.on_tool_start(context, agent, original(tool))
+        asked = self.find(context, tool, starts=True)
+        if asked is None:
+            # Its response was not of this run.
+            call = ToolCall(
+                name=tool.name,
+                arguments=getattr(context, "tool_arguments", None),
+                id=getattr(context, "tool_call_id", None),
+            )
+            asked = Asked(getattr(context, "tool_call", None), call)
+            await run_awaited(self._open([asked]))
+            self.batch = [*self.batch, asked]
+            self.resumed.append(asked)
+        if asked.opened is not None and asked.opened.state != "withdrawn":
+            await self.run.wait_async(asked.opened)
+            if self.run.start(asked.opened) is None:
+                await self.hooks.on_tool_start(context, agent, original(tool))
 
     async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
         """Settle a tool call."""
-        asked = self.calls.running(context, tool)
+        asked = self.find(context, tool)
         if asked is not None and asked.opened is not None:
             if asked.opened.refusal is not None:
                 return
@@ -128,7 +182,11 @@ class Recorder(RunHooks[Any]):
 
     async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
         """Settle the call that was a handoff."""
-        self.calls.handed_over(to_agent, transfer_text(to_agent))
+        for asked in self.batch:
+            if asked.call.kind == "handoff" and asked.opened and asked.is_waiting:
+                asked.target = to_agent
+                self.run.finished(asked.opened, transfer_text(to_agent))
+                break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
 
     async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
@@ -143,10 +201,10 @@ class Recorder(RunHooks[Any]):
         The SDK writes its items anew for each turn.
         """
         if self.run.is_saved:
-            pairs = zip(self._sent, items, strict=False)
+            pairs = zip(self._saved, items, strict=False)
             same = [before if before == item else item for before, item in pairs]
-            self._sent = [*same, *items[len(same) :]]
-        return self._sent
+            self._saved = [*same, *items[len(same) :]]
+        return self._saved
 
     @property
     def cut(self) -> bool:
@@ -179,7 +237,7 @@ class Recorder(RunHooks[Any]):
             raise about.error
         if self.run.is_enforced:
             self.is_handled = True
-            self.calls.stopping = self.run.framework_limit(str(about.error))
+            self.stopping = self.run.framework_limit(str(about.error))
         return answer
 
     def take_handler(self) -> Callable[[Any], Any] | None:
@@ -189,15 +247,113 @@ class Recorder(RunHooks[Any]):
 
     # Tool calls
 
+    def _open(self, batch: list[Asked]) -> Flow[None]:
+        # What the provider has run already takes its places before anything else starts.
+        listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
+        answers = yield from self.run.ask(lambda: self.run.batch(one.call for one in listed))
+        for asked, opened in zip(listed, answers, strict=True):
+            asked.opened = opened
+
+    def has_refused(self, call_id: str) -> bool:
+        """Return whether a limit has refused a call of the reply at hand."""
+        refused = (one for one in self.batch if one.opened and one.opened.state == "refused")
+        return any(one.call.id == call_id for one in refused)
+
+    def _stop(self, trip: Trip) -> NoReturn:
+        self.stopping = trip
+        raise RunStopped(trip)
+
+    def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
+        """Find the call of a tool that starts, or is at work."""
+        raw, call_id = getattr(context, "tool_call", None), getattr(context, "tool_call_id", None)
+        if call_id is not None:
+            # Where a run goes on the SDK has made another object of the call.
+            same = [one for one in self.batch if one.raw is raw]
+            same = same or [one for one in self.batch if one.call.id == call_id]
+            return same[0] if same else None
+        # Shells, computers and patches come without a call, those of a kind one after the other.
+        types = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
+        same = [one for one in self.batch if one.is_local and one.type in types]
+        if not starts:
+            return next((one for one in reversed(same) if one.is_begun), None)
+        begun = next((one for one in same if not one.is_begun), None)
+        if begun is not None:
+            begun.is_begun = True
+        return begun
+
+    def go_on(self, state: Any, agent: Agent[Any]) -> None:
+        """Take over the open calls of an earlier attempt, and ask for those approved, together."""
+        self.earlier = _seams.items_of(state)
+        tickets = {one.call.id: one for one in self.run.guard.open_tool_calls()}
+        fresh: list[Asked] = []
+
+        def takes_over(asked: Asked) -> bool:
+            ticket = tickets.pop(asked.call.id, None)
+            if ticket is not None:
+                asked.opened = OpenToolCall(asked.call, [ticket])
+            return ticket is not None
+
+        for item in state.get_interruptions():
+            approved = _seams.approval_of(state, item)
+            if item.agent is not agent or approved is None:
+                continue
+            for asked in asked_calls(agent, [item.raw_item]):
+                is_open = takes_over(asked)
+                if approved:
+                    self.resumed.append(asked)
+                    fresh += [] if is_open else [asked]
+                    continue
+                if asked.opened is not None:
+                    self.run.withdrawn(asked.opened, waits=True)
+                # What a person rejects is no tool call, but an error of its kind.
+                call = asked.call
+                output = ToolCall(
+                    name=call.name, arguments=call.arguments, id=call.id, kind="output"
+                )
+                self.run.finished(self.run.tool_call(output), error="rejected")
+        started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
+        for asked in asked_calls(agent, started):
+            # A run inside this one waited too: its tool is still at work.
+            if takes_over(asked) and asked.opened is not None:
+                self.run.start(asked.opened)
+                self.resumed.append(asked)
+        run_blocking(self._open(fresh))
+        self.batch = self.resumed
+
+    def leave(self, waiting: Set[Any] = frozenset()) -> None:
+        """Take back the calls whose body did not start; what was started may have taken effect.
+
+        A call that waits for a person gives its place back: what a person refuses is no tool call.
+        Where the run was stopped meanwhile it could not have it again, and keeps it.
+        """
+        keeps = self.run.stopped_by is not None and self.run.guard.parent is None
+        for asked in self.batch:
+            waits = asked.call.id in waiting
+            if asked.opened is not None and asked.call.kind != "hosted" and not (waits and keeps):
+                self.run.withdrawn(asked.opened, waits=waits)
+        self.batch = []
+
+    def close_batch(self, error: BaseException | None = None) -> None:
+        """Account for the calls of a batch that the SDK has finished with."""
+        for asked in self.batch:
+            if asked.opened is not None and asked.opened.state == "started":
+                # Nobody was told how it ended.
+                cause = asked.error or error or "no result"
+                self.run.finished(asked.opened, OUTCOME_UNKNOWN, error=cause)
+        # The SDK knew the id of any other and ran nothing, or was stopped before.
+        self.leave()
+
+    # The end
+
     def left_by(self, error: BaseException) -> Trip | None:
         """Return whether an exception left the run because of a limit, and of which."""
         self._fail(error)
         if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
-        stopped = self.calls.stopping or self.run.stopped_by
+        stopped = self.stopping or self.run.stopped_by
         if stopped is None:
             return None
-        by_a_judge = self.calls.stopping is None and self.run.trip is None
+        by_a_judge = self.stopping is None and self.run.trip is None
         chain: BaseException | None = error
         while chain is not None:
             if isinstance(chain, BudgetExceeded):
@@ -216,7 +372,7 @@ class Recorder(RunHooks[Any]):
         if turn is None or any(one.call.kind != "hosted" for one in turn.asked):
             return
         judges = [*turn.agent.output_guardrails, *(self.run_config.output_guardrails or ())]
-        if len(self.turns) == 1 and not self.calls.earlier:
+        if len(self.turns) == 1 and not self.earlier:
             judges += [*turn.agent.input_guardrails, *(self.run_config.input_guardrails or ())]
         turn.is_withheld = bool(judges)
 
@@ -246,21 +402,27 @@ class Recorder(RunHooks[Any]):
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
         work.add_done_callback(_seen)
-        if await self.calls.answer(self.run.check) is not None:
+        ask: Any = self.run.ask
+        if await run_awaited(ask(self.run.check)) is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
         return await supervised(self.run, work)
 
     def cut_off(self, error: BaseException | None = None) -> None:
-        """Account for a run that was cut: what was started may have taken effect."""
+        """Account for a run that was cut."""
         self._fail(error or "cancelled")
-        self.calls.cut_off()
+        self.leave()
 
     def close(self, error: BaseException | None = None) -> None:
         """Account for what a run has left open that ended by itself or by an exception."""
         if error is not None:
             self._fail(error)
-        self.calls.close(error)
+        self.close_batch(error)
+
+    def let_go(self) -> None:
+        """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
+        self.models, self.sent, self.refused = {}, None, None
+        self.turns, self.earlier, self.resumed, self._saved = [], [], [], []
 
     @property
     def is_off(self) -> bool:

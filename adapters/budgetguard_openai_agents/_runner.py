@@ -45,11 +45,11 @@ from budgetguard_core.kit import (
     remember,
 )
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import ended
+from budgetguard_openai_agents._frame import RunFrame, around
 from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
+from budgetguard_openai_agents._tools import copied, tools_of_a_turn
 
 _LOCK = threading.Lock()
 _TURNS = {"max_iterations", "max_model_calls"}
@@ -116,7 +116,6 @@ class StreamEnding:
                 if known is not None and outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
                     remember(error, known)
-                hide_gate(getattr(error, "run_data", None))
                 raise
             left = False
         finally:
@@ -160,7 +159,7 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
-        with entered(recorder.calls.turn_frame):
+        with entered(RunFrame(recorder)):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
         return cast("RunResult", await ended(recorder, work, input, options))
 
@@ -180,7 +179,7 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
-        with entered(recorder.calls.turn_frame):
+        with entered(RunFrame(recorder)):
             try:
                 result = self.previous.run_streamed(starting_agent, input, **options)
             except BaseException as error:
@@ -230,8 +229,9 @@ def _asking(listed: Any) -> Any:
     @wraps(listed)
     async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
         tools = await listed(self, run_context)
-        calls = around()
-        return tools if calls is None or calls.run.ended else begin_turn(calls, tools)
+        recorder = around()
+        bounds = recorder is not None and not recorder.run.ended
+        return tools_of_a_turn(recorder, tools) if bounds else tools
 
     return get_all_tools
 
@@ -290,13 +290,11 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         _config_of(options.get("run_config")),
         server_side=bool(kept),
     )
-    if not recorder.is_off:
-        recorder.calls.bounds = recorder
     options["hooks"] = recorder
     options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
     if goes_on:
         _seams.replace_pending_tools(given, copied)
-        recorder.calls.go_on(given, agent)
+        recorder.go_on(given, agent)
     elif (
         options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
         and not getattr(hooks, "keeps_max_turns", False)

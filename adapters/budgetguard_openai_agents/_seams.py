@@ -191,16 +191,15 @@ def with_invoker(
     tool: FunctionTool,
     wrap: Callable[[Callable[[Any, str], Awaitable[Any]]], Callable[[Any, str], Awaitable[Any]]],
 ) -> FunctionTool:
-    """Copy a tool whose body is wrapped below what turns its exceptions into texts."""
+    """Copy a tool whose body is wrapped, below what turns its exceptions into texts if there is."""
     copied = copy.copy(tool)
-    invoker = copied.on_invoke_tool
+    invoker = copy.copy(copied.on_invoke_tool)
     body = getattr(invoker, _INVOKER, None)
     if body is None:
-        # Made by hand: what it raises ends the run by itself, and what it swallows is its own.
-        return copied
-    invoker = copy.copy(invoker)
-    setattr(invoker, _INVOKER, wrap(body))
-    copied.on_invoke_tool = invoker
+        copied.on_invoke_tool = wrap(invoker)
+    else:
+        setattr(invoker, _INVOKER, wrap(body))
+        copied.on_invoke_tool = invoker
     return copied
 
 
