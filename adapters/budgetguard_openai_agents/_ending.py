@@ -52,6 +52,7 @@ from budgetguard_openai_agents._history import (
 )
 from budgetguard_openai_agents._model import model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
+from budgetguard_openai_agents.questions import approval
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -122,6 +123,9 @@ async def ended(
     elif trip is not None and not waits and recorder.is_completed_by_a_call(trip):
         # Nothing that the refused calls of the same batch would have brought was waited for.
         trip = run.trip = None
+    if recorder.question is not None:
+        trip = None
+        result.interruptions = [approval(recorder.agent, recorder.question)]
     await conclude(recorder, trip, cast("RunResult", result))
     return result
 
@@ -139,11 +143,15 @@ async def _closed(
     recorder.withhold()
     kept, closing, responses = _whole(recorder, data.new_items, data.raw_responses)
     whole = [*kept, *closing]
-    last = await last_words(recorder, trip, data, whole, responses, options.get("session"))
+    last = LastWords()
+    if recorder.question is None:
+        last = await last_words(recorder, trip, data, whole, responses, options.get("session"))
     # Behind an answer that was cut short there is none: its text is the last message.
-    if not (recorder.cut and isinstance(whole[-1] if whole else None, MessageOutputItem)):
+    if recorder.question is None and not (
+        recorder.cut and isinstance(whole[-1] if whole else None, MessageOutputItem)
+    ):
         closing.append(_last(recorder, trip, data.last_agent, whole, responses, last))
-    final = last.final if last.is_typed else _text_of([*kept, *closing][-1])
+    final = last.final if last.is_typed or recorder.question else _text_of([*kept, *closing][-1])
     if streamed is not None:
         streamed.raw_responses = responses
         _seams.extend_streamed(streamed, kept, closing)

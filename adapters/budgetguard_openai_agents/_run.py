@@ -27,6 +27,7 @@ from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
 from budgetguard_core.kit import (
     OUTCOME_UNKNOWN,
     Flow,
+    LimitQuestion,
     OpenToolCall,
     Prompt,
     Run,
@@ -49,6 +50,7 @@ from budgetguard_openai_agents._history import (
     turn_items,
 )
 from budgetguard_openai_agents._tools import original
+from budgetguard_openai_agents.questions import BudgetAsked
 
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
@@ -84,6 +86,7 @@ class Recorder(RunHooks[Any]):
         stopping: Why the run ends, where it is no limit of the budget's.
         closing: What a stopped run's end has added to the items of its stream.
         is_handled: The user's handler gave the answer when the SDK's turns were used up.
+        question: What a person is asked, for whom the run waits.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Recorder(RunHooks[Any]):
         self.is_handled = False
         self._saved: list[Any] = []
         self._handler: Callable[[Any], Any] | None = None
+        self.question: LimitQuestion | None = None
 
     # A turn, in the order of its steps
 
@@ -348,6 +352,9 @@ class Recorder(RunHooks[Any]):
     def left_by(self, error: BaseException) -> Trip | None:
         """Return whether an exception left the run because of a limit, and of which."""
         self._fail(error)
+        if isinstance(error, BudgetAsked):
+            self.question = error.question
+            return error.trip
         if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
         stopped = self.stopping or self.run.stopped_by

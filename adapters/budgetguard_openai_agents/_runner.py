@@ -50,6 +50,7 @@ from budgetguard_openai_agents._frame import RunFrame, around
 from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._tools import copied, tools_of_a_turn
+from budgetguard_openai_agents.questions import ask, take
 
 _LOCK = threading.Lock()
 _TURNS = {"max_iterations", "max_model_calls"}
@@ -283,6 +284,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     goes_on = isinstance(given, RunState)
     if goes_on:
         agent = _seams.agent_of(given, agent)
+        take(given, agent, run)
     recorder = Recorder(
         run,
         hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
@@ -332,6 +334,7 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         given=None if goes_on else given,
         thread=getattr(options.get("session"), "session_id", None)
         or options.get("conversation_id"),
+        asks=ask,
     )
     if earlier is not None:
         run.go_on_as(attempt, earlier.run_id)

@@ -323,6 +323,14 @@ def approval_of(state: Any, item: Any) -> bool | None:
     )
 
 
+def drop_interruption(state: Any, item: Any) -> None:
+    """Take a question that is none of the SDK's out of a state, which may hold a copy of it."""
+    waiting, call_id = state._current_step.interruptions, part(item.raw_item, "call_id")
+    waiting[:] = [one for one in waiting if part(one.raw_item, "call_id") != call_id]
+    if not waiting:
+        state._current_step = _again()
+
+
 def context_of(state: Any) -> Any:
     """Return the user's context of a run that goes on."""
     return None if state._context is None else state._context.context

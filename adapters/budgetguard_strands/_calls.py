@@ -236,7 +236,11 @@ class Calls:
         at.leave_call()
         async with at.admitting:  # in the model's order, also where a store is waited for
             asked = at.session.calls.taken(_tool_call(use, event.selected_tool, at))
-            record = await run_awaited(asked)
+            try:
+                record = await run_awaited(asked)
+            except InterruptException as error:
+                _seams.interrupts_of(event.agent)[error.interrupt.id] = error.interrupt
+                raise
         at.ask(use, record, get_current())
         if record.refusal is not None:
             event.cancel_tool = record.refusal

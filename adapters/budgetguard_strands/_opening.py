@@ -20,7 +20,9 @@ from budgetguard_core.kit import (
     opened,
     part,
     run_awaited,
+    take_answers,
 )
+from budgetguard_strands.questions import answers_to, ask
 
 KEY = "budgetguard"
 """Where the counters are in an agent's state, and the budget in an invocation's."""
@@ -154,8 +156,10 @@ class Opener:
                 config=invocation_state,
                 given=given,
                 thread=getattr(manager, "session_id", None),
+                asks=ask,
             )
             run, resumed = await run_awaited(opening)
+        take_answers(run, answers_to(target))
         self._own.add(run)
         shared = isinstance(envelope.budget, Guard)
         return Opened(run, resumed, inside, shared, node is not None)

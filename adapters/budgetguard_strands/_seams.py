@@ -113,6 +113,12 @@ def is_interrupted(target: Any) -> bool:
     return bool(getattr(_interrupts(target), "activated", False))
 
 
+def interrupts_of(target: Any) -> dict[str, Any]:
+    """Return the questions of an agent, swarm or graph to a person, with the answers, by id."""
+    found: dict[str, Any] | None = getattr(_interrupts(target), "interrupts", None)
+    return {} if found is None else found
+
+
 def kept_with_interrupts(target: Any) -> dict[str, Any]:
     """Return what is kept beside the questions of a waiting swarm or graph, to be changed.
 
@@ -124,9 +130,9 @@ def kept_with_interrupts(target: Any) -> dict[str, Any]:
 
 def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
     """Return whether a hook before ours waits for a person's word on a tool call."""
-    interrupts: Mapping[str, Any] = getattr(_interrupts(agent), "interrupts", None) or {}
     mark = f":before_tool_call:{use['toolUseId']}:"
-    return any(mark in name and one.response is None for name, one in interrupts.items())
+    interrupts = interrupts_of(agent).items()
+    return any(mark in name and one.response is None for name, one in interrupts)
 
 
 class _NoAnswer(str):
