@@ -12,7 +12,7 @@ from openai.types.responses import ResponseFunctionToolCall
 from budgetguard_core import Trip
 from budgetguard_core.kit import PAUSES, LimitQuestion, Run, part, take_answers
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import RunStopped
+from budgetguard_openai_agents._frame import RunStopped
 
 NAME: Final = "budget_question"
 """The name of an approval that asks for more budget; its arguments are the question as JSON."""
