@@ -16,6 +16,7 @@ from strands.hooks import (
     BeforeToolCallEvent,
 )
 from strands.interrupt import InterruptException
+from strands.middleware import InvokeModelStage
 from strands.types.content import ContentBlock
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
@@ -87,6 +88,14 @@ class Calls:
 
     # Model calls
 
+    def watch(self, agent: Agent, at: AgentRun) -> None:
+        """Have `watched` around the model calls of an agent, where it makes any difference."""
+        # Not before the first run, so that this comes inside of the user's own middleware.
+        wanted = at.changes_requests or _seams.has_model_middleware(agent)
+        if wanted and not self.watching.get(agent):
+            agent.add_middleware(InvokeModelStage, self.watched)
+            self.watching.set(agent, True)
+
     async def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
         """Send a call to its model, inside of the user's own middleware: bounded, and pruned.
 
@@ -135,7 +144,6 @@ class Calls:
         except RunFencedError as error:
             raise Halt(at, error) from error
         finally:
-            at.note_warnings()
             at.context = get_current()
         if isinstance(turn, Stop):
             raise Halt(at)
@@ -152,7 +160,6 @@ class Calls:
         at = self.going_on(agent)
         if at is None:
             return
-        at.enter()  # what other hooks start now belongs to the run
         if isinstance(event.exception, ContextWindowOverflowException):
             at.overflowed = True
             if not at.shared and not at.recovered:
@@ -223,7 +230,6 @@ class Calls:
             give_back(at.copied, at.model)
         at.begin_call(None)
         at.within()
-        at.note_warnings()
 
     # Tool calls
 
@@ -233,7 +239,7 @@ class Calls:
         if at is None or event.cancel_tool:
             return  # outside of a run it is the user's own code that calls the tool
         use: Any = event.tool_use
-        at.leave_call()
+        at.within()  # one that went to the background ends elsewhere
         async with at.admitting:  # in the model's order, also where a store is waited for
             asked = at.session.calls.taken(_tool_call(use, event.selected_tool, at))
             record = await run_awaited(asked)
@@ -256,7 +262,6 @@ class Calls:
             calls.answered_without_body(record, str(event.cancel_tool), kind="cancelled")
         elif not _seams.is_asking(event.agent, event.tool_use):
             await run_awaited(calls.begin(record))
-            at.note_warnings()
             if record.refusal is None:
                 at.within(record)
             else:

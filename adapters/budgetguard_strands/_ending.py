@@ -12,8 +12,8 @@ from strands import Agent
 from strands.hooks import AfterInvocationEvent
 from strands.types._events import EventLoopStopEvent
 
-from budgetguard_core import AdapterError, Outcome
-from budgetguard_core.kit import remember, run_awaited, synthetic_text
+from budgetguard_core import AdapterError, Outcome, Snapshot
+from budgetguard_core.kit import part, remember, run_awaited, synthetic_text
 from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, append, last_question, text_of
 from budgetguard_strands._opening import KEY
@@ -84,6 +84,21 @@ async def _stopped(agent: Agent, at: AgentRun, state: State, reason: Any, writte
     )
 
 
+def entry(status: str, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what is kept of a run, as the kit reads it."""
+    # As text, because the state copies what it keeps each time that it is asked.
+    return {"status": status, "snapshot": snapshot.to_json()}
+
+
+def is_stopped(agent: Agent) -> bool:
+    """Return whether the last word of an agent's history is the assistant's, of a stopped run."""
+    last = agent.messages[-1] if agent.messages else None
+    if last is None or last["role"] != "assistant":
+        return False
+    turn = DIALECT.read(last)
+    return turn.synthetic or (part(agent.state.get(KEY), "status") == "stopped" and not turn.calls)
+
+
 async def attempt_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | None:
     """Pause where the run waits, and keep the counters, before the session manager looks."""
     agent, calls, run = event.agent, at.session.calls, at.run
@@ -107,13 +122,13 @@ async def attempt_over(at: AgentRun, event: AfterInvocationEvent) -> Outcome | N
             calls.finished(one, error=str(at.error or "the run was left"))
         at.pause(agent)
     if not at.inside:
-        kept: dict[str, Any] = {"unfinished": None}
-        if at.paused is not None or at.trip is not None:
-            kept["unfinished"] = "stopped" if at.paused is None else "paused"
-            snapshot = run.guard.snapshot() if at.paused is None else at.paused.snapshot
-            # As text, because the state copies what it keeps each time that it is asked.
-            kept["snapshot"] = snapshot.to_json()
-        agent.state.set(KEY, kept)
+        kept = None
+        if at.paused is not None:
+            kept = entry("paused", at.paused.snapshot)
+        elif at.trip is not None:
+            kept = entry("stopped", run.guard.snapshot())
+        if kept or agent.state.get(KEY) is not None:
+            agent.state.set(KEY, kept)
     return outcome
 
 

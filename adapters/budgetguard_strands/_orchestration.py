@@ -253,9 +253,9 @@ class Orchestrators:
             return
         if not (run.ended or has_failed(source)):
             paused = at.session.finish(waits=True, resume=_ANSWER)
-            self._opener.outcomes.set(source, await run_awaited(paused))
+            self._opener.note(source, await run_awaited(paused))
         # Also of one that failed after the answer: it can be answered again.
-        kept = {"unfinished": "paused", "snapshot": run.guard.snapshot().to_json()}
+        kept = _ending.entry("paused", run.guard.snapshot())
         _seams.kept_with_interrupts(source).update(kept)
 
     async def _after(self, event: AfterMultiAgentInvocationEvent) -> None:
@@ -284,7 +284,7 @@ class Orchestrators:
         ended = at.session.finish(error=failed, next_step=step, resume=_RESUME)
         outcome = await run_awaited(ended)
         if error is not None and leaving is None:
-            self._opener.outcomes.set(source, outcome)
+            self._opener.note(source, outcome)
             raise error
         self._opener.ended(source, at, outcome)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -18,10 +16,18 @@ from strands.middleware import InvokeModelStage
 from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import Run, Watch
+
+try:
+    from strands.middleware._agent_stream import AgentStreamStage
+except ImportError as error:
+    raise AdapterError(
+        "this release of strands-agents must have a place around a run, got none. The agent would "
+        "run without its budget. Use a release from 1.62 up to the newest that BudgetGuard names."
+    ) from error
+
+__all__ = ["AgentStreamStage"]
 
 Events: TypeAlias = AsyncGenerator[Any, None]
-Around: TypeAlias = Callable[[Agent, dict[str, Any], Events], Events]
 
 # Outside the range of Strands' own constants (-100 to 100), so that a user's hooks come between.
 FIRST = -1000.0
@@ -29,36 +35,7 @@ LAST = 1000.0
 # Beside the ids of nodes, among which no such one is to be expected.
 _KEPT = "budgetguard.run"
 _CONTINUED = "_continuation_state"
-_CYCLE = "_execute_event_loop_cycle"
 _USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names."
-
-
-def wrap_runs(kind: type[Agent], around: Around) -> None:
-    """Wrap every run of a class of agents: `around` sees each event, and ends runs in their place.
-
-    The class is wrapped once. A middleware around the whole stream would be a layer more for each
-    chunk of an answer, and its stage has moved from release to release.
-
-    Raises:
-        AdapterError: This release of Strands has no place for it.
-    """
-    owner = next((one for one in kind.__mro__ if vars(one).get(_CYCLE) is not None), None)
-    if owner is None:
-        raise AdapterError(
-            "this release of strands-agents must have a place around a run, got none. The agent "
-            f"would run without its budget. {_USE_ANOTHER}"
-        )
-    own: Callable[..., Events] = vars(owner)[_CYCLE]
-    if hasattr(own, "ends_runs"):
-        return
-
-    @functools.wraps(own)
-    def cycle(self: Agent, invocation_state: dict[str, Any], *args: Any, **kwargs: Any) -> Events:
-        return around(self, invocation_state, own(self, invocation_state, *args, **kwargs))
-
-    wrapped: Any = cycle
-    wrapped.ends_runs = True
-    setattr(owner, _CYCLE, wrapped)
 
 
 def join_runs_around(join: Callable[[Agent], None]) -> None:
@@ -170,63 +147,6 @@ def forget_interrupt(agent: Agent) -> None:
         agent._interrupt_state.deactivate()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
-# Tools in the background
-
-
-def has_background_tasks(agent: Agent) -> bool:
-    """Return whether an agent's tools may run in the background."""
-    return getattr(agent, "_background_tasks", None) is not None
-
-
-class Bodies:
-    """The bodies of an agent's tools that run in the background: they end with their run."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._tasks: Any = getattr(agent, "_background_tasks", None)
-        self._running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
-
-    async def around(self, context: Any, proceed: Callable[[Any], Events]) -> Events:
-        """Note the task of a body that runs in the background."""
-        task = asyncio.current_task()
-        if task is not None and hasattr(context, "_background_interrupt"):
-            self._running[task] = asyncio.get_running_loop()
-        try:
-            async with aclosing(proceed(context)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._running.pop(task, None)  # type: ignore[arg-type]
-
-    def _going_on(self) -> list[str]:
-        known: Any = getattr(self._tasks, "_task_snapshots", tuple)()
-        over = ("completed", "failed", "cancelled")
-        return [one["task_id"] for one in known if one["status"] not in over]
-
-    async def cancel(self) -> None:
-        """Cancel them all; Strands would only no longer wait for those on a loop of its own."""
-        running = dict(self._running)
-        manager: Any = getattr(self._tasks, "_manager", None)
-        if manager is not None:
-            for task in self._going_on():
-                await manager.cancel(task)
-        for body, loop in running.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(body.cancel)
-
-    def watch(self, run: Run) -> Callable[[], None] | None:
-        """Cancel them at the deadline and at an abort, while Strands waits for them.
-
-        With their results Strands goes on, and there the run is stopped.
-
-        Returns:
-            A function that ends the watch; None where there is nothing to wait for.
-        """
-        if not self._going_on():
-            return None
-        cancelling: list[asyncio.Task[None]] = []
-        return Watch(run, lambda: cancelling.append(asyncio.create_task(self.cancel()))).close
-
-
 # Spans: Strands ends those of what answers or fails, and no others
 
 
@@ -259,11 +179,8 @@ def probe(target: Any) -> None:
     """Warn, by name, of what an agent, swarm or graph of this release does not have any more."""
     needs = [(target, "_interrupt_state", "a run that waits for a person counts as ended")]
     if isinstance(target, Agent):
-        tasks = getattr(target, "_background_tasks", None)
-        outlive = "background tasks outlive a stop"
-        needs += [(tasks, "_manager", outlive), (tasks, "_task_snapshots", outlive)]
         continued = getattr(import_module("strands.agent._continuation"), "_STATE_ATTRIBUTE", None)
-        if tasks is not None and continued != _CONTINUED:
+        if continued != _CONTINUED:
             # Set by Strands where it is needed, so only its name can be looked for.
             _warn(f"AfterInvocationEvent.{_CONTINUED}", "a run ends before its background tasks")
     elif isinstance(target, Graph):
