@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
@@ -24,13 +25,16 @@ from strands.types.events import TypedEvent
 
 from budgetguard_core import Guard, kit
 from budgetguard_core.kit import ToolCall
-from budgetguard_strands import _ending, _seams
+from budgetguard_strands import _seams
 from budgetguard_strands._calls import Calls, Halt
 from budgetguard_strands._messages import STOPPED, error_result
-from budgetguard_strands._opening import KEY, ByIdentity, Opener, is_of_a_stop
-from budgetguard_strands._run import AgentRun
+from budgetguard_strands._opening import KEY, ByIdentity, Opener, entry, is_of_a_stop
+from budgetguard_strands._run import AgentRun, is_stopped
 from budgetguard_strands._seams import FIRST, LAST, Events
 
+LOG = logging.getLogger("budgetguard.strands")
+# Where it shows is the application's choice; without one it would go to standard error.
+LOG.addHandler(logging.NullHandler())
 _GO_ON = "Please go on."
 
 # The hooks that bound an agent, of all providers.
@@ -131,16 +135,13 @@ class AgentHooks:
         agent = context.agent
         paused = self._calls.paused.get(agent)
         self._calls.paused.pop(agent)
-        kept: Any = agent.state.get(KEY)
-        answered, waits = _seams.is_interrupted(agent), False
-        if paused is not None and paused.is_of(agent):
-            kept = _ending.entry("paused", paused.snapshot)
-            waits = answered
+        answered = _seams.is_interrupted(agent)
+        kept: Any = agent.state.get(KEY) if paused is None else entry("paused", paused)
         opened = await self._opener.open(
             agent,
             context.invocation_state,
             kept,
-            waits=waits,
+            waits=answered and paused is not None,
             user_spoke=not answered,
             given=context.messages,
             beside=self._beside(agent),
@@ -167,7 +168,7 @@ class AgentHooks:
                     yield event
             return
         agent, state = context.agent, context.invocation_state
-        if not context.messages and not at.resumed and _ending.is_stopped(agent):
+        if not context.messages and not at.resumed and is_stopped(agent):
             # No provider takes two assistant messages in a row, and what a session manager has
             # kept stays as it is: so somebody has to speak in between.
             context = replace(context, messages=[{"role": "user", "content": [{"text": _GO_ON}]}])
@@ -176,7 +177,7 @@ class AgentHooks:
             async with aclosing(at.steps(proceed(context))) as events:
                 async for event in events:
                     if "stop" in event:
-                        event = await _ending.last_event(agent, at, state, event)
+                        event = await at.last_event(agent, state, event)
                         if event is None:
                             break
                     if at.turn is None:
@@ -188,16 +189,16 @@ class AgentHooks:
                         at.took_effect()
                         return
             at.took_effect()
-            _seams.end_spans(span, at.contexts)
+            _seams.end_spans(span, at.context)
         except BaseException as error:
             if isinstance(error, Halt | asyncio.CancelledError):
-                _seams.end_spans(span, at.contexts, error)
+                _seams.end_spans(span, at.context, error)
             if not self._is_stop(at, error):
                 raise
             if at.error is not None:
                 raise at.error from None
         self._calls.settle(at, "the run was stopped")
-        ended = await _ending.stop(agent, at, state)
+        ended = await at.stop(agent, state)
         # A reader of the texts alone sees the end of the run, too.
         message: Any = ended["stop"][1]
         yield TextStreamEvent({}, message["content"][-1]["text"])
@@ -256,8 +257,8 @@ class AgentHooks:
             at.is_left = True
             for loop, scope in list(at.bodies):
                 loop.call_soon_threadsafe(scope.cut)
-        outcome = await _ending.attempt_over(at, event)
-        if at.paused is not None:
+        outcome = await at.attempt_over(event)
+        if at.paused is not None and at.inside:
             self._calls.paused.set(event.agent, at.paused)
         if outcome is not None:
             self._opener.note(event.agent, outcome)
@@ -272,7 +273,7 @@ class AgentHooks:
             at.resumed = False
             return
         if at.trip is not None and event.resume is not None:
-            _ending.LOG.info(
+            LOG.info(
                 "agent=<%s>, stop_reason=<%s> | a stopped run is not resumed by a hook",
                 agent.name,
                 at.trip.reason,
@@ -283,7 +284,7 @@ class AgentHooks:
             self._calls.runs.pop(agent)  # it holds the conversation
         elif not at.resumed:
             self._calls.runs.pop(agent)
-            self._opener.ended(agent, at, await _ending.concluded(at, event))
+            self._opener.ended(agent, at, await at.concluded(event))
 
 
 # What an agent without a provider spends is spent by the run around it, and by nothing else.

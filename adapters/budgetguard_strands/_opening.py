@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Trip, kit
+from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import Envelope, Frame, Run
 
 KEY = "budgetguard"
@@ -188,6 +188,12 @@ class _Kept:
 
     def put(self, entry: Any) -> None:
         """Keep nothing."""
+
+
+def entry(status: str, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what is kept of a run, as the kit reads it."""
+    # As text, because the state copies what it keeps each time that it is asked.
+    return {"status": status, "snapshot": snapshot.to_json()}
 
 
 def is_of_a_stop(error: Any) -> bool:

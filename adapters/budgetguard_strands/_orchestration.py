@@ -20,9 +20,10 @@ from strands.multiagent.graph import Graph
 
 from budgetguard_core import RunFencedError
 from budgetguard_core.kit import FRAME, OpenToolCall, Session, ToolCall, run_awaited
-from budgetguard_strands import _ending, _seams
+from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, text_of
-from budgetguard_strands._opening import ByIdentity, Opened, Opener, is_of_a_stop
+from budgetguard_strands._opening import ByIdentity, Opened, Opener, entry, is_of_a_stop
+from budgetguard_strands._run import LIMIT
 from budgetguard_strands._seams import FIRST, LAST
 
 _RESUME = (
@@ -255,7 +256,7 @@ class Orchestrators:
             paused = at.session.finish(waits=True, resume=_ANSWER)
             self._opener.note(source, await run_awaited(paused))
         # Also of one that failed after the answer: it can be answered again.
-        kept = _ending.entry("paused", run.guard.snapshot())
+        kept = entry("paused", run.guard.snapshot())
         _seams.kept_with_interrupts(source).update(kept)
 
     async def _after(self, event: AfterMultiAgentInvocationEvent) -> None:
@@ -275,7 +276,7 @@ class Orchestrators:
             if failed is None and getattr(source.state, "failed_nodes", None):
                 failed = RuntimeError("a node failed")
             if failed is None:
-                trip = run.framework_limit(f"{_ending.LIMIT}: the status is FAILED")
+                trip = run.framework_limit(f"{LIMIT}: the status is FAILED")
                 self._runs.pop(source)  # it begins anew, as without a guard
         if trip is not None:
             at.session.stop(trip)

@@ -1,56 +1,31 @@
-"""One run of one agent: what is remembered between two of Strands' hooks."""
+"""One run of one agent: what is remembered between two of Strands' hooks, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from opentelemetry.context import Context
+from strands.hooks import AfterInvocationEvent
+from strands.types._events import EventLoopStopEvent
 
-from budgetguard_core import Guard, Snapshot, Trip
-from budgetguard_core.kit import (
-    FRAME,
-    Frame,
-    ModelTurn,
-    OpenModelCall,
-    OpenToolCall,
-    Scope,
-    Session,
-    Watch,
-)
-from budgetguard_strands._messages import DIALECT, thought
-from budgetguard_strands._opening import ByIdentity, Opened
+from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
+from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
+from budgetguard_strands import _seams
+from budgetguard_strands._messages import DIALECT, append, last_question, text_of, thought
+from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
 
 _LOOK_EVERY = 64
+LIMIT = "Strands' own limit ended the run"
+_RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
+_ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
 _summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
-
-
-@dataclass(eq=False, slots=True)
-class Asked:
-    """One tool call of the batch in flight. It is told apart from others by its identity."""
-
-    use: Mapping[str, Any]
-    record: OpenToolCall
-    context: Context
-
-
-class Paused(NamedTuple):
-    """A run of an agent that waits, in the object that it waits in."""
-
-    snapshot: Snapshot
-    inside: bool
-    state: object
-
-    def is_of(self, agent: Any) -> bool:
-        """Return whether an agent still is where the run paused, and was not taken back."""
-        # A snapshot of Strands comes with a state of its own, and with the counters in it; what
-        # is inside of another run has none there.
-        return self.inside or self.state is agent.state
 
 
 class AgentRun:
@@ -66,14 +41,12 @@ class AgentRun:
         invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
-        asked: The tool calls of the batch in flight.
+        asked: The tool calls of the batch in flight. Uses are told apart by identity.
         bodies: What runs in the background: each with the loop that it runs on.
-        admitting: Held while one of them is admitted.
+        admitting: Held while a tool call is admitted.
         context: OpenTelemetry's context in which the last model call began.
         error: What left the run.
-        output: The structured output that came with the batch in which the run was stopped.
-        limit: The stop that Strands' own limit has made; None where none has.
-        paused: Where the run paused; None while it does not.
+        paused: Its counters where it waits; None while it does not.
         is_left: It was stopped, and what runs in the background ends with it.
         due: The run is to be left as soon as it can be.
     """
@@ -84,12 +57,12 @@ class AgentRun:
         self.invocation = invocation
         self.nudged: tuple[list[Any], object] = [], None
         self.resumed = self.is_left = False
-        self.paused: Paused | None = None
+        self.paused: Snapshot | None = None
         self.error: BaseException | None = None
         self.frame: Frame = self.run.frame()
         self.context: Context | None = None
-        self.asked: list[Asked] = []
-        self.bodies: set[tuple[asyncio.AbstractEventLoop, Scope]] = set()
+        self.asked: list[tuple[Mapping[str, Any], OpenToolCall]] = []
+        self.bodies: set[tuple[asyncio.AbstractEventLoop, kit.Scope]] = set()
         self.admitting = asyncio.Lock()
         self._lineage = [one for nearest in self.run.guards for one in nearest.lineage]
         self._warned = {one.run_id: len(one.warnings) for one in self._lineage}
@@ -118,23 +91,19 @@ class AgentRun:
         """Why the run has to end."""
         return self.session.trip
 
-    # An attempt, and the model call in flight
+    # An attempt, and the calls in flight
 
     def begin_attempt(self) -> None:
         """Forget what only the last attempt was about."""
         self.cycle = -1
         self.overflowed = self.recovered = self.cut_off = False
-        self.limit: Trip | None = None
-        self.output: Any = None
+        self._limit: Trip | None = None
+        self._output: Any = None
         self._inner: Frame = self.frame
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = self.due = False
-        self._earlier = self.pieces = 0
+        self._earlier = self._pieces = 0
         self.begin_call(None)
-
-    def pause(self, agent: Any) -> None:
-        """Keep the counters that the run has where it waits."""
-        self.paused = Paused(self.run.guard.snapshot(), self.inside, agent.state)
 
     def begin_call(self, turn: ModelTurn | None) -> None:
         """Forget what the last model call brought, and was sent for it alone."""
@@ -147,18 +116,12 @@ class AgentRun:
         self.usage: Any = None
         self.written: list[str] = []
 
-    def ask(self, use: Mapping[str, Any], record: OpenToolCall, context: Context) -> None:
-        """Note a tool call; another attempt at one takes the place of the first."""
-        for before in [one for one in self.asked if one.use is use]:
-            self.session.calls.postpone(before.record)
-            self.asked.remove(before)
-        self.asked.append(Asked(use, record, context))
-
-    def find(self, use: Mapping[str, Any]) -> Asked | None:
+    def find(self, use: Mapping[str, Any]) -> OpenToolCall | None:
         """Find the open call of a tool use: that very one, or else one of the same id."""
-        going_on = [one for one in self.asked if one.record.result is None]
-        same = (one for one in going_on if one.use["toolUseId"] == use["toolUseId"])
-        return next((one for one in going_on if one.use is use), None) or next(same, None)
+        going_on = [one for one in self.asked if one[1].result is None]
+        same = [one for one in going_on if one[0]["toolUseId"] == use["toolUseId"]]
+        exact = [one for one in same if one[0] is use]
+        return next((record for _, record in exact or same), None)
 
     def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
         """Make the code that follows in this step the body of a call, or of none."""
@@ -168,7 +131,7 @@ class AgentRun:
 
     async def steps(self, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Yield the events of Strands' loop, each made inside of the run, until it has to end."""
-        watch = Watch(self.run, self._cut)
+        watch = kit.Watch(self.run, self._cut)
         try:
             async with aclosing(events):
                 while not self.due:
@@ -214,8 +177,8 @@ class AgentRun:
 
         Once for many pieces: an answer that is all there when it is late is paid, and kept.
         """
-        self.pieces += 1
-        if self.pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
+        self._pieces += 1
+        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
 
     def _cut(self) -> None:
@@ -240,15 +203,13 @@ class AgentRun:
         found: list[dict[str, Any]] = []
         for guard in self._lineage:
             given, known = guard.warnings, self._warned[guard.run_id]
-            if len(given) != known:
-                self._warned[guard.run_id] = len(given)
-                found += [_warning(guard, one) for one in given[known:]]
+            for name in given[known:]:
+                limit = getattr(guard.budget, name, None)
+                used = getattr(guard.usage, name.removeprefix("max_"), None)
+                facts = {"dimension": name, "limit": limit, "used": used}
+                found.append({"run_id": guard.run_id, **facts})
+            self._warned[guard.run_id] = len(given)
         return found
-
-    @property
-    def contexts(self) -> list[Context | None]:
-        """OpenTelemetry's contexts in which this cycle's calls began, the innermost first."""
-        return [*(one.context for one in self.asked), self.context]
 
     @property
     def changes_requests(self) -> bool:
@@ -258,8 +219,126 @@ class AgentRun:
             one.max_output_tokens_per_call or one.fallback_model for one in every
         )
 
+    # The end
 
-def _warning(guard: Guard, dimension: str) -> dict[str, Any]:
-    limit = getattr(guard.budget, dimension, None)
-    used = getattr(guard.usage, "seconds" if dimension == "max_seconds" else dimension[4:], None)
-    return {"run_id": guard.run_id, "dimension": dimension, "limit": limit, "used": used}
+    async def last_event(self, agent: Any, state: dict[str, Any], event: Any) -> Any | None:
+        """Return the event that ends an attempt, given Strands' own; None where it was stopped."""
+        reason = str(event["stop"][0])
+        # Where a run waits for a person's word, nothing may be left that could run.
+        waits = reason == "interrupt" and any(one.state == "waiting" for _, one in self.asked)
+        if self.trip is not None and reason != "checkpoint" and not waits:
+            self._output = event["stop"][5]
+            return None
+        role = agent.messages[-1]["role"] if agent.messages else None
+        if reason.startswith("limit_"):
+            self._limit = self.run.framework_limit(f"{LIMIT}: {reason}")
+            if self.run.is_enforced:
+                self.session.stop(self._limit)
+                return await self._stopped(agent, state, reason) if role == "user" else event
+        elif reason == "cancelled" and self.run.is_enforced and role == "user":
+            # Strands leaves the history of a run open that a person has cancelled.
+            guard = self.run.guard
+            marks = {"synthetic": True, "stop_reason": "cancelled", "run_id": guard.run_id}
+            message = DIALECT.ending(kit.synthetic_text(guard), marks, None)
+            await append(agent, message, guard.tree.report)
+        return event
+
+    async def stop(self, agent: Any, state: dict[str, Any]) -> Any:
+        """Close the history of a stopped run, and return the event that ends it.
+
+        Raises:
+            AdapterError: Nothing has stopped it.
+        """
+        trip = self.trip or self.run.check()
+        if trip is None:
+            raise AdapterError("a stopped run must have a trip, got none. Please report this.")
+        _seams.forget_interrupt(agent)
+        return await self._stopped(agent, state, str(trip.reason), "".join(self.written))
+
+    async def _stopped(
+        self, agent: Any, state: dict[str, Any], reason: Any, written: str = ""
+    ) -> Any:
+        last = DIALECT.read(agent.messages[-1]) if agent.messages else None
+        if last is not None and last.role == "assistant" and not last.calls:
+            # Another provider's budget ended the run in the same moment, or an answer or the word
+            # of a hook is there already: no provider takes two of them in a row.
+            message: Any = agent.messages[-1]
+        else:
+            ending = await kit.run_awaited(self.session.close(agent.messages, last_question(agent)))
+            message = ending.message
+            if written:
+                message["content"].insert(0, {"text": written})
+            for one in ending.new:
+                await append(agent, one, self.run.guard.tree.report)
+        request_state = state.setdefault("request_state", {})
+        return EventLoopStopEvent(
+            reason, message, agent.event_loop_metrics, request_state, structured_output=self._output
+        )
+
+    async def attempt_over(self, event: AfterInvocationEvent) -> Outcome | None:
+        """Pause where the run waits, and keep the counters, before the session manager looks."""
+        agent, calls, run = event.agent, self.session.calls, self.run
+        reason = None if event.result is None else str(event.result.stop_reason)
+        outcome = None
+        if reason in ("interrupt", "checkpoint"):
+            if self.trip is None:
+                # They are asked for anew after the answer. Where others of the batch were refused,
+                # they hold their places, or no body of theirs would start any more.
+                calls.close(waits=True)
+            messages = tuple(agent.messages)
+            plain = None if run.envelope.store is None else DIALECT.plain(messages)
+            outcome = await run.in_thread(
+                lambda: run.pause(messages, saved_messages=plain, resume=_ANSWER)
+            )
+            self.paused = run.guard.snapshot()
+        elif self.trip is None and _seams.is_interrupted(agent):
+            # It failed after the answer, and can be answered again. What had started counts.
+            calls.close()
+            for one in calls:
+                calls.finished(one, error=str(self.error or "the run was left"))
+            self.paused = run.guard.snapshot()
+        if not self.inside:
+            kept = None
+            if self.paused is not None:
+                kept = entry("paused", self.paused)
+            elif self.trip is not None:
+                kept = entry("stopped", run.guard.snapshot())
+            if kept or agent.state.get(KEY) is not None:
+                agent.state.set(KEY, kept)
+        return outcome
+
+    async def concluded(self, event: AfterInvocationEvent) -> Outcome:
+        """End the run, after the session manager has kept it."""
+        messages, session, result = event.agent.messages, self.session, event.result
+        error = self.error
+        if self._limit is not None:
+            session.stop(self._limit)
+        elif self.trip is None and result is None:
+            # A hook's before the loop, or of whoever closed the stream: on its way through a
+            # `finally`.
+            error = error or sys.exception()
+        elif self.trip is None and result is not None and result.stop_reason == "cancelled":
+            error = asyncio.CancelledError("the agent was cancelled")
+        if session.ending is not None:
+            # Its conversation manager may have shortened it since.
+            session.ending = replace(session.ending, history=list(messages))
+        final = getattr(result, "structured_output", None)
+        if final is None and error is None:
+            final = text_of(messages[-1]) if messages else ""
+        step = None if session.trip is None else "model call"
+        outcome = await kit.run_awaited(
+            session.finish(messages, final=final, error=error, next_step=step, resume=_RESUME)
+        )
+        if error is not None:
+            kit.remember(error, outcome)
+        return outcome
+
+
+def is_stopped(agent: Any) -> bool:
+    """Return whether the last word of an agent's history is the assistant's, of a stopped run."""
+    last = agent.messages[-1] if agent.messages else None
+    if last is None or last["role"] != "assistant":
+        return False
+    turn = DIALECT.read(last)
+    kept = agent.state.get(KEY)
+    return turn.synthetic or (kit.part(kept, "status") == "stopped" and not turn.calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -150,14 +150,12 @@ def forget_interrupt(agent: Agent) -> None:
 # Spans: Strands ends those of what answers or fails, and no others
 
 
-def end_spans(
-    outer: trace.Span, known: Iterable[Context | None], error: BaseException | None = None
-) -> None:
+def end_spans(outer: trace.Span, known: Context | None, error: BaseException | None = None) -> None:
     """End the spans that a cut run has left open within its own, the innermost first.
 
     Args:
         outer: The span around the run, which Strands ends.
-        known: The contexts that the run's calls began in; tools have tasks of their own.
+        known: The context that its last model call began in.
         error: What came up through the run; None where it is left between two of its events, and
             the span of what was going on is the current one.
     """
@@ -169,7 +167,8 @@ def end_spans(
             spans = [one for one in frame.f_locals.values() if isinstance(one, trace.Span)]
             found = [*reversed(spans), *found]
         step = step.tb_next
-    found += [trace.get_current_span(one) for one in known if one is not None]
+    if known is not None:
+        found.append(trace.get_current_span(known))
     for span in found:
         if span is not outer and span.is_recording():
             span.end()
