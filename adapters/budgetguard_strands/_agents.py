@@ -16,6 +16,7 @@ from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
     AfterToolCallEvent,
+    BeforeInvocationEvent,
     BeforeModelCallEvent,
     BeforeToolCallEvent,
 )
@@ -73,6 +74,7 @@ class AgentHooks:
         _seams.probe(agent)
         calls = self._calls
         callbacks = (
+            (BeforeInvocationEvent, self._before_invocation, FIRST),
             (BeforeModelCallEvent, calls.before_model_call, LAST),
             (AfterModelCallEvent, calls.after_model_call, FIRST),
             (AfterModelCallEvent, calls.after_answer, LAST),
@@ -107,14 +109,14 @@ class AgentHooks:
 
     # The beginning
 
-    async def _attempt(self, context: Any) -> AgentRun | None:
+    async def _before_invocation(self, event: BeforeInvocationEvent) -> None:
         """Begin a run, or another attempt of one: hooks that resume it stay in its invocation."""
-        agent = context.agent
+        agent = event.agent
         metrics = agent.event_loop_metrics
         invocation = metrics, len(metrics.agent_invocations)
         at = self._calls.going_on(agent)
         if at is None and not self._bounds(agent):
-            return None
+            return
         if at is not None and at.invocation == invocation:
             at.begin_attempt()
             if at.resumed and not at.shared and at.trip is None:
@@ -123,27 +125,26 @@ class AgentHooks:
             if at is not None:
                 # Somebody's hook raised, and nothing told the end of the run.
                 at.run.fail(RuntimeError("the run was left before it began"))
-            at = await self._begin(context, invocation)
+            at = await self._begin(event, invocation)
         self._calls.watch(agent, at)
         node = self._opener.nodes.get(agent)
         correction = self._opener.corrections.pop(node, "") if node is not None else ""
-        if correction and context.messages:
-            context.messages[-1]["content"].append({"text": correction})
-        return at
+        if correction and event.messages:
+            event.messages[-1]["content"].append({"text": correction})
 
-    async def _begin(self, context: Any, invocation: tuple[Any, int]) -> AgentRun:
-        agent = context.agent
+    async def _begin(self, event: BeforeInvocationEvent, invocation: tuple[Any, int]) -> AgentRun:
+        agent = event.agent
         paused = self._calls.paused.get(agent)
         self._calls.paused.pop(agent)
         answered = _seams.is_interrupted(agent)
         kept: Any = agent.state.get(KEY) if paused is None else entry("paused", paused)
         opened = await self._opener.open(
             agent,
-            context.invocation_state,
+            event.invocation_state,
             kept,
             waits=answered and paused is not None,
             user_spoke=not answered,
-            given=context.messages,
+            given=event.messages,
             beside=self._beside(agent),
         )
         at = AgentRun(opened, agent, invocation)
@@ -161,7 +162,7 @@ class AgentHooks:
 
     async def _around(self, context: Any, proceed: Callable[[Any], Events]) -> Events:
         """Watch over the events of an attempt, and end it in their place."""
-        at = await self._attempt(context)
+        at = self._calls.going_on(context.agent)
         if at is None:
             async with aclosing(proceed(context)) as events:
                 async for event in events:

@@ -135,7 +135,7 @@ class Structured(ScriptedModel):
         yield {"output": output_model(name="x")}
 
 
-def test_the_deprecated_structured_output_is_no_run(counter):
+def test_the_deprecated_structured_output_concludes_once_after_a_stop(counter):
     outcomes = []
     guard = Guard(Budget(max_iterations=1))
     provider = BudgetHookProvider(guard, on_outcome=outcomes.append)
@@ -145,7 +145,7 @@ def test_the_deprecated_structured_output_is_no_run(counter):
     before = len(outcomes)
     with pytest.warns(DeprecationWarning, match="structured_output"):
         agent.structured_output(Shape, "Shape it.")
-    assert len(outcomes) == before
+    assert len(outcomes) == before + 1
     assert provider.outcome(agent) is outcomes[-1]
     assert agent("Again.").stop_reason == "max_iterations"
 
