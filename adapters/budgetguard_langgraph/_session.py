@@ -19,6 +19,7 @@ from budgetguard_core.kit import (
     run_blocking,
     synthetic_metadata,
     synthetic_text,
+    take_answers,
 )
 from budgetguard_langgraph import _approvals, _endings
 from budgetguard_langgraph._closing import (
@@ -52,7 +53,7 @@ from budgetguard_langgraph._seams import (
 from budgetguard_langgraph._view import View
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
-from budgetguard_langgraph.questions import answer, ask, taken
+from budgetguard_langgraph.questions import ask, taken
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
@@ -185,7 +186,7 @@ class Session:
             thread=thread_of(self._asked),
             asks=ask,
         )
-        answer(run, answers)
+        take_answers(run, answers)
         if attempt is not None and kept is not None:
             run.go_on_as(attempt, kept.run_id)
         # Its first node may be one that asks no model, and hang.

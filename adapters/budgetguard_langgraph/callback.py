@@ -29,6 +29,7 @@ from budgetguard_core.kit import (
     entered,
     envelope_of,
     run_blocking,
+    take_answers,
 )
 from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
@@ -52,7 +53,7 @@ from budgetguard_langgraph._seams import (
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
-from budgetguard_langgraph.questions import answer, ask, taken
+from budgetguard_langgraph.questions import ask, taken
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -400,7 +401,7 @@ class BudgetCallback(BaseCallbackHandler):
                 asks=ask,
             )
         if thread is not None and goes_on:
-            answer(run, taken(given, thread.waiting)[0])
+            take_answers(run, taken(given, thread.waiting)[0])
         run.guard.start()
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any, Final, NoReturn, cast
 
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command, Interrupt
 
-from budgetguard_core.kit import PAUSES, LimitQuestion, Run, take_answer
+from budgetguard_core.kit import PAUSES, LimitQuestion
 from budgetguard_langgraph._seams import configuration
 from budgetguard_langgraph.interrupts import NotRetried
 
@@ -28,15 +27,7 @@ class BudgetQuestion(GraphInterrupt, NotRetried):
 
     def __init__(self, question: LimitQuestion) -> None:
         super().__init__()
-        value = {
-            "type": TYPE,
-            "run_id": question.run_id,
-            "reason": str(question.reason),
-            "limit": _plain(question.limit),
-            "used": _plain(question.used),
-            "detail": question.detail,
-            "next_step": question.next_step,
-        }
+        value = {"type": TYPE, **question.to_json()}
         # An id of its own keeps an answer that is meant for another interrupt away from it.
         self.args = ((Interrupt.from_ns(value, configuration().get("checkpoint_ns", "")),),)
 
@@ -72,16 +63,5 @@ def taken(given: Any, waiting: Sequence[Interrupt]) -> tuple[dict[str, Any], Any
     return found, None if left == Command() else left
 
 
-def answer(run: Run, answers: Mapping[str, Any]) -> None:
-    """Give the answers to the guards that have asked."""
-    for guard in run.guard.lineage:
-        if guard.run_id in answers:
-            take_answer(guard, answers[guard.run_id])
-
-
 def _is_ours(value: Any) -> bool:
     return isinstance(value, dict) and cast("dict[str, Any]", value).get("type") == TYPE
-
-
-def _plain(amount: Any) -> Any:
-    return str(amount) if isinstance(amount, Decimal) else amount

@@ -229,7 +229,11 @@ class Calls:
         call = ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)
         at.within()  # one that went to the background ends elsewhere
         async with at.admitting:  # in the model's order, also where a store is waited for
-            record = await kit.run_awaited(at.session.calls.taken(call))
+            try:
+                record = await kit.run_awaited(at.session.calls.taken(call))
+            except InterruptException as error:
+                _seams.interrupts_of(event.agent)[error.interrupt.id] = error.interrupt
+                raise
         for before in [one for one in at.asked if one[0] is use]:
             # Another attempt at it takes the place of the first.
             at.session.calls.postpone(before[1])

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import Envelope, Frame, Run
+from budgetguard_strands.questions import answers_to, ask
 
 KEY = "budgetguard"
 """Where the counters are in an agent's state, and the budget in an invocation's."""
@@ -126,8 +127,10 @@ class Opener:
                 config=invocation_state,
                 given=given,
                 thread=getattr(manager, "session_id", None),
+                asks=ask,
             )
             run, resumed = await kit.run_awaited(opening)
+        kit.take_answers(run, answers_to(target))
         self._own.add(run)
         shared = isinstance(envelope.budget, Guard)
         return Opened(run, resumed, inside, shared, node is not None)

@@ -1,11 +1,12 @@
 """The private names of Strands that the adapter needs, each looked for when it is attached."""
 
+# ruff: noqa: SLF001
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping
-from importlib import import_module
 from typing import Any, TypeAlias
 
 from opentelemetry import trace
@@ -17,12 +18,15 @@ from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
 
+_USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names."
+
 try:
+    from strands.agent._continuation import _STATE_ATTRIBUTE as _CONTINUED
     from strands.middleware._agent_stream import AgentStreamStage
 except ImportError as error:
     raise AdapterError(
         "this release of strands-agents must have a place around a run, got none. The agent would "
-        "run without its budget. Use a release from 1.62 up to the newest that BudgetGuard names."
+        f"run without its budget. {_USE_ANOTHER}"
     ) from error
 
 __all__ = ["AgentStreamStage"]
@@ -34,8 +38,6 @@ FIRST = -1000.0
 LAST = 1000.0
 # Beside the ids of nodes, among which no such one is to be expected.
 _KEPT = "budgetguard.run"
-_CONTINUED = "_continuation_state"
-_USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names."
 
 
 def join_runs_around(join: Callable[[Agent], None]) -> None:
@@ -61,9 +63,7 @@ def join_runs_around(join: Callable[[Agent], None]) -> None:
 
 def has_model_middleware(agent: Agent) -> bool:
     """Return whether a middleware can swap the agent's model for a call, or answer in its place."""
-    registry = getattr(agent, "_middleware_registry", None)
-    handlers = getattr(registry, "_handlers", None)
-    return handlers is None or bool(handlers.get(InvokeModelStage))
+    return bool(agent._middleware_registry._handlers.get(InvokeModelStage))
 
 
 def goes_on(event: AfterInvocationEvent) -> bool:
@@ -75,19 +75,21 @@ def goes_on(event: AfterInvocationEvent) -> bool:
 
 def result_of(graph: Any) -> Any:
     """Make the result of a graph from the state that it was left in."""
-    return graph._build_result([])  # noqa: SLF001
+    return graph._build_result([])
 
 
 # Questions to a person
 
 
-def _interrupts(target: Any) -> Any:
-    return getattr(target, "_interrupt_state", None)
-
-
 def is_interrupted(target: Any) -> bool:
     """Return whether an agent, swarm or graph waits for a person, or goes on with the answer."""
-    return bool(getattr(_interrupts(target), "activated", False))
+    return bool(target._interrupt_state.activated)
+
+
+def interrupts_of(target: Any) -> dict[str, Any]:
+    """Return the questions of an agent, swarm or graph to a person, with the answers, by id."""
+    found: dict[str, Any] = target._interrupt_state.interrupts
+    return found
 
 
 def kept_with_interrupts(target: Any) -> dict[str, Any]:
@@ -95,15 +97,15 @@ def kept_with_interrupts(target: Any) -> dict[str, Any]:
 
     Its session keeps it too.
     """
-    context: Any = getattr(_interrupts(target), "context", None)
-    return {} if context is None else context.setdefault(_KEPT, {})
+    kept: dict[str, Any] = target._interrupt_state.context.setdefault(_KEPT, {})
+    return kept
 
 
 def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
     """Return whether a hook before ours waits for a person's word on a tool call."""
-    interrupts: Mapping[str, Any] = getattr(_interrupts(agent), "interrupts", None) or {}
     mark = f":before_tool_call:{use['toolUseId']}:"
-    return any(mark in name and one.response is None for name, one in interrupts.items())
+    interrupts = interrupts_of(agent).items()
+    return any(mark in name and one.response is None for name, one in interrupts)
 
 
 class _NoAnswer(str):
@@ -133,7 +135,7 @@ def ask_nobody(event: BeforeToolCallEvent) -> None:
 
 def results_before_interrupt(agent: Agent) -> list[tuple[Any, Any]]:
     """List the tool uses of a batch that had a result when it was interrupted, and the results."""
-    pending = getattr(_interrupts(agent), "pending_tool_execution", None)
+    pending = agent._interrupt_state.pending_tool_execution
     if pending is None:
         return []
     blocks = pending.assistant_message["content"]
@@ -143,8 +145,8 @@ def results_before_interrupt(agent: Agent) -> list[tuple[Any, Any]]:
 
 def forget_interrupt(agent: Agent) -> None:
     """Take back that the agent waits for a person: its run was stopped."""
-    if is_interrupted(agent):
-        agent._interrupt_state.deactivate()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if agent._interrupt_state.activated:
+        agent._interrupt_state.deactivate()
 
 
 # Spans: Strands ends those of what answers or fails, and no others
@@ -175,23 +177,14 @@ def end_spans(outer: trace.Span, known: Context | None, error: BaseException | N
 
 
 def probe(target: Any) -> None:
-    """Warn, by name, of what an agent, swarm or graph of this release does not have any more."""
-    needs = [(target, "_interrupt_state", "a run that waits for a person counts as ended")]
-    if isinstance(target, Agent):
-        continued = getattr(import_module("strands.agent._continuation"), "_STATE_ATTRIBUTE", None)
-        if continued != _CONTINUED:
-            # Set by Strands where it is needed, so only its name can be looked for.
-            _warn(f"AfterInvocationEvent.{_CONTINUED}", "a run ends before its background tasks")
-    elif isinstance(target, Graph):
-        needs.append((target, "_build_result", "a graph that was stopped in a custom node raises"))
-    for owner, name, without in needs:
-        if owner is not None and not hasattr(owner, name):
-            _warn(f"{type(owner).__name__}.{name}", without)
+    """Look for the private names that an agent, swarm or graph needs.
 
-
-def _warn(missing: str, without: str) -> None:
-    warnings.warn(
-        f"this release of strands-agents has no {missing}: {without}. {_USE_ANOTHER}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    Raises:
+        AdapterError: This release lacks one.
+    """
+    names = ["_interrupt_state"]
+    names += ["_build_result"] if isinstance(target, Graph) else []
+    names += ["_middleware_registry"] if isinstance(target, Agent) else []
+    missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
+    if missing:
+        raise AdapterError(f"Strands must have {missing[0]}, got a release without. {_USE_ANOTHER}")

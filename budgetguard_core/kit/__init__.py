@@ -55,6 +55,7 @@ from budgetguard_core.kit.formats import (
     RESPONSES,
     Blocks,
     Message,
+    Responses,
     SyntheticMessage,
     content_text,
     from_plain,
@@ -85,7 +86,7 @@ from budgetguard_core.kit.usage import (
     token_usage,
 )
 from budgetguard_core.outcome import ToolCallRecord
-from budgetguard_core.questions import PAUSES, take_answer
+from budgetguard_core.questions import PAUSES, take_answers
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import OpenCall
 from budgetguard_core.stop import LimitQuestion, StopCondition, Violation
@@ -136,6 +137,7 @@ __all__ = [
     "Prune",
     "Refuse",
     "Request",
+    "Responses",
     "Resume",
     "Run",
     "Scope",
@@ -204,7 +206,7 @@ __all__ = [
     "supervised",
     "synthetic_metadata",
     "synthetic_text",
-    "take_answer",
+    "take_answers",
     "to_plain",
     "token_usage",
     "turned_away",

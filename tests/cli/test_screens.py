@@ -44,7 +44,6 @@ COMMANDS = (
     f"ledger runs {LEDGER}",
     f"ledger reconcile {LEDGER}",
     f"ledger check {LEDGER}",
-    f"ledger export {LEDGER}",
     f"ledger adopt {LEDGER}",
 )
 # What is another each time, at the same width.
