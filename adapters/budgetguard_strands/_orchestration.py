@@ -79,7 +79,7 @@ class OrchestratorRun:
     def ask_no_more(self) -> None:
         """Take that back: the state may live on in the next run."""
         if self._state is not None:
-            vars(self._state).pop("should_continue", None)
+            self._state.__dict__.pop("should_continue", None)
 
 
 class Orchestrators:

@@ -305,7 +305,7 @@ def test_the_class_is_wrapped_once():
 def test_a_private_name_that_is_missing_is_told_by_name():
     agent = made(sticky())
     del agent._interrupt_state
-    with pytest.raises(AdapterError, match="Agent._interrupt_state"):
+    with pytest.raises(AdapterError, match=r"Agent\._interrupt_state"):
         BudgetHookProvider().attach(agent)
 
 
