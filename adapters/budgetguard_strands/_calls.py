@@ -71,7 +71,7 @@ class Calls:
     # Model calls
 
     def watch(self, agent: Agent, at: AgentRun) -> None:
-        """Have `watched` around the model calls of an agent, where it makes any difference."""
+        """Put `watched` around the model calls of an agent, where it makes any difference."""
         # Not before the first run, so that this comes inside of the user's own middleware.
         wanted = at.changes_requests or _seams.has_model_middleware(agent)
         if wanted and not self.watching.get(agent):
