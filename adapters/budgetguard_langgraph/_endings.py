@@ -6,12 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from langchain_core.messages import AIMessage, BaseMessage, messages_to_dict
+from langchain_core.messages import AIMessage, BaseMessage
 
 from budgetguard_core import BudgetExceeded, Outcome, Trip
+from budgetguard_core.kit import (
+    close_history,
+    final_text,
+    run_blocking,
+    synthetic_metadata,
+    synthetic_text,
+)
 from budgetguard_core.kit import remember as kept_with
-from budgetguard_core.kit import run_blocking, synthetic_metadata, synthetic_text
-from budgetguard_langgraph._history import closed, final_text, messages_of, placed, results_for
+from budgetguard_langgraph._messages import DIALECT, ended, messages_of
 from budgetguard_langgraph._outcomes import remember
 from budgetguard_langgraph._run import GraphRun
 from budgetguard_langgraph._seams import is_drained
@@ -40,12 +46,15 @@ def limit_of(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> Trip | Non
 
 def closing_of(
     graph_run: GraphRun, trip: Trip, messages: Sequence[BaseMessage], answer: str | None = None
-) -> list[BaseMessage]:
-    """Return the conversation of a stopped run, closed; with the model's last answer, if any."""
+) -> tuple[list[BaseMessage], list[BaseMessage]]:
+    """Close the conversation of a stopped run; with the model's last answer, if any.
+
+    Returns:
+        The whole, and what is new in it.
+    """
     guard = graph_run.run.guard
-    results = results_for(messages, graph_run.started(), graph_run.asked.results)
-    metadata = synthetic_metadata(guard, trip, finalized=answer is not None)
-    return closed(messages, results, answer or synthetic_text(guard), metadata)
+    marks = synthetic_metadata(guard, trip, finalized=answer is not None)
+    return ended(messages, graph_run.answers(messages), answer or synthetic_text(guard), marks)
 
 
 def conclude(
@@ -55,7 +64,7 @@ def conclude(
     run = graph_run.run
     outcome = run.end(
         messages,
-        final_text(messages),
+        final_text(messages, DIALECT),
         trip=trip,
         saved_messages=_saved(graph_run, messages),
         next_step=graph_run.next_step,
@@ -67,7 +76,7 @@ def conclude(
 
 def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessage]) -> Outcome:
     """End a run that an exception or a cancellation left; open calls get their results."""
-    whole = placed(messages, results_for(messages, graph_run.started(), graph_run.asked.results))
+    whole, _ = close_history(messages, DIALECT, graph_run.answers(messages))
     outcome = graph_run.run.fail(
         error, whole, saved_messages=_saved(graph_run, whole), resume=RESUME
     )
@@ -103,7 +112,7 @@ def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterr
     graph_run.tell(trip)
     outcome = None
     if graph_run.root is None and graph_run.outer is None:
-        outcome = conclude(graph_run, closing_of(graph_run, trip, messages), trip)
+        outcome = conclude(graph_run, closing_of(graph_run, trip, messages)[0], trip)
     kind = BudgetStop if graph_run.run.envelope.on_trip == "raise" else BudgetInterrupt
     return kind(trip, outcome)
 
@@ -124,7 +133,7 @@ def end(
         return None
     trip = graph_run.run.stopped_by or graph_run.stopped_inside
     if trip is not None:
-        messages = closing_of(graph_run, trip, messages)
+        messages, _ = closing_of(graph_run, trip, messages)
     elif error is None:
         trip = limit_of(graph_run, messages)
     outcome = conclude(graph_run, messages, trip)
@@ -143,4 +152,4 @@ def end(
 
 
 def _saved(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> list[dict[str, Any]] | None:
-    return None if graph_run.run.envelope.store is None else messages_to_dict(list(messages))
+    return None if graph_run.run.envelope.store is None else DIALECT.plain(messages)

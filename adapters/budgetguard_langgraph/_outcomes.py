@@ -9,15 +9,9 @@ from contextvars import ContextVar
 from typing import Any, Final, cast
 
 from budgetguard_core import AdapterError, Outcome
-from budgetguard_core.kit import outcome_of
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, Call, final_text, outcome_of
 from budgetguard_core.kit import remember as _remember
-from budgetguard_langgraph._history import (
-    closed,
-    final_text,
-    is_synthetic,
-    messages_of,
-    results_for,
-)
+from budgetguard_langgraph._messages import DIALECT, ended, is_synthetic, messages_of
 from budgetguard_langgraph._seams import TASK, configuration
 
 _NEXT: Final[ContextVar[Told | None]] = ContextVar("budgetguard_next_told", default=None)
@@ -144,17 +138,18 @@ def _with_messages(found: Outcome | None, messages: list[Any]) -> Outcome | None
     if found is None or not messages:
         return found
     if found.status == "terminated" and not is_synthetic(messages[-1]):
-        started = [call.id for call in found.tool_calls if call.status == "interrupted"]
-        metadata = {
-            "synthetic": True,
-            "stop_reason": str(found.stop_reason),
-            "run_id": found.run_id,
-        }
+        started = {call.id for call in found.tool_calls if call.status == "interrupted"}
+        marks = {"synthetic": True, "stop_reason": str(found.stop_reason), "run_id": found.run_id}
         done = sum(call.status == "completed" for call in found.tool_calls)
         calls = "1 tool call was" if done == 1 else f"{done} tool calls were"
         so_far = (
             f"{calls} completed; see the results above" if done else "no tool call was completed"
         )
         text = f"This run was stopped before it finished. So far {so_far}."
-        messages = closed(messages, results_for(messages, started), text, metadata)
-    return found.model_copy(update={"messages": tuple(messages), "final": final_text(messages)})
+
+        def answer(call: Call, _: int) -> str:
+            return OUTCOME_UNKNOWN if call.id in started else NOT_EXECUTED
+
+        messages, _ = ended(messages, answer, text, marks)
+    final = final_text(messages, DIALECT)
+    return found.model_copy(update={"messages": tuple(messages), "final": final})

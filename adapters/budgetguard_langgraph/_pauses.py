@@ -73,6 +73,7 @@ class Thread:
         configurable: The configurable part of the run's configuration.
 
     Attributes:
+        has_checkpointer: Its checkpoints are kept, on this thread or another.
         waiting: The interrupts at its checkpoint, once the counters there were looked for.
         was_stopped: A budget has stopped a task there, which may have finished since; releases of
             LangGraph before 1.2 have it wait still.
@@ -83,8 +84,9 @@ class Thread:
         self.was_stopped = False
         self._taken: str | None = None
         saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
+        self.has_checkpointer = isinstance(saver, BaseCheckpointSaver)
         thread_id = configurable.get("thread_id")
-        known = isinstance(saver, BaseCheckpointSaver) and thread_id is not None
+        known = self.has_checkpointer and thread_id is not None
         self.saver: Any = saver if known else None
         namespace = str(configurable.get("checkpoint_ns") or "")
         if getattr(graph, "checkpointer", None) is True:

@@ -17,8 +17,6 @@ from budgetguard_core.kit import (
     Flow,
     load_to_resume,
     run_blocking,
-    synthetic_metadata,
-    synthetic_text,
     take_answers,
 )
 from budgetguard_langgraph import _approvals, _endings
@@ -32,12 +30,11 @@ from budgetguard_langgraph._closing import (
     holds_another,
     write,
 )
-from budgetguard_langgraph._history import closed, placed, results_for, unanswered
-from budgetguard_langgraph._last import LastCall, last_call
+from budgetguard_langgraph._last import answer_of_the_last_model
+from budgetguard_langgraph._messages import has_open_calls
 from budgetguard_langgraph._outcomes import Told, remember
-from budgetguard_langgraph._owners import run_around
 from budgetguard_langgraph._pauses import Thread, called_with
-from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._run import GraphRun, Step, run_around
 from budgetguard_langgraph._seams import (
     CHECKPOINTER,
     FRAMEWORK_LIMITS,
@@ -53,7 +50,7 @@ from budgetguard_langgraph._seams import (
 from budgetguard_langgraph._view import View
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
-from budgetguard_langgraph.questions import ask, taken
+from budgetguard_langgraph.questions import asker, taken
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
@@ -86,7 +83,7 @@ class Attached(BudgetCallback):
         """Note whose run a chain belongs to; the first one is the graph itself."""
         mine = self._last
         if mine is not None and mine.root is None:
-            mine.root, mine.graph_call = getattr(run_id, "int", run_id), graph_call()
+            mine.root, mine.graph_call = run_id, graph_call()
         super().on_chain_start(
             serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
         )
@@ -184,7 +181,7 @@ class Session:
             config=self._asked,
             given=self.given,
             thread=thread_of(self._asked),
-            asks=ask,
+            asks=asker(self.terms.envelope, self.thread),
         )
         take_answers(run, answers)
         if attempt is not None and kept is not None:
@@ -202,7 +199,7 @@ class Session:
         if state is None or self.goes_on or not state.next or questions:
             return None
         messages = conversation_in(state.values, self.key)
-        if not stops and not unanswered(messages):
+        if not stops and not has_open_calls(messages):
             return None
         return [FOLD]
 
@@ -293,7 +290,7 @@ class Session:
         """Return whether tools are in flight that may still finish: nothing says that they hang."""
         if self.nested or trip.reason in (StopReason.MAX_SECONDS, StopReason.ABORTED):
             return False
-        return self.graph_run.runs_tools()
+        return bool(self.graph_run.tools)
 
     def wait(self) -> None:
         """Wait for tools that are in flight."""
@@ -304,14 +301,12 @@ class Session:
         if self.key is not None and holds_another(self._values(state), self.key):
             self.key = None
 
-    def last_call(self, trip: Trip, state: StateSnapshot | None) -> LastCall | None:
-        """Return the last answer that the run may have; None where it has none."""
+    def last_answer(self, trip: Trip, state: StateSnapshot | None) -> Flow[str | None]:
+        """Ask for the last answer that the run may have; None where it has none."""
         messages = conversation_in(self._values(state), self.key)
         if not messages and self.key is None:
             messages = list(self.graph_run.conversation)
-        run = self.graph_run
-        results = results_for(messages, run.started(), run.asked.results)
-        return last_call(run, trip, placed(messages, results))
+        return answer_of_the_last_model(self.graph_run, trip, messages)
 
     def _values(self, state: StateSnapshot | None) -> Any:
         view = self.view
@@ -328,18 +323,14 @@ class Session:
             state: The thread, with what finished siblings wrote in it.
             answer: The model's last answer, if it gave one.
         """
-        view, key, guard = self.view, self.key, self.graph_run.run.guard
-        values = self._values(state)
+        key, values = self.key, self._values(state)
         messages = conversation_in(values, key)
-        results = results_for(messages, self.graph_run.started(), self.graph_run.asked.results)
-        metadata = synthetic_metadata(guard, trip, finalized=answer is not None)
-        whole = closed(messages, results, answer or synthetic_text(guard), metadata)
+        whole, self._end.closing = _endings.closing_of(self.graph_run, trip, messages, answer)
         self._end.messages = whole
-        self._end.closing = [*results, whole[-1]]
         if not messages and key is None:
             seen = self.graph_run.conversation
-            self._end.messages = _endings.closing_of(self.graph_run, trip, seen, answer)
-        self._end.values = self._shown(view.of_state(values), whole, trip)
+            self._end.messages, _ = _endings.closing_of(self.graph_run, trip, seen, answer)
+        self._end.values = self._shown(self.view.of_state(values), whole, trip)
         if state is None or key is None or not hasattr(self.graph, "builder"):
             return None
         return write(self.graph, key, whole)

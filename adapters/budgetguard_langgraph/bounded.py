@@ -203,10 +203,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         if state is not None and state.next:
             call.thread.moved((yield self._write(call, [FOLD])))
             state = yield self._read(call)
-        last = call.last_call(trip, state)
-        answer: str | None = None
-        if last is not None:
-            answer = yield Step(last.ask, last.ask_async)
+        answer = yield from call.last_answer(trip, state)
         plan = call.close(trip, state, answer)
         if plan is not None:
             call.thread.moved((yield self._write(call, plan)))

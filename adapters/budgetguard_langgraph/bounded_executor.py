@@ -21,8 +21,7 @@ from budgetguard_core.kit import (
     synthetic_text,
 )
 from budgetguard_langgraph._outcomes import with_own_outcome
-from budgetguard_langgraph._owners import run_around
-from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._run import GraphRun, Step, run_around
 from budgetguard_langgraph._seams import surrounding_callbacks, thread_of, with_callback
 from budgetguard_langgraph._session import Attached
 

@@ -21,7 +21,7 @@ from budgetguard_langgraph._closing import (
     replaced,
 )
 from budgetguard_langgraph._going_back import go_back
-from budgetguard_langgraph._history import is_synthetic, unanswered
+from budgetguard_langgraph._messages import has_open_calls, is_synthetic
 from budgetguard_langgraph._pauses import Thread, both, with_outcome
 from budgetguard_langgraph._seams import ROOT, configuration
 from budgetguard_langgraph._session import Terms
@@ -214,7 +214,7 @@ def _plan(
         # Without ids a message that took another's place is told by where it stands.
         original = earlier[-1]
     value = _without_the_end(graph, key, messages, original)
-    if unanswered(earlier) and open_tasks:
+    if has_open_calls(earlier) and open_tasks:
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None

@@ -9,15 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from agents import (
-    Agent,
     ItemHelpers,
     MaxTurnsExceeded,
     MessageOutputItem,
-    Model,
     ModelResponse,
     ModelTracing,
     OpenAIResponsesModel,
-    RunConfig,
     RunContextWrapper,
     RunErrorDetails,
     RunItem,
@@ -46,16 +43,16 @@ from budgetguard_core.kit import (
     synthetic_text,
 )
 from budgetguard_openai_agents import _history, _seams
-from budgetguard_openai_agents._calls import RunStopped
+from budgetguard_openai_agents._frame import RunFrame, RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
     closing_items,
     history_of,
     synthetic_message,
 )
-from budgetguard_openai_agents._model import model_of, plain_settings, set_bound, usage_of
+from budgetguard_openai_agents._model import model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import hide_gate
+from budgetguard_openai_agents.questions import approval
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -114,7 +111,7 @@ async def ended(
         recorder.cut_off(error)
         known = streamed or getattr(error, "run_data", None)
     waits = result is not None and bool(result.interruptions)
-    trip = trip or recorder.calls.stopping or run.stopped_by
+    trip = trip or recorder.stopping or run.stopped_by
     if trip is None and streamed is not None and _seams.is_cancelled(streamed) and not waits:
         left = asyncio.CancelledError("the stream was cancelled")
         await fail(recorder, left, given, streamed)
@@ -126,6 +123,9 @@ async def ended(
     elif trip is not None and not waits and recorder.is_completed_by_a_call(trip):
         # Nothing that the refused calls of the same batch would have brought was waited for.
         trip = run.trip = None
+    if recorder.question is not None:
+        trip = None
+        result.interruptions = [approval(recorder.agent, recorder.question)]
     await conclude(recorder, trip, cast("RunResult", result))
     return result
 
@@ -143,11 +143,15 @@ async def _closed(
     recorder.withhold()
     kept, closing, responses = _whole(recorder, data.new_items, data.raw_responses)
     whole = [*kept, *closing]
-    last = await last_words(recorder, trip, data, whole, responses, options.get("session"))
+    last = LastWords()
+    if recorder.question is None:
+        last = await last_words(recorder, trip, data, whole, responses, options.get("session"))
     # Behind an answer that was cut short there is none: its text is the last message.
-    if not (recorder.cut and isinstance(whole[-1] if whole else None, MessageOutputItem)):
+    if recorder.question is None and not (
+        recorder.cut and isinstance(whole[-1] if whole else None, MessageOutputItem)
+    ):
         closing.append(_last(recorder, trip, data.last_agent, whole, responses, last))
-    final = last.final if last.is_typed else _text_of([*kept, *closing][-1])
+    final = last.final if last.is_typed or recorder.question else _text_of([*kept, *closing][-1])
     if streamed is not None:
         streamed.raw_responses = responses
         _seams.extend_streamed(streamed, kept, closing)
@@ -186,7 +190,7 @@ def _last(
     run = recorder.run
     text = last.text or synthetic_text(run.guard)
     if last.text is None and run.above is not None and run.above.run is not None:
-        said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
+        said = ItemHelpers.text_message_outputs(list(items[len(recorder.earlier) :]))
         text = f"{said}\n\n{text}" if said else text
     metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
     return synthetic_message(agent, text, metadata, responses)
@@ -267,10 +271,9 @@ async def conclude(
     run = recorder.run
     waits = bool(result.interruptions)
     if waits:
-        recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
+        recorder.leave({part(item.raw_item, "call_id") for item in result.interruptions})
     else:
-        recorder.calls.close()
-    hide_gate(result)
+        recorder.close_batch()
     messages = result.to_input_list()
 
     def end() -> Outcome:
@@ -290,7 +293,7 @@ async def conclude(
     remember(result, found)
     if found.status == "terminated":
         _hand_over(recorder, result)
-    recorder.calls.let_go()
+    recorder.let_go()
     stop = run.trip
     if stop is not None and not waits and (run.is_to_raise or run.is_of_the_run_around(stop)):
         raise RunStopped(stop, found)
@@ -299,11 +302,9 @@ async def conclude(
 def _hand_over(recorder: Recorder, result: RunResult | RunResultStreaming) -> None:
     """Leave what a stopped run had brought with the tool call that it is the body of."""
     above = recorder.run.above
-    call = None if above is None else above.call
-    calls = getattr(above, "calls", None)
-    if calls is not None and call is not None:
+    if isinstance(above, RunFrame) and above.asked is not None:
         final = result.final_output
-        calls.leave_partial(call, _text_of(result.new_items[-1]) if final is None else str(final))
+        above.asked.partial = _text_of(result.new_items[-1]) if final is None else str(final)
 
 
 async def fail(
@@ -315,7 +316,6 @@ async def fail(
     """End a run that an exception or a cancellation left; who has its result may read it there."""
     recorder.close(error)
     known: RunErrorDetails | None = getattr(error, "run_data", None)
-    hide_gate(known, result)
     data = known or _data_from(recorder, given, {})
     kept, closing, _ = _whole(recorder, data.new_items, data.raw_responses)
     messages = history_of(data.input, [*kept, *closing])
@@ -325,20 +325,19 @@ async def fail(
     found = end() if cancelled else await recorder.run.in_thread(end)
     if result is not None:
         remember(result, found)
-    recorder.calls.let_go()
+    recorder.let_go()
 
 
 def _whole(
     recorder: Recorder, new_items: Sequence[RunItem], raw_responses: Sequence[Any]
 ) -> tuple[list[RunItem], list[RunItem], list[Any]]:
     """Return the items of a run, those that are missing, and all its responses."""
-    calls = recorder.calls
     items: list[RunItem] = [
         one
         for one in new_items
         if one.type != "tool_approval_item" and not recorder.is_withheld(one)
     ]
-    closing = closing_items(recorder.turns, items, raw_responses, calls.resumed)
+    closing = closing_items(recorder.turns, items, raw_responses, recorder.resumed)
     responses = list(raw_responses)
     for turn in recorder.turns:
         if not any(turn.response is response for response in responses):
@@ -352,7 +351,7 @@ def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunEr
     sent: list[TResponseInputItem] | str = _seams.input_of(given) if resumed else given
     return RunErrorDetails(
         input=sent,
-        new_items=list(recorder.calls.earlier),
+        new_items=list(recorder.earlier),
         raw_responses=[],
         last_agent=recorder.agent,
         context_wrapper=recorder.context or RunContextWrapper(context=options.get("context")),
@@ -444,32 +443,32 @@ async def _answer(
     judged = agent.output_guardrails or config.output_guardrails
     withheld = judged or recorder.cut or recorder.is_server_side
     last = None if withheld else last_answer(recorder.run, trip)
-    if last is None:
+    if last is None or recorder.sent is None:
         return None
     try:
-        sent = await _request(recorder, agent, history, data, session)
+        sent = await _request(recorder, history, data, session)
     except Exception as error:
-        # Code of the user's: what makes the instructions, or filters what is sent.
+        # Code of the user's: it filters what is sent.
         recorder.run.guard.tree.report("last answer", error)
         return None
+    model, request = recorder.sent
     name, provider = model_of(agent, config)
-    model = _model(agent, config)
-    schema = _seams.schema_of(agent)
-    tokens = Prompt().project(sent.input, system=sent.instructions, output_schema=agent.output_type)
+    system = sent.instructions
+    tokens = Prompt().project(sent.input, system=system, output_schema=agent.output_type)
     call = ModelCall(model=name, provider=provider, input_tokens=tokens)
 
     async def say(opened: OpenModelCall) -> Answer:
-        own = plain_settings(agent, config)
+        own = request["model_settings"]
         settings = replace(own, tool_choice=None, parallel_tool_calls=None)
         set_bound(settings, opened.max_output_tokens)
         response = await model.get_response(
-            sent.instructions,
-            sent.input,
-            settings,
-            [],
-            schema,
-            [],
-            ModelTracing.DISABLED,
+            system_instructions=system,
+            input=sent.input,
+            model_settings=settings,
+            tools=[],
+            output_schema=request["output_schema"],
+            handoffs=[],
+            tracing=ModelTracing.DISABLED,
             previous_response_id=None,
             conversation_id=None,
             prompt=None,
@@ -480,21 +479,21 @@ async def _answer(
 
 
 async def _request(
-    recorder: Recorder, agent: Agent[Any], history: list[Any], data: Any, session: Any
+    recorder: Recorder, history: list[Any], data: Any, session: Any
 ) -> ModelInputData:
     items = history
     if session is not None:
         stored = await _history.read(session)
         items = [*_history.compare(stored, items).before, *items]
-    context = recorder.context or data.context_wrapper
-    instructions = await agent.get_system_prompt(context)
-    sent = ModelInputData(input=items, instructions=instructions)
+    model, request = recorder.sent
+    sent = ModelInputData(input=items, instructions=request["system_instructions"])
     own = recorder.run_config.call_model_input_filter
     if own is not None:
-        filtered: Any = own(CallModelData(sent, agent, getattr(context, "context", None)))
+        context = getattr(recorder.context or data.context_wrapper, "context", None)
+        filtered: Any = own(CallModelData(sent, recorder.agent, context))
         sent = await filtered if inspect.isawaitable(filtered) else filtered
     asked: Any = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
-    if not isinstance(_model(agent, recorder.run_config), OpenAIResponsesModel):
+    if not isinstance(model, OpenAIResponsesModel):
         # Anthropic and Bedrock, through LiteLLM and its like, take no calls without their tools.
         said = in_words(grouped(cast("Any", sent.input)), RESPONSES)
         asked = [{"role": one["role"], "content": _words(one)} for (one,) in said]
@@ -505,11 +504,6 @@ def _words(message: dict[str, Any]) -> Any:
     # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
     content = message["content"]
     return content_text(content) if message["role"] == "assistant" else content
-
-
-def _model(agent: Agent[Any], config: RunConfig) -> Model:
-    model = config.model or agent.model
-    return model if isinstance(model, Model) else config.model_provider.get_model(model)
 
 
 def _text(output: list[Any]) -> str:

@@ -38,11 +38,13 @@ from budgetguard_core.kit import (
     NOT_EXECUTED,
     OUTCOME_UNKNOWN,
     OpenToolCall,
+    Responses,
     ToolCall,
     ToolKind,
     part,
     parts_of,
 )
+from budgetguard_core.kit import Turn as Reply
 from budgetguard_openai_agents import _seams
 
 # How the SDK names the tools that are called without a name.
@@ -126,6 +128,11 @@ class Asked:
         return str(part(self.raw, "type"))
 
     @property
+    def is_waiting(self) -> bool:
+        """True if it was admitted and did not start."""
+        return self.opened is not None and self.opened.state == "waiting"
+
+    @property
     def is_local(self) -> bool:
         """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"
@@ -148,6 +155,21 @@ class Turn:
     def has(self, item: RunItem) -> bool:
         """Return whether an item of the SDK's is from this response."""
         return any(item.raw_item is one for one in self.response.output)
+
+
+class Items(Responses):
+    """The dialect of a run's history: input items, each a message by itself."""
+
+    def read(self, message: Any) -> Reply:
+        """Read an item."""
+        return super().read([message])
+
+    def plain(self, messages: Sequence[Any]) -> list[Any]:
+        """Return them: they are plain data."""
+        return list(messages)
+
+
+ITEMS = Items()
 
 
 def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:

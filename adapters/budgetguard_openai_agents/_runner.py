@@ -11,7 +11,7 @@ from typing import Any, cast
 from agents import (
     Agent,
     ItemHelpers,
-    ModelSettings,
+    RunConfig,
     RunHooks,
     RunResult,
     RunResultStreaming,
@@ -24,6 +24,7 @@ from agents.run import (
     get_default_agent_runner,
     set_default_agent_runner,
 )
+from agents.run_internal import run_loop
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
@@ -44,11 +45,12 @@ from budgetguard_core.kit import (
     remember,
 )
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
 from budgetguard_openai_agents._ending import ended
-from budgetguard_openai_agents._model import asking, bounded_config, config_of
+from budgetguard_openai_agents._frame import RunFrame, around
+from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
+from budgetguard_openai_agents._tools import copied, tools_of_a_turn
+from budgetguard_openai_agents.questions import ask, take
 
 _LOCK = threading.Lock()
 _TURNS = {"max_iterations", "max_model_calls"}
@@ -77,7 +79,7 @@ class StreamEnding:
         self._options = options
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
-        _seams.tap_events(result, recorder.see)
+        _seams.hold_end(result)
         result.run_loop_task = asyncio.create_task(self._run())
         result.run_loop_task.add_done_callback(self._is_over)
         cast("Any", result).stream_events = self._stream
@@ -115,7 +117,6 @@ class StreamEnding:
                 if known is not None and outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
                     remember(error, known)
-                hide_gate(getattr(error, "run_data", None))
                 raise
             left = False
         finally:
@@ -159,7 +160,7 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
-        with entered(recorder.calls.turn_frame):
+        with entered(RunFrame(recorder)):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
         return cast("RunResult", await ended(recorder, work, input, options))
 
@@ -179,7 +180,7 @@ class BudgetRunner(AgentRunner):
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
-        with entered(recorder.calls.turn_frame):
+        with entered(RunFrame(recorder)):
             try:
                 result = self.previous.run_streamed(starting_agent, input, **options)
             except BaseException as error:
@@ -229,13 +230,25 @@ def _asking(listed: Any) -> Any:
     @wraps(listed)
     async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
         tools = await listed(self, run_context)
-        calls = around()
-        return tools if calls is None or calls.run.ended else begin_turn(calls, tools)
+        recorder = around()
+        bounds = recorder is not None and not recorder.run.ended
+        return tools_of_a_turn(recorder, tools) if bounds else tools
 
     return get_all_tools
 
 
-_ASKING = ((AgentBase, "get_all_tools", _asking), (ModelSettings, "resolve", asking))
+def _bounded(made: Any) -> Any:
+    @wraps(made)
+    def get_model(agent: Agent[Any], run_config: RunConfig) -> Any:
+        return bounded(made(agent, run_config), agent, run_config)
+
+    return get_model
+
+
+_ASKING = (
+    (AgentBase, "get_all_tools", _asking),
+    (run_loop, "get_model", _bounded),
+)
 _MADE: dict[str, Any] = {}
 
 
@@ -271,21 +284,19 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     goes_on = isinstance(given, RunState)
     if goes_on:
         agent = _seams.agent_of(given, agent)
+        take(given, agent, run)
     recorder = Recorder(
         run,
         hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
         agent,
-        config_of(options.get("run_config")),
+        _config_of(options.get("run_config")),
         server_side=bool(kept),
     )
-    if not recorder.is_off:
-        options["run_config"] = bounded_config(options.get("run_config"), recorder)
-        recorder.calls.bounds = recorder
     options["hooks"] = recorder
     options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
     if goes_on:
         _seams.replace_pending_tools(given, copied)
-        recorder.calls.go_on(given, agent)
+        recorder.go_on(given, agent)
     elif (
         options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
         and not getattr(hooks, "keeps_max_turns", False)
@@ -323,10 +334,15 @@ def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[R
         given=None if goes_on else given,
         thread=getattr(options.get("session"), "session_id", None)
         or options.get("conversation_id"),
+        asks=ask,
     )
     if earlier is not None:
         run.go_on_as(attempt, earlier.run_id)
     return run, cast("Any", given)
+
+
+def _config_of(given: RunConfig | dict[str, Any] | None) -> RunConfig:
+    return RunConfig(**given) if isinstance(given, dict) else given or RunConfig()
 
 
 def _has_cap(run: Run, has_own: bool) -> bool:

@@ -21,7 +21,6 @@ from agents import (
     InputGuardrailTripwireTriggered,
     LocalShellTool,
     MaxTurnsExceeded,
-    ModelSettings,
     RunConfig,
     RunContextWrapper,
     RunItem,
@@ -34,6 +33,7 @@ from agents import (
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.models.fake_id import FAKE_RESPONSES_ID
+from agents.run_internal import run_loop
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
@@ -43,19 +43,15 @@ NO_ID = FAKE_RESPONSES_ID
 """The id of a message that no provider has given one: the SDK sends it to none."""
 _SUPPORTED = "openai-agents>=0.22.3,<1"
 
-# From 0.24 on the runner closes the model provider that it made for a run without a
-# configuration; it still knows one of a mapping as its own.
-TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
-
 _SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
 
 NEEDED: dict[Any, str] = {
+    run_loop: "get_model",
     agents.run: "DEFAULT_MAX_TURNS get_default_agent_runner set_default_agent_runner",
     agents.result: "QueueCompleteSentinel",
     agents.tool: "_get_computer_initializer",
     AgentBase: "get_all_tools",
     FunctionTool: "_is_agent_tool tool_input_guardrails",
-    ModelSettings: "resolve",
     RunContextWrapper: "get_approval_status",
     RunResult: (
         "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
@@ -195,16 +191,15 @@ def with_invoker(
     tool: FunctionTool,
     wrap: Callable[[Callable[[Any, str], Awaitable[Any]]], Callable[[Any, str], Awaitable[Any]]],
 ) -> FunctionTool:
-    """Copy a tool whose body is wrapped below what turns its exceptions into texts."""
+    """Copy a tool whose body is wrapped, below what turns its exceptions into texts if there is."""
     copied = copy.copy(tool)
-    invoker = copied.on_invoke_tool
+    invoker = copy.copy(copied.on_invoke_tool)
     body = getattr(invoker, _INVOKER, None)
     if body is None:
-        # Made by hand: what it raises ends the run by itself, and what it swallows is its own.
-        return copied
-    invoker = copy.copy(invoker)
-    setattr(invoker, _INVOKER, wrap(body))
-    copied.on_invoke_tool = invoker
+        copied.on_invoke_tool = wrap(invoker)
+    else:
+        setattr(invoker, _INVOKER, wrap(body))
+        copied.on_invoke_tool = invoker
     return copied
 
 
@@ -237,22 +232,19 @@ def take_failed_guardrail(streamed: Any) -> BaseException | None:
     return error
 
 
-def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
-    """Show each event of a streamed run when it comes, whether or not somebody consumes it.
+def hold_end(streamed: Any) -> None:
+    """Hold the end of a streamed run's events back until `end_events`.
 
-    Their end is held back until `end_events`: behind it the consumer waits for guardrails that may
-    never end.
+    Behind it the consumer waits for guardrails that may never end.
     """
     queue = streamed._event_queue
     put: Callable[[Any], None] = queue.put_nowait
 
-    def seen(event: Any) -> None:
-        if isinstance(event, _SENTINEL) and not is_cancelled(streamed):
-            return
-        see(event)
-        put(event)
+    def held(event: Any) -> None:
+        if not isinstance(event, _SENTINEL) or is_cancelled(streamed):
+            put(event)
 
-    queue.put_nowait = seen
+    queue.put_nowait = held
 
 
 def raise_tripwire(streamed: Any) -> None:
@@ -329,6 +321,14 @@ def approval_of(state: Any, item: Any) -> bool | None:
         "bool | None",
         state._context.get_approval_status(item.tool_name, call_id, existing_pending=item),
     )
+
+
+def drop_interruption(state: Any, item: Any) -> None:
+    """Take a question that is none of the SDK's out of a state, which may hold a copy of it."""
+    waiting, call_id = state._current_step.interruptions, part(item.raw_item, "call_id")
+    waiting[:] = [one for one in waiting if part(one.raw_item, "call_id") != call_id]
+    if not waiting:
+        state._current_step = _again()
 
 
 def context_of(state: Any) -> Any:

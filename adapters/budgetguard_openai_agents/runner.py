@@ -20,7 +20,7 @@ from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Ou
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of, outcome_of, part
 from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
+from budgetguard_openai_agents._frame import around
 from budgetguard_openai_agents._runner import BoundedHooks, install, is_installed
 
 _NOTHING = RunHooks[Any]()
@@ -89,8 +89,8 @@ class BudgetHooks(BoundedHooks):
 
     def _inner(self) -> RunHooks[Any]:
         """Return the hooks that come next, in a run that has this budget."""
-        calls = around()
-        hooks = None if calls is None else calls.hooks
+        recorder = around()
+        hooks = None if recorder is None else recorder.hooks
         while isinstance(hooks, BudgetHooks):
             if hooks is self:
                 return self.inner or _NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -75,6 +76,7 @@ class ScriptedModel(Model):
     async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
         """Give the next answer."""
         del args, kwargs
+        await asyncio.sleep(0)  # others go out beside it, as on the wire
         output, used = self._next()
         usage = Usage(
             requests=1,
@@ -89,6 +91,7 @@ class ScriptedModel(Model):
     ) -> AsyncIterator[TResponseStreamEvent]:
         """Give the next answer in a stream: a text comes word by word."""
         del args, kwargs
+        await asyncio.sleep(0)
         output, used = self._next()
         response = _response(f"resp_{next(self._numbers)}", self.model, output, used)
         for event in _events(output, response):

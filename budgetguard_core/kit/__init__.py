@@ -55,6 +55,7 @@ from budgetguard_core.kit.formats import (
     RESPONSES,
     Blocks,
     Message,
+    Responses,
     SyntheticMessage,
     content_text,
     from_plain,
@@ -63,9 +64,11 @@ from budgetguard_core.kit.formats import (
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
+from budgetguard_core.kit.history import Call, Turn, close_batch, final_text, in_words, open_calls
 from budgetguard_core.kit.history import close as close_history
+from budgetguard_core.kit.history import end as end_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
+from budgetguard_core.kit.model_turn import ask as ask_model
 from budgetguard_core.kit.options import EnvelopeOptions, OnTrip, ProfileOptions
 from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
@@ -136,6 +139,7 @@ __all__ = [
     "Prune",
     "Refuse",
     "Request",
+    "Responses",
     "Resume",
     "Run",
     "Scope",
@@ -158,6 +162,7 @@ __all__ = [
     "Violation",
     "Watch",
     "answered_usage",
+    "ask_model",
     "close_batch",
     "close_history",
     "content_text",
@@ -165,12 +170,14 @@ __all__ = [
     "current_call",
     "current_guard",
     "cut_short",
+    "end_history",
     "end_run",
     "entered",
     "envelope_of",
     "estimate",
     "estimate_tokens",
     "failed_usage",
+    "final_text",
     "fingerprint",
     "from_plain",
     "grouped",
@@ -185,6 +192,7 @@ __all__ = [
     "merge_usage",
     "message_text",
     "named",
+    "open_calls",
     "opened",
     "outcome",
     "outcome_of",
