@@ -10,9 +10,9 @@ from langchain_core.messages import AIMessage, BaseMessage
 
 from budgetguard_core import BudgetExceeded, Outcome, Trip
 from budgetguard_core.kit import (
+    Flow,
     close_history,
     final_text,
-    run_blocking,
     synthetic_metadata,
     synthetic_text,
 )
@@ -119,13 +119,13 @@ def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterr
 
 def end(
     graph_run: GraphRun, outputs: Any, error: BaseException | None, messages_key: str
-) -> BudgetExceeded | None:
+) -> Flow[BudgetExceeded | None]:
     """End a run whose graph or chain is over; return what its caller gets instead of a result."""
     messages = messages_of(outputs, messages_key) or graph_run.conversation
     if graph_run.waits and (error is None or is_drained(error)):
         outcome = pause(graph_run, messages, error)
         if graph_run.thread is not None:
-            run_blocking(graph_run.thread.keep(graph_run.run.guard, graph_run.slot))
+            yield from graph_run.thread.keep(graph_run.run.guard, graph_run.slot)
         remember(outputs, messages_key, outcome)
         return None
     if error is not None and not isinstance(error, BudgetExceeded):
@@ -138,7 +138,7 @@ def end(
         trip = limit_of(graph_run, messages)
     outcome = conclude(graph_run, messages, trip)
     if graph_run.thread is not None:
-        run_blocking(graph_run.thread.forget(outcome))
+        yield from graph_run.thread.forget(outcome)
     if isinstance(error, BudgetExceeded):
         error.outcome = outcome if trip is not None else error.outcome or outcome
         return None

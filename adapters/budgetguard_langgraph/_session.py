@@ -71,22 +71,14 @@ class Attached(BudgetCallback):
 
     ends_elsewhere = True
 
-    def on_chain_start(
-        self,
-        serialized: dict[str, Any] | None,
-        inputs: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
-    ) -> None:
+    def _start_chain(
+        self, serialized: dict[str, Any] | None, inputs: Any, *, run_id: UUID, **facts: Any
+    ) -> Flow[None]:
         """Note whose run a chain belongs to; the first one is the graph itself."""
         mine = self._last
         if mine is not None and mine.root is None:
             mine.root, mine.graph_call = run_id, graph_call()
-        super().on_chain_start(
-            serialized, inputs, run_id=run_id, parent_run_id=parent_run_id, **facts
-        )
+        yield from super()._start_chain(serialized, inputs, run_id=run_id, **facts)
 
     def take(self, graph_run: GraphRun) -> None:
         """Take the run that was opened for this call."""
@@ -136,7 +128,7 @@ class Session:
         if lasting:
             self.address["configurable"][CHECKPOINTER] = around[CHECKPOINTER]
         self.key = conversation_key(graph, terms.messages_key)
-        self.view = View(graph, self.key, options, nested=self.nested)
+        self.view = View(graph, options, nested=self.nested)
         self.callback = Attached(terms.envelope, messages_key=terms.messages_key)
         self._end = _Ending()
 
@@ -304,14 +296,11 @@ class Session:
     def last_answer(self, trip: Trip, state: StateSnapshot | None) -> Flow[str | None]:
         """Ask for the last answer that the run may have; None where it has none."""
         messages = conversation_in(self._values(state), self.key)
-        if not messages and self.key is None:
-            messages = list(self.graph_run.conversation)
-        return answer_of_the_last_model(self.graph_run, trip, messages)
+        seen = messages or self.graph_run.conversation
+        return answer_of_the_last_model(self.graph_run, trip, seen)
 
     def _values(self, state: StateSnapshot | None) -> Any:
-        view = self.view
-        found: Any = view.state() if isinstance(view.latest, dict) else view.latest
-        return found if state is None or not state.values else state.values
+        return self.view.latest if state is None or not state.values else state.values
 
     def close(
         self, trip: Trip, state: StateSnapshot | None, answer: str | None
@@ -327,7 +316,8 @@ class Session:
         messages = conversation_in(values, key)
         whole, self._end.closing = _endings.closing_of(self.graph_run, trip, messages, answer)
         self._end.messages = whole
-        if not messages and key is None:
+        if not messages:
+            # A state without them, or whose caller does not ask for them.
             seen = self.graph_run.conversation
             self._end.messages, _ = _endings.closing_of(self.graph_run, trip, seen, answer)
         self._end.values = self._shown(self.view.of_state(values), whole, trip)
@@ -369,7 +359,7 @@ class Session:
         """End the run: checkpoint, record, outcome."""
         graph_run = self.graph_run
         if trip is None:
-            messages = conversation_in(self.view.state() or self.view.latest, self.key)
+            messages = conversation_in(self.view.latest, self.key)
             self._end.messages = messages or graph_run.conversation
             self._end.values = self.view.latest
         else:
@@ -394,7 +384,7 @@ class Session:
         """End a run that an exception or a cancellation left."""
         graph_run = self.graph_run
         graph_run.leave(error)
-        messages = conversation_in(self.view.state() or self.view.latest, self.key)
+        messages = conversation_in(self.view.latest, self.key)
         messages = messages or graph_run.conversation
         if not is_drained(error):
             return _endings.fail(graph_run, error, messages)
