@@ -74,7 +74,7 @@ def conclude(
     return outcome
 
 
-def fail(graph_run: GraphRun, error: BaseException, messages: Sequence[BaseMessage]) -> Outcome:
+def fail(graph_run: GraphRun, messages: Sequence[BaseMessage], error: BaseException) -> Outcome:
     """End a run that an exception or a cancellation left; open calls get their results."""
     whole, _ = close_history(messages, DIALECT, graph_run.answers(messages))
     outcome = graph_run.run.fail(
@@ -129,7 +129,7 @@ def end(
         remember(outputs, messages_key, outcome)
         return None
     if error is not None and not isinstance(error, BudgetExceeded):
-        fail(graph_run, error, messages)
+        fail(graph_run, messages, error)
         return None
     trip = graph_run.run.stopped_by or graph_run.stopped_inside
     if trip is not None:

@@ -29,7 +29,7 @@ from budgetguard_langgraph._run import (
     GraphRun,
     ModelCallInFlight,
     RunId,
-    Step,
+    Stretch,
     when_task_ends,
 )
 from budgetguard_langgraph._seams import Asked
@@ -119,7 +119,7 @@ def start(
         is_bounded = bind(asked.model, asked.settings, tokens, turn.call, parameters)
     flying = ModelCallInFlight(
         run_id,
-        Step(graph_run, turn.call, run_id),
+        Stretch(graph_run, turn.call, run_id),
         turn,
         branch,
         place,
@@ -138,14 +138,14 @@ def start(
 def _apart(graph_run: GraphRun, run_id: RunId, parent: RunId | None) -> Any:
     """Leave the call of a stream that is read between its chunks; this one is another."""
     frame = current()
-    if type(frame) is Step and frame.call is not None and frame.run_id not in (parent, run_id):
+    if type(frame) is Stretch and frame.call is not None and frame.run_id not in (parent, run_id):
         return entered(graph_run.run.frame())
     return nullcontext()
 
 
 def _take_back_siblings(graph_run: GraphRun) -> None:
     """Take back the other prompts of a `generate`: all of them start before the first is sent."""
-    while isinstance(frame := current(), Step) and frame.run_id is not None:
+    while isinstance(frame := current(), Stretch) and frame.run_id is not None:
         flying = _taken(graph_run, frame.run_id)
         if flying is None:
             break

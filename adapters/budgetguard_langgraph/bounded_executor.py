@@ -21,7 +21,7 @@ from budgetguard_core.kit import (
     synthetic_text,
 )
 from budgetguard_langgraph._outcomes import with_own_outcome
-from budgetguard_langgraph._run import GraphRun, Step, run_around
+from budgetguard_langgraph._run import GraphRun, Stretch, run_around
 from budgetguard_langgraph._seams import surrounding_callbacks, thread_of, with_callback
 from budgetguard_langgraph._session import Attached
 
@@ -53,7 +53,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         steps: list[Any] = []
         result: dict[str, Any] = {}
         stopped: BudgetExceeded | None = None
-        with entered(Step(mine)):
+        with entered(Stretch(mine)):
             try:
                 # The steps come out of a stream only; what `invoke` had so far is lost when it
                 # raises.
@@ -78,7 +78,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         result: dict[str, Any] = {}
         trip: Trip | None = None
         parts: Any = self._executor.astream(input, attached, **kwargs)
-        with entered(Step(mine)):
+        with entered(Stretch(mine)):
             try:
                 while trip is None:
                     chunk: Any = _NOTHING
@@ -101,15 +101,10 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         self, config: RunnableConfig | None, given: dict[str, Any]
     ) -> tuple[GraphRun, RunnableConfig]:
         callback = Attached(self._envelope)
-        mine = GraphRun(
-            self._envelope.open(
-                user_spoke=True, config=config, given=given, thread=thread_of(config)
-            ),
-            callback,
-            None,
-            run_around(),
+        run = self._envelope.open(
+            user_spoke=True, config=config, given=given, thread=thread_of(config)
         )
-        callback.take(mine)
+        mine = callback.begin(run, run_around())
         attached = cast("dict[str, Any]", dict(config or {}))
         callbacks: Any = attached.get("callbacks") or surrounding_callbacks()
         attached["callbacks"] = with_callback(callbacks, callback)

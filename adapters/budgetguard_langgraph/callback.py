@@ -34,7 +34,7 @@ from budgetguard_core.kit import (
 )
 from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step, is_counted_below, owner_of
+from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Stretch, is_counted_below, owner_of
 from budgetguard_langgraph._seams import (
     WaitingHook,
     configuration,
@@ -139,12 +139,12 @@ class BudgetCallback(BaseCallbackHandler):
         OWNERS[run_id] = owner
         if mine is not owner or run_id == owner.root or is_counted_below(owner, frame):
             return
-        if type(frame) is not Step or frame.graph_run is not owner or frame.call is not None:
+        if type(frame) is not Stretch or frame.graph_run is not owner or frame.call is not None:
             # Only below the root: what reads a stream from outside is no part of the run.
             around = None if frame is None else frame.call
-            if isinstance(frame, Step) and not isinstance(around, OpenToolCall):
+            if isinstance(frame, Stretch) and not isinstance(around, OpenToolCall):
                 around = None  # only a tool call keeps the frame of its body alive
-            FRAME.set(step := Step(owner, around, run_id))
+            FRAME.set(step := Stretch(owner, around, run_id))
             owner.chains[run_id] = step
 
     def _start_step(
