@@ -27,7 +27,7 @@ from budgetguard_core.kit import (
     load_to_resume,
     take_answers,
 )
-from budgetguard_langgraph import _approvals, _endings
+from budgetguard_langgraph import _approvals
 from budgetguard_langgraph._closing import (
     FOLD,
     addressed,
@@ -38,9 +38,17 @@ from budgetguard_langgraph._closing import (
     holds_another,
     write,
 )
-from budgetguard_langgraph._last import answer_of_the_last_model
+from budgetguard_langgraph._endings import (
+    Told,
+    answer_of_the_last_model,
+    closing_of,
+    conclude,
+    fail,
+    limit_of,
+    pause,
+    remember,
+)
 from budgetguard_langgraph._messages import has_open_calls
-from budgetguard_langgraph._outcomes import Told, remember
 from budgetguard_langgraph._pauses import Thread, both, called_with
 from budgetguard_langgraph._run import GraphRun, Stretch, run_around
 from budgetguard_langgraph._seams import (
@@ -95,7 +103,50 @@ class Attached(BudgetCallback):
         return graph_run
 
 
-_NOTHING: Final = object()
+class Parts:
+    """The stream of a run, pulled chunk by chunk: what reads it is no part of the run.
+
+    One pull is made after the other in the very task of the run: its context is the run's.
+    """
+
+    OVER: Final = object()
+
+    def __init__(self, graph_run: GraphRun, parts: Any, stops: tuple[type[Exception], ...]) -> None:
+        self._frame = Stretch(graph_run)
+        self._parts = parts
+        self._stops = stops
+        self._scope = Scope(graph_run.run)
+
+    @property
+    def trip(self) -> Trip | None:
+        """The stop by which a pull was cut."""
+        return self._scope.trip
+
+    def next(self) -> Step:
+        """Return the step of the next chunk; `OVER` where there is none."""
+        return Step(self._next, self._anext)
+
+    def close(self) -> Step:
+        """Return the step that ends the stream."""
+        self._scope.close()
+        return Step(self._close, self._aclose)
+
+    def _next(self) -> Any:
+        with entered(self._frame):
+            return next(self._parts, self.OVER)
+
+    async def _anext(self) -> Any:
+        with entered(self._frame), self._scope:
+            return await anext(self._parts, self.OVER)
+        return self.OVER  # it was cut
+
+    def _close(self) -> None:
+        with entered(self._frame), suppress(*self._stops):
+            self._parts.close()
+
+    async def _aclose(self) -> None:
+        with entered(self._frame), suppress(*self._stops):
+            await self._parts.aclose()
 
 
 class Session:
@@ -151,30 +202,29 @@ class Session:
             if self._goes_on:
                 kept = yield from self.thread.kept(self.slot)
         has_left = self._begin(state, kept)
-        scope = Scope(self.graph_run.run)
+        # LangGraph's own limit ends a run normally only where one is enforced.
+        limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
+        stops: tuple[type[Exception], ...] = (BudgetExceeded, *limits)
         error: BaseException | None = None
-        parts: Any = None
+        parts: Parts | None = None
         try:
             if has_left:
                 yield from self._close_what_was_left()
-            parts = parts_of(self._given, self.config, self._options)
-            while scope.trip is None:
-                chunk = yield both(self._pulled, self._apulled, parts, scope)
-                if chunk is _NOTHING:
-                    break
+            stream = parts_of(self._given, self.config, self._options)
+            parts = Parts(self.graph_run, stream, stops)
+            while parts.trip is None and (chunk := (yield parts.next())) is not Parts.OVER:
                 for one in self._view.seen(chunk):
                     yield Chunk(one)
-        except self._stops as stop:
+        except stops as stop:
             error = stop
         except BaseException as left:
             if parts is not None:
-                yield both(self._close, self._aclose, parts)
+                yield parts.close()
             yield from self._fail(left)
             raise
-        finally:
-            scope.close()
-        yield both(self._close, self._aclose, parts)
-        trip = self._trip(error, scope.trip)
+        if parts is not None:
+            yield parts.close()
+        trip = self._trip(error, None if parts is None else parts.trip)
         if trip is not None:
             yield from self._stopped(trip, error)
         outcome: Outcome = yield self._step(partial(self._conclude, trip))
@@ -194,8 +244,8 @@ class Session:
                 yield Chunk(one)
 
     def _read(self) -> Step:
-        get, aget = partial(Pregel.get_state, self.graph), partial(Pregel.aget_state, self.graph)
-        return both(get, aget, self.address)
+        plain: Any = Pregel
+        return both(plain.get_state, plain.aget_state, self.graph, self.address)
 
     def _write(self, updates: list[list[StateUpdate]]) -> Flow[Any]:
         graph = self.graph
@@ -205,26 +255,6 @@ class Session:
 
     def _step(self, action: Callable[[], Any]) -> Step:
         return Step(action, lambda: self.graph_run.run.in_thread(action))
-
-    # The stream. What reads it is no part of the run.
-
-    def _pulled(self, parts: Any, _: Scope) -> Any:
-        with entered(self.frame):
-            return next(parts, _NOTHING)
-
-    async def _apulled(self, parts: Any, scope: Scope) -> Any:
-        # One pull after the other in this very task: its context is the run's.
-        with entered(self.frame), scope:
-            return await anext(parts, _NOTHING)
-        return _NOTHING  # it was cut
-
-    def _close(self, parts: Any) -> None:
-        with entered(self.frame), suppress(*self._stops):
-            parts.close()
-
-    async def _aclose(self, parts: Any) -> None:
-        with entered(self.frame), suppress(*self._stops):
-            await parts.aclose()
 
     # Before
 
@@ -274,7 +304,6 @@ class Session:
         run.guard.start()
         self.graph_run = self._callback.begin(run, self._outer, answered=answered)
         self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
-        self.frame = Stretch(self.graph_run)
         self._attach()
         if self._given is None and state is not None and not state.next:
             # Nothing is left to run: the thread still tells how it ended.
@@ -347,12 +376,6 @@ class Session:
 
     # After
 
-    @property
-    def _stops(self) -> tuple[type[Exception], ...]:
-        """The exceptions that end the run normally; LangGraph's limit only if one is enforced."""
-        limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
-        return (BudgetExceeded, *limits)
-
     def _trip(self, error: BaseException | None, cut: Trip | None) -> Trip | None:
         """Return why the run was stopped, or None when it ended by itself."""
         run = self.graph_run.run
@@ -390,10 +413,10 @@ class Session:
         # Without any, or where the caller does not ask for them, what the model was sent is known.
         seen = messages or graph_run.conversation
         answer = yield from answer_of_the_last_model(graph_run, trip, seen)
-        whole, self._closing = _endings.closing_of(graph_run, trip, messages, answer)
+        whole, self._closing = closing_of(graph_run, trip, messages, answer)
         self._messages = whole
         if not messages:
-            self._messages, _ = _endings.closing_of(graph_run, trip, seen, answer)
+            self._messages, _ = closing_of(graph_run, trip, seen, answer)
         self._values = self._shown(self._view.of_state(values), whole, trip)
         graph_run.tell(trip)
         if state is not None and self.key is not None and not is_workflow:
@@ -430,10 +453,10 @@ class Session:
         if trip is None:
             self._messages, self._values = self._seen(), self._view.latest
         if trip is None and graph_run.waits:
-            outcome = _endings.pause(graph_run, self._messages)
+            outcome = pause(graph_run, self._messages)
         else:
-            trip = trip or _endings.limit_of(graph_run, self._messages)
-            outcome = _endings.conclude(graph_run, self._messages, trip)
+            trip = trip or limit_of(graph_run, self._messages)
+            outcome = conclude(graph_run, self._messages, trip)
         remember(self._values, self.key or self.terms.messages_key, outcome)
         if self._told is not None:
             self._told.is_on_messages = bool(self._messages) and self.key is not None
@@ -444,7 +467,7 @@ class Session:
         """End a run that an exception or a cancellation left."""
         graph_run = self.graph_run
         graph_run.leave(error)
-        ends = _endings.pause if is_drained(error) else _endings.fail
+        ends = pause if is_drained(error) else fail
         yield self._step(lambda: ends(graph_run, self._seen(), error))
         if is_drained(error):
             yield from self.thread.keep(graph_run.run.guard, self.slot)

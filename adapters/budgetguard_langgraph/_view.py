@@ -135,16 +135,16 @@ class View:
 
 def _asked_for(payload: Any, interrupts: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
     """Take the interrupts of budgets out of a state; return whether there were any."""
-    known = cast("dict[str, Any]", payload) if isinstance(payload, dict) else {}
+    known: dict[str, Any] = dict(cast("Any", payload)) if isinstance(payload, dict) else {}
     told = tuple(known.get(INTERRUPT, ()))
     asked = tuple(one for one in told if not is_budget_interrupt(one))
     kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
     if len(asked) == len(told) and len(kept) == len(interrupts):
-        return payload, interrupts, False
+        return cast("Any", payload), interrupts, False
     if told:
         left = {name: value for name, value in known.items() if name != INTERRUPT}
         payload = {**left, INTERRUPT: asked} if asked else left
-    return payload, kept, True
+    return cast("Any", payload), kept, True
 
 
 def _without_stops(payload: Any) -> Any:

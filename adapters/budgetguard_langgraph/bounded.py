@@ -22,7 +22,7 @@ from budgetguard_core.kit import (
     run_iterated,
     run_streamed,
 )
-from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_outcome_of
+from budgetguard_langgraph._endings import Told, with_outcome_of
 from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
 from budgetguard_langgraph._session import Session, Terms
@@ -40,7 +40,7 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
         When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
         """
-        told = next_told()
+        told = options.pop("budgetguard", None) or Told()
         return told.by(self._stream(self._budgetguard, told, input, config, options))
 
     def _stream(
@@ -59,11 +59,8 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
         yield from run_iterated(call.flow(partial(self._stream, inner, None)))
 
     def astream(self, input: Any, config: Any = None, **options: Any) -> Any:
-        """Stream as the graph does; deadline and abort also end what hangs.
-
-        When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
-        """
-        told = next_told()
+        """Stream as `stream` does; deadline and abort also end what hangs."""
+        told = options.pop("budgetguard", None) or Told()
         return told.by(self._astream(self._budgetguard, told, input, config, options))
 
     async def _astream(
@@ -86,14 +83,14 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""
-        with told_of_stream() as told:
-            result = self._plain.invoke(input, config, **options)
+        told = Told()
+        result = self._plain.invoke(input, config, budgetguard=told, **options)
         return with_outcome_of(self, result, options, told)
 
     async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""
-        with told_of_stream() as told:
-            result = await self._plain.ainvoke(input, config, **options)
+        told = Told()
+        result = await self._plain.ainvoke(input, config, budgetguard=told, **options)
         return with_outcome_of(self, result, options, told)
 
     def get_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
