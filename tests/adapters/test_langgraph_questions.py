@@ -279,3 +279,16 @@ def test_one_answer_has_all_caps_that_branches_ask_about():
     result = agent.invoke(Command(resume={"max_model_calls": 9, "max_tool_calls": 9}), config)
     assert not of(result)
     assert len(result["messages"]) == 5
+
+
+@pytest.mark.parametrize("no", [False, True])
+def test_a_cap_asks_after_the_person_who_approves_the_calls_of_its_batch(no):
+    both = [("search", {"query": "a"}), ("search", {"query": "b"})]
+    layers = [HumanInTheLoopMiddleware(interrupt_on={"search": True})]
+    chat = Chat([both, "Done."], Budget(max_tool_calls=1), layers=layers)
+    assert "action_requests" in of(chat.call(QUESTION))[0].value
+    result = chat.call(Command(resume={"decisions": [{"type": "approve"}] * 2}))
+    assert asked(result) == [("max_tool_calls", 1, 1)]
+    result = chat.call(Command(resume=False if no else {"max_tool_calls": 9}))
+    assert outcome(result).status == ("terminated" if no else "completed")
+    assert outcome(result).usage.tool_calls == (1 if no else 2)
