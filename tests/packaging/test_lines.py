@@ -25,8 +25,8 @@ AREAS = {
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_186, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_264, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 861, 500),
-    "http": (["adapters/budgetguard_http/**/*.py"], 5_830, 3_900),
-    "cli": (["adapters/budgetguard_cli/**/*.py"], 4_775, 4_200),
+    "http": (["adapters/budgetguard_http/**/*.py"], 4_903, 3_900),
+    "cli": (["adapters/budgetguard_cli/**/*.py"], 4_773, 4_200),
 }
 
 
