@@ -111,25 +111,11 @@ class Call:
             body["model"] = opened.fallback_model
         if may_ask and protocol.ask_for_usage(body):
             self.asked_for_usage = True
-        try:
-            return self._changed(known, is_whole=bool(told))
-        finally:
-            if self.asked_for_usage:
-                # A synthetic answer has what the caller asked for.
-                body["stream_options"] = known.get("stream_options")
-
-    def _changed(self, known: Body, *, is_whole: bool) -> bytes | None:
-        posted, body = self.posted, self.posted.body
-        if is_whole or not known.items() <= body.items():
-            return _json(body)
-        added = {name: value for name, value in body.items() if name not in known}
-        raw = posted.raw.strip()
-        if not added:
-            return None
-        if raw[:1] != b"{" or raw[-1:] != b"}":  # UTF-16
-            return _json(body)
-        # Most of it is the conversation, which need not be written again.
-        return raw[:-1] + b"," + _json(added)[1:]
+        content = _json(body) if told or body != known else None
+        if self.asked_for_usage:
+            # A synthetic answer has what the caller asked for.
+            body["stream_options"] = known.get("stream_options")
+        return content
 
     def _to_tell(self) -> list[str]:
         nudge, conversation = self.opened.nudge, self._conversation
@@ -194,23 +180,11 @@ class Call:
         usage = answer.usage
         if usage is None or usage.estimated:
             self._project()
-        cost = self._cost
-        if opened.call.cost_usd is _FREE:
-            cost = _FREE
-        elif self.posted.protocol is EMBEDDINGS and usage is not None:
-            cost = embedding_cost(self.posted.model, usage.total_tokens)
-        elif cost is None and usage is not None:
-            factor = TIERS.get(self._tier or "")
-            if factor is not None:
-                cost = _in_tier(self.run, self.posted, usage, factor)
-        at = self._at
-        at.answered(
-            opened,
-            usage,
-            text="".join(answer.text),
-            model=answer.model,
-            cost_usd=cost,
-        )
+        at, cost = self._at, self._cost
+        own = _price(self.run, self.posted, self._policy, usage, self._tier)
+        if cost is None or own is _FREE:
+            cost = own
+        at.answered(opened, usage, text="".join(answer.text), model=answer.model, cost_usd=cost)
         self._answered(usage)
         if answer.is_cut and not answer.calls:
             at.cut_short(opened)
@@ -337,13 +311,8 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     )
     if _is_capped(asked):
         call.input_tokens = _projected(posted, conversation)
-    if policy.exempt and policy.is_exempt(posted.model):
-        call.cost_usd = _FREE
-    elif protocol is EMBEDDINGS:
-        call.cost_usd = embedding_cost(posted.model, call.input_tokens)
-    elif posted.tier in TIERS:
-        most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
-        call.cost_usd = _in_tier(run, posted, most, TIERS[posted.tier])
+    most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
+    call.cost_usd = _price(run, posted, policy, most, posted.tier)
     opened = asked.model_call(call, may_fall_back=_names_its_model(posted))
     if isinstance(opened, Stop):
         trip = opened.trip
@@ -370,18 +339,25 @@ def _priced_as(posted: Posted) -> str | None:
     return f"{posted.model} ({posted.tier})"
 
 
-def _in_tier(run: Run, posted: Posted, usage: TokenUsage, factor: Decimal) -> Decimal | None:
-    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.protocol.provider)
+def _price(
+    run: Run, posted: Posted, policy: Policy, usage: TokenUsage | None, tier: str | None
+) -> Decimal | None:
+    """Return what a call costs by its model or its tier of service; None for the price book's."""
+    if policy.is_exempt(posted.model):
+        return _FREE
+    if usage is None:
+        return None
+    if posted.protocol is EMBEDDINGS:
+        return embedding_cost(posted.model, usage.input_tokens)
+    factor, provider = TIERS.get(tier or ""), posted.protocol.provider
+    if factor is None:
+        return None
+    rates = run.guard.tree.price_book.rates_for(posted.model or "", provider)
     return None if rates is None else factor * rates.cost(usage) / _FEMTO
 
 
 def _is_capped(run: Run) -> bool:
-    for guard in run.guards:
-        for one in guard.lineage:
-            budget = one.budget
-            if budget.needs_usage():
-                return True
-    return False
+    return any(one.budget.needs_usage() for guard in run.guards for one in guard.lineage)
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from budgetguard_core import Trip
@@ -26,7 +27,7 @@ from budgetguard_http._flight import Flight
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
-from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
+from budgetguard_http._refusal import REFUSED, Refusal, respond, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
@@ -105,39 +106,34 @@ class Seam:
             return (yield exchange.sending(request))
         mod = module_of(request)
         if posted.is_unwanted:
-            return refuse_unknown(mod, request)
+            return respond(mod, request, unknown_refused())
         call = begin(run, posted, policy)
         if isinstance(call, Refusal):
-            return call.response(mod, request)
-        flight: Flight | None = None
-        is_kept = False
+            return respond(mod, request, call.content())
         try:
             held = yield from call.run.waited(call.opened)
             if isinstance(held, Stop):
-                return call.refusal(held.trip).response(mod, request)
-            if exchange.is_async and call.opened.above is None:
-                made: Any = None
-                with cut_short(run) as watch:
-                    made = yield from exchange.answer(mod, call, None)
-                if made is None:
-                    call.failed("cut short")
-                    return call.refusal(watch.trip or run.stopped_by).response(mod, request)
+                return respond(mod, request, call.refusal(held.trip).content())
+            exchange.flight = None if exchange.is_async else Flight(run)
+            # An adapter above cuts its own calls, but for those that block.
+            is_mine = exchange.is_async and call.opened.above is None
+            made: Any = None
+            with cut_short(run) if is_mine else nullcontext() as watch:
+                made = yield from exchange.answer(mod, call)
+            if made is not None or watch is None:
                 return made
-            # The adapter above cuts its own calls, but for those that block.
-            flight = None if exchange.is_async else Flight(run)
-            made = yield from exchange.answer(mod, call, flight)
-            is_kept = exchange.is_kept
-            return made  # noqa: TRY300 - what is kept must be closed by its reader
+            call.failed("cut short")
+            ended = watch.trip or run.stopped_by
         except BaseException as error:
             hide(error, request)
             call.failed(error)
-            ended = _ended(mod, error, flight, run)
+            ended = _ended(mod, error, exchange.flight, run)
             if ended is None:
                 raise
-            return call.refusal(ended).response(mod, request)
         finally:
-            if flight is not None and not is_kept:
-                flight.close()
+            if exchange.flight is not None and not exchange.is_kept:
+                exchange.flight.close()
+        return respond(mod, request, call.refusal(ended).content())
 
     def _found(self, request: Any) -> _Found | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""
@@ -154,35 +150,35 @@ class Seam:
         return run, policy, path
 
 
+@dataclass(slots=True)
 class _Exchange:
     """One request and its answer, blocking or on an event loop.
 
     Attributes:
+        request: The request.
+        send: Sends it.
+        stream: Its caller reads the body.
+        of_client: The response is a client's, with its history and its time.
+        is_async: It is on an event loop.
+        flight: Ends it where it blocks.
         is_kept: The answer is a stream that its caller reads.
     """
 
-    def __init__(
-        self,
-        request: Any,
-        send: Callable[[Any], Any],
-        stream: bool,
-        of_client: bool,
-        is_async: bool,
-    ) -> None:
-        self.request = request
-        self.stream = stream
-        self.is_async = is_async
-        self.is_kept = False
-        self._send = send
-        self._of_client = of_client
+    request: Any
+    send: Callable[[Any], Any]
+    stream: bool
+    of_client: bool
+    is_async: bool
+    flight: Flight | None = None
+    is_kept: bool = False
 
     def sending(self, request: Any) -> Step:
         """Return the step of sending a request."""
-        return Step(lambda: self._send(request), lambda: self._send(request))
+        return Step(lambda: self.send(request), lambda: self.send(request))
 
-    def answer(self, mod: Any, call: Call, flight: Flight | None) -> Flow[Any]:
+    def answer(self, mod: Any, call: Call) -> Flow[Any]:
         """Send a call that was admitted, and return its answer."""
-        request = self.request
+        request, flight = self.request, self.flight
         own, token = request.extensions, FRAME.set(call.opened.frame)
         try:
             response = yield self.sending(_outgoing(mod, request, call, flight))
@@ -197,11 +193,11 @@ class _Exchange:
         if passing is None:
             content = yield Step(response.read, response.aread)
             call.whole(content)
-            return _remade(mod, response, content, self._of_client) if self.stream else response
-        if response.is_closed or (self._of_client and not self.stream):
+            return _remade(mod, response, content, self.of_client) if self.stream else response
+        if response.is_closed or (self.of_client and not self.stream):
             # It was read whole, and decompressed, before it came here.
             content = b"".join([*passing.feed(response.content), *passing.last()])
-            return _remade(mod, response, content, self._of_client)
+            return _remade(mod, response, content, self.of_client)
         self.is_kept = True
         stream, kind = response.stream, stream_of(mod)
         if flight is not None:

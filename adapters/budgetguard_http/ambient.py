@@ -221,9 +221,9 @@ class bounded_clients:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        swallowed = self._left(kind, error, trace)
+        self._leave()
         self._end(error)
-        return self._told(error) or swallowed
+        return self._told(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -234,17 +234,12 @@ class bounded_clients:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        swallowed = self._left(kind, error, trace)
-        await self.run.in_thread(lambda: self._end(None if swallowed else error))
-        return self._told(error) or swallowed
+        self._leave()
+        await self.run.in_thread(lambda: self._end(error))
+        return self._told(error)
 
-    def _left(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        swallowed = bool(self._stack.__exit__(kind, error, trace))
+    def _leave(self) -> None:
+        self._stack.close()
         _AMBIENT.patches.release()
         if self._everywhere:
             with _LOCK:
@@ -252,7 +247,6 @@ class bounded_clients:
         for host, count in audit.uncovered_hosts().items():
             if count > self._uncovered.get(host, 0):
                 self.run.guard.tree.report(f"a connection to {host} went past the bounded clients")
-        return swallowed
 
     def _end(self, error: BaseException | None) -> Outcome:
         run = self.run

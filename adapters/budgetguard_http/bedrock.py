@@ -6,7 +6,7 @@ import importlib
 import io
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
@@ -21,7 +21,7 @@ from budgetguard_http._flight import Flight
 from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
 from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._posted import read_posted
-from budgetguard_http._refusal import Refusal, unknown_refused
+from budgetguard_http._refusal import Made, Refusal, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, Stream, passed
 from budgetguard_http.protocols import is_path_of_a_model
@@ -32,7 +32,6 @@ _Client = TypeVar("_Client")
 # A request to this service costs something, wherever `endpoint_url` sends it.
 _HOST: Final = "bedrock-runtime.us-east-1.amazonaws.com"
 _EXCHANGE: Final = "budgetguard-exchange"
-Answer = Callable[[], tuple[int, Mapping[str, str], bytes]]
 _HOOKED: weakref.WeakKeyDictionary[Any, Hooks] = weakref.WeakKeyDictionary()
 """The hooks of each client: it has one at a time, so that no attempt is counted twice."""
 
@@ -134,7 +133,7 @@ class Hooks:
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
-        answer: Answer | None = getattr(self._next, "answer", None)
+        answer: Callable[[], Made] | None = getattr(self._next, "answer", None)
         if answer is None:
             return None
         self._next.answer = None
