@@ -67,11 +67,11 @@ class Patches:
                     self._undo.pop()()
 
     def _patch(self, mod: Any) -> None:
-        for owner, make in ((mod.Client, self._sync), (mod.AsyncClient, self._async)):
+        for owner in (mod.Client, mod.AsyncClient):
             own = owner.send
             if getattr(own, "budgetguard", None) is self:
                 continue  # one module under two names
-            patched = make(own)
+            patched = self._sending(own, is_async=owner is mod.AsyncClient)
             patched.budgetguard = self
             owner.send = patched
             self._undo.append(functools.partial(_restore, owner, "send", patched, own))
@@ -99,32 +99,17 @@ class Patches:
             self._hooks.unregister(client)
         self._hooked.clear()
 
-    def _sync(self, own: Any) -> Any:
+    def _sending(self, own: Any, *, is_async: bool) -> Any:
         @functools.wraps(own)
         def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
+            def through(outgoing: Any) -> Any:
+                return own(client, outgoing, stream=stream, **options)
+
             if not self._holders:
                 # Somebody else has patched the patch, and keeps it.
-                return own(client, request, stream=stream, **options)
-            return self._seam.send(
-                request,
-                lambda outgoing: own(client, outgoing, stream=stream, **options),
-                stream=stream,
-                of_client=True,
-            )
-
-        return send
-
-    def _async(self, own: Any) -> Any:
-        @functools.wraps(own)
-        async def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
-            if not self._holders:
-                return await own(client, request, stream=stream, **options)
-            return await self._seam.asend(
-                request,
-                lambda outgoing: own(client, outgoing, stream=stream, **options),
-                stream=stream,
-                of_client=True,
-            )
+                return through(request)
+            passed = self._seam.send
+            return passed(request, through, stream=stream, of_client=True, is_async=is_async)
 
         return send
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -56,36 +56,28 @@ class Seam:
         self._policy_of = policy_of
 
     def send(
-        self, request: Any, send: Callable[[Any], Any], *, stream: bool, of_client: bool
+        self,
+        request: Any,
+        send: Callable[[Any], Any],
+        *,
+        stream: bool,
+        of_client: bool,
+        is_async: bool = False,
     ) -> Any:
-        """Send a request, or answer it.
+        """Send a request, or answer it; on an event loop, return what is to be awaited.
 
         Args:
             request: Of httpx or httpx2.
             send: Sends it.
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
+            is_async: It is on an event loop.
         """
         found = self._found(request)
         if found is None and not audit.is_on():
             return send(request)
-        exchange = _Exchange(request, send, stream, of_client, False)
-        return run_blocking(self._sent(exchange, found))
-
-    async def asend(
-        self,
-        request: Any,
-        send: Callable[[Any], Awaitable[Any]],
-        *,
-        stream: bool,
-        of_client: bool,
-    ) -> Any:
-        """Send a request on an event loop, or answer it; as `send`."""
-        found = self._found(request)
-        if found is None and not audit.is_on():
-            return await send(request)
-        exchange = _Exchange(request, send, stream, of_client, True)
-        return await run_awaited(self._sent(exchange, found))
+        flow = self._sent(_Exchange(request, send, stream, of_client, is_async), found)
+        return run_awaited(flow) if is_async else run_blocking(flow)
 
     def _sent(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
         host = exchange.request.url.host
@@ -152,14 +144,9 @@ class Seam:
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request and its answer, blocking or on an event loop.
+    """One request and its answer, blocking or on an event loop; as `Seam.send` takes them.
 
     Attributes:
-        request: The request.
-        send: Sends it.
-        stream: Its caller reads the body.
-        of_client: The response is a client's, with its history and its time.
-        is_async: It is on an event loop.
         flight: Ends it where it blocks.
         is_kept: The answer is a stream that its caller reads.
     """

@@ -19,7 +19,6 @@ from budgetguard_core import (
 )
 from budgetguard_core.kit import (
     Envelope,
-    EnvelopeOptions,
     Run,
     envelope_of,
     is_stop,
@@ -27,7 +26,7 @@ from budgetguard_core.kit import (
 )
 from budgetguard_http import audit
 from budgetguard_http._patches import Patches
-from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_http._policy import ClientOptions, OnUnknown, Policy, split
 from budgetguard_http._refusal import RunStopped
 from budgetguard_http._runs import ending, own, traffic_of
 from budgetguard_http._seam import Seam
@@ -118,11 +117,9 @@ class bounded_clients:
         everywhere: Calls from threads that have no context of any run are a part of this one, too.
             For scripts, and one block at a time: where several runs go on in one process, nobody
             could tell whose such a call is.
-        on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
-        exempt: Models that cost no money, by name or pattern.
-        ask_for_usage: Ask for the usage of streams.
-        options: As `Envelope` takes them. With `on_trip="raise"` the first refused call leaves the
-            block, past every `except Exception` inside, and the block raises `BudgetExceeded`.
+        options: As `Envelope` takes them, and `on_unknown`, `exempt` and `ask_for_usage` as
+            `Policy`. With `on_trip="raise"` the first refused call leaves the block, past every
+            `except Exception` inside, and the block raises `BudgetExceeded`.
 
     Raises:
         ConfigurationError: The budget or an option makes no sense; or, on entering, there is
@@ -137,13 +134,10 @@ class bounded_clients:
         budget: Budget | Guard | Envelope | None = None,
         *,
         everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
+        **options: Unpack[ClientOptions],
     ) -> None:
-        self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
-        self._envelope = envelope_of(budget, default=Budget(), **options)
+        self._policy, rest = split(options)
+        self._envelope = envelope_of(budget, default=Budget(), **rest)
         of_variables = self._envelope.profile is not None
         self._is_bound = budget is not None or of_variables or not _BOUNDS.isdisjoint(options)
         self._everywhere = everywhere

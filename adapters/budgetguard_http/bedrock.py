@@ -13,13 +13,13 @@ from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, Stop
+from budgetguard_core.kit import Envelope, Run, Stop
 from budgetguard_http import audit
 from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
-from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_http._policy import ClientOptions, Policy
 from budgetguard_http._posted import read_posted
 from budgetguard_http._refusal import Made, Refusal, unknown_refused
 from budgetguard_http._runs import is_off
@@ -188,10 +188,8 @@ class BudgetHooks(Bounded):
 
     Args:
         budget: As `BudgetTransport` takes it. One run from the first call to `close`.
-        on_unknown: What is done with calls that are not understood, as `Policy`.
-        exempt: Models that cost no money, by name or pattern.
-        options: As `Envelope` takes them. With `on_trip="raise"`, `RunStopped` leaves the call of
-            the client, which is no `Exception`.
+        options: As `BudgetTransport` takes them. With `on_trip="raise"`, `RunStopped` leaves the
+            call of the client, which is no `Exception`.
 
     Attributes:
         run: The run of the calls that are part of no other run.
@@ -204,14 +202,10 @@ class BudgetHooks(Bounded):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        **options: Unpack[EnvelopeOptions],
+        **options: Unpack[ClientOptions],
     ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt)
-        super().__init__(budget, policy, options)
-        self._hooks = Hooks(self._runs.here, lambda _: policy)
+        super().__init__(budget, **options)
+        self._hooks = Hooks(self._runs.here, lambda _: self._policy)
 
     def register(self, client: _Client) -> _Client:
         """Bound a client from now on, and return it.
@@ -267,7 +261,7 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
         parsed[field] = _body(content)
         return False
     # urllib3 2.3 and later
-    flight.answered_by(getattr(response["body"], "shutdown", None))
+    flight.shut = getattr(response["body"], "shutdown", None)
     frames, path = Frames() if field == "stream" else Chunks(), call.posted.path
     passing = Passing(call, frames, lambda: _read_timeout(path))
     stream = parsed[field]
