@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
 from typing import Final
@@ -45,48 +46,40 @@ class AnsweredWith(Exception):
         self.status_code = status
 
 
+@dataclass(eq=False)
 class Call:
     """A call that was admitted.
 
-    Args:
-        run: The run that it is charged to.
+    Attributes:
+        run: The run that it is made in.
+        at: The run that has admitted it: that of its conversation, or the same.
         opened: Its admission.
         posted: The request.
         policy: What is exempt, and whether usage is asked for.
         traffic: What is remembered of the run's calls.
         conversation: The conversation that it goes on; None where a layer above knows that.
-        length: How many turns the request has.
-
-    Attributes:
+        length: How many turns the request has, as its caller has them.
         answer: What is known of the answer so far.
         asked_for_usage: The request asks for the stream's usage on the caller's behalf.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        opened: OpenModelCall,
-        posted: Posted,
-        policy: Policy,
-        traffic: Traffic,
-        conversation: Conversation | None,
-        length: int,
-    ) -> None:
-        self.run = run
-        self._traffic = traffic
-        self.opened = opened
-        self.posted = posted
-        self.answer = Answer()
-        self.asked_for_usage = False
-        self._policy = policy
-        self._conversation = conversation
-        # As its caller has them: a nudge may be a turn of its own.
-        self._length = length
-        self._cost: Decimal | None = None
-        self._told = 0
-        self._is_over = False
-        self._tier = posted.tier
-        self._reader: Reader | None = None
+    run: Run
+    at: Run
+    opened: OpenModelCall
+    posted: Posted
+    policy: Policy
+    traffic: Traffic
+    conversation: Conversation | None
+    length: int
+    answer: Answer = field(default_factory=Answer)
+    asked_for_usage: bool = False
+    _cost: Decimal | None = None
+    _told: int = 0
+    _is_over: bool = False
+    _reader: Reader | None = None
+
+    def __post_init__(self) -> None:
+        self._tier = self.posted.tier
 
     # The request
 
@@ -96,9 +89,9 @@ class Call:
         protocol, body = posted.protocol, posted.body
         if posted.is_signed or not body:
             return None
-        bound, conversation = opened.max_output_tokens, self._conversation
+        bound, conversation = opened.max_output_tokens, self.conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
-        may_ask = posted.is_streamed and self._policy.ask_for_usage
+        may_ask = posted.is_streamed and self.policy.ask_for_usage
         is_told = opened.nudge or (conversation and conversation.nudges)
         if not (is_to_bind or may_ask or is_told or opened.fallback_model):
             return None
@@ -118,7 +111,7 @@ class Call:
         return content
 
     def _to_tell(self) -> list[str]:
-        nudge, conversation = self.opened.nudge, self._conversation
+        nudge, conversation = self.opened.nudge, self.conversation
         if conversation is None:
             return [] if nudge is None else [nudge]
         if nudge is not None:
@@ -180,8 +173,8 @@ class Call:
         usage = answer.usage
         if usage is None or usage.estimated:
             self._project()
-        at, cost = self._at, self._cost
-        own = _price(self.run, self.posted, self._policy, usage, self._tier)
+        at, cost = self.at, self._cost
+        own = _price(self.run, self.posted, self.policy, usage, self._tier)
         if cost is None or own is _FREE:
             cost = own
         at.answered(opened, usage, text="".join(answer.text), model=answer.model, cost_usd=cost)
@@ -190,13 +183,13 @@ class Call:
             at.cut_short(opened)
 
     def _answered(self, usage: TokenUsage | None) -> None:
-        conversation, answer = self._conversation, self.answer
+        conversation, answer = self.conversation, self.answer
         if conversation is None:
             return
         conversation.prompt.measured(usage)
         conversation.usage = usage
         if answer.hosted:
-            run = self._traffic.conversations.seat(conversation)
+            run = self.traffic.conversations.seat(conversation)
             for call in run.batch(answer.hosted):
                 run.start(call)
                 run.finished(call, "reported")
@@ -207,7 +200,7 @@ class Call:
         self._replied()
 
     def _replied(self) -> None:
-        conversation, posted, answer = self._conversation, self.posted, self.answer
+        conversation, posted, answer = self.conversation, self.posted, self.answer
         if conversation is None or self._is_over:
             return
         self._is_over = True
@@ -216,7 +209,7 @@ class Call:
         for call in answer.calls:
             if call.name == forced:
                 call.kind = "output"
-        self._traffic.conversations.answered(conversation, self._length, answer)
+        self.traffic.conversations.answered(conversation, self.length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -229,7 +222,7 @@ class Call:
             written="".join(self.answer.text),
             reported=self.answer.usage,
         )
-        self._at.answered(self.opened, used, model=self.answer.model)
+        self.at.answered(self.opened, used, model=self.answer.model)
         if self._reader is not None:
             self._reader.end()
             if self.answer.calls:
@@ -245,8 +238,8 @@ class Call:
             return
         self._project()
         self.opened.measured = self.answer.usage
-        self._at.failed(self.opened, error, written="".join(self.answer.text))
-        traffic = self._traffic
+        self.at.failed(self.opened, error, written="".join(self.answer.text))
+        traffic = self.traffic
         with traffic.lock:
             digest = _digest(self.posted.raw)
             traffic.failed[digest] = traffic.failed.pop(digest, 0) + 1
@@ -255,7 +248,7 @@ class Call:
 
     def take_back(self) -> None:
         """Take the call back: no model was called."""
-        self._at.take_back(self.opened)
+        self.at.take_back(self.opened)
 
     def refusal(self, trip: Trip | None) -> Refusal:
         """Return what the client gets after the call was taken back, or cut.
@@ -266,15 +259,9 @@ class Call:
         ended = trip or self.run.check() or self.run.guard.trip
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
-        if self._conversation is not None:
-            self._conversation.missed(self.posted.body)
+        if self.conversation is not None:
+            self.conversation.missed(self.posted.body)
         return Refusal(self.run, self.posted, ended, is_side_call=False)
-
-    @property
-    def _at(self) -> Run:
-        conversation = self._conversation
-        admitted = None if conversation is None else conversation.admitted_by
-        return admitted or self.run
 
     def _project(self) -> None:
         call = self.opened.call
@@ -295,11 +282,9 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     if not is_below and protocol.is_conversation:
         conversation = traffic.conversations.of(protocol, body, turns)
         asked = conversation.run or run
-        conversation.admitted_by = asked
-    retry = posted.is_next_attempt or not protocol.is_turn
-    if traffic.failed:
-        # Only then is there anything to try again.
-        retry = _was_failed(traffic, posted.raw) or posted.says_that_it_is_a_retry() or retry
+    # Only after a failure is there anything to try again.
+    was_failed = bool(traffic.failed) and _was_failed(traffic, posted.raw)
+    retry = was_failed or posted.is_retry or not protocol.is_turn
     bound, choices = protocol.bound(body), protocol.choices(body)
     call = ModelCall(
         model=_priced_as(posted),
@@ -321,7 +306,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
             traffic.conversations.stopped(conversation, trip, body, refusal.text)
         return refusal
     posted.model = opened.fallback_model or posted.model
-    return Call(run, opened, posted, policy, traffic, conversation, len(turns))
+    return Call(run, asked, opened, posted, policy, traffic, conversation, len(turns))
 
 
 def _names_its_model(posted: Posted) -> bool:

@@ -50,7 +50,6 @@ class Conversation:
         turns: The turns of the last request, for the outcome.
         usage: What the last reply used.
         is_server_side: The provider keeps the history, and requests hold only what is new.
-        admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
         not_sent: Of a request that was refused, what the provider has not seen.
     """
@@ -65,7 +64,6 @@ class Conversation:
     turns: Sequence[Any] = ()
     usage: TokenUsage | None = None
     is_server_side: bool = False
-    admitted_by: Run | None = None
     final: str | None = None
     not_sent: Sequence[Any] = ()
 

@@ -32,9 +32,8 @@ class Posted:
         is_streamed: The answer comes as a stream.
         is_signed: A signature covers the body: it must go out as it is.
         is_unwanted: It is not understood, and such requests are refused.
-        headers: Its headers.
+        is_retry: Its client says that it tries again.
         tier: The tier of service that it asks for; None for the default.
-        is_next_attempt: botocore says that the client tries again.
     """
 
     protocol: ApiProtocol
@@ -45,20 +44,14 @@ class Posted:
     is_streamed: bool
     is_signed: bool
     is_unwanted: bool
-    headers: Mapping[str, str]
+    is_retry: bool
     tier: str | None
-    is_next_attempt: bool = False
-
-    def says_that_it_is_a_retry(self) -> bool:
-        """Return whether the client says that it tries again."""
-        return self.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
 def _model_of_a_form(raw: bytes) -> str | None:
     """Return the model that an upload in parts names, as a transcription does."""
-    named = _MODEL_OF_A_FORM.search(raw[:_LONGEST_HEAD]) or _MODEL_OF_A_FORM.search(
-        raw[-_LONGEST_HEAD:]
-    )
+    ends = raw if len(raw) < 2 * _LONGEST_HEAD else raw[:_LONGEST_HEAD] + raw[-_LONGEST_HEAD:]
+    named = _MODEL_OF_A_FORM.search(ends)
     return None if named is None else named[1].decode("utf-8", "replace")
 
 
@@ -106,5 +99,5 @@ def read_posted(
         is_streamed=protocol.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),
         is_unwanted=protocol is OPAQUE and policy.on_unknown == "refuse",
-        headers=headers,
+        is_retry=headers.get("x-stainless-retry-count", "0") not in ("0", ""),
     )

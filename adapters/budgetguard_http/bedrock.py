@@ -117,7 +117,7 @@ class Hooks:
         if posted.is_unwanted:
             self._next.answer = unknown_refused
             return
-        posted.is_next_attempt = request.context.get("retries", {}).get("attempt", 1) > 1
+        posted.is_retry = request.context.get("retries", {}).get("attempt", 1) > 1
         call = begin(run, posted, policy)
         if isinstance(call, Call):
             held = call.run.wait(call.opened)
