@@ -66,6 +66,11 @@ def has_model_middleware(agent: Agent) -> bool:
     return bool(agent._middleware_registry._handlers.get(InvokeModelStage))
 
 
+def has_background_tasks(agent: Agent) -> bool:
+    """Return whether an agent's tools may run in the background."""
+    return agent._background_tasks is not None
+
+
 def goes_on(event: AfterInvocationEvent) -> bool:
     """Return whether Strands itself goes on after this, with the results of background tasks."""
     state = getattr(event, _CONTINUED, None)
@@ -184,7 +189,7 @@ def probe(target: Any) -> None:
     """
     names = ["_interrupt_state"]
     names += ["_build_result"] if isinstance(target, Graph) else []
-    names += ["_middleware_registry"] if isinstance(target, Agent) else []
+    names += ["_middleware_registry", "_background_tasks"] if isinstance(target, Agent) else []
     missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
     if missing:
         raise AdapterError(f"Strands must have {missing[0]}, got a release without. {_USE_ANOTHER}")
