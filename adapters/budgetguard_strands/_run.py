@@ -35,19 +35,15 @@ class AgentRun:
 
     Attributes:
         session: The life of the run.
-        inside: The run is a part of another one.
-        shared: Its guard was given, and nothing of it is reset.
-        of_node: It is that of a swarm's or graph's node.
+        inside, shared, of_node: As in `Opened`.
         invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
         asked: The tool calls of the batch in flight. Uses are told apart by identity.
-        bodies: What runs in the background: each with the loop that it runs on.
-        admitting: Held while a tool call is admitted.
+        bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
         context: OpenTelemetry's context in which the last model call began.
         error: What left the run.
         paused: Its counters where it waits; None while it does not.
-        is_left: It was stopped, and what runs in the background ends with it.
         inner: The frame of the run's code, between two of its steps.
         token: Undoes that the running code is inside of the run; None while it is not.
         task: The task that waits for the next event of the loop; None while none does.

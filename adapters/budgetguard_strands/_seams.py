@@ -14,7 +14,6 @@ from opentelemetry.context import Context
 from strands import Agent
 from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.middleware import InvokeModelStage
-from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
 
@@ -76,11 +75,6 @@ def goes_on(event: AfterInvocationEvent) -> bool:
     state = getattr(event, _CONTINUED, None)
     ended = event.result is not None and event.result.stop_reason in ("end_turn", "stop_sequence")
     return ended and bool(getattr(state, "inputs", None))
-
-
-def result_of(graph: Any) -> Any:
-    """Make the result of a graph from the state that it was left in."""
-    return graph._build_result([])
 
 
 # Questions to a person
@@ -188,7 +182,6 @@ def probe(target: Any) -> None:
         AdapterError: This release lacks one.
     """
     names = ["_interrupt_state"]
-    names += ["_build_result"] if isinstance(target, Graph) else []
     names += ["_middleware_registry", "_background_tasks"] if isinstance(target, Agent) else []
     missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
     if missing:
