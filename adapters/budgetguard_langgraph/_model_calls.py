@@ -12,14 +12,24 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 
 from budgetguard_core import Trip
-from budgetguard_core.kit import FRAME, Flow, Request, Stop, ask_model, current, entered
+from budgetguard_core.kit import (
+    FRAME,
+    Flow,
+    Request,
+    Stop,
+    ask_model,
+    current,
+    entered,
+    reported_cost,
+    token_usage,
+)
 from budgetguard_langgraph._bounds import bind, words_of
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     ModelCallInFlight,
     RunId,
-    Step,
+    Stretch,
     when_task_ends,
 )
 from budgetguard_langgraph._seams import Asked
@@ -32,7 +42,6 @@ from budgetguard_langgraph._usage import (
     request_of,
     totals_in,
     unusable_in,
-    used_by,
     was_cut,
     written,
 )
@@ -77,9 +86,10 @@ def start(
         graph_run.asked_model, graph_run.model_name = (asked.model, told), model
     with graph_run.lock:
         branch.look_at(prompt, graph_run.handoffs)
-    prunes = graph_run.run.envelope.prune is not None and asked.messages is not None
+    sent = asked.messages if graph_run.run.envelope.prune is not None else None
     request = Request(
-        messages=asked.messages if prunes and asked.messages is not None else prompt,
+        messages=prompt if sent is None else sent,
+        prunes=sent is not None,
         tools=parameters.get("tools"),
         schema=parameters.get("response_format") or parameters.get("response_schema"),
         model=model,
@@ -109,7 +119,7 @@ def start(
         is_bounded = bind(asked.model, asked.settings, tokens, turn.call, parameters)
     flying = ModelCallInFlight(
         run_id,
-        Step(graph_run, turn.call, run_id),
+        Stretch(graph_run, turn.call, run_id),
         turn,
         branch,
         place,
@@ -128,14 +138,14 @@ def start(
 def _apart(graph_run: GraphRun, run_id: RunId, parent: RunId | None) -> Any:
     """Leave the call of a stream that is read between its chunks; this one is another."""
     frame = current()
-    if type(frame) is Step and frame.call is not None and frame.run_id not in (parent, run_id):
+    if type(frame) is Stretch and frame.call is not None and frame.run_id not in (parent, run_id):
         return entered(graph_run.run.frame())
     return nullcontext()
 
 
 def _take_back_siblings(graph_run: GraphRun) -> None:
     """Take back the other prompts of a `generate`: all of them start before the first is sent."""
-    while isinstance(frame := current(), Step) and frame.run_id is not None:
+    while isinstance(frame := current(), Stretch) and frame.run_id is not None:
         flying = _taken(graph_run, frame.run_id)
         if flying is None:
             break
@@ -174,8 +184,8 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
     graph_run.failed.pop(flying.place, None)
     answer = answer_of(response)
     asked, hosted = calls_of(answer)
-    used, cost = used_by(response if answer is None else answer)
-    used = totals_in(flying.reported) or used
+    record: Any = response if answer is None else answer
+    used = totals_in(flying.reported) or token_usage(record)
     if used is not None and not used.estimated and [len(o) for o in response.generations] == [1]:
         # The usage of several candidates is that of all.
         branch.prompt.replied(answer, used)
@@ -185,7 +195,7 @@ def end(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
         used,
         text=text or "".join(turn.pieces),
         model=model_of(response, answer),
-        cost_usd=cost,
+        cost_usd=reported_cost(record),
         speaker=flying.speaker,
         final=not asked and not unusable and graph_run.is_said_in_turn(text, flying.prompt),
     )

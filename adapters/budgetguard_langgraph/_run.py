@@ -45,7 +45,7 @@ RunId: TypeAlias = UUID | str
 """A run id of LangChain's; LangGraph takes ids that are none, as texts, and keeps them."""
 
 
-class Step(Frame):
+class Stretch(Frame):
     """The frame of a stretch of a LangChain run: a node, a model call, a tool.
 
     Hooks have no block to enter it in: they set it, and `leave` takes it back.
@@ -60,7 +60,7 @@ class Step(Frame):
         self.run_id = run_id
         self.closed = False
         before = FRAME.get()
-        self.before = _open(before) if type(before) is Step and before.closed else before
+        self.before = _open(before) if type(before) is Stretch and before.closed else before
 
     def leave(self) -> None:
         """Take the frame back.
@@ -91,8 +91,8 @@ def _open(frame: Frame | None) -> Frame | None:
     Where all are, it is the outermost of a run that goes on: that is how what outlives its chain
     is known, and how a long run keeps no more than one of them.
     """
-    last: Step | None = None
-    while type(frame) is Step and frame.closed and not (frame.run.ended and frame.is_live):
+    last: Stretch | None = None
+    while type(frame) is Stretch and frame.closed and not (frame.run.ended and frame.is_live):
         last, frame = frame, frame.before
     return frame if frame is not None or last is None or last.run.ended else last
 
@@ -102,7 +102,7 @@ class InFlight:
     """A call from its start hook to its end; `forget` takes back what waits for its task's end."""
 
     run_id: RunId
-    step: Step
+    step: Stretch
     forget: Callable[[], object] = field(init=False, default=lambda: None)
 
 
@@ -185,7 +185,7 @@ class GraphRun:
         self.results: dict[str, list[ToolMessage]] = {}
         self.models: dict[RunId, ModelCallInFlight] = {}
         self.tools: dict[RunId, ToolCallInFlight] = {}
-        self.chains: dict[RunId, Step | None] = {}
+        self.chains: dict[RunId, Stretch | None] = {}
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
         self.slot = 0
@@ -435,7 +435,7 @@ def run_around() -> GraphRun | None:
 
 def _run_of(frame: Frame | None) -> GraphRun | None:
     while frame is not None:
-        if isinstance(frame, Step):
+        if isinstance(frame, Stretch):
             return frame.graph_run
         frame = frame.above
     return None
@@ -444,14 +444,14 @@ def _run_of(frame: Frame | None) -> GraphRun | None:
 def _outlived() -> GraphRun | None:
     """Return the run of a chain that is over and unknown by now: what it began may outlive it."""
     frame = FRAME.get()
-    if type(frame) is Step and (not frame.run.ended or frame.is_live):
+    if type(frame) is Stretch and (not frame.run.ended or frame.is_live):
         return frame.graph_run
     return None
 
 
 def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
     """Return whether a run of another adapter, inside this one, counts the calls in a frame."""
-    if frame is None or isinstance(frame, Step) or frame.run is None:
+    if frame is None or isinstance(frame, Stretch) or frame.run is None:
         return False
     above = frame.run.above
     while above is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from inspect import signature, unwrap
@@ -24,7 +24,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import Flow, part, run_awaited, run_blocking
+from budgetguard_core.kit import part, run_awaited, run_blocking
 
 
 def _found(module: str, path: str) -> Any:
@@ -262,28 +262,28 @@ _AWAITS: Final = _found("langchain_core.callbacks.manager", "_ahandle_event_for_
 
 
 class WaitingHook:
-    """A start hook that waits as its caller does: in the task of asynchronous code, or blocking.
+    """A hook that waits as its caller does: in the task of asynchronous code, or blocking.
 
     langchain-core awaits the hooks of a handler only in asynchronous code, and swallows what an
     awaited one raises in synchronous code. So what it gets to see depends on who asks.
 
     Args:
-        hook: The method; a flow.
+        flow: The name of the method, whose flow it is.
     """
 
-    def __init__(self, hook: Callable[..., Flow[None]]) -> None:
-        self._hook = hook
+    def __init__(self, flow: str) -> None:
+        self._flow = flow
 
     def __get__(self, handler: object, owner: type) -> Any:
         asks = sys._getframe(1).f_code.co_name  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no public way
         return MethodType(self._awaited if asks == _AWAITS else self._blocking, handler)
 
     def _blocking(self, handler: object, *given: Any, **facts: Any) -> None:
-        run_blocking(self._hook(handler, *given, **facts))
+        run_blocking(getattr(handler, self._flow)(*given, **facts))
 
     async def _awaited(self, handler: object, *given: Any, **facts: Any) -> None:
         try:
-            await run_awaited(self._hook(handler, *given, **facts))
+            await run_awaited(getattr(handler, self._flow)(*given, **facts))
         except BaseException:
             _close_pending_hooks()
             raise

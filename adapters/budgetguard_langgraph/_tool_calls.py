@@ -16,7 +16,7 @@ from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     RunId,
-    Step,
+    Stretch,
     ToolCallInFlight,
     when_task_ends,
 )
@@ -77,7 +77,7 @@ def start(
     if refused is not None:
         graph_run.next_step = f"run the tool {name}"
         return refusal(node, refused) or _trip_of(graph_run, opened)
-    flying = ToolCallInFlight(run_id, Step(graph_run, opened, run_id), opened)
+    flying = ToolCallInFlight(run_id, Stretch(graph_run, opened, run_id), opened)
     graph_run.tools[run_id] = flying
     OWNERS[run_id] = graph_run
     FRAME.set(flying.step)

@@ -30,12 +30,11 @@ from budgetguard_core.kit import (
     current,
     entered,
     envelope_of,
-    run_blocking,
     take_answers,
 )
 from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Step, is_counted_below, owner_of
+from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Stretch, is_counted_below, owner_of
 from budgetguard_langgraph._seams import (
     WaitingHook,
     configuration,
@@ -45,7 +44,7 @@ from budgetguard_langgraph._seams import (
     request_around,
     thread_of,
 )
-from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
+from budgetguard_langgraph.interrupts import ANSWERED, is_refusal
 from budgetguard_langgraph.questions import asker, taken
 
 
@@ -108,7 +107,14 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Chains and graphs: observed only. Raising here loses answers that are paid for.
 
-    def on_chain_start(
+    on_chain_start: Any = WaitingHook("_start_chain")
+    on_chain_end: Any = WaitingHook("_end_chain")
+    on_chain_error: Any = WaitingHook("_fail_chain")
+    on_chat_model_start: Any = WaitingHook("_start_model_call")
+    on_llm_start: Any = on_chat_model_start
+    on_tool_start: Any = WaitingHook("_start_tool_call")
+
+    def _start_chain(
         self,
         serialized: dict[str, Any] | None,
         inputs: Any,
@@ -118,13 +124,13 @@ class BudgetCallback(BaseCallbackHandler):
         metadata: dict[str, Any] | None = None,
         tags: list[str] | None = None,
         **_: Any,
-    ) -> None:
+    ) -> Flow[None]:
         """Note whose run a chain belongs to, and start no step of a run that was stopped."""
         frame = current()
         owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
-            owner = mine = self._begin(run_id, inputs, owner, metadata)
+            owner = mine = yield from self._begin(run_id, inputs, owner, metadata)
         if owner is None:
             return
         if mine is owner:
@@ -133,12 +139,12 @@ class BudgetCallback(BaseCallbackHandler):
         OWNERS[run_id] = owner
         if mine is not owner or run_id == owner.root or is_counted_below(owner, frame):
             return
-        if type(frame) is not Step or frame.graph_run is not owner or frame.call is not None:
+        if type(frame) is not Stretch or frame.graph_run is not owner or frame.call is not None:
             # Only below the root: what reads a stream from outside is no part of the run.
             around = None if frame is None else frame.call
-            if isinstance(frame, Step) and not isinstance(around, OpenToolCall):
+            if isinstance(frame, Stretch) and not isinstance(around, OpenToolCall):
                 around = None  # only a tool call keeps the frame of its body alive
-            FRAME.set(step := Step(owner, around, run_id))
+            FRAME.set(step := Stretch(owner, around, run_id))
             owner.chains[run_id] = step
 
     def _start_step(
@@ -160,22 +166,22 @@ class BudgetCallback(BaseCallbackHandler):
             owner.next_step = owner.next_step or f"run the node {name}"
             raise _endings.stop(owner, trip, ())
 
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
+    def _end_chain(self, outputs: Any, *, run_id: UUID, **_: Any) -> Flow[None]:
         """End the run when its root has ended."""
-        self._over(run_id, outputs, None)
+        yield from self._over(run_id, outputs, None)
 
-    def on_chain_error(
+    def _fail_chain(
         self, error: BaseException, *, run_id: UUID, tags: list[str] | None = None, **_: Any
-    ) -> None:
+    ) -> Flow[None]:
         """End the run when its root has failed; a stop gets its outcome.
 
         What was refused to a client in a node ends the graph as a refused tool does.
         """
         mine = self._flying(run_id) if is_step(tags) and is_refusal(error) else None
-        self._over(run_id, None, error)
+        yield from self._over(run_id, None, error)
         self._stop(mine, None if mine is None else mine.run.check())
 
-    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> None:
+    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> Flow[None]:
         owner = OWNERS.get(run_id)
         if owner is None or owner.opened_by(self) is None:
             return
@@ -187,7 +193,8 @@ class BudgetCallback(BaseCallbackHandler):
             mine.is_over(error)
             opener: BudgetCallback = mine.opener
             if not opener.ends_elsewhere:
-                stop = _endings.end(mine, outputs, error, opener.messages_key) or stop
+                ended = yield from _endings.end(mine, outputs, error, opener.messages_key)
+                stop = ended or stop
             opener.let_go()
             mine = mine.outer
         if stop is not None:
@@ -214,9 +221,6 @@ class BudgetCallback(BaseCallbackHandler):
             asked = request_around()
             trip = yield from _model_calls.start(mine, run_id, parent_run_id, prompts, asked, facts)
             self._stop(mine, trip, prompts[0] if prompts else ())
-
-    on_chat_model_start: Any = WaitingHook(_start_model_call)
-    on_llm_start: Any = on_chat_model_start
 
     def on_llm_new_token(
         self,
@@ -263,8 +267,6 @@ class BudgetCallback(BaseCallbackHandler):
                 raise refused
             self._stop(mine, refused)
 
-    on_tool_start: Any = WaitingHook(_start_tool_call)
-
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
         mine = self._flying(run_id)
@@ -280,28 +282,29 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _begin(
         self, run_id: RunId, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
-    ) -> GraphRun:
+    ) -> Flow[GraphRun]:
         _approvals.attach()
         call = graph_call()
         goes_on = given is None or isinstance(given, Command)
         thread, kept, slot = None, None, 0
+        # A chain's hooks are told the metadata of its configuration, and no more of it.
+        config: Any = {"metadata": metadata or {}} if call is None else call.config
         if call is not None:
-            thread = Thread(call.graph, configuration(call.config))
+            thread = Thread(call.graph, configuration(config))
             slot = thread.slot_in(owner)
+            kept = (yield from thread.kept(slot)) if goes_on else None
             answers = getattr(cast("object", given), "resume", None)
-            if answers is not None and was_stopped(call.graph, call.config):
+            if answers is not None and thread.asks_nobody:
                 raise AdapterError(ANSWERED)
-            kept = run_blocking(thread.kept(slot)) if goes_on else None
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
             run = self._open(
                 user_spoke=not goes_on,
                 resume=kept,
-                # A chain's hooks are told the metadata of its configuration, and no more of it.
-                config={"metadata": metadata or {}} if call is None else call.config,
+                config=config,
                 given=given,
-                thread=thread_of(call.config if call else {"metadata": metadata or {}}),
+                thread=thread_of(config),
                 asks=asker(self.envelope, thread),
             )
         if thread is not None and goes_on:

@@ -31,8 +31,7 @@ from budgetguard_core.kit import (
     run_blocking,
 )
 from budgetguard_langgraph._ambient import FoundCallback, agents
-from budgetguard_langgraph._endings import closing_of
-from budgetguard_langgraph._last import answer_of_the_last_model
+from budgetguard_langgraph._endings import answer_of_the_last_model, closing_of
 from budgetguard_langgraph._messages import is_synthetic
 from budgetguard_langgraph._run import GraphRun, owner_of
 from budgetguard_langgraph._seams import configuration, middleware_of

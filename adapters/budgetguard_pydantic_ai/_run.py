@@ -60,8 +60,9 @@ class BoundedRun(OfBudget):
     session: kit.Session
     _model: ModelCalls
 
-    def __init__(self, envelope: kit.Envelope, output_type: Any) -> None:
+    def __init__(self, envelope: kit.Envelope, output_type: Any, resume: Any = None) -> None:
         self.envelope = envelope
+        self._resume = resume
         self.messages: list[Any] = []
         self.is_passive = False
         self._last = LastAnswer(output_type)
@@ -83,6 +84,7 @@ class BoundedRun(OfBudget):
             here,
             said=ctx.prompt,
             history=ctx.messages,
+            resume=self._resume,
             config=ctx,
             thread=ctx.conversation_id,
         )

@@ -148,6 +148,8 @@ class AgentHooks:
             given=event.messages,
             beside=self._beside(agent),
         )
+        if not agent.messages:
+            agent.messages.extend(opened.run.earlier_messages)
         at = AgentRun(opened, agent, invocation)
         self._calls.runs.set(agent, at)
         for use, result in _seams.results_before_interrupt(agent):

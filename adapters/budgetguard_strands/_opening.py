@@ -69,11 +69,12 @@ class Opener:
         corrections: The correction for the next node of a run of a swarm or graph.
     """
 
-    def __init__(self, envelope: Envelope | None = None) -> None:
+    def __init__(self, envelope: Envelope | None = None, resume: Any = None) -> None:
         # What is a part of a run of this provider has no caps of its own. Without an envelope all
         # is a part of whatever run is around.
         self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip if envelope else "return")
         self.envelope = envelope or self._part
+        self._resume = resume
         self._own: weakref.WeakSet[Run] = weakref.WeakSet()
         self.outcomes: ByIdentity[Outcome] = ByIdentity()
         self.nodes: ByIdentity[Run] = ByIdentity()
@@ -120,12 +121,16 @@ class Opener:
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
                 # Its detection of loops only observes where the run around it does.
                 envelope = replace(envelope, mode=frame.guard.mode)
+            resume = None if inside else self._resume
+            if resume is not None:
+                self._resume = None  # of the first run alone
             manager = getattr(target, "session_manager", target)
             # The adapter writes there by itself: a run has several attempts.
             location: Any = SimpleNamespace(get=lambda: kept or None)
             opening = kit.opened(
                 envelope,
                 location,
+                resume=resume,
                 user_spoke=user_spoke,
                 config=invocation_state,
                 given=given,

@@ -41,12 +41,14 @@ from budgetguard_core.kit.envelope import Envelope, envelope_of, joined
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.finalizing import ANSWER_NOW, Answer, LastAnswer, last_answer
 from budgetguard_core.kit.flow import (
+    Chunk,
     Flow,
     Step,
     Streamed,
     in_thread,
     run_awaited,
     run_blocking,
+    run_iterated,
     run_streamed,
 )
 from budgetguard_core.kit.formats import (
@@ -115,6 +117,7 @@ __all__ = [
     "CancellationToken",
     "CheckpointError",
     "CheckpointStore",
+    "Chunk",
     "Clock",
     "Envelope",
     "EnvelopeOptions",
@@ -207,6 +210,7 @@ __all__ = [
     "resumed",
     "run_awaited",
     "run_blocking",
+    "run_iterated",
     "run_streamed",
     "sleep",
     "supervised",
