@@ -40,12 +40,14 @@ from budgetguard_core.kit import (
     current_guard,
     entered,
     named,
+    opened,
     outcome_of,
     part,
     remember,
+    run_blocking,
 )
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._ending import ended
+from budgetguard_openai_agents._ending import Ending
 from budgetguard_openai_agents._frame import RunFrame, around
 from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
@@ -75,8 +77,7 @@ class StreamEnding:
     ) -> None:
         self._recorder = recorder
         self._result = result
-        self._given = given
-        self._options = options
+        self._ending = Ending(recorder, given, options, result)
         self._work = cast("asyncio.Task[Any]", result.run_loop_task)
         self._events = result.stream_events
         _seams.hold_end(result)
@@ -89,11 +90,11 @@ class StreamEnding:
         self._work.cancel()
         _seams.end_events(self._result)
         if task.cancelled() and not self._recorder.run.ended:
-            self._recorder.close(asyncio.CancelledError())
+            self._recorder.close_batch()
             remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
 
     async def _run(self) -> None:
-        await ended(self._recorder, self._work, self._given, self._options, self._result)
+        await self._ending.of(self._work)
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
         events = cast("Any", self._events())
@@ -162,7 +163,7 @@ class BudgetRunner(AgentRunner):
             return await self.previous.run(starting_agent, input, **options)
         with entered(RunFrame(recorder)):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
-        return cast("RunResult", await ended(recorder, work, input, options))
+        return cast("RunResult", await Ending(recorder, input, options).of(work))
 
     def run_sync(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
         """Run in an event loop of its own."""
@@ -277,8 +278,9 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         if options.get("context") is None:
             options["context"] = _seams.context_of(given)
         given = _seams.input_of(given)
+    location = _seams.InState(given)
     if isinstance(hooks, BoundedHooks):
-        run, given = _opened(hooks, given, options)
+        run, given = _opened(hooks, location, given, options)
     else:
         run = Envelope(budget=guard).open()
     goes_on = isinstance(given, RunState)
@@ -291,6 +293,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         agent,
         _config_of(options.get("run_config")),
         server_side=bool(kept),
+        location=location,
     )
     options["hooks"] = recorder
     options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
@@ -308,37 +311,32 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     return recorder, cast("Any", given)
 
 
-def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[Run, Any]:
+def _opened(
+    hooks: BoundedHooks, location: _seams.InState, given: Any, options: dict[str, Any]
+) -> tuple[Run, Any]:
+    """Open a run, which goes on from what a state or `resume` has left; return its input too."""
     envelope, resume = hooks.envelope, hooks.resume
     goes_on = isinstance(given, RunState)
-    kept = _seams.kept(given) if goes_on else None
-    earlier: Snapshot | None = None
-    attempt: int | None = None
-    fresh = False
-    if kept is not None:
-        earlier = Snapshot.model_validate_json(kept)
-    elif resume is not None:
-        earlier, attempt = named(resume, envelope.store)
-        # A run that was stopped goes on under a fresh budget, one that was left where it is.
-        stopped = isinstance(resume, Outcome) and resume.status == "terminated"
-        fresh = stopped or earlier.trip is not None
-        is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
-        if isinstance(resume, str) and not is_elsewhere:
-            given = [*earlier.messages, *ItemHelpers.input_to_new_input_list(cast("Any", given))]
     context = options.get("context")
-    run = envelope.open(
-        user_spoke=not goes_on and _is_user_turn(given),
-        resume=earlier,
-        fresh=fresh,
-        config=_seams.context_of(given) if goes_on and context is None else context,
-        given=None if goes_on else given,
-        thread=getattr(options.get("session"), "session_id", None)
+    facts: dict[str, Any] = {
+        "user_spoke": not goes_on and _is_user_turn(given),
+        "config": _seams.context_of(given) if goes_on and context is None else context,
+        "given": None if goes_on else given,
+        "thread": getattr(options.get("session"), "session_id", None)
         or options.get("conversation_id"),
-        asks=ask,
-    )
-    if earlier is not None:
-        run.go_on_as(attempt, earlier.run_id)
-    return run, cast("Any", given)
+        "asks": ask,
+    }
+    if resume is None or location.get() is not None:
+        return run_blocking(opened(envelope, location, **facts))[0], given
+    earlier, attempt = named(resume, envelope.store)
+    # A run that was stopped goes on under a fresh budget, one that was left where it is.
+    stopped = isinstance(resume, Outcome) and resume.status == "terminated"
+    is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
+    if isinstance(resume, str) and not is_elsewhere:
+        given = facts["given"] = [*earlier.messages, *ItemHelpers.input_to_new_input_list(given)]
+    run = envelope.open(resume=earlier, fresh=stopped or earlier.trip is not None, **facts)
+    run.go_on_as(attempt, earlier.run_id)
+    return run, given
 
 
 def _config_of(given: RunConfig | dict[str, Any] | None) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -13,14 +14,12 @@ import agents.run
 import agents.tool
 from agents import (
     Agent,
-    AgentOutputSchemaBase,
     ApplyPatchTool,
     ComputerTool,
     CustomTool,
     FunctionTool,
     InputGuardrailTripwireTriggered,
     LocalShellTool,
-    MaxTurnsExceeded,
     RunConfig,
     RunContextWrapper,
     RunItem,
@@ -94,7 +93,6 @@ def probe() -> None:
         missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
     try:
         _again()
-        _error_handlers()
     except (ImportError, AttributeError) as error:
         missing.append(str(error))
     if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
@@ -119,54 +117,6 @@ def _again() -> Any:
     from agents.run_internal.run_steps import NextStepRunAgain
 
     return NextStepRunAgain()
-
-
-def _error_handlers() -> Any:
-    from agents.run_internal import error_handlers
-
-    names = "build_run_error_data", "format_final_output_text", "get_output_schema"
-    for name in (*names, "resolve_run_error_handler_result", "validate_handler_final_output"):
-        getattr(error_handlers, name)
-    return error_handlers
-
-
-# Outputs of a type
-
-
-def schema_of(agent: Agent[Any]) -> AgentOutputSchemaBase | None:
-    """Return the schema of an agent's output; None where it is a text."""
-    schema: AgentOutputSchemaBase | None = _error_handlers().get_output_schema(agent)
-    return schema
-
-
-async def handled(
-    handler: Callable[[Any], Any],
-    error: MaxTurnsExceeded,
-    context: Any,
-    agent: Agent[Any],
-    facts: dict[str, Any],
-) -> tuple[str | None, Any]:
-    """Ask the user's handler of `max_turns` as the SDK does.
-
-    Returns:
-        The text for the history, and the output; None where the handler has none.
-
-    Raises:
-        UserError: What the handler gave is no output of the agent's type.
-    """
-    sdk = _error_handlers()
-    made = await sdk.resolve_run_error_handler_result(
-        error_handlers={"max_turns": handler},
-        error_kind="max_turns",
-        error=error,
-        context_wrapper=context,
-        run_data=sdk.build_run_error_data(last_agent=agent, **facts),
-    )
-    if made is None:
-        return None, None
-    final = sdk.validate_handler_final_output(agent, made.final_output)
-    text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
-    return text, final
 
 
 # Tools
@@ -361,13 +311,29 @@ def is_unanswered(state: Any) -> bool:
     return not state._model_responses
 
 
-def keep(result: Any, text: str) -> None:
-    """Keep a text in the state of a run that waits, JSON included."""
-    # What tools each agent has used; a name that no agent has is passed over.
-    result._tool_use_tracker_snapshot = {**result._tool_use_tracker_snapshot, _KEPT: [text]}
+class InState:
+    """The state of a run, JSON included, which holds the counters of one that waits.
 
+    Attributes:
+        result: The result whose state is to hold them.
+    """
 
-def kept(state: Any) -> str | None:
-    """Return the text that is kept in the state of a run."""
-    texts: list[str] = state.get_tool_use_tracker_snapshot().get(_KEPT, [])
-    return texts[0] if texts else None
+    keeps = frozenset({"paused"})
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.result: Any = None
+
+    def get(self) -> dict[str, Any] | None:
+        """Return the entry, or None."""
+        if not isinstance(self.given, RunState):
+            return None
+        texts: list[str] = self.given.get_tool_use_tracker_snapshot().get(_KEPT, [])
+        return json.loads(texts[0]) if texts else None
+
+    def put(self, entry: dict[str, Any] | None) -> None:
+        """Keep an entry."""
+        if entry is not None:
+            # What tools each agent has used; a name that no agent has is passed over.
+            used = self.result._tool_use_tracker_snapshot
+            self.result._tool_use_tracker_snapshot = {**used, _KEPT: [json.dumps(entry)]}
