@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from agents import (
     ItemHelpers,
@@ -14,7 +14,6 @@ from agents import (
     RunItem,
     RunResult,
     RunResultStreaming,
-    RunState,
 )
 
 from budgetguard_core import Trip
@@ -67,7 +66,7 @@ class Ending:
         """
         recorder, streamed = self._recorder, self._streamed
         known: Any = streamed
-        result: Any = None
+        result = cast("Any", None)
         try:
             trip = await recorder.supervised(work)
             if trip is None or (work.done() and not work.cancelled()):
@@ -100,7 +99,7 @@ class Ending:
             elif trip is not None and recorder.is_completed_by_a_call(trip):
                 # Nothing that the refused calls of the batch would have brought was waited for.
                 trip = recorder.run.trip = None
-        if recorder.question is not None:
+        if result is not None and recorder.question is not None:
             result.interruptions = [approval(recorder.agent, recorder.question)]
         await self._finish(result, trip)
         return result
@@ -144,7 +143,7 @@ class Ending:
         recorder, given = self._recorder, self._given
         context = self._options.get("context")
         return RunErrorDetails(
-            input=_seams.input_of(given) if isinstance(given, RunState) else given,
+            input=_seams.input_of(given) if _seams.is_state(given) else given,
             new_items=list(recorder.earlier),
             raw_responses=[],
             last_agent=recorder.agent,
@@ -249,7 +248,7 @@ class Ending:
                 if _sessions.ends_with(stored, item):
                     await _sessions.patiently(session.pop_item())
                     stored.pop()
-            if isinstance(self._given, RunState):
+            if _seams.is_state(self._given):
                 history = result.to_input_list()
                 compared = _sessions.compare(stored, history[: len(history) - len(said)])
             else:

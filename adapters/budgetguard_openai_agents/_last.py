@@ -57,7 +57,7 @@ async def ask(
     last = None if withheld else last_answer(recorder.run, trip)
     if last is None:
         return None, None
-    model, request = recorder.sent
+    model, request = cast("Any", recorder.sent)
     try:
         sent = ModelInputData(await history(), request["system_instructions"])
         own: Any = config.call_model_input_filter

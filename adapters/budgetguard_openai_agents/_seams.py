@@ -28,11 +28,12 @@ from agents import (
     RunState,
     ShellTool,
     Tool,
+    function_tool,
 )
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.models.fake_id import FAKE_RESPONSES_ID
-from agents.run_internal import run_loop
+from agents.run_internal import run_loop, run_steps
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
@@ -46,6 +47,7 @@ _SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
 
 NEEDED: dict[Any, str] = {
     run_loop: "get_model",
+    run_steps: "NextStepRunAgain",
     agents.run: "DEFAULT_MAX_TURNS get_default_agent_runner set_default_agent_runner",
     agents.result: "QueueCompleteSentinel",
     agents.tool: "_get_computer_initializer",
@@ -69,14 +71,7 @@ NEEDED: dict[Any, str] = {
     ),
 }
 """What a release has to have, by its owner."""
-_LOCAL_TOOLS = (
-    ApplyPatchTool,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    LocalShellTool,
-    ShellTool,
-)
+_LOCAL = FunctionTool, CustomTool, ComputerTool, ShellTool, LocalShellTool, ApplyPatchTool
 _KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 
@@ -91,32 +86,13 @@ def probe() -> None:
     for owner, names in NEEDED.items():
         known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
         missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
-    try:
-        _again()
-    except (ImportError, AttributeError) as error:
-        missing.append(str(error))
-    if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
+    if not hasattr(function_tool(lambda: "", name_override="probe").on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
         raise AdapterError(
             f"openai-agents {__version__} must have {', '.join(sorted(missing))} for a budget to "
             f"hold, found none. Install a supported release: {_SUPPORTED}."
         )
-
-
-def _made_by_the_sdk() -> FunctionTool:
-    from agents import function_tool
-
-    def probe() -> str:
-        return ""
-
-    return function_tool(probe)
-
-
-def _again() -> Any:
-    from agents.run_internal.run_steps import NextStepRunAgain
-
-    return NextStepRunAgain()
 
 
 # Tools
@@ -160,7 +136,7 @@ def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
     for calls in held.values():
         for call in cast("list[Any]", calls if isinstance(calls, list) else []):
             for name, value in list(getattr(call, "__dict__", {}).items()):
-                if isinstance(value, _LOCAL_TOOLS):
+                if isinstance(value, _LOCAL):
                     setattr(call, name, replaced(cast("Tool", value)))
 
 
@@ -229,7 +205,7 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
     known = Counter(call for _, call in items)
     streamed._model_input_items = [item for item, call in items if call is None or known[call] > 1]
     if streamed._state is not None:
-        streamed._state._current_step = _again()
+        streamed._state._current_step = run_steps.NextStepRunAgain()
 
 
 # Results and states
@@ -242,7 +218,7 @@ def complete_result(result: Any, kept: dict[str, Any], given: Any, config: RunCo
     result._model_input_items = list(result.new_items)
     result._current_turn = len(result.raw_responses)
     result._original_input = copy.copy(result.input)
-    result._current_step_for_state = _again()
+    result._current_step_for_state = run_steps.NextStepRunAgain()
     result._conversation_id = kept.get("conversation_id")
     if kept.get("previous_response_id") or kept.get("auto_previous_response_id"):
         result._previous_response_id = result.last_response_id
@@ -278,7 +254,7 @@ def drop_interruption(state: Any, item: Any) -> None:
     waiting, call_id = state._current_step.interruptions, part(item.raw_item, "call_id")
     waiting[:] = [one for one in waiting if part(one.raw_item, "call_id") != call_id]
     if not waiting:
-        state._current_step = _again()
+        state._current_step = run_steps.NextStepRunAgain()
 
 
 def context_of(state: Any) -> Any:
@@ -306,9 +282,14 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value}
 
 
-def is_unanswered(state: Any) -> bool:
-    """Return whether no model has answered in a run that goes on."""
-    return not state._model_responses
+def is_state(given: Any) -> bool:
+    """Return whether a run goes on from its state."""
+    return isinstance(given, RunState)
+
+
+def is_unanswered(given: Any) -> bool:
+    """Return whether a run goes on in which no model has answered."""
+    return is_state(given) and not given._model_responses
 
 
 class InState:
@@ -326,7 +307,7 @@ class InState:
 
     def get(self) -> dict[str, Any] | None:
         """Return the entry, or None."""
-        if not isinstance(self.given, RunState):
+        if not is_state(self.given):
             return None
         texts: list[str] = self.given.get_tool_use_tracker_snapshot().get(_KEPT, [])
         return json.loads(texts[0]) if texts else None
