@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Self, Unpack
 
 from budgetguard_core import (
     AdapterError,
@@ -20,7 +20,6 @@ from budgetguard_core import (
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
-    ProfileOptions,
     Run,
     envelope_of,
     is_stop,
@@ -78,9 +77,8 @@ def install(
         on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
         exempt: Models that cost no money, by name or pattern.
         ask_for_usage: Ask for the usage of streams.
-        watch_connections: Count connections to providers that go past the seam (websockets, gRPC,
-            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good; gRPC
-            has to be imported before.
+        watch_connections: Count connections to providers that go past the seam (websockets,
+            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good.
 
     Raises:
         ConfigurationError: A setting makes no sense.
@@ -134,29 +132,6 @@ class bounded_clients:
             that of a run around the block.
     """
 
-    @overload
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope,
-        *,
-        everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        *,
-        everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[ProfileOptions],
-    ) -> None: ...
-
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
@@ -165,7 +140,7 @@ class bounded_clients:
         on_unknown: OnUnknown = "admit",
         exempt: Sequence[str] = (),
         ask_for_usage: bool = True,
-        **options: Any,
+        **options: Unpack[EnvelopeOptions],
     ) -> None:
         self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
         self._envelope = envelope_of(budget, default=Budget(), **options)

@@ -51,8 +51,9 @@ class BoundedRun(AbstractCapability[Any]):
     session: kit.Session
     _model: ModelCalls
 
-    def __init__(self, envelope: kit.Envelope, output_type: Any) -> None:
+    def __init__(self, envelope: kit.Envelope, output_type: Any, resume: Any = None) -> None:
         self.envelope = envelope
+        self._resume = resume
         self.messages: list[Any] = []
         self.is_passive = False
         self._last = LastAnswer(output_type)
@@ -82,6 +83,7 @@ class BoundedRun(AbstractCapability[Any]):
             here,
             said=ctx.prompt,
             history=ctx.messages,
+            resume=self._resume,
             config=ctx,
             thread=ctx.conversation_id,
         )

@@ -12,7 +12,7 @@ from strands.multiagent.base import MultiAgentBase
 from strands.multiagent.graph import Graph
 from strands.plugins import Plugin
 
-from budgetguard_core import AdapterError, Budget, Guard, Outcome
+from budgetguard_core import AdapterError, Budget, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_strands._agents import AgentHooks
@@ -44,6 +44,9 @@ class BudgetHookProvider(Plugin):
         budget: A `Budget`: each invocation of an agent gets a fresh guard, and a hook that resumes
             the agent only its iterations anew. A `Guard`: shared by reference, nothing resets. An
             `Envelope`: one of the two with its options. None: `Budget(max_iterations=25)`.
+        resume: An earlier run that the first one goes on from: its `Outcome`, its `Snapshot`, or
+            its id in `store`. An agent without messages gets those of that run. What a session or
+            `agent.state` has goes on by itself.
         options: As `Envelope` takes them. With `store`, a stopped or paused run's checkpoint goes
             there; the counters are in `agent.state` anyway. Warnings are in the stream too, as
             `budgetguard_warning` events. `on_trip="raise"` raises after the history was closed
@@ -61,10 +64,12 @@ class BudgetHookProvider(Plugin):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
+        *,
+        resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[EnvelopeOptions],
     ) -> None:
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
-        self._opener = Opener(envelope_of(budget, default=default, **options))
+        self._opener = Opener(envelope_of(budget, default=default, **options), resume)
         self._agents = AgentHooks(self._opener)
         self._orchestrators = Orchestrators(self._opener, self._agents.install)
         # Nothing that Strands finds by itself: all is registered in `init_agent`.

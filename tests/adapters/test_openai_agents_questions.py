@@ -158,6 +158,18 @@ def test_it_waits_beside_approvals_of_the_users_own():
     assert (result.final_output, outcome(result).usage.tool_calls) == ("Done.", 1)
 
 
+def test_a_batch_over_the_cap_with_an_approval_in_it_asks_for_the_cap_first():
+    both = [("send", {"query": "a"}), ("search", {"query": "b"})]
+    chat = Chat([both, both, "Done."], Budget(max_tool_calls=1), tools=[send, search])
+    result = chat.call("Go.")
+    assert asked(result) == [("max_tool_calls", 1, 0)]
+    chat.budget = Budget(max_tool_calls=9)
+    result = chat.answer(result)
+    assert [one.name for one in result.interruptions] == ["send"]
+    result = chat.answer(result)
+    assert (result.final_output, outcome(result).usage.tool_calls) == ("Done.", 2)
+
+
 def test_an_agent_within_asks_for_the_caps_around_it():
     inner = Agent(name="helper", model=scripted_model(Answers([SEARCH, "Found."])), tools=[search])
     helper = inner.as_tool("helper", "Help.")
