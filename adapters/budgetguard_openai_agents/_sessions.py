@@ -1,4 +1,4 @@
-"""What a user's session holds of a run, and what it lacks."""
+"""The user's session: what it holds of a run, and what it lacks."""
 
 from __future__ import annotations
 
