@@ -16,6 +16,7 @@ from budgetguard_core import (
     ConfigurationError,
     Guard,
     Outcome,
+    Snapshot,
 )
 from budgetguard_core.kit import (
     Envelope,
@@ -23,6 +24,8 @@ from budgetguard_core.kit import (
     envelope_of,
     is_stop,
     joined,
+    opened,
+    run_blocking,
 )
 from budgetguard_http import audit
 from budgetguard_http._patches import Patches
@@ -117,6 +120,8 @@ class bounded_clients:
         everywhere: Calls from threads that have no context of any run are a part of this one, too.
             For scripts, and one block at a time: where several runs go on in one process, nobody
             could tell whose such a call is.
+        resume: An earlier run that the block goes on from: its `Outcome`, its `Snapshot`, or its
+            id in `store`. What to send is the program's to say: `outcome.messages`.
         options: As `Envelope` takes them, and `on_unknown`, `exempt` and `ask_for_usage` as
             `Policy`. With `on_trip="raise"` the first refused call leaves the block, past every
             `except Exception` inside, and the block raises `BudgetExceeded`.
@@ -134,8 +139,10 @@ class bounded_clients:
         budget: Budget | Guard | Envelope | None = None,
         *,
         everywhere: bool = False,
+        resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
+        self._resume = resume
         self._policy, rest = split(options)
         self._envelope = envelope_of(budget, default=Budget(), **rest)
         of_variables = self._envelope.profile is not None
@@ -194,7 +201,8 @@ class bounded_clients:
                 "bounded_clients needs a budget, got none, and there is no run that the block is "
                 "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
             )
-        run = self._run = own(self._envelope.open())
+        opening = opened(self._envelope, resume=self._resume)
+        run = self._run = own(run_blocking(opening)[0])
         _POLICIES[run] = self._policy
         if self._everywhere:
             with _LOCK:

@@ -21,7 +21,7 @@ from strands.hooks import (
     BeforeToolCallEvent,
 )
 from strands.middleware import ExecuteToolStage
-from strands.types._events import TextStreamEvent, ToolResultEvent
+from strands.types._events import ModelStreamChunkEvent, TextStreamEvent, ToolResultEvent
 from strands.types.events import TypedEvent
 
 from budgetguard_core import Guard, kit
@@ -88,7 +88,8 @@ class AgentHooks:
         for event, callback, order in callbacks:
             add(event, callback, order=order)
         agent.add_middleware(_seams.AgentStreamStage, self._around)
-        agent.add_middleware(ExecuteToolStage, self._in_background)
+        if _seams.has_background_tasks(agent):
+            agent.add_middleware(ExecuteToolStage, self._in_background)
         asks = self._opener.envelope.may_ask_for_progress
         if asks and kit.PROGRESS_TOOL.name not in agent.tool_registry.registry:
             form = kit.PROGRESS_TOOL
@@ -176,21 +177,51 @@ class AgentHooks:
             # kept stays as it is: so somebody has to speak in between.
             context = replace(context, messages=[{"role": "user", "content": [{"text": _GO_ON}]}])
         span = trace.get_current_span()
+        watch = kit.Watch(at.run, at.cut)
+        may_wait, is_streaming = _seams.has_model_middleware(agent), False
         try:
-            async with aclosing(at.steps(proceed(context))) as events:
+            async with aclosing(proceed(context)) as events:
+                at.enter()
                 async for event in events:
+                    kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
+                    is_text = kind is TextStreamEvent and at.turn is not None
+                    if is_text or (
+                        kind is ModelStreamChunkEvent and "metadata" not in event["event"]
+                    ):
+                        # Nearly all events are these two: a piece of an answer, and its text,
+                        # which Strands makes without any wait. While they come no hook runs.
+                        at.task = None
+                        if not is_streaming:
+                            at.leave()
+                        elif at.token is not None:
+                            kit.FRAME.reset(at.token)
+                            at.token = None
+                        is_streaming = True
+                        if is_text:
+                            at.written.append(event["data"])
+                            at.look()
+                        yield event
+                        if at.due:
+                            break
+                        if is_text or may_wait or "contentBlockDelta" not in event["event"]:
+                            at.enter()
+                        continue
+                    is_streaming = False
+                    at.note(event)
+                    at.leave()
                     if "stop" in event:
                         event = await at.last_event(agent, state, event)
                         if event is None:
                             break
-                    if at.turn is None:
-                        for warning in at.warnings():
-                            yield TypedEvent({"budgetguard_warning": warning})
+                    for warning in at.warnings():
+                        yield TypedEvent({"budgetguard_warning": warning})
                     yield event
+                    if at.due:
+                        break
+                    at.enter()
                 else:
-                    if not at.due:
-                        at.took_effect()
-                        return
+                    at.took_effect()
+                    return
             at.took_effect()
             _seams.end_spans(span, at.context)
         except BaseException as error:
@@ -200,6 +231,9 @@ class AgentHooks:
                 raise
             if at.error is not None:
                 raise at.error from None
+        finally:
+            watch.close()
+            at.leave()
         self._calls.settle(at, "the run was stopped")
         ended = await at.stop(agent, state)
         # A reader of the texts alone sees the end of the run, too.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 from strands import Agent
@@ -109,8 +108,6 @@ class Orchestrators:
             add(AfterMultiAgentInvocationEvent, self._after, order=LAST)
             if isinstance(orchestrator, Swarm):
                 self._keep_unfinished(orchestrator)
-            else:
-                self._end_normally(orchestrator)
         self._attached.set(orchestrator, True)
 
     def remove(self, orchestrator: Graph | Swarm) -> None:
@@ -133,29 +130,6 @@ class Orchestrators:
 
         owner: Any = swarm
         owner.serialize_state = serialize_state
-
-    def _end_normally(self, graph: Graph) -> None:
-        """Return a graph's result where a node was left by a stop; Strands raises it.
-
-        Only what runs an agent by itself, in a node of the user's own, is left by one.
-        """
-        own: Any = graph.stream_async
-
-        async def stream_async(*args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
-            try:
-                async with aclosing(own(*args, **kwargs)) as events:
-                    async for event in events:
-                        yield event
-            except Exception as error:
-                at = self._runs.get(graph)
-                if at is None or not is_of_a_stop(error) or at.run.stopped_by is None:
-                    raise
-                if not at.of_node and (at.inside or at.run.is_to_raise):
-                    raise
-                yield {"type": "multiagent_result", "result": _seams.result_of(graph)}
-
-        owner: Any = graph
-        owner.stream_async = stream_async
 
     # The hooks
 

@@ -317,7 +317,7 @@ def one_node(**names) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("name", ["_build_result", "_interrupt_state"])
+@pytest.mark.parametrize("name", ["_interrupt_state"])
 def test_a_private_name_that_a_graph_lacks_is_told_by_name(name):
     class Missing:
         def __get__(self, graph, owner):
