@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from decimal import Decimal
-from hashlib import blake2b
 from typing import Final
 
 from budgetguard_core import Trip
@@ -21,16 +20,14 @@ from budgetguard_core.kit import (
     reported_cost,
 )
 from budgetguard_http._billing import TIERS, tier_of
-from budgetguard_http._conversations import Conversation
+from budgetguard_http._conversations import Conversation, Traffic
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
 from budgetguard_http._refusal import Refusal, RunStopped
-from budgetguard_http._runs import Traffic, is_own, traffic_of
-from budgetguard_http.protocols import EMBEDDINGS, OPAQUE
-from budgetguard_http.protocols.embeddings import embedding_cost
+from budgetguard_http._runs import is_own, traffic_of
+from budgetguard_http.protocols import OPAQUE
 from budgetguard_http.protocols.protocol import Answer, Body, Reader, parsed, record
 
-_MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
 _FEMTO: Final = 10**15
 _UNKNOWN_ANSWER: Final = 1024
@@ -189,7 +186,7 @@ class Call:
         conversation.prompt.measured(usage)
         conversation.usage = usage
         if answer.hosted:
-            run = self.traffic.conversations.seat(conversation)
+            run = self.traffic.seat(conversation)
             for call in run.batch(answer.hosted):
                 run.start(call)
                 run.finished(call, "reported")
@@ -209,7 +206,7 @@ class Call:
         for call in answer.calls:
             if call.name == forced:
                 call.kind = "output"
-        self.traffic.conversations.answered(conversation, self.length, answer)
+        self.traffic.answered(conversation, self.length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -239,12 +236,7 @@ class Call:
         self._project()
         self.opened.measured = self.answer.usage
         self.at.failed(self.opened, error, written="".join(self.answer.text))
-        traffic = self.traffic
-        with traffic.lock:
-            digest = _digest(self.posted.raw)
-            traffic.failed[digest] = traffic.failed.pop(digest, 0) + 1
-            while len(traffic.failed) > _MOST_FAILED:
-                del traffic.failed[next(iter(traffic.failed))]
+        self.traffic.failed(self.posted.raw)
 
     def take_back(self) -> None:
         """Take the call back: no model was called."""
@@ -280,15 +272,13 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     protocol, body = posted.protocol, posted.body
     turns = () if is_below else protocol.turns(body)
     if not is_below and protocol.is_conversation:
-        conversation = traffic.conversations.of(protocol, body, turns)
+        conversation = traffic.of(protocol, body, turns)
         asked = conversation.run or run
-    # Only after a failure is there anything to try again.
-    was_failed = bool(traffic.failed) and _was_failed(traffic, posted.raw)
-    retry = was_failed or posted.is_retry or not protocol.is_turn
+    retry = traffic.has_failed(posted.raw) or posted.is_retry or not protocol.is_turn
     bound, choices = protocol.bound(body), protocol.choices(body)
     call = ModelCall(
         model=_priced_as(posted),
-        provider=protocol.provider,
+        provider=posted.provider,
         retry=retry,
         max_output_tokens=None if bound is None else bound * choices,
         output_is_fixed=posted.is_signed,
@@ -303,7 +293,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         trip = opened.trip
         refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.conversations.stopped(conversation, trip, body, refusal.text)
+            traffic.stopped(conversation, trip, body, refusal.text)
         return refusal
     posted.model = opened.fallback_model or posted.model
     return Call(run, asked, opened, posted, policy, traffic, conversation, len(turns))
@@ -327,17 +317,15 @@ def _priced_as(posted: Posted) -> str | None:
 def _price(
     run: Run, posted: Posted, policy: Policy, usage: TokenUsage | None, tier: str | None
 ) -> Decimal | None:
-    """Return what a call costs by its model or its tier of service; None for the price book's."""
+    """Return what a call costs by its exemption or its tier; None for the price book's."""
     if policy.is_exempt(posted.model):
         return _FREE
     if usage is None:
         return None
-    if posted.protocol is EMBEDDINGS:
-        return embedding_cost(posted.model, usage.input_tokens)
-    factor, provider = TIERS.get(tier or ""), posted.protocol.provider
+    factor = TIERS.get(tier or "")
     if factor is None:
         return None
-    rates = run.guard.tree.price_book.rates_for(posted.model or "", provider)
+    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.provider)
     return None if rates is None else factor * rates.cost(usage) / _FEMTO
 
 
@@ -358,20 +346,6 @@ def _projected(posted: Posted, conversation: Conversation | None) -> int:
     return max(prompt.project(messages, system=system, tools=tools, output_schema=schema), 1)
 
 
-def _was_failed(traffic: Traffic, raw: bytes) -> bool:
-    """Return whether this very request has failed before; each failure stands for one retry."""
-    digest = _digest(raw)
-    with traffic.lock:
-        count = traffic.failed.pop(digest, 0)
-        if count > 1:
-            traffic.failed[digest] = count - 1
-    return count > 0
-
-
 def _json(body: Body) -> bytes:
     # JSON's way to write half a pair of surrogates is Python's to replace it.
     return _ENCODER.encode(body).encode(errors="backslashreplace")
-
-
-def _digest(raw: bytes) -> bytes:
-    return blake2b(raw, digest_size=16).digest()

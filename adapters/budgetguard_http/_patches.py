@@ -6,7 +6,6 @@ import functools
 import importlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -30,7 +29,6 @@ class Patches:
     def __init__(self, seam: Seam, hooks: Hooks) -> None:
         self._seam = seam
         self._hooks = hooks
-        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._holders = 0
         self._undo: list[Callable[[], object]] = []
@@ -87,17 +85,11 @@ class Patches:
             is_ours = self._holders and client.meta.service_model.service_name == SERVICE
             if is_ours and not is_hooked(client):
                 self._hooks.register(client)
-                self._hooked.add(client)
             return own(client, operation_name, api_params)
 
         owner._make_api_call = call  # noqa: SLF001
         self._undo.append(functools.partial(_restore, owner, "_make_api_call", call, own))
-        self._undo.append(self._unhook)
-
-    def _unhook(self) -> None:
-        for client in list(self._hooked):
-            self._hooks.unregister(client)
-        self._hooked.clear()
+        self._undo.append(self._hooks.unregister_all)
 
     def _sending(self, own: Any, *, is_async: bool) -> Any:
         @functools.wraps(own)

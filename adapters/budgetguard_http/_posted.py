@@ -16,6 +16,8 @@ _SIGNED: Final = "AWS4"
 _SLASHES: Final = re.compile("/+(?=/|$)")
 _MODEL_OF_A_FORM: Final = re.compile(rb'name="model"\r\n\r\n([^\r\n]+)\r\n')
 _LONGEST_HEAD: Final = 4096
+# The price book finds these by the name of their provider only.
+_NAMED_BY_PROVIDER: Final = "text-embedding-"
 _MISTRAL: Final = "mistral"
 
 
@@ -29,6 +31,7 @@ class Posted:
         body: What is posted.
         raw: The same as it came.
         model: The model's name.
+        provider: Whose price it has; None for whoever has the model.
         is_streamed: The answer comes as a stream.
         is_signed: A signature covers the body: it must go out as it is.
         is_unwanted: It is not understood, and such requests are refused.
@@ -41,6 +44,7 @@ class Posted:
     body: Body
     raw: bytes
     model: str | None
+    provider: str | None
     is_streamed: bool
     is_signed: bool
     is_unwanted: bool
@@ -89,12 +93,15 @@ def read_posted(
         if not unknown or policy.on_unknown == "pass":
             return None
         protocol = OPAQUE
+    model = protocol.model(path, body) or _model_of_a_form(raw)
+    is_openais = (model or "").startswith(_NAMED_BY_PROVIDER)
     return Posted(
         protocol=protocol,
         path=path,
         body=body,
         raw=raw,
-        model=protocol.model(path, body) or _model_of_a_form(raw),
+        model=model,
+        provider="openai" if is_openais else protocol.provider,
         tier=tier_of(body),
         is_streamed=protocol.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),

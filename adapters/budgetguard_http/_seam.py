@@ -210,37 +210,19 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     left = call.opened.seconds if flight is None or call.opened.above else flight.left
     if left is not None:
         own: dict[str, Any] = extensions.get("timeout") or {}
-        its = own.values()
         # As a rule the client's own time-outs are far shorter.
-        if len(own) < len(_PHASES) or None in its or max(its) > left:
-            extensions["timeout"] = {
-                phase: left if own.get(phase) is None else min(own[phase], left)
-                for phase in _PHASES
-            }
+        extensions["timeout"] = {phase: min(own.get(phase) or left, left) for phase in _PHASES}
     content = call.content()
-    # Compressed events would have to be decompressed on their way.
-    is_plain = call.posted.is_streamed and not call.posted.is_signed
     if content is not None:
-        request = _rewritten(mod, request, content, is_plain=is_plain)
-    elif is_plain:
+        headers = request.headers.copy()
+        headers.pop("transfer-encoding", None)  # a request has one of the two
+        headers["content-length"] = str(len(content))
+        request = mod.Request(request.method, request.url, headers=headers, content=content)
+    if call.posted.is_streamed and not call.posted.is_signed:
+        # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = _IDENTITY
     request.extensions = extensions
     return request
-
-
-def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any:
-    """Return a request with another content."""
-    made = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
-    # A copy keeps what was found out of them; pairs would be looked through and made anew.
-    headers = made.headers = request.headers.copy()
-    before = len(headers)
-    headers["content-length"] = str(len(content))
-    if len(headers) > before and "transfer-encoding" in headers:  # it has one of the two
-        del headers["transfer-encoding"]
-    if is_plain:
-        headers["accept-encoding"] = _IDENTITY
-    made.read()
-    return made
 
 
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:

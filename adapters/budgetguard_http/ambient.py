@@ -193,7 +193,7 @@ class bounded_clients:
         Raises:
             AdapterError: The block was not entered.
         """
-        return traffic_of(self.run).conversations.unsent_input()
+        return traffic_of(self.run).unsent_input()
 
     def __enter__(self) -> Self:
         if not self._is_bound and joined() is None:

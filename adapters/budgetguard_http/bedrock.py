@@ -91,6 +91,11 @@ class Hooks:
             for name, handler in self._handlers():
                 client.meta.events.unregister(f"{name}.{SERVICE}", handler)
 
+    def unregister_all(self) -> None:
+        """Take back those of every client."""
+        for client in [*_HOOKED]:
+            self.unregister(client)
+
     def _handlers(self) -> Sequence[tuple[str, Callable[..., Any]]]:
         return (
             ("request-created", self._created),

@@ -50,7 +50,7 @@ class Bounded:
     def unsent_input(self) -> list[Any]:
         """List what OpenAI lacks of the conversation that it keeps; as `bounded_clients` has it."""
         run = self._runs.outside
-        return [] if run is None else traffic_of(run).conversations.unsent_input()
+        return [] if run is None else traffic_of(run).unsent_input()
 
     def _end(self) -> None:
         for run in self._runs.to_end():
