@@ -172,8 +172,8 @@ class BoundedRun(OfBudget):
         """End a run whose history is closed."""
         if self.is_passive:
             return result
-        is_reply: Any = isinstance(result, CallToolsNode)
-        if is_reply and self.session.is_over:
+        replies: Any = CallToolsNode
+        if isinstance(result, replies) and self.session.is_over:
             result = End(FinalResult(await self._end(ctx, ctx.messages)))
         ends: Any = isinstance(result, End)
         if ends and self.session.trip is not None and ctx.pending_messages:

@@ -29,9 +29,7 @@ def _result(call: kit.Call, result: Any) -> Message:
     return {"toolResult": result if is_whole else error_result(call.id, str(result))}
 
 
-_BLOCKS = kit.Blocks(
-    "content", "assistant", kit.CONVERSE.read_block, kit.CONVERSE.write_text, _result
-)
+_BLOCKS = replace(kit.CONVERSE, write_result=_result)
 
 
 class Dialect:
