@@ -34,10 +34,8 @@ class ToolRefused(BudgetExceeded):
 def refusal_of(run: kit.Run, call: kit.OpenToolCall) -> BudgetExceeded | None:
     """Start a tool call that has waited; return what to raise where it may not start."""
     refusal = run.start(call)
-    if call.trip is not None:
-        return BudgetExceeded(call.trip)
-    if refusal is None or call.reason is None:
-        return None
+    if call.trip is not None or refusal is None or call.reason is None:
+        return None if call.trip is None else BudgetExceeded(call.trip)
     violation = kit.Violation(reason=call.reason, detail=call.detail)
     trip = Trip(reason=call.reason, violations=(violation,), run_id=run.guard.run_id)
     return ToolRefused(trip, refusal)

@@ -10,16 +10,14 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from budgetguard_core import AdapterError, kit
-from budgetguard_loop._history import Message, content_text, message_text, result_text
+from budgetguard_core import AdapterError, ConfigurationError, kit
+from budgetguard_loop._history import Message, as_message, content_text, message_text, result_text
 
-# To ask first whether it is a dictionary: a protocol is asked through Python.
 _REPLIES_KEPT = 16
 _LONG = 40
 """Characters of an answer that nobody gives about one thing after the other."""
 _REPLIES: WeakKeyDictionary[kit.Run, deque[str]] = WeakKeyDictionary()
 _LISTS: tuple[Any, ...] = (list, tuple)
-_MAPPINGS: tuple[Any, ...] = (dict, Mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +99,7 @@ def said_by(response: Any, usage: kit.TokenUsage | None = None) -> Said:
 
     Args:
         response: What a model call returned.
-        usage: What it reports, as for `written`.
+        usage: What it reports; a reply that asks for tools needs no estimate then.
     """
     if response is None:
         return Said("", asks=False, is_cut=False)
@@ -113,8 +111,11 @@ def said_by(response: Any, usage: kit.TokenUsage | None = None) -> Said:
         asks = any(kit.part(block, "type") == "tool_use" for block in blocks)
         cut = kit.part(response, "stop_reason") == "max_tokens" and not asks
         return Said(result_text(response), asks=asks, is_cut=cut)
-    calls = message.get("tool_calls")
-    return Said(written(message, usage), asks=bool(calls), is_cut=is_cut and not calls)
+    calls, text = message.get("tool_calls"), message_text(message)
+    if calls:
+        is_measured = usage is not None and usage.output_tokens and not usage.estimated
+        text = "" if is_measured else text + str(calls)
+    return Said(text, asks=bool(calls), is_cut=is_cut and not calls)
 
 
 def is_in_turn(run: kit.Run, text: str, prompt: Iterable[Any]) -> bool:
@@ -130,20 +131,6 @@ def is_in_turn(run: kit.Run, text: str, prompt: Iterable[Any]) -> bool:
     texts = [content_text(kit.part(one, "content") or one) for one in prompt]
     is_known = not before or any(one.strip() in before for one in texts)
     return is_known or (not texts and len(text) >= _LONG)
-
-
-def written(message: Mapping[str, Any], usage: kit.TokenUsage | None) -> str:
-    """Return what the model wrote, for whoever looks at it: estimates, and repeated replies.
-
-    The text, and the calls that a reply asks for; empty where these are asked for and nothing is
-    to be estimated.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        return message_text(message)
-    if usage is not None and usage.output_tokens and not usage.estimated:
-        return ""
-    return message_text(message) + str(calls)
 
 
 def said_by_chunk(chunk: Any) -> Said:
@@ -265,12 +252,10 @@ def _assistant(message: Any) -> Message:
 
 
 def _plain(record: Any) -> Message:
-    if isinstance(record, _MAPPINGS):
-        return dict(record)
-    if hasattr(record, "model_dump"):
-        plain: Message = record.model_dump(mode="json", exclude_none=True)
-        return plain
-    raise _unreadable(record)
+    try:
+        return as_message(record)
+    except ConfigurationError:
+        raise _unreadable(record) from None
 
 
 def _with_id(call: Any) -> Message:

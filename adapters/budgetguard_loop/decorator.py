@@ -100,11 +100,6 @@ class _Call:
         """All that was written so far."""
         return "".join(self.pieces)
 
-    @property
-    def said_final(self) -> bool:
-        """True if the model gave an answer: a text that asks for no tool."""
-        return any(self.pieces) and not self.asks
-
     def take(self, said: Said) -> None:
         """Take in what a response, or a chunk of one, says."""
         self.pieces.append(said.text)
@@ -286,7 +281,9 @@ class _Gate:
             if not interrupted:
                 call.run.finished(call.open, call.text, error=error)
         elif error is None:
-            final = call.said_final and is_in_turn(call.run, call.text, call.prompt)
+            # An answer is a text that asks for no tool.
+            is_answer = any(call.pieces) and not call.asks
+            final = is_answer and is_in_turn(call.run, call.text, call.prompt)
             call.run.answered(call.open, call.usage, text=call.text, final=final)
             self._prompts[call.run].measured(call.usage)
             if call.is_cut:
