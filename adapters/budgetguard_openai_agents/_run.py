@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any, NoReturn
 
 from agents import (
@@ -72,6 +72,7 @@ class Recorder(RunHooks[Any]):
         agent: The agent that the run starts with.
         run_config: The user's own.
         server_side: The provider keeps the conversation.
+        location: Where what the run leaves is kept.
 
     Attributes:
         context: The SDK's context of the run, once it is known.
@@ -97,13 +98,15 @@ class Recorder(RunHooks[Any]):
         run_config: RunConfig,
         *,
         server_side: bool,
+        location: Any,
     ) -> None:
         self.run = run
         self.hooks = hooks or RunHooks[Any]()
         self.agent = agent
         self.run_config = run_config
         self.is_server_side = server_side
-        self.session = Session(run, ITEMS)
+        self.location = location
+        self.session = Session(run, ITEMS, location)
         self.session.main.prompt = Prompt(server_side=server_side)
         self.context: Any = None
         self.turns: list[Turn] = []
@@ -118,7 +121,6 @@ class Recorder(RunHooks[Any]):
         self.closing: list[RunItem] = []
         self.is_handled = False
         self._saved: list[Any] = []
-        self._handler: Callable[[Any], Any] | None = None
         self.question: LimitQuestion | None = None
 
     # A turn, in the order of its steps
@@ -228,26 +230,20 @@ class Recorder(RunHooks[Any]):
         With one of ours, a run and a stream end alike where the user has none.
         """
         given: dict[str, Any] = own or {}
-        self._handler = given.get("max_turns")
-        return {**given, "max_turns": self._used_up}
 
-    async def _used_up(self, about: Any) -> Any:
-        handler, answer = self.take_handler(), None
-        if handler is not None:
-            answer = handler(about)
+        async def used_up(about: Any) -> Any:
+            handler = given.get("max_turns")
+            answer = None if handler is None else handler(about)
             if inspect.isawaitable(answer):
                 answer = await answer
-        if answer is None:
-            raise about.error
-        if self.run.is_enforced:
-            self.is_handled = True
-            self.stopping = self.run.framework_limit(str(about.error))
-        return answer
+            if answer is None:
+                raise about.error
+            if self.run.is_enforced:
+                self.is_handled = True
+                self.stopping = self.run.framework_limit(str(about.error))
+            return answer
 
-    def take_handler(self) -> Callable[[Any], Any] | None:
-        """Return the user's handler of `max_turns`, which is asked once."""
-        handler, self._handler = self._handler, None
-        return handler
+        return {**given, "max_turns": used_up}
 
     # Tool calls
 
@@ -392,11 +388,6 @@ class Recorder(RunHooks[Any]):
         local = any(one.is_local for turn in self.turns[-1:] for one in turn.asked)
         return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
 
-    def is_judged(self) -> bool:
-        """Return whether nothing of the last answer has to be kept back."""
-        self.withhold()
-        return not self.withheld()
-
     def withheld(self) -> list[Any]:
         """List what is kept back, as a history has it, the last item first."""
         outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
@@ -415,20 +406,10 @@ class Recorder(RunHooks[Any]):
             await asyncio.wait({work}, timeout=_PATIENCE)
         return await supervised(self.run, work)
 
-    def cut_off(self, error: BaseException | None = None) -> None:
-        """Account for a run that was cut."""
-        self._fail(error or "cancelled")
-        self.leave()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Account for what a run has left open that ended by itself or by an exception."""
-        if error is not None:
-            self._fail(error)
-        self.close_batch(error)
-
     def let_go(self) -> None:
         """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
-        self.models, self.sent, self.refused = {}, None, None
+        self.models, self.sent, self.refused, self.location.result = {}, None, None, None
+        self.session = Session(self.run, ITEMS)
         self.turns, self.earlier, self.resumed, self._saved = [], [], [], []
 
     @property

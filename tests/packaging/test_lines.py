@@ -21,11 +21,11 @@ AREAS = {
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_127, 2_700),
-    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_318, 2_200),
+    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_013, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_156, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_264, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 835, 500),
-    "http": (["adapters/budgetguard_http/**/*.py"], 4_903, 3_900),
+    "http": (["adapters/budgetguard_http/**/*.py"], 4_911, 3_900),
     "cli": (["adapters/budgetguard_cli/**/*.py"], 4_773, 4_200),
 }
 
