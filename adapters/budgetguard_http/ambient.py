@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from budgetguard_core import (
@@ -217,12 +216,7 @@ class bounded_clients:
         self._stack.enter_context(run.entered())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         self._end(error)
         return self._told(error)
@@ -230,12 +224,7 @@ class bounded_clients:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         await self.run.in_thread(lambda: self._end(error))
         return self._told(error)
