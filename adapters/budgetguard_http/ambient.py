@@ -30,7 +30,7 @@ from budgetguard_http import audit
 from budgetguard_http._patches import Patches
 from budgetguard_http._policy import ClientOptions, OnUnknown, Policy, split
 from budgetguard_http._refusal import RunStopped
-from budgetguard_http._runs import ending, own, traffic_of
+from budgetguard_http._runs import ending, traffic_of
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
 
@@ -201,7 +201,8 @@ class bounded_clients:
                 "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
             )
         opening = opened(self._envelope, resume=self._resume)
-        run = self._run = own(run_blocking(opening)[0])
+        run = self._run = run_blocking(opening)[0]
+        run.is_of_clients = True
         _POLICIES[run] = self._policy
         if self._everywhere:
             with _LOCK:

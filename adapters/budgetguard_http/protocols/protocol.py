@@ -111,14 +111,7 @@ class Prompted(NamedTuple):
 
 
 class Reader:
-    """Reads one answer, whole or on its way; as it stands, the usage alone.
-
-    Args:
-        answer: Takes what is read.
-        protocol: The protocol.
-        request: What was asked for.
-        hides_usage: Usage was asked for on the caller's behalf, who does not expect it.
-    """
+    """Reads one answer, whole or on its way; as it stands, the usage alone."""
 
     def __init__(
         self, answer: Answer, protocol: ApiProtocol, request: Body, *, hides_usage: bool
@@ -151,11 +144,7 @@ class Reader:
         self.is_settled = True
 
     def closing(self, text: str) -> list[Event] | None:
-        """Return the events that end the stream in good order where it was cut off.
-
-        Args:
-            text: What is said where nothing was said yet.
-        """
+        """Return the events that end a cut stream in good order, with a text if it said nothing."""
         del text
         return None
 
