@@ -37,7 +37,6 @@ class GeminiReader(Reader):
 
     def take(self, name: str, data: Body) -> None:
         """Take a chunk."""
-        del name
         answer = self.answer
         answer.usage = merge_usage(answer.usage, token_usage(data))
         answer.model = text_or_none(data.get("modelVersion")) or answer.model
@@ -123,7 +122,6 @@ class Gemini(ApiProtocol):
 
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return an answer whose usage is zero; the SDK's types take no field of ours."""
-        del mark
         candidate = {"content": self.answer_turn(text), "finishReason": "STOP", "index": 0}
         return {
             "candidates": repeated(candidate, self.choices(body)),
