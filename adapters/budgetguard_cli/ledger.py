@@ -13,7 +13,7 @@ import typer
 from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
 from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
 from budgetguard_cli.windows import both, ceilings, instant, share, window
-from budgetguard_core.ledger import AliveRun, WindowUsage
+from budgetguard_core.ledger import WindowUsage
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 
 
@@ -28,7 +28,7 @@ def show(
     past: Annotated[bool, typer.Option("--past", help="Earlier days and months too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants spent and reserved in each window, and how many runs are alive.
+    """Show what tenants spent and reserved in each window.
 
     Stored ceilings of which no window tells yet come below the table.
 
@@ -41,10 +41,8 @@ def show(
         if as_json:
             write_json(*map(_record, rows))
             return
-        alive = [run for run in ledger.runs() if not run.silent]
-        found = table("tenant", "window", "spent", "reserved", "ceiling", "used", "runs alive")
+        found = table("tenant", "window", "spent", "reserved", "ceiling", "used")
         for row in rows:
-            working = sum(row.key in run.tenant for run in alive)
             found.add_row(
                 cell(row.key),
                 window(row.window),
@@ -52,7 +50,6 @@ def show(
                 both(row.reserved_usd, row.reserved_tokens),
                 ceilings(row.ceiling_usd, row.ceiling_tokens),
                 share(row),
-                str(working) if row.window[0] == "d" else "",
             )
         say(found)
         told = {
@@ -129,25 +126,6 @@ def _said(key: str, stored: Mapping[str, Amount]) -> str:
     day, month = (_figures(stored.get(kind, Amount())) for kind in "dm")
     said = f"a day {ceilings(**day)}, a month {ceilings(**month)}" if stored else "none of its own"
     return f"ceilings of {printable(key) if key else 'the default'}: {said}"
-
-
-def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """List the runs that are alive, and those whose process is silent.
-
-    Example: budgetguard ledger runs --ledger redis://10.0.0.5:6379/0
-    """
-    with opened_ledger(url) as ledger:
-        found = ledger.runs()
-    if as_json:
-        names = AliveRun.__dataclass_fields__
-        write_json(*({name: getattr(run, name) for name in names} for run in found))
-        return
-    rows = table("run", "tenant", "host", "process", "since", "heard of")
-    for run in found:
-        seen = "silent" if run.silent else instant(run.seen)
-        cells = (run.run, ", ".join(run.tenant), run.host, run.pid, instant(run.started), seen)
-        rows.add_row(*map(cell, cells))
-    say(rows if found else "no run is alive")
 
 
 def export(url: LedgerUrl = None, as_json: AsJson = False) -> None:

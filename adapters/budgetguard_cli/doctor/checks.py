@@ -152,7 +152,7 @@ def ledger(url: str) -> Finding:
             if file is not None:
                 way_out = "Make it with `budgetguard ledger set`."
                 return _problem("ledger", shown, f"there is no file {file}. {way_out}")
-            opened.runs()
+            opened.now()
     except BudgetGuardError as error:
         return _problem("ledger", shown, str(error))
     return Finding(kind="ledger", name=shown, detail="it can be reached.")
