@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from budgetguard_core.budget import ProfileId
 from budgetguard_core.decision import (
@@ -23,7 +23,6 @@ from budgetguard_core.decision import (
     ToolKind,
 )
 from budgetguard_core.outcome import Status
-from budgetguard_core.records import Record
 from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import TokenUsage, Usage
 
@@ -40,8 +39,12 @@ _ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
 }
 
 
-class EventBase(Record):
-    """The fields that every event has."""
+class EventBase(BaseModel):
+    """The fields that every event has. A frozen record, validated when it is read."""
+
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", ser_json_inf_nan="strings"
+    )
 
     seq: int
     """The event's number in its tree of guards, from 1, without gaps."""
@@ -51,12 +54,6 @@ class EventBase(Record):
     """Monotonic nanoseconds. For measuring between events of one process."""
     wall_ns: int
     """Nanoseconds since the Unix epoch."""
-
-    @classmethod
-    def of(cls, seq: int, run_id: str, at_ns: int, wall_ns: int, facts: dict[str, Any]) -> Self:
-        """Make an event of what the engine says itself: only what is read has to be validated."""
-        place = {"seq": seq, "run_id": run_id, "at_ns": at_ns, "wall_ns": wall_ns}
-        return cls.made(cls._beginning | facts | place)
 
 
 class RunStarted(EventBase):

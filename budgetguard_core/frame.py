@@ -16,8 +16,6 @@ class Frame:
         above: The frame around this one.
     """
 
-    __slots__ = ("above", "call", "guard", "run")
-
     def __init__(
         self, guard: Any, *, run: Any = None, call: Any = None, above: Frame | None = None
     ) -> None:
@@ -60,8 +58,6 @@ NOWHERE: Final = _Nowhere(None)
 
 class _Process:
     """The frame around all code of this process."""
-
-    __slots__ = ("frame",)
 
     def __init__(self) -> None:
         self.frame: Frame | None = None

@@ -50,8 +50,6 @@ def _as_set(names: tuple[str, ...]) -> frozenset[str]:
 class _Row:
     """How many in a row, and whether the model was nudged."""
 
-    __slots__ = ("length", "name", "nudge_after", "nudged_at", "patience", "stop_after")
-
     def __init__(self, name: str, settings: LoopDetection) -> None:
         self.name = name
         self.nudge_after: int = getattr(settings, f"nudge_after{_suffix(name)}")
@@ -130,12 +128,6 @@ class LoopDetector:
         ignored_results: The names to leave out of the fingerprint of a result.
         reply: The number of replies that were begun.
     """
-
-    __slots__ = (
-        *("_error", "_error_reply", "_exempt", "_generation", "_growing", "_masked", "_recent"),
-        *("_replies", "_rows", "_said", "_seen", "_times", "_waiting", "_window"),
-        *("due", "ignored", "ignored_results", "reply", "tripped"),
-    )
 
     def __init__(self, settings: LoopDetection) -> None:
         self._window = settings.window

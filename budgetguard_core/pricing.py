@@ -277,8 +277,6 @@ class Rates:
     Amounts are femto-dollars; `to_usd` turns them into dollars. Made by `PriceBook.rates_for`.
     """
 
-    __slots__ = ("_bounds", "_rows", "window")
-
     window: float
     """Most input tokens that one call can have; infinity if that is not known."""
 

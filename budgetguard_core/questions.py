@@ -65,6 +65,13 @@ def take_answer(guard: Any, answer: Any) -> bool:
     return False
 
 
+def take_answers(run: Any, answers: Mapping[str, Any]) -> None:
+    """Give a run and those around it the answers to what they have asked, by their ids."""
+    for guard in run.guard.lineage:
+        if guard.run_id in answers:
+            take_answer(guard, answers[guard.run_id])
+
+
 def _of_caps(state: Any, request: Any) -> tuple[Any, tuple[Violation, ...]] | None:
     """Return the nearest guard whose caps would stop a step; None where nobody is to be asked."""
     with state.tree.lock:

@@ -22,8 +22,6 @@ class RunClock:
         is_housekeeping: The run is a block of housekeeping of those above it.
     """
 
-    __slots__ = ("_state", "is_housekeeping")
-
     def __init__(self, state: RunState) -> None:
         self._state = state
         self.is_housekeeping = False

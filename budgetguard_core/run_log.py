@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from budgetguard_core.events import Event, RunStarted
-from budgetguard_core.records import encoded_line
+from budgetguard_core.records import line_of
 from budgetguard_core.sinks import Sink
 
 FOLDER = "BUDGETGUARD_LOG"
@@ -43,7 +43,7 @@ class RunLog:
                 name = f"{file_name(event.run_id)}.jsonl"
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / name
-        line = encoded_line(event) + b"\n"
+        line = (line_of(event) + "\n").encode()
         if self._torn:
             line = b"\n" + line
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -58,22 +58,6 @@ class RunState:
         wraps_up: Whether the model is still to be asked to finish.
     """
 
-    __slots__ = (
-        *("_early", "_reserving", "chain", "completed_tool_calls", "counters", "deciding"),
-        *(
-            "detector",
-            "guard",
-            "last_answer",
-            "mode",
-            "on_limit",
-            "on_warning",
-            "own_plugs",
-            "own_tools",
-            "plugs",
-        ),
-        *("falls_back", "stops", "tree", "wraps_up"),
-    )
-
     def __init__(
         self,
         guard: Any,

@@ -17,7 +17,7 @@ from budgetguard_core.events import (
     TripObserved,
     Tripped,
 )
-from budgetguard_core.records import encoded_line, line_of
+from budgetguard_core.records import line_of
 
 _WARNINGS = (
     LimitNearlyReached,
@@ -44,8 +44,6 @@ class Sink(Protocol):
 
 class Listener:
     """A plain callable as a sink."""
-
-    __slots__ = ("emit",)
 
     def __init__(self, function: Callable[[Event], object]) -> None:
         # The function itself: each event saves a call.
@@ -75,7 +73,7 @@ class JsonLinesSink:
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
-        line = encoded_line(event) + b"\n"
+        line = (line_of(event) + "\n").encode()
         if self._torn:
             line = b"\n" + line
         self._torn = True

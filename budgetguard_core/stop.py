@@ -115,6 +115,12 @@ class LimitQuestion:
         """The same as a sentence for people."""
         return self.violations[0].detail
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what a framework keeps of it, and shows to a person."""
+        facts = {name: getattr(self, name) for name in ("reason", "limit", "used", "detail")}
+        plain = {k: str(v) if isinstance(v, Decimal | StrEnum) else v for k, v in facts.items()}
+        return {"run_id": self.run_id, **plain, "next_step": self.next_step}
+
 
 AsksPerson: TypeAlias = Callable[[LimitQuestion], Any]
 """Returns the caps to raise, `{"max_iterations": 40}`, or None for the end; may be async."""

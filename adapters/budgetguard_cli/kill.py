@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from getpass import getuser
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, opened_ledger
 from budgetguard_cli.screen import refuse, say, write_json
-
-
-class Target(TypedDict):
-    """The target of a kill switch."""
-
-    tenant: str | None
-    run: str | None
-    everything: bool
 
 
 def kill(
@@ -34,9 +26,10 @@ def kill(
 
     Example: budgetguard kill --tenant acme --why "spends without end"
     """
-    target = _one(tenant, run, everything)
+    _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
-        done = ledger.kill(**target, who=who or _user(), why=why)
+        who = who or _user()
+        done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
         if as_json:
             write_json(done._asdict())
         else:
@@ -57,10 +50,10 @@ def revive(
 
     Example: budgetguard revive --tenant acme
     """
-    target = _one(tenant, run, everything)
+    _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
         before = {kill.flag: kill for kill in ledger.kills()}
-        ledger.revive(**target)
+        ledger.revive(tenant=tenant, run=run, everything=everything)
         left = ledger.kills()
     revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
     if as_json:
@@ -72,11 +65,10 @@ def revive(
     say(*(f"still killed: {kill.detail}" for kill in left))
 
 
-def _one(tenant: str | None, run: str | None, everything: bool) -> Target:
+def _one_of(tenant: str | None, run: str | None, everything: bool) -> None:
     given = (tenant is not None) + (run is not None) + everything
     if given != 1:
         refuse(f"exactly one of --tenant, --run and --all must be given, got {given}. Name one.")
-    return {"tenant": tenant, "run": run, "everything": everything}
 
 
 def _user() -> str:

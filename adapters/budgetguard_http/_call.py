@@ -27,7 +27,7 @@ from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import Traffic, is_own, traffic_of
 from budgetguard_http.protocols import EMBEDDINGS, OPAQUE
 from budgetguard_http.protocols.embeddings import embedding_cost
-from budgetguard_http.protocols.protocol import Answer, Body, Reader, listed, parsed, record
+from budgetguard_http.protocols.protocol import Answer, Body, Reader, parsed, record
 
 _MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
@@ -137,9 +137,7 @@ class Call:
             return [] if nudge is None else [nudge]
         if nudge is not None:
             conversation.nudges.append(nudge)
-        nudges, posted = conversation.nudges, self.posted
-        if nudges and not posted.protocol.takes_words(posted.body):
-            return []
+        nudges = conversation.nudges
         # Until there is an answer: an attempt that failed has told nobody.
         self._told = len(nudges)
         return list(dict.fromkeys(nudges))
@@ -150,11 +148,6 @@ class Call:
         """Take a whole answer."""
         body = parsed(content)
         if body is None:
-            # The chunks of a stream in an array, as Gemini writes them.
-            chunks, reader = listed(content), self.reader()
-            if reader is not None:
-                for chunk in chunks:
-                    reader.take("", chunk)
             self.over()
             return
         if b"cost" in content:  # all names of it
@@ -163,14 +156,15 @@ class Call:
 
     def parsed(self, body: Body) -> None:
         """Take a whole answer that was parsed before; as `whole`."""
-        self.posted.protocol.read(body, self.answer)
+        self.reader().whole(body)
         self._served(body)
         self.over()
 
-    def reader(self) -> Reader | None:
-        """Return what reads a stream; None for one that is not understood."""
-        self._reader = self.posted.protocol.reader(
-            self.answer, body=self.posted.body, hides_usage=self.asked_for_usage
+    def reader(self) -> Reader:
+        """Return what reads the answer."""
+        protocol = self.posted.protocol
+        self._reader = protocol.reader_type(
+            self.answer, protocol, self.posted.body, hides_usage=self.asked_for_usage
         )
         return self._reader
 
@@ -248,7 +242,7 @@ class Call:
         for call in answer.calls:
             if call.name == forced:
                 call.kind = "output"
-        self._traffic.conversations.answered(conversation, posted.protocol, self._length, answer)
+        self._traffic.conversations.answered(conversation, self._length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -299,7 +293,7 @@ class Call:
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
         if self._conversation is not None:
-            self._conversation.missed(self.posted.protocol, self.posted.body)
+            self._conversation.missed(self.posted.body)
         return Refusal(self.run, self.posted, ended, is_side_call=False)
 
     @property
@@ -355,7 +349,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         trip = opened.trip
         refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.conversations.stopped(conversation, trip, protocol, body, refusal.text)
+            traffic.conversations.stopped(conversation, trip, body, refusal.text)
         return refusal
     posted.model = opened.fallback_model or posted.model
     return Call(run, opened, posted, policy, traffic, conversation, len(turns))

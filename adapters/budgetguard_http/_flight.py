@@ -72,8 +72,8 @@ class Flight:
         self._is_shared = response.extensions.get("http_version") == b"HTTP/2"
         self._stream = response.extensions.get("network_stream")
 
-    def answered_by(self, shut: Callable[[], object]) -> None:
-        """Take the beginning of an answer, and what ends the wait for the rest of it."""
+    def answered_by(self, shut: Callable[[], object] | None) -> None:
+        """Take the beginning of an answer, and what ends the wait for the rest of it, if any."""
         self._shut = shut
 
     def close(self) -> None:

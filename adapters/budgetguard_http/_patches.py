@@ -1,7 +1,4 @@
-"""The patches of the ambient way in: the clients of httpx, httpx2 and boto3.
-
-Where gRPC was imported before, the opening of its channels as well, so that they are told of.
-"""
+"""The patches of the ambient way in: the clients of httpx, httpx2 and boto3."""
 
 from __future__ import annotations
 
@@ -14,13 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from budgetguard_http import audit
 from budgetguard_http._seam import Seam
-from budgetguard_http.bedrock import SERVICE, Hooks
+from budgetguard_http.bedrock import SERVICE, Hooks, is_hooked
 
 _MODULES: Final = ("httpx", "httpx2")
-_GRPC: Final = ("grpc", "grpc.aio")
-_CHANNELS: Final = ("secure_channel", "insecure_channel")
 _GENAI: Final = "google.genai._api_client"
 _AIOHTTP: Final = "has_aiohttp"
 
@@ -57,9 +51,6 @@ class Patches:
                     self._patch(importlib.import_module(name))
             with suppress(ModuleNotFoundError):
                 self._hook(importlib.import_module("botocore.client").BaseClient)
-            for name in _GRPC:
-                if name in sys.modules:
-                    self._listen(sys.modules[name])
             genai: Any = sys.modules.get(_GENAI)
             if getattr(genai, _AIOHTTP, False):
                 # google-genai 3.4: its asynchronous half prefers aiohttp, below which there is no
@@ -85,16 +76,6 @@ class Patches:
             owner.send = patched
             self._undo.append(functools.partial(_restore, owner, "send", patched, own))
 
-    def _listen(self, grpc: Any) -> None:
-        """Count each channel; nothing about it is changed."""
-        for name in _CHANNELS:
-            own = getattr(grpc, name, None)
-            if own is None:
-                continue  # blocked, or a stub of that name
-            patched = self._told(own)
-            setattr(grpc, name, patched)
-            self._undo.append(functools.partial(_restore, grpc, name, patched, own))
-
     def _hook(self, owner: Any) -> None:
         """Hook each client of Bedrock when it is first used."""
         # botocore 1.44: handlers of its own for every client (`BUILTIN_HANDLERS`) reach those
@@ -103,26 +84,17 @@ class Patches:
 
         @functools.wraps(own)
         def call(client: Any, operation_name: str, api_params: Any) -> Any:
-            if self._holders and client.meta.service_model.service_name == SERVICE:
+            is_ours = self._holders and client.meta.service_model.service_name == SERVICE
+            if is_ours and not is_hooked(client):
                 self._hooks.register(client)
                 self._hooked.add(client)
             return own(client, operation_name, api_params)
 
         owner._make_api_call = call  # noqa: SLF001
-        self._undo.append(functools.partial(self._unhook, owner, call, own))
+        self._undo.append(functools.partial(_restore, owner, "_make_api_call", call, own))
+        self._undo.append(self._unhook)
 
-    def _told(self, own: Any) -> Any:
-        @functools.wraps(own)
-        def open_channel(target: Any, *args: Any, **options: Any) -> Any:
-            if self._holders:
-                audit.opened(target)
-            return own(target, *args, **options)
-
-        return open_channel
-
-    def _unhook(self, owner: Any, patched: Any, own: Any) -> None:
-        if owner._make_api_call is patched:  # noqa: SLF001
-            owner._make_api_call = own  # noqa: SLF001
+    def _unhook(self) -> None:
         for client in list(self._hooked):
             self._hooks.unregister(client)
         self._hooked.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
@@ -12,6 +13,7 @@ from budgetguard_core.kit import (
     FRAME,
     Flow,
     Run,
+    Scope,
     Step,
     Stop,
     cut_short,
@@ -21,18 +23,19 @@ from budgetguard_core.kit import (
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import frames_of, may_be_events
+from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
 from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
-from budgetguard_http._retry_after import shorten
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
-from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
+from budgetguard_http._stream import Passing, passed, passed_async, stream_of
 from budgetguard_http.protocols import OPAQUE
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
+_IDENTITY = "identity"
+_WAITS = (("retry-after-ms", 1000), ("retry-after", 1))
 _PHASES = ("connect", "read", "write", "pool")
 _Found: TypeAlias = tuple[Run, Policy, str]
 # What a whole answer that was read here brings along that its content does not fit to any more.
@@ -100,7 +103,7 @@ class Seam:
         posted = read_posted(request.url.host, path, request.headers, request.content, policy)
         if posted is None:
             return (yield exchange.sending(request))
-        mod = _module_of(request)
+        mod = module_of(request)
         if posted.is_unwanted:
             return refuse_unknown(mod, request)
         call = begin(run, posted, policy)
@@ -193,20 +196,26 @@ class _Exchange:
         passing = _passing(mod, response, call)
         if passing is None:
             content = yield Step(response.read, response.aread)
-            return _whole(
-                mod, response, call, content, fresh=self.stream, of_client=self._of_client
-            )
+            call.whole(content)
+            return _remade(mod, response, content, self._of_client) if self.stream else response
         if response.is_closed or (self._of_client and not self.stream):
-            return _read_stream(mod, response, passing, of_client=self._of_client)
+            # It was read whole, and decompressed, before it came here.
+            content = b"".join([*passing.feed(response.content), *passing.last()])
+            return _remade(mod, response, content, self._of_client)
         self.is_kept = True
-        if flight is None:
-            response.stream = async_stream(mod)(mod, response.stream, passing)
-        else:
-            response.stream = sync_stream(mod)(mod, response.stream, passing, flight)
+        stream, kind = response.stream, stream_of(mod)
+        if flight is not None:
+            chunks: Any = passed(stream, passing, flight)
+            response.stream = kind(stream, call, flight, chunks)
+            return response
+        # An adapter above cuts its own calls.
+        scope = Scope(call.run) if call.opened.above is None else None
+        response.stream = kind(stream, call, scope, passed_async(stream, passing, scope))
         return response
 
 
-def _module_of(request: Any) -> Any:
+def module_of(request: Any) -> Any:
+    """Return the package of a request: httpx or httpx2."""
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
@@ -231,7 +240,7 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     if content is not None:
         request = _rewritten(mod, request, content, is_plain=is_plain)
     elif is_plain:
-        request.headers["accept-encoding"] = "identity"
+        request.headers["accept-encoding"] = _IDENTITY
     request.extensions = extensions
     return request
 
@@ -246,7 +255,7 @@ def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any
     if len(headers) > before and "transfer-encoding" in headers:  # it has one of the two
         del headers["transfer-encoding"]
     if is_plain:
-        headers["accept-encoding"] = "identity"
+        headers["accept-encoding"] = _IDENTITY
     made.read()
     return made
 
@@ -265,51 +274,45 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
         call.take_back()
         return False
     call.failed(AnsweredWith(status))
-    shorten(request, response, 0 if call.run.aborted else call.run.time_left())
+    _shorten(response, 0 if call.run.aborted else call.run.time_left())
     return False
+
+
+def _shorten(response: Any, left: float | None) -> None:
+    """Shorten the wait that a client is asked for to the end of its run, where it is refused.
+
+    Nobody but the client itself could end that wait, and some wait a day if they are told to.
+    """
+    for name, parts in _WAITS:
+        told = response.headers.get(name)
+        if told is not None and left is not None:
+            with suppress(ValueError):  # a date
+                if float(told) / parts <= left:
+                    continue
+            # Zero would be taken for nothing told.
+            response.headers[name] = str(max(math.ceil(left * parts), 1))
 
 
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
-    headers = response.headers
-    content_type = headers.get("content-type", "")
-    if content_type.startswith("application/json"):
+    headers, posted = response.headers, call.posted
+    kind = headers.get("content-type", "")
+    if kind.startswith("application/json"):
         return None
-    frames = frames_of(content_type, call.posted.path, is_asked_for=call.posted.is_streamed)
-    if frames is None:
-        # Speech, an image: nobody reads it, and its client may play it as it comes.
-        is_opaque = call.posted.protocol is OPAQUE and content_type
-        return Passing(call, None, "") if is_opaque and content_type[:5] != "text/" else None
-    encoding = headers.get("content-encoding", "")
-    if encoding and reads(mod, encoding):
-        del headers["content-encoding"]
-    elif encoding:
-        frames, encoding = None, ""
-    if "content-length" in headers:
-        del headers["content-length"]
-    is_assumed = not content_type.startswith("text/event-stream")
-    return Passing(call, frames, encoding, is_assumed=is_assumed)
+    frames = frames_of(kind, posted.path, is_asked_for=posted.is_streamed)
+    # Speech, an image: nobody reads it, and its client may play it as it comes.
+    is_media = posted.protocol is OPAQUE and kind and not kind.startswith("text/")
+    if frames is None and not (posted.is_streamed or is_media):
+        return None
+    if headers.get("content-encoding", _IDENTITY) != _IDENTITY:
+        frames = None
+    if frames is not None:
+        headers.pop("content-length", None)
+    return Passing(call, frames, lambda: mod.ReadTimeout("the run has ended"))
 
 
-def _whole(
-    mod: Any, response: Any, call: Call, content: bytes, *, fresh: bool, of_client: bool
-) -> Any:
-    """Take a whole answer; return it, anew where its reader may want the bytes."""
-    if call.posted.is_streamed and may_be_events(content):
-        # A stream whose server says that it is JSON.
-        frames = frames_of("", call.posted.path, is_asked_for=True)
-        return _read_stream(mod, response, Passing(call, frames, ""), of_client=of_client)
-    call.whole(content)
-    return _remade(mod, response, content, of_client=of_client) if fresh else response
-
-
-def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:
-    """Take a streamed answer that was read whole, and decompressed, before it came here."""
-    content = passing.feed(response.content) + passing.last()
-    return _remade(mod, response, content, of_client=of_client)
-
-
-def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
+def _remade(mod: Any, response: Any, content: bytes, of_client: bool) -> Any:
+    """Return an answer anew, because its reader may want the bytes."""
     made = mod.Response(
         response.status_code,
         headers=[

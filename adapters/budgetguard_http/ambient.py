@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Self, Unpack
 
 from budgetguard_core import (
     AdapterError,
@@ -16,15 +16,17 @@ from budgetguard_core import (
     ConfigurationError,
     Guard,
     Outcome,
+    Snapshot,
 )
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
-    ProfileOptions,
     Run,
     envelope_of,
     is_stop,
     joined,
+    opened,
+    run_blocking,
 )
 from budgetguard_http import audit
 from budgetguard_http._patches import Patches
@@ -78,9 +80,8 @@ def install(
         on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
         exempt: Models that cost no money, by name or pattern.
         ask_for_usage: Ask for the usage of streams.
-        watch_connections: Count connections to providers that go past the seam (websockets, gRPC,
-            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good; gRPC
-            has to be imported before.
+        watch_connections: Count connections to providers that go past the seam (websockets,
+            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good.
 
     Raises:
         ConfigurationError: A setting makes no sense.
@@ -123,6 +124,8 @@ class bounded_clients:
         on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
         exempt: Models that cost no money, by name or pattern.
         ask_for_usage: Ask for the usage of streams.
+        resume: An earlier run that the block goes on from: its `Outcome`, its `Snapshot`, or its
+            id in `store`. What to send is the program's to say: `outcome.messages`.
         options: As `Envelope` takes them. With `on_trip="raise"` the first refused call leaves the
             block, past every `except Exception` inside, and the block raises `BudgetExceeded`.
 
@@ -134,29 +137,6 @@ class bounded_clients:
             that of a run around the block.
     """
 
-    @overload
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope,
-        *,
-        everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        *,
-        everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[ProfileOptions],
-    ) -> None: ...
-
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
@@ -165,8 +145,10 @@ class bounded_clients:
         on_unknown: OnUnknown = "admit",
         exempt: Sequence[str] = (),
         ask_for_usage: bool = True,
-        **options: Any,
+        resume: Snapshot | Outcome | str | None = None,
+        **options: Unpack[EnvelopeOptions],
     ) -> None:
+        self._resume = resume
         self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
         self._envelope = envelope_of(budget, default=Budget(), **options)
         of_variables = self._envelope.profile is not None
@@ -225,7 +207,8 @@ class bounded_clients:
                 "bounded_clients needs a budget, got none, and there is no run that the block is "
                 "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
             )
-        run = self._run = own(self._envelope.open())
+        opening = opened(self._envelope, resume=self._resume)
+        run = self._run = own(run_blocking(opening)[0])
         _POLICIES[run] = self._policy
         if self._everywhere:
             with _LOCK:

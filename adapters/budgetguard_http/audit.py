@@ -1,8 +1,7 @@
-"""Connections to providers that go past the seam: look-ups of hosts, and channels of gRPC."""
+"""Connections to providers that go past the seam, seen by their look-ups of hosts."""
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections import Counter
@@ -15,7 +14,6 @@ from budgetguard_http._policy import is_provider
 Counts: TypeAlias = dict[str, int]
 
 _LOOK_UP: Final = "socket.getaddrinfo"
-_CHANNEL: Final = re.compile(r"(?:dns:(?://[^/]*/)?)?([^/:]+)(?::\d+)?")
 
 
 class _Watcher:
@@ -39,13 +37,9 @@ class _Watcher:
         # a request in flight to the same host explains it.
         if not isinstance(host, str) or not is_provider(host):
             return
-        if not self.expected.get(_plain(host)):
-            self.count(host)
-
-    def count(self, host: str) -> None:
-        """Count a connection past the seam."""
         with self.lock:
-            self.uncovered[_plain(host)] += 1
+            if not self.expected.get(_plain(host)):
+                self.uncovered[_plain(host)] += 1
 
 
 def _plain(host: str) -> str:
@@ -64,23 +58,11 @@ def watch() -> None:
     sys.addaudithook(_WATCHER.heard)
 
 
-def opened(target: object) -> None:
-    """Take that a channel of gRPC was opened, which looks up names without a word to Python.
-
-    Args:
-        target: Its address as gRPC takes it, a name of a socket's among them.
-    """
-    named = _CHANNEL.fullmatch(target) if _WATCHER.on and isinstance(target, str) else None
-    if named is not None and is_provider(named[1]):
-        _WATCHER.count(named[1])
-
-
 def uncovered_hosts() -> Counts:
     """Return how often each provider's host was connected to past the seam, since `watch`.
 
     Websockets, aiohttp, `requests` and the like are seen when they look a host up: a connection
-    that is used again counts once. A channel of gRPC is seen when it is opened while the seam is in
-    place, which finds gRPC where that was imported before.
+    that is used again counts once. gRPC looks up names without a word to Python.
     """
     with _WATCHER.lock:
         return dict(_WATCHER.uncovered)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import io
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
@@ -17,25 +18,23 @@ from budgetguard_http import audit
 from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import event_stream_at
+from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
 from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._posted import read_posted
 from budgetguard_http._refusal import Refusal, unknown_refused
 from budgetguard_http._runs import is_off
+from budgetguard_http._stream import Passing, Stream, passed
 from budgetguard_http.protocols import is_path_of_a_model
 from budgetguard_http.transport import Bounded
 
 SERVICE: Final = "bedrock-runtime"
-_CREATED: Final = f"request-created.{SERVICE}"
-_SENDING: Final = f"before-send.{SERVICE}"
-_RECEIVED: Final = f"response-received.{SERVICE}"
 _Client = TypeVar("_Client")
 # A request to this service costs something, wherever `endpoint_url` sends it.
 _HOST: Final = "bedrock-runtime.us-east-1.amazonaws.com"
-_LATEST: Final = "budgetguard-latest"
-"""Under this name the hooks of an attempt tell the next ones of theirs, or that it was refused."""
-_NOBODY: Final = "refused"
+_EXCHANGE: Final = "budgetguard-exchange"
 Answer = Callable[[], tuple[int, Mapping[str, str], bytes]]
+_HOOKED: weakref.WeakKeyDictionary[Any, Hooks] = weakref.WeakKeyDictionary()
+"""The hooks of each client: it has one at a time, so that no attempt is counted twice."""
 
 
 class _Exchange:
@@ -44,15 +43,14 @@ class _Exchange:
     def __init__(self, call: Call, host: str) -> None:
         self.call = call
         self.flight = Flight(call.run)
-        self._expected: AbstractContextManager[None] = audit.expected(host)
-        self._expected.__enter__()
+        self._open = ExitStack()
+        self._open.enter_context(audit.expected(host))
         self._is_open = True
 
     def close(self) -> None:
         """Close it: its answer has begun, or there is none."""
-        if self._is_open:
-            self._is_open = False
-            self._expected.__exit__(None, None, None)
+        self._is_open = False
+        self._open.close()
 
     def __del__(self) -> None:
         # What leaves a client past its events, as KeyboardInterrupt does, comes by here.
@@ -63,7 +61,7 @@ class _Exchange:
 
 
 class Hooks:
-    """The handlers of one client's events; the seam of `Seam` for boto3.
+    """The handlers of clients' events; the seam of `Seam` for boto3.
 
     Args:
         here: Returns the run that a call from the running code is a part of; None for nobody's.
@@ -73,41 +71,38 @@ class Hooks:
     def __init__(self, here: Callable[[], Run | None], policy_of: Callable[[Run], Policy]) -> None:
         self._here = here
         self._policy_of = policy_of
-        self._key = f"budgetguard-{id(self)}"
         # Between two events of one attempt, which one thread emits, there is no other way in
         # every release of botocore: the request that is sent is not the one that was made.
         self._next = threading.local()
 
     def register(self, client: Any) -> None:
-        """Register the handlers; a second time changes nothing."""
-        events = client.meta.events
-        # First: before the request is signed.
-        events.register_first(_CREATED, self._created, unique_id=f"{self._key}-created")
-        events.register_first(_SENDING, self._sending, unique_id=f"{self._key}-sending")
-        events.register_first(_RECEIVED, self._received, unique_id=f"{self._key}-received")
+        """Register the handlers, in the place of others'; a second time changes nothing."""
+        before = _HOOKED.get(client)
+        if before is not None:
+            before.unregister(client)
+        _HOOKED[client] = self
+        for name, handler in self._handlers():
+            # First: before the request is signed.
+            client.meta.events.register_first(f"{name}.{SERVICE}", handler)
 
     def unregister(self, client: Any) -> None:
-        """Take them back."""
-        events = client.meta.events
-        events.unregister(_CREATED, self._created, unique_id=f"{self._key}-created")
-        events.unregister(_SENDING, self._sending, unique_id=f"{self._key}-sending")
-        events.unregister(_RECEIVED, self._received, unique_id=f"{self._key}-received")
+        """Take them back, if they are there."""
+        if _HOOKED.get(client) is self:
+            del _HOOKED[client]
+            for name, handler in self._handlers():
+                client.meta.events.unregister(f"{name}.{SERVICE}", handler)
+
+    def _handlers(self) -> Sequence[tuple[str, Callable[..., Any]]]:
+        return (
+            ("request-created", self._created),
+            ("before-send", self._sending),
+            ("response-received", self._received),
+        )
 
     def _created(self, request: Any, **_: Any) -> None:
         """Ask for an attempt before it is signed."""
         self._next.answer = None
-        if request.method != "POST":
-            return
-        above = request.context.get(_LATEST)
-        if above is None:
-            self._ask(request)
-        elif isinstance(above, _Exchange):
-            # Other hooks have asked for the same attempt: it counts once where both are charged.
-            with above.call.run.entered(above.call.opened):
-                self._ask(request)
-
-    def _ask(self, request: Any) -> None:
-        run = self._here()
+        run = self._here() if request.method == "POST" else None
         if run is None or is_off(run):
             return
         policy = self._policy_of(run)
@@ -121,7 +116,7 @@ class Hooks:
         if posted is None:
             return
         if posted.is_unwanted:
-            self._refuse(request, unknown_refused)
+            self._next.answer = unknown_refused
             return
         posted.is_next_attempt = request.context.get("retries", {}).get("attempt", 1) > 1
         call = begin(run, posted, policy)
@@ -130,20 +125,12 @@ class Hooks:
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
         if isinstance(call, Refusal):
-            self._refuse(request, call.content)
+            self._next.answer = call.content
             return
         content = call.content()
         if content is not None:
             request.data = content
-        made = _Exchange(call, address.hostname or "")
-        request.context[self._key] = request.context[_LATEST] = made
-
-    def _refuse(self, request: Any, answer: Answer) -> None:
-        self._next.answer = answer
-        above = request.context.get(_LATEST)
-        if isinstance(above, _Exchange):
-            above.call.take_back()
-        request.context[_LATEST] = _NOBODY
+        request.context[_EXCHANGE] = _Exchange(call, address.hostname or "")
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
@@ -166,8 +153,7 @@ class Hooks:
         **_: Any,
     ) -> None:
         """Settle an attempt with its answer, or begin to read that."""
-        context.pop(_LATEST, None)
-        exchange: _Exchange | None = context.pop(self._key, None)
+        exchange: _Exchange | None = context.pop(_EXCHANGE, None)
         if exchange is None:
             return
         exchange.close()
@@ -176,8 +162,6 @@ class Hooks:
         try:
             if exception is not None or response_dict is None:
                 call.failed(exception or "no answer")
-            elif call.is_settled:
-                return  # other hooks have refused it
             elif response_dict["status_code"] >= 300:
                 call.failed(AnsweredWith(response_dict["status_code"]))
             else:
@@ -188,6 +172,11 @@ class Hooks:
         finally:
             if not is_kept:
                 flight.close()
+
+
+def is_hooked(client: Any) -> bool:
+    """Return whether a client has hooks."""
+    return client in _HOOKED
 
 
 class BudgetHooks(Bounded):
@@ -259,21 +248,12 @@ class BudgetHooks(Bounded):
         self._end()
 
 
-class _Raw:
+class _Raw(io.BytesIO):
     """The bytes of an answer that no connection has brought."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = io.BytesIO(content)
-
     def stream(self, amt: int = 65_536, **_: Any) -> Any:
-        while piece := self._content.read(amt):
+        while piece := self.read(amt):
             yield piece
-
-    def read(self, amt: int | None = None, **_: Any) -> bytes:
-        return self._content.read(amt)
-
-    def close(self) -> None:
-        self._content.close()
 
 
 def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight) -> bool:
@@ -282,19 +262,25 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
     if field not in parsed:
         call.parsed(parsed)
         return False
-    if not call.posted.is_streamed and event_stream_at(call.posted.path) is None:
+    if not call.posted.is_streamed and frames_at(call.posted.path)[1] != EVENT_STREAM:
         content = parsed[field].read()
         call.whole(content)
         parsed[field] = _body(content)
         return False
-    from budgetguard_http._events import BoundedEvents, Plain, Wrapped
-
-    shut = getattr(response["body"], "shutdown", None)  # urllib3 2.3 and later
-    if shut is not None:
-        flight.answered_by(shut)
-    form = Plain() if field == "stream" else Wrapped()
-    parsed[field] = BoundedEvents(parsed[field], call, flight, form)
+    # urllib3 2.3 and later
+    flight.answered_by(getattr(response["body"], "shutdown", None))
+    frames, path = Frames() if field == "stream" else Chunks(), call.posted.path
+    passing = Passing(call, frames, lambda: _read_timeout(path))
+    stream = parsed[field]
+    parsed[field] = Stream(stream, call, flight, passed(stream, passing, flight))
     return True
+
+
+def _read_timeout(path: str) -> Exception:
+    """Return botocore's own error for an answer that did not come in time."""
+    errors: Any = importlib.import_module("botocore.exceptions")  # it brings no types
+    made: Exception = errors.ReadTimeoutError(endpoint_url=path, error="the run has ended")
+    return made
 
 
 def _body(content: bytes) -> Any:

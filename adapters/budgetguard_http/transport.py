@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -12,7 +11,7 @@ from budgetguard_core import Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, envelope_of
 from budgetguard_http._policy import OnUnknown, Policy
 from budgetguard_http._runs import EnvelopeRuns, end, traffic_of
-from budgetguard_http._seam import Seam
+from budgetguard_http._seam import Seam, module_of
 
 if TYPE_CHECKING:
     import httpx
@@ -60,7 +59,25 @@ class Bounded:
             end(run)
 
 
-class BudgetTransport(Bounded, _Sync):
+class _Transport(Bounded):
+    """The common part of the two transports."""
+
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope | None = None,
+        inner: Any = None,
+        *,
+        on_unknown: OnUnknown = "admit",
+        exempt: Sequence[str] = (),
+        ask_for_usage: bool = True,
+        **options: Unpack[EnvelopeOptions],
+    ) -> None:
+        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
+        super().__init__(budget, policy, options)
+        self._inner: Any = inner
+
+
+class BudgetTransport(_Transport, _Sync):
     """Bounds the calls of a synchronous client: `httpx.Client(transport=BudgetTransport(budget))`.
 
     The client goes to the SDK: `OpenAI(http_client=openai.DefaultHttpxClient(transport=...))`.
@@ -85,24 +102,10 @@ class BudgetTransport(Bounded, _Sync):
         ConfigurationError: The budget or an option makes no sense.
     """
 
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        inner: Any = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
-        super().__init__(budget, policy, options)
-        self._inner: Any = inner
-
     def handle_request(self, request: Any) -> Any:
         """Handle each request of the client."""
         if self._inner is None:
-            self._inner = sys.modules[type(request).__module__.partition(".")[0]].HTTPTransport()
+            self._inner = module_of(request).HTTPTransport()
         return self._seam.send(request, self._inner.handle_request, stream=True, of_client=False)
 
     def close(self) -> None:
@@ -127,31 +130,16 @@ class BudgetTransport(Bounded, _Sync):
         self._end()
 
 
-class AsyncBudgetTransport(Bounded, _Async):
+class AsyncBudgetTransport(_Transport, _Async):
     """Bounds the calls of an asynchronous client; as `BudgetTransport`.
 
     The deadline and an abort also end a call in flight at once.
     """
 
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        inner: Any = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
-        super().__init__(budget, policy, options)
-        self._inner: Any = inner
-
     async def handle_async_request(self, request: Any) -> Any:
         """Handle each request of the client."""
         if self._inner is None:
-            mod = sys.modules[type(request).__module__.partition(".")[0]]
-            self._inner = mod.AsyncHTTPTransport()
+            self._inner = module_of(request).AsyncHTTPTransport()
         send = self._inner.handle_async_request
         return await self._seam.asend(request, send, stream=True, of_client=False)
 

@@ -9,7 +9,6 @@ from typing import Any, Self
 from budgetguard_core import AdapterError, BudgetExceeded, Trip
 from budgetguard_core.kit import (
     Admit,
-    Call,
     ModelCall,
     OpenModelCall,
     OpenToolCall,
@@ -181,12 +180,11 @@ class AdmittedToolCall:
         name: The tool's name.
     """
 
-    def __init__(self, run: Run, wanted: Call, call: OpenToolCall) -> None:
+    def __init__(self, run: Run, call: OpenToolCall) -> None:
         self._run = run
-        self._wanted = wanted
         self._call = call
-        self.id = wanted.id
-        self.name = wanted.name
+        self.id = call.call.id or ""
+        self.name = call.call.name
 
     @property
     def refusal(self) -> str | None:
@@ -205,7 +203,7 @@ class AdmittedToolCall:
         Raises:
             ValueError: The model wrote no JSON object.
         """
-        return history.parsed(self._wanted.arguments)
+        return history.parsed(self._call.call.arguments)
 
     @property
     def seconds(self) -> float | None:
@@ -218,10 +216,10 @@ class AdmittedToolCall:
         A refused call returns its refusal; what the tool raises, and arguments that are no JSON
         object, become an error text. For an async function the answer is to be awaited.
         """
-        if self.refusal is not None:
-            return _done(self.refusal) if is_async(function) else self.refusal
         if is_async(function):
             return self._await(function)
+        if self.refusal is not None:
+            return self.refusal
         try:
             with self:
                 text = history.result_text(function(**self.arguments))
@@ -231,6 +229,8 @@ class AdmittedToolCall:
         return text
 
     async def _await(self, function: Callable[..., Any]) -> str:
+        if self.refusal is not None:
+            return self.refusal
         try:
             async with self:
                 text = history.result_text(await function(**self.arguments))
@@ -292,13 +292,9 @@ class ToolCalls(list[AdmittedToolCall]):
     """
 
     def __init__(self, run: Run, calls: Iterable[Any]) -> None:
-        wanted = [found for call in calls if (found := _wanted(call)) is not None]
         self._run = run
-        self._batch = run.batch([asked for _, asked in wanted])
-        super().__init__(
-            AdmittedToolCall(run, one, call)
-            for (one, _), call in zip(wanted, self._batch, strict=True)
-        )
+        self._batch = run.batch([asked for call in calls if (asked := _wanted(call)) is not None])
+        super().__init__(AdmittedToolCall(run, call) for call in self._batch)
 
     def __enter__(self) -> Self:
         return self
@@ -309,16 +305,11 @@ class ToolCalls(list[AdmittedToolCall]):
                 self._run.finished(call)
 
 
-def _wanted(call: Any) -> tuple[Call, ToolCall] | None:
+def _wanted(call: Any) -> ToolCall | None:
     """Read a tool call; None for the other blocks of a reply's content."""
     if isinstance(call, ToolCall):
-        return Call(call.id or "", call.name, call.arguments), call
-    wanted = read_call(call)
-    if not wanted.name:
+        return call
+    read = read_call(call)
+    if not read.name:
         return None
-    asked = ToolCall(name=wanted.name, arguments=wanted.arguments, id=wanted.id or None)
-    return wanted, asked
-
-
-async def _done(text: str) -> str:
-    return text
+    return ToolCall(name=read.name, arguments=read.arguments, id=read.id or None)

@@ -20,8 +20,6 @@ from budgetguard_core.kit import (
 )
 from budgetguard_loop import _history as history
 
-__all__ = ["Beginning", "Resume", "begin"]
-
 
 @dataclass(frozen=True, slots=True)
 class Beginning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
@@ -35,6 +35,7 @@ from budgetguard_loop._settings import Settings, is_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING: Any = object()
+_CUT: Any = object()
 _Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 
 
@@ -51,12 +52,12 @@ def guarded(
 ) -> Callable[[_F], _F]:
     """Admit and settle every call of a function, as a tool call or as a model call.
 
-    Works on functions, coroutine functions, generators and async generators; a generator is one
-    call from its first item to its last. On an event loop the deadline and an abort cancel the
-    call. A function that `run_bounded` or a `bounded` block calls under the same guard is counted
-    once. The function is also given `max_output_tokens`, `seconds` and `nudge` (what the model
-    should be told first, or None) where it has keywords of these names that the caller leaves out;
-    a default of its own is never raised.
+    Works on functions, coroutine functions, generators and async generators; a generator, which
+    is only read, is one call from its first item to its last. On an event loop the deadline and an
+    abort cancel the call. A function that `run_bounded` or a `bounded` block calls under the same
+    guard is counted once. The function is also given `max_output_tokens`, `seconds` and `nudge`
+    (what the model should be told first, or None) where it has keywords of these names that the
+    caller leaves out; a default of its own is never raised.
 
     Args:
         budget: A `Guard`; or None for that of the run that the call is part of; or a `Budget` of
@@ -170,13 +171,13 @@ class _Gate:
 
     def coroutine(self) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
-            result = _NOTHING
+            result = _CUT
             run, ask = self._question(args, kwargs)
             waited = await run.wait_async(await run_awaited(run.ask(ask)))
             with self._admitted(run, waited, args, kwargs) as admitted:
                 with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
-                if result is _NOTHING:
+                if result is _CUT:
                     raise _CutShort(cast("Trip", watch.trip))
                 self._took(admitted, result)
             return result
@@ -184,59 +185,38 @@ class _Gate:
         return call
 
     def generator(self) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        def call(*args: Any, **kwargs: Any) -> Generator[Any]:
             run, ask = self._question(args, kwargs)
             with self._admitted(run, run.wait(ask()), args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
-                go_on = functools.partial(next, items)
-                try:
+                with closing(items):
                     while True:
-                        try:
-                            with admitted.run.entered(admitted.open):
-                                item = go_on()
-                        except StopIteration as end:
-                            return end.value
+                        with admitted.run.entered(admitted.open):
+                            item = next(items, _NOTHING)
+                        if item is _NOTHING:
+                            break
                         self._took(admitted, item, part_of_it=True)
-                        try:
-                            go_on = functools.partial(items.send, (yield item))
-                        except GeneratorExit:
-                            raise
-                        except BaseException as error:
-                            go_on = functools.partial(items.throw, error)
-                finally:
-                    items.close()
+                        yield item
 
         return call
 
     def async_generator(self) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
             run, ask = self._question(args, kwargs)
             waited = await run.wait_async(await run_awaited(run.ask(ask)))
             with self._admitted(run, waited, args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
-                go_on = functools.partial(anext, items)
-                try:
+                async with aclosing(items):
                     while True:
-                        item = _NOTHING
-                        try:
-                            with (
-                                admitted.run.entered(admitted.open),
-                                cut_short(admitted.run) as watch,
-                            ):
-                                item = await go_on()
-                        except StopAsyncIteration:
-                            break
-                        if item is _NOTHING:
+                        item = _CUT
+                        with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
+                            item = await anext(items, _NOTHING)
+                        if item is _CUT:
                             raise _CutShort(cast("Trip", watch.trip))
+                        if item is _NOTHING:
+                            break
                         self._took(admitted, item, part_of_it=True)
-                        try:
-                            go_on = functools.partial(items.asend, (yield item))
-                        except GeneratorExit:
-                            raise
-                        except BaseException as error:
-                            go_on = functools.partial(items.athrow, error)
-                finally:
-                    await items.aclose()
+                        yield item
 
         return call
 

@@ -29,7 +29,7 @@ STOPPED = "This work was stopped before it finished."
 """The result of a tool whose body was stopped by a limit of the run around it."""
 
 
-def error_result(tool_use_id: str, text: str) -> dict[str, Any]:
+def error_result(tool_use_id: str, text: str) -> Any:
     """Write the result of a tool call that brought nothing."""
     return {"toolUseId": tool_use_id, "status": "error", "content": [{"text": text}]}
 

@@ -17,8 +17,6 @@ class Place:
         wait_until_ns: Until when a call in the queue may wait. After that, release and refuse it.
     """
 
-    __slots__ = ("_wake", "granted", "released", "wait_until_ns")
-
     def __init__(self, granted: bool, wait_until_ns: int) -> None:
         self.granted = granted
         self.released = False
@@ -48,8 +46,6 @@ class Bulkhead:
     Args:
         config: The settings; resilience4j's defaults if left out.
     """
-
-    __slots__ = ("_lock", "_max_wait_ns", "_most", "_queue", "_running", "config")
 
     def __init__(self, config: BulkheadConfig | None = None) -> None:
         self.config = config or BulkheadConfig()

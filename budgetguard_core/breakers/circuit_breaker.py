@@ -68,11 +68,6 @@ class CircuitBreaker:
         config: The settings; resilience4j's defaults if left out.
     """
 
-    __slots__ = (
-        *("_calls", "_failed", "_generation", "_lock", "_minimum", "_now", "_since", "_slow"),
-        *("_slow_ns", "_state", "_trials", "_wait_ns", "config", "name"),
-    )
-
     def __init__(self, name: str, config: CircuitBreakerConfig | None = None) -> None:
         self.name = name
         self.config = config or CircuitBreakerConfig()

@@ -77,11 +77,6 @@ class ProgressSignal:
         tripped: The run is to be stopped: nothing changed after the correction.
     """
 
-    __slots__ = (
-        *("_asked", "_begun", "_cause", "_estimate", "_flat", "_same", "_since", "_subgoal"),
-        *("_waiting", "due", "settings", "tripped"),
-    )
-
     def __init__(self, settings: ProgressReports) -> None:
         self.settings = settings
         self.user_turn()

@@ -29,8 +29,6 @@ class BreakerRegistry:
         scope: The profile or tenant that this view of the registry is for; empty for all.
     """
 
-    __slots__ = ("_kept", "_lock", "scope")
-
     def __init__(self) -> None:
         self.scope = ""
         self._lock = threading.Lock()

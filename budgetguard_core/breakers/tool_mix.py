@@ -44,8 +44,6 @@ class ToolMixAlarm:
         settings: The baseline, and how unlike it a run must be.
     """
 
-    __slots__ = ("_calls", "_counts", "_next_look", "_rest", "_told", "settings")
-
     def __init__(self, settings: ToolMix) -> None:
         self.settings = settings
         self._counts = dict.fromkeys(settings.baseline.tools, 0)

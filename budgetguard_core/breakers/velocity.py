@@ -31,8 +31,6 @@ class VelocityMeter:
         limits: The ceilings.
     """
 
-    __slots__ = ("_latest", "_windows", "limits")
-
     def __init__(self, limits: VelocityLimits) -> None:
         self.limits = limits
         dollars = limits.max_cost_usd_per_minute
@@ -123,8 +121,6 @@ class VelocityMeter:
 
 class _Window:
     """The use in each second, of the last minute and of the delays ahead."""
-
-    __slots__ = ("band", "ceiling", "name", "ring", "total")
 
     def __init__(self, name: str, ceiling: float, share: float) -> None:
         self.name = name

@@ -43,7 +43,6 @@ COMMANDS = (
     f"revive --tenant acme {LEDGER}",
     f"ledger reconcile {LEDGER}",
     f"ledger check {LEDGER}",
-    f"ledger export {LEDGER}",
     f"ledger adopt {LEDGER}",
 )
 # What is another each time, at the same width.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -342,24 +341,6 @@ def test_a_log_of_before_runs_named_what_they_are_charged_to_beside_is_read(line
     assert older.pop("beside") == []
     (event,) = read_events([json.dumps(older) + "\n"])
     assert event.beside == ()
-
-
-def test_a_copied_call_has_every_field():
-    given = {
-        "model": "m",
-        "provider": "p",
-        "retry": True,
-        "input_tokens": 1,
-        "max_output_tokens": 2,
-        "output_is_fixed": True,
-        "min_output_tokens": 3,
-        "seconds": 4.0,
-        "cost_usd": Decimal(5),
-    }
-    assert given.keys() == {field.name for field in fields(ModelCall)}
-    call = ModelCall(**given)
-    assert call.copied() == call
-    assert call.copied() is not call
 
 
 def test_an_event_has_the_fields_of_its_kind_in_their_order():

@@ -1,19 +1,17 @@
-"""OpenAI's embeddings, which Azure, Mistral and compatible servers have as well."""
+"""OpenAI's embeddings, which Azure, Mistral and compatible servers have, Gemini's and Ollama's."""
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from typing import Final
 
-from budgetguard_http.protocols.opaque import Opaque
 from budgetguard_http.protocols.protocol import (
-    Answer,
+    ApiProtocol,
     Body,
     Prompted,
-    items,
-    record,
-    text_or_none,
-    usage_in,
+    Reader,
+    records,
 )
 
 PRICES: Final = {
@@ -29,46 +27,38 @@ dollars. Mistral's it finds by themselves.
 _MILLION: Final = 1_000_000
 
 
-class Embeddings(Opaque):
-    """`/embeddings`: a model call, but no turn of a loop, and with no answer that could be made."""
+class EmbeddingsReader(Reader):
+    """The usage of embeddings."""
+
+    def whole(self, body: Body) -> None:
+        """Take it as measured: there is no completion that could be missing."""
+        super().whole(body)
+        if self.answer.usage is not None:
+            self.answer.usage = self.answer.usage._replace(estimated=False)
+
+
+class Embeddings(ApiProtocol):
+    """`/embeddings`, `/api/embed` and `/api/embeddings`: no turn of a loop, with no text."""
 
     name = "embeddings"
     is_turn = False
+    reader_type = EmbeddingsReader
 
     def prompt(self, body: Body) -> Prompted:
         """Return the texts."""
-        return Prompted(body.get("input"))
-
-    def read(self, body: Body, answer: Answer) -> None:
-        """Read the usage."""
-        answer.usage, answer.model = usage_in(body), text_or_none(body.get("model"))
-        if answer.usage is not None:
-            # There is no completion that could be missing.
-            answer.usage = answer.usage._replace(estimated=False)
+        return Prompted(body.get("input") or body.get("prompt"))
 
 
 class GeminiEmbeddings(Embeddings):
     """`:embedContent` and `:batchEmbedContents`; their usage is estimated where none is told."""
 
     provider = "google"
-
-    def model(self, path: str, body: Body) -> str | None:
-        """Return the model in the address."""
-        del body
-        return path.rpartition("/")[2].partition(":")[0] or None
+    model_in_path = re.compile(r"([^/:]+):\w+$")
 
     def prompt(self, body: Body) -> Prompted:
         """Return the contents."""
-        contents = [record(one).get("content") for one in items(body.get("requests"))]
+        contents = [one.get("content") for one in records(body.get("requests"))]
         return Prompted(contents or [body.get("content")])
-
-
-class OllamaEmbeddings(Embeddings):
-    """`/api/embed` and `/api/embeddings`."""
-
-    def prompt(self, body: Body) -> Prompted:
-        """Return the texts."""
-        return Prompted(body.get("input") or body.get("prompt"))
 
 
 def embedding_cost(model: str | None, tokens: int) -> Decimal | None:
