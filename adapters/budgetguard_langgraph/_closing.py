@@ -13,8 +13,8 @@ from langgraph.constants import END
 from langgraph.types import Interrupt, Overwrite, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import outcome_of
-from budgetguard_langgraph._history import held_in, messages_of, placed, results_for, unanswered
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, close_history, outcome_of
+from budgetguard_langgraph._messages import DIALECT, held_in, messages_of
 from budgetguard_langgraph._seams import PUSH, ROOT, START
 from budgetguard_langgraph.interrupts import ANSWERED, is_budget_interrupt
 
@@ -76,9 +76,9 @@ def answered(
     messages = conversation_in(state.values, key)
     ended = outcome_of(left)
     waited = ended is not None and ended.status == "paused"
-    known = waited or asked_in(left, ())[0]
-    results = results_for(messages, () if known else [id_ for id_, _ in unanswered(messages)])
-    return write(graph, key, placed(messages, results)) if results else None
+    note = NOT_EXECUTED if waited or asked_in(left, ())[0] else OUTCOME_UNKNOWN
+    whole, new = close_history(messages, DIALECT, lambda _, __: note)
+    return write(graph, key, whole) if new else None
 
 
 def replaced(graph: Any, key: str, whole: Sequence[BaseMessage]) -> Any:

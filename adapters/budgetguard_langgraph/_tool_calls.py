@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, cast
 
 from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command
 
 from budgetguard_core import StopReason, Trip
-from budgetguard_core.kit import FRAME, OpenToolCall, ToolCall, Violation, is_stop
-from budgetguard_langgraph._model_calls import graph_of
+from budgetguard_core.kit import FRAME, Flow, OpenToolCall, ToolCall, Violation, is_stop
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
     RunId,
-    Step,
+    Stretch,
     ToolCallInFlight,
+    when_task_ends,
 )
 from budgetguard_langgraph._seams import (
     HANDOFF,
@@ -26,17 +27,15 @@ from budgetguard_langgraph._seams import (
 )
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
-_NOTHING: Final[Mapping[str, Any]] = {}
 
-
-def ask(
+def start(
     graph_run: GraphRun,
     run_id: RunId,
     serialized: Mapping[str, Any] | None,
     given: str,
     facts: Mapping[str, Any],
-) -> ToolCallInFlight | None:
-    """Ask for a tool call, together with the others of its batch; None for one told of before.
+) -> Flow[Exception | Trip | None]:
+    """Ask for a tool call, together with the others of its batch, and begin its body.
 
     Args:
         graph_run: The run.
@@ -44,30 +43,47 @@ def ask(
         serialized: The tool, as the start hook is given it.
         given: Its input as text.
         facts: What else the hook is told.
+
+    Returns:
+        None where it may begin; what its node turns into an error result; or, where nothing answers
+        a refused call, why the run has to end.
     """
     if run_id in graph_run.tools:
         return None
     name, inputs = str((serialized or {}).get("name", "")), facts.get("inputs")
-    id_, metadata = facts.get("tool_call_id"), facts.get("metadata")
+    id_ = facts.get("tool_call_id")
+    metadata: Mapping[str, Any] = facts.get("metadata") or {}
+    handoff = HANDOFF in metadata or name in graph_run.handoffs
+    call = ToolCall(
+        name=name,
+        arguments=_plain(given if inputs is None else inputs, id_),
+        id=id_,
+        kind="handoff" if handoff else "function",
+    )
     opened: OpenToolCall | None = None
-    handoff = HANDOFF in (metadata or {}) or name in graph_run.handoffs
+    node = enclosing_tool_node()
     if handoff:
         _is_handoff(graph_run, name)
-    else:
-        node = str((metadata or _NOTHING).get("langgraph_checkpoint_ns") or "")
-        namespace = graph_of(node) if "|" in node else ""
-        opened = graph_run.asked.take(namespace, id_, name)
-    if opened is None and id_ is not None:
-        opened = _admitted_below(graph_run, id_, name)
-    if opened is None:
-        call = ToolCall(
-            name=name,
-            arguments=_plain(given if inputs is None else inputs, id_),
-            id=id_,
-            kind="handoff" if handoff else "function",
-        )
         opened = graph_run.run.tool_call(call)
-    return ToolCallInFlight(run_id, opened)
+    else:
+        branch = graph_run.branch(metadata.get("langgraph_checkpoint_ns"))
+        with graph_run.lock:
+            is_offered = branch.offer(id_, name, node)
+        opened = None if is_offered or id_ is None else _admitted_below(graph_run, id_, name)
+        if opened is None:
+            opened = yield from branch.calls.taken(call)
+    yield from graph_run.run.waited(opened)
+    refused = graph_run.run.start(opened)
+    if refused is not None:
+        graph_run.next_step = f"run the tool {name}"
+        return refusal(node, refused) or _trip_of(graph_run, opened)
+    flying = ToolCallInFlight(run_id, Stretch(graph_run, opened, run_id), opened)
+    graph_run.tools[run_id] = flying
+    OWNERS[run_id] = graph_run
+    FRAME.set(flying.step)
+    graph_run.save()
+    flying.forget = when_task_ends(partial(_cancelled, graph_run, run_id))
+    return None
 
 
 def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | None:
@@ -83,27 +99,6 @@ def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | 
         is_same = isinstance(call, ToolCall) and (call.id, call.name) == (id_, name)
         if is_same and ticket not in ours and guard in ticket.guard.lineage:
             return OpenToolCall(call, (ticket,))
-    return None
-
-
-def begin(graph_run: GraphRun, flying: ToolCallInFlight) -> Exception | Trip | None:
-    """Begin a tool's body.
-
-    Returns:
-        None where it may; what its node turns into an error result; or, where nothing answers a
-        refused call, why the run has to end.
-    """
-    run_id, opened = flying.run_id, flying.call
-    refused = graph_run.run.start(opened)
-    if refused is not None:
-        graph_run.next_step = f"run the tool {opened.call.name}"
-        return refusal(enclosing_tool_node(), refused) or _trip_of(graph_run, opened)
-    flying.step = step = Step(graph_run, opened, run_id)
-    graph_run.tools[run_id] = flying
-    OWNERS[run_id] = graph_run
-    FRAME.set(step)
-    if graph_run.is_saved:
-        graph_run.save()
     return None
 
 
@@ -138,16 +133,14 @@ def _taken(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
     OWNERS.pop(run_id, None)
     with graph_run.settled:
         flying = graph_run.tools.pop(run_id, None)
-        if graph_run.is_awaited:
-            graph_run.settled.notify_all()
+        graph_run.settled.notify_all()
     if flying is not None:
-        if flying.forget is not None:
-            flying.forget()
+        flying.forget()
         flying.step.leave()
     return flying
 
 
-def cancelled(graph_run: GraphRun, run_id: RunId) -> None:
+def _cancelled(graph_run: GraphRun, run_id: RunId) -> None:
     """Note that the task of a tool call ended before it: its outcome is unknown."""
     flying = _taken(graph_run, run_id)
     if flying is not None:
@@ -167,15 +160,12 @@ def end(graph_run: GraphRun, run_id: RunId, output: Any) -> None:
     message = _message_in(output)
     if message is None:
         run.finished(call, _result(cast("object", output)))
-    elif message.status == "error":
-        run.finished(call, message.content, error=str(message.content))
     else:
-        run.finished(call, message.content)
-    if message is not None:
+        content = message.content
+        run.finished(call, content, error=str(content) if message.status == "error" else None)
         with graph_run.lock:
-            graph_run.asked.results.setdefault(message.tool_call_id, []).append(message)
-    if graph_run.is_saved:
-        graph_run.save()
+            graph_run.results.setdefault(message.tool_call_id, []).append(message)
+    graph_run.save()
 
 
 def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | None:
@@ -207,8 +197,7 @@ def fail(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | Non
         run.finished(call, error=error)
     else:
         graph_run.interrupted.append(call)
-    if graph_run.is_saved:
-        graph_run.save()
+    graph_run.save()
     return None
 
 

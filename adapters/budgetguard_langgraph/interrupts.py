@@ -68,13 +68,3 @@ def is_refusal(error: BaseException) -> bool:
     else:
         headers = getattr(response, "headers", None)
     return isinstance(headers, Mapping) and _REASON in headers
-
-
-def was_stopped(graph: Any, config: Any) -> bool:
-    """Return whether a thread was stopped and asks nobody; False if its saver must be awaited."""
-    try:
-        tasks: Any = graph.get_state(config).tasks
-    except Exception:
-        return False
-    found = [is_budget_interrupt(one) for task in tasks for one in task.interrupts]
-    return bool(found) and all(found)

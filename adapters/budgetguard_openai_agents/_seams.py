@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -13,15 +14,12 @@ import agents.run
 import agents.tool
 from agents import (
     Agent,
-    AgentOutputSchemaBase,
     ApplyPatchTool,
     ComputerTool,
     CustomTool,
     FunctionTool,
     InputGuardrailTripwireTriggered,
     LocalShellTool,
-    MaxTurnsExceeded,
-    ModelSettings,
     RunConfig,
     RunContextWrapper,
     RunItem,
@@ -30,10 +28,12 @@ from agents import (
     RunState,
     ShellTool,
     Tool,
+    function_tool,
 )
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.models.fake_id import FAKE_RESPONSES_ID
+from agents.run_internal import run_loop, run_steps
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
@@ -43,19 +43,16 @@ NO_ID = FAKE_RESPONSES_ID
 """The id of a message that no provider has given one: the SDK sends it to none."""
 _SUPPORTED = "openai-agents>=0.22.3,<1"
 
-# From 0.24 on the runner closes the model provider that it made for a run without a
-# configuration; it still knows one of a mapping as its own.
-TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
-
 _SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
 
 NEEDED: dict[Any, str] = {
+    run_loop: "get_model",
+    run_steps: "NextStepRunAgain",
     agents.run: "DEFAULT_MAX_TURNS get_default_agent_runner set_default_agent_runner",
     agents.result: "QueueCompleteSentinel",
     agents.tool: "_get_computer_initializer",
     AgentBase: "get_all_tools",
     FunctionTool: "_is_agent_tool tool_input_guardrails",
-    ModelSettings: "resolve",
     RunContextWrapper: "get_approval_status",
     RunResult: (
         "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
@@ -74,14 +71,7 @@ NEEDED: dict[Any, str] = {
     ),
 }
 """What a release has to have, by its owner."""
-_LOCAL_TOOLS = (
-    ApplyPatchTool,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    LocalShellTool,
-    ShellTool,
-)
+_LOCAL = FunctionTool, CustomTool, ComputerTool, ShellTool, LocalShellTool, ApplyPatchTool
 _KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 
@@ -96,81 +86,13 @@ def probe() -> None:
     for owner, names in NEEDED.items():
         known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
         missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
-    try:
-        _again()
-        _error_handlers()
-    except (ImportError, AttributeError) as error:
-        missing.append(str(error))
-    if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
+    if not hasattr(function_tool(lambda: "", name_override="probe").on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
         raise AdapterError(
             f"openai-agents {__version__} must have {', '.join(sorted(missing))} for a budget to "
             f"hold, found none. Install a supported release: {_SUPPORTED}."
         )
-
-
-def _made_by_the_sdk() -> FunctionTool:
-    from agents import function_tool
-
-    def probe() -> str:
-        return ""
-
-    return function_tool(probe)
-
-
-def _again() -> Any:
-    from agents.run_internal.run_steps import NextStepRunAgain
-
-    return NextStepRunAgain()
-
-
-def _error_handlers() -> Any:
-    from agents.run_internal import error_handlers
-
-    names = "build_run_error_data", "format_final_output_text", "get_output_schema"
-    for name in (*names, "resolve_run_error_handler_result", "validate_handler_final_output"):
-        getattr(error_handlers, name)
-    return error_handlers
-
-
-# Outputs of a type
-
-
-def schema_of(agent: Agent[Any]) -> AgentOutputSchemaBase | None:
-    """Return the schema of an agent's output; None where it is a text."""
-    schema: AgentOutputSchemaBase | None = _error_handlers().get_output_schema(agent)
-    return schema
-
-
-async def handled(
-    handler: Callable[[Any], Any],
-    error: MaxTurnsExceeded,
-    context: Any,
-    agent: Agent[Any],
-    facts: dict[str, Any],
-) -> tuple[str | None, Any]:
-    """Ask the user's handler of `max_turns` as the SDK does.
-
-    Returns:
-        The text for the history, and the output; None where the handler has none.
-
-    Raises:
-        UserError: What the handler gave is no output of the agent's type.
-    """
-    sdk = _error_handlers()
-    made = await sdk.resolve_run_error_handler_result(
-        error_handlers={"max_turns": handler},
-        error_kind="max_turns",
-        error=error,
-        context_wrapper=context,
-        run_data=sdk.build_run_error_data(last_agent=agent, **facts),
-    )
-    if made is None:
-        return None, None
-    final = sdk.validate_handler_final_output(agent, made.final_output)
-    text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
-    return text, final
 
 
 # Tools
@@ -195,16 +117,15 @@ def with_invoker(
     tool: FunctionTool,
     wrap: Callable[[Callable[[Any, str], Awaitable[Any]]], Callable[[Any, str], Awaitable[Any]]],
 ) -> FunctionTool:
-    """Copy a tool whose body is wrapped below what turns its exceptions into texts."""
+    """Copy a tool whose body is wrapped, below what turns its exceptions into texts if there is."""
     copied = copy.copy(tool)
-    invoker = copied.on_invoke_tool
+    invoker = copy.copy(copied.on_invoke_tool)
     body = getattr(invoker, _INVOKER, None)
     if body is None:
-        # Made by hand: what it raises ends the run by itself, and what it swallows is its own.
-        return copied
-    invoker = copy.copy(invoker)
-    setattr(invoker, _INVOKER, wrap(body))
-    copied.on_invoke_tool = invoker
+        copied.on_invoke_tool = wrap(invoker)
+    else:
+        setattr(invoker, _INVOKER, wrap(body))
+        copied.on_invoke_tool = invoker
     return copied
 
 
@@ -215,7 +136,7 @@ def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
     for calls in held.values():
         for call in cast("list[Any]", calls if isinstance(calls, list) else []):
             for name, value in list(getattr(call, "__dict__", {}).items()):
-                if isinstance(value, _LOCAL_TOOLS):
+                if isinstance(value, _LOCAL):
                     setattr(call, name, replaced(cast("Tool", value)))
 
 
@@ -237,22 +158,19 @@ def take_failed_guardrail(streamed: Any) -> BaseException | None:
     return error
 
 
-def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
-    """Show each event of a streamed run when it comes, whether or not somebody consumes it.
+def hold_end(streamed: Any) -> None:
+    """Hold the end of a streamed run's events back until `end_events`.
 
-    Their end is held back until `end_events`: behind it the consumer waits for guardrails that may
-    never end.
+    Behind it the consumer waits for guardrails that may never end.
     """
     queue = streamed._event_queue
     put: Callable[[Any], None] = queue.put_nowait
 
-    def seen(event: Any) -> None:
-        if isinstance(event, _SENTINEL) and not is_cancelled(streamed):
-            return
-        see(event)
-        put(event)
+    def held(event: Any) -> None:
+        if not isinstance(event, _SENTINEL) or is_cancelled(streamed):
+            put(event)
 
-    queue.put_nowait = seen
+    queue.put_nowait = held
 
 
 def raise_tripwire(streamed: Any) -> None:
@@ -287,7 +205,7 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
     known = Counter(call for _, call in items)
     streamed._model_input_items = [item for item, call in items if call is None or known[call] > 1]
     if streamed._state is not None:
-        streamed._state._current_step = _again()
+        streamed._state._current_step = run_steps.NextStepRunAgain()
 
 
 # Results and states
@@ -300,7 +218,7 @@ def complete_result(result: Any, kept: dict[str, Any], given: Any, config: RunCo
     result._model_input_items = list(result.new_items)
     result._current_turn = len(result.raw_responses)
     result._original_input = copy.copy(result.input)
-    result._current_step_for_state = _again()
+    result._current_step_for_state = run_steps.NextStepRunAgain()
     result._conversation_id = kept.get("conversation_id")
     if kept.get("previous_response_id") or kept.get("auto_previous_response_id"):
         result._previous_response_id = result.last_response_id
@@ -331,6 +249,14 @@ def approval_of(state: Any, item: Any) -> bool | None:
     )
 
 
+def drop_interruption(state: Any, item: Any) -> None:
+    """Take a question that is none of the SDK's out of a state, which may hold a copy of it."""
+    waiting, call_id = state._current_step.interruptions, part(item.raw_item, "call_id")
+    waiting[:] = [one for one in waiting if part(one.raw_item, "call_id") != call_id]
+    if not waiting:
+        state._current_step = run_steps.NextStepRunAgain()
+
+
 def context_of(state: Any) -> Any:
     """Return the user's context of a run that goes on."""
     return None if state._context is None else state._context.context
@@ -356,18 +282,39 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value}
 
 
-def is_unanswered(state: Any) -> bool:
-    """Return whether no model has answered in a run that goes on."""
-    return not state._model_responses
+def is_state(given: Any) -> bool:
+    """Return whether a run goes on from its state."""
+    return isinstance(given, RunState)
 
 
-def keep(result: Any, text: str) -> None:
-    """Keep a text in the state of a run that waits, JSON included."""
-    # What tools each agent has used; a name that no agent has is passed over.
-    result._tool_use_tracker_snapshot = {**result._tool_use_tracker_snapshot, _KEPT: [text]}
+def is_unanswered(given: Any) -> bool:
+    """Return whether a run goes on in which no model has answered."""
+    return is_state(given) and not given._model_responses
 
 
-def kept(state: Any) -> str | None:
-    """Return the text that is kept in the state of a run."""
-    texts: list[str] = state.get_tool_use_tracker_snapshot().get(_KEPT, [])
-    return texts[0] if texts else None
+class InState:
+    """The state of a run, JSON included, which holds the counters of one that waits.
+
+    Attributes:
+        result: The result whose state is to hold them.
+    """
+
+    keeps = frozenset({"paused"})
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.result: Any = None
+
+    def get(self) -> dict[str, Any] | None:
+        """Return the entry, or None."""
+        if not is_state(self.given):
+            return None
+        texts: list[str] = self.given.get_tool_use_tracker_snapshot().get(_KEPT, [])
+        return json.loads(texts[0]) if texts else None
+
+    def put(self, entry: dict[str, Any] | None) -> None:
+        """Keep an entry."""
+        if entry is not None:
+            # What tools each agent has used; a name that no agent has is passed over.
+            used = self.result._tool_use_tracker_snapshot
+            self.result._tool_use_tracker_snapshot = {**used, _KEPT: [json.dumps(entry)]}

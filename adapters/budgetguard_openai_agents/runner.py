@@ -20,13 +20,13 @@ from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Ou
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of, outcome_of, part
 from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
-from budgetguard_openai_agents._runner import BoundedHooks, install, is_installed
+from budgetguard_openai_agents._frame import around
+from budgetguard_openai_agents._runner import install
 
 _NOTHING = RunHooks[Any]()
 
 
-class BudgetHooks(BoundedHooks):
+class BudgetHooks(RunHooks[Any]):
     """Bound a run: `Runner.run(agent, input, hooks=BudgetHooks(Budget(max_iterations=25)))`.
 
     Works in `run`, `run_sync` and `run_streamed`. A run that is stopped returns a normal result,
@@ -69,6 +69,7 @@ class BudgetHooks(BoundedHooks):
         self.envelope = envelope_of(budget, **options)
         self.inner = inner
         self.resume = resume
+        self.keeps_max_turns = False
         if inner is not None and not isinstance(inner, RunHooksBase):
             raise ConfigurationError(
                 f"inner must be run hooks, got {type(inner).__name__}. Subclass agents.RunHooks."
@@ -87,53 +88,30 @@ class BudgetHooks(BoundedHooks):
             return self
         return self.inner.called() if isinstance(self.inner, BudgetHooks) else self.inner
 
-    def _inner(self) -> RunHooks[Any]:
+    def next_hooks(self) -> RunHooks[Any]:
         """Return the hooks that come next, in a run that has this budget."""
-        calls = around()
-        hooks = None if calls is None else calls.hooks
-        while isinstance(hooks, BudgetHooks):
-            if hooks is self:
-                return self.inner or _NOTHING
-            hooks = hooks.inner
-        if not is_installed():
+        if around() is None:
             raise AdapterError(
-                "BudgetHooks works through the default agent runner that it installs, and another "
-                "one was set since. Call set_default_agent_runner before you make BudgetHooks."
+                "BudgetHooks must be the hooks of the run itself, under the default agent runner "
+                "that the import installs, got called by others. Give hooks of your own as inner "
+                "hooks, BudgetHooks(budget, inner=...); call set_default_agent_runner before."
             )
-        raise AdapterError(
-            "BudgetHooks must be the hooks of the run itself, got called by other hooks that "
-            "hold it. Give those as inner hooks: BudgetHooks(budget, inner=...)."
-        )
+        return self.inner or _NOTHING
 
-    async def on_agent_start(self, context: Any, agent: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_agent_start(context, agent)
 
-    async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_agent_end(context, agent, output)
+def _passed_on(name: str) -> Any:
+    async def hook(self: BudgetHooks, *given: Any, **named: Any) -> None:
+        await getattr(self.next_hooks(), name)(*given, **named)
 
-    async def on_llm_start(
-        self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
-    ) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_llm_start(context, agent, system_prompt, input_items)
+    hook.__doc__ = "Call the inner hooks."
+    return hook
 
-    async def on_llm_end(self, context: Any, agent: Any, response: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_llm_end(context, agent, response)
 
-    async def on_tool_start(self, context: Any, agent: Any, tool: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_tool_start(context, agent, tool)
-
-    async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_tool_end(context, agent, tool, result)
-
-    async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
+for _name in (
+    *("on_agent_start", "on_agent_end", "on_llm_start", "on_llm_end"),
+    *("on_tool_start", "on_tool_end", "on_handoff"),
+):
+    setattr(BudgetHooks, _name, _passed_on(_name))
 
 
 # `conversation_id` is the SDK's own, and says the same.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 from strands import Agent, tool
@@ -304,10 +302,10 @@ def test_the_class_is_wrapped_once():
     assert Agent.stream_async is before or Agent.stream_async.__wrapped__ is before
 
 
-def test_a_private_name_that_is_missing_is_warned_of_by_name():
+def test_a_private_name_that_is_missing_is_told_by_name():
     agent = made(sticky())
     del agent._interrupt_state
-    with pytest.warns(RuntimeWarning, match="Agent._interrupt_state"):
+    with pytest.raises(AdapterError, match=r"Agent\._interrupt_state"):
         BudgetHookProvider().attach(agent)
 
 
@@ -319,8 +317,8 @@ def one_node(**names) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("name", ["_build_result", "_interrupt_state"])
-def test_a_private_name_that_a_graph_lacks_is_warned_of_by_name(name):
+@pytest.mark.parametrize("name", ["_interrupt_state"])
+def test_a_private_name_that_a_graph_lacks_is_told_by_name(name):
     class Missing:
         def __get__(self, graph, owner):
             raise AttributeError(name)
@@ -328,18 +326,8 @@ def test_a_private_name_that_a_graph_lacks_is_warned_of_by_name(name):
         def __set__(self, graph, value):
             pass
 
-    with pytest.warns(RuntimeWarning, match=f"Graph.{name}"):
+    with pytest.raises(AdapterError, match=f"Graph.{name}"):
         BudgetHookProvider().attach(one_node(**{name: Missing()}))
-
-
-def test_a_continuation_of_another_name_is_warned_of(monkeypatch):
-    pytest.importorskip("strands.agent._continuation", reason="younger releases only")
-    agent = made(sticky())
-    agent._background_tasks = SimpleNamespace(_manager=None, _task_snapshots=tuple)
-    continuation = SimpleNamespace(_STATE_ATTRIBUTE="_other_state")
-    monkeypatch.setitem(sys.modules, "strands.agent._continuation", continuation)
-    with pytest.warns(RuntimeWarning, match=r"AfterInvocationEvent\._continuation_state"):
-        BudgetHookProvider().attach(agent)
 
 
 def test_an_admission_that_never_became_a_call_is_withdrawn(counter):

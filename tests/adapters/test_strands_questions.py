@@ -158,6 +158,70 @@ def test_it_waits_beside_questions_of_the_users_own():
     assert (result.stop_reason, chat.outcome.usage.iterations) == ("end_turn", 3)
 
 
+@pytest.mark.parametrize("no", [False, True])
+def test_a_question_of_the_users_own_and_one_of_a_cap_in_one_batch(no):
+    @tool
+    def send(query: str) -> str:
+        """Send."""
+        return query
+
+    class Hooks:
+        def register_hooks(self, registry, **_):
+            registry.add_callback(BeforeToolCallEvent, self.approve)
+
+        def approve(self, event):
+            if event.tool_use["name"] == "send" and event.interrupt("approve") != "yes":
+                event.cancel_tool = "no"
+
+    both = [("send", {"query": "a"}), ("search", {"query": "b"})]
+    tools, hooks = [send, search], [Hooks()]
+    chat = Chat([both, "Done."], Budget(max_tool_calls=1), hooks=hooks, tools=tools)
+    result = chat.call("Go.")
+    assert [one.name for one in result.interrupts] == ["approve", "budget_question"]
+    result = chat.call(answers(result, "yes", not no and {"max_tool_calls": 9}))
+    assert chat.outcome.usage.tool_calls == (1 if no else 2)
+    assert chat.outcome.status == ("terminated" if no else "completed")
+    results = [one for m in chat.agent.messages for one in m["content"] if "toolResult" in one]
+    assert len(results) == 2
+
+
+def test_a_trip_and_a_question_of_the_users_own_in_one_batch():
+    """Nobody is asked about a deadline."""
+    ran = []
+
+    @tool
+    def send(query: str) -> str:
+        """Send."""
+        ran.append(query)
+        return query
+
+    class Hooks:
+        def register_hooks(self, registry, **_):
+            registry.add_callback(BeforeToolCallEvent, self.approve)
+
+        def approve(self, event):
+            if event.tool_use["name"] == "send":
+                event.interrupt("approve")
+
+    clock = ManualClock()
+
+    @tool
+    def late(query: str) -> str:
+        """Take long."""
+        clock.advance(100)
+        return query
+
+    both = [("send", {"query": "a"}), ("late", {"query": "b"})]
+    model = scripted_model(Answers([both, "Done."]))
+    provider = BudgetHookProvider(Budget(max_seconds=60), on_trip="ask", clock=clock)
+    hooks = [provider, Hooks()]
+    agent = Agent(model=model, tools=[send, late], hooks=hooks, callback_handler=None)
+    agent("Go.")
+    assert ran == []
+    assert provider.outcome(agent).status == "paused"
+    assert provider.outcome(agent).usage.model_calls == 1
+
+
 def test_an_agent_within_asks_for_the_caps_around_it():
     inner = Agent(
         name="helper",
