@@ -10,7 +10,7 @@ CORE = "budgetguard_core"
 # Files of an area, and its limit. Where an area is still being cut down, the limit is its
 # present size and the figure behind it is where it has to come to.
 AREAS = {
-    "engine": ([f"{CORE}/*.py"], 9_384, 7_200),
+    "engine": ([f"{CORE}/*.py"], 9_219, 7_200),
     "kit": ([f"{CORE}/kit/**/*.py"], 6_695, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 3_983, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_452, 1_300),
