@@ -149,11 +149,11 @@ class PostgresLedgerStore:
                 "Make one with ENCODING 'UTF8'."
             )
         if _format(db) is None:
-            with db.transaction():
-                db.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
-                db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION,))
-                if not _is_made(db):
-                    schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+            db.execute("SET lock_timeout = 0; SET statement_timeout = 0")
+            db.execute("SELECT pg_advisory_lock(%s)", (_MIGRATION,))  # until this connection ends
+            if _format(db) is None:
+                schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+                with db.transaction():
                     db.execute(schema.read_text("utf-8"))
                     db.execute("INSERT INTO bg_notes VALUES('format', %s)", (_FORMAT,))
         found = _format(db)
@@ -290,15 +290,10 @@ class PostgresLedgerStore:
 
     def windows(self, key: str = "") -> list[WindowRecord]:
         """Return every window, or those of one key."""
-        order = " ORDER BY key, label"
-        rows = (
-            self._all(f"{_WINDOW} WHERE key = %s{order}", key)
-            if key
-            else self._all(_WINDOW + order)
-        )
+        of_one = "key = %s ORDER BY label" if key else "%s = '' ORDER BY key, label"
         return [
             WindowRecord(name, label, *[Amount(*vector) for vector in vectors])
-            for name, label, *vectors in rows
+            for name, label, *vectors in self._all(f"{_WINDOW} WHERE {of_one}", key)
         ]
 
     def holds(self) -> list[HoldRecord]:
@@ -363,16 +358,6 @@ def _until(
             state = gen.send(ready)
     except StopIteration as end:
         return cast("_R", end.value)
-
-
-def _is_made(db: Any) -> bool:
-    # The catalogue itself: what a name means is cached for the whole of a transaction, and this
-    # one began before another process made the tables.
-    (count,) = db.execute(
-        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-        "WHERE c.relname = 'bg_notes' AND n.nspname = ANY(current_schemas(false))"
-    ).fetchone()
-    return bool(count)
 
 
 def _format(db: Any) -> str | None:
