@@ -260,7 +260,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: A figure makes no sense, or is larger than the store can count.
-            LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, self._checked(ceilings))
@@ -270,7 +269,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: The key is no name.
-            LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, dict.fromkeys(self._kinds))
@@ -396,7 +394,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
-            LedgerUnreachable: The store does not answer; nothing was stopped.
         """
         flag = flag_of(tenant, run, everything)
         kill = Kill(flag, plain(who), self.now(), plain(why))
@@ -411,7 +408,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
-            LedgerUnreachable: The store does not answer; nothing was revived.
         """
         flag = flag_of(tenant, run, everything)
         self.connection.ask(lambda store: store.write(f"f:{flag}", None))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING, Amount
+from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -63,23 +63,14 @@ class PostgresLedgerStore:
         timeout: Seconds until a step gives up.
 
     Raises:
-        ConfigurationError: psycopg is missing, or the data base is not UTF-8.
+        ConfigurationError: The data base is not UTF-8.
         LedgerUnreachable: The server does not answer.
     """
 
-    largest_ceiling = LARGEST_CEILING
-
     def __init__(self, url: str, *, timeout: float = 1.0) -> None:
-        try:
-            import psycopg
-            import psycopg_pool
-        except ModuleNotFoundError as error:
-            if error.name not in ("psycopg", "psycopg_pool"):
-                raise
-            raise ConfigurationError(
-                f"a ledger in PostgreSQL needs {error.name}, which is not installed. "
-                'Install the extra from the checkout: pip install ".[postgres]"'
-            ) from None
+        import psycopg
+        import psycopg_pool
+
         self._psycopg: Any = psycopg
         self._pools: Any = psycopg_pool
         logging.getLogger("psycopg.pool").addFilter(_without_arguments)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING, ZERO, Amount
+from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -104,8 +104,6 @@ class SqliteLedgerStore:
         ConfigurationError: `synchronous` is none of SQLite's.
         LedgerUnreachable: The file cannot be used.
     """
-
-    largest_ceiling = LARGEST_CEILING
 
     def __init__(
         self,
