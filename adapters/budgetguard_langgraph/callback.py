@@ -32,7 +32,7 @@ from budgetguard_core.kit import (
     envelope_of,
     take_answers,
 )
-from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
+from budgetguard_langgraph import _approvals, _calls, _endings
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Stretch, is_counted_below, owner_of
 from budgetguard_langgraph._seams import (
@@ -219,7 +219,9 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._counting(run_id, parent_run_id)
         if mine is not None:
             asked = request_around()
-            trip = yield from _model_calls.start(mine, run_id, parent_run_id, prompts, asked, facts)
+            trip = yield from _calls.start_model_call(
+                mine, run_id, parent_run_id, prompts, asked, facts
+            )
             self._stop(mine, trip, prompts[0] if prompts else ())
 
     def on_llm_new_token(
@@ -234,19 +236,19 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._flying(run_id)
         if mine is not None:
             text = token if isinstance(token, str) else str(token)
-            self._stop(mine, _model_calls.token(mine, run_id, text, chunk))
+            self._stop(mine, _calls.measure_token(mine, run_id, text, chunk))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
         mine = self._flying(run_id)
         if mine is not None:
-            _model_calls.end(mine, run_id, response)
+            _calls.end_model_call(mine, run_id, response)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that failed or was cancelled."""
         mine = self._flying(run_id)
         if mine is not None:
-            _model_calls.fail(mine, run_id, error)
+            _calls.fail_model_call(mine, run_id, error)
 
     # Tools
 
@@ -262,7 +264,7 @@ class BudgetCallback(BaseCallbackHandler):
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
         mine = self._counting(run_id, parent_run_id)
         if mine is not None:
-            refused = yield from _tool_calls.start(mine, run_id, serialized, given, facts)
+            refused = yield from _calls.start_tool_call(mine, run_id, serialized, given, facts)
             if isinstance(refused, Exception):
                 raise refused
             self._stop(mine, refused)
@@ -271,12 +273,12 @@ class BudgetCallback(BaseCallbackHandler):
         """Settle a tool call that returned."""
         mine = self._flying(run_id)
         if mine is not None:
-            _tool_calls.end(mine, run_id, output)
+            _calls.end_tool_call(mine, run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
         mine = self._flying(run_id)
-        self._stop(mine, None if mine is None else _tool_calls.fail(mine, run_id, error))
+        self._stop(mine, None if mine is None else _calls.fail_tool_call(mine, run_id, error))
 
     # Whose run it is
 
