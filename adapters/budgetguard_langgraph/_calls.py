@@ -188,9 +188,9 @@ def end_model_call(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> N
     asked, hosted = calls_of(answer)
     record: Any = response if answer is None else answer
     used = totals_in(flying.reported) or token_usage(record)
-    if used is not None and not used.estimated and [len(o) for o in response.generations] == [1]:
+    if not turn.is_pruned and [len(one) for one in response.generations] == [1]:
         # The usage of several candidates is that of all.
-        branch.prompt.replied(answer, used)
+        branch.prompt.measured(used, reply=answer)
     text, unusable = written(response), unusable_in(answer)
     run.answered(
         turn.call,

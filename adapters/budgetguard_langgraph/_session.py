@@ -115,15 +115,13 @@ class Parts:
         self._parts = parts
         self._stops = stops
         self._scope = Scope(graph_run.run)
+        self.next = Step(self._next, self._anext)
+        """The step of the next chunk; `OVER` where there is none."""
 
     @property
     def trip(self) -> Trip | None:
         """The stop by which a pull was cut."""
         return self._scope.trip
-
-    def next(self) -> Step:
-        """Return the step of the next chunk; `OVER` where there is none."""
-        return Step(self._next, self._anext)
 
     def close(self) -> Step:
         """Return the step that ends the stream."""
@@ -207,7 +205,7 @@ class Session:
                 yield from self._close_what_was_left()
             stream = parts_of(self._given, self.config, self._options)
             parts = Parts(self.graph_run, stream, stops)
-            while parts.trip is None and (chunk := (yield parts.next())) is not Parts.OVER:
+            while parts.trip is None and (chunk := (yield parts.next)) is not Parts.OVER:
                 for one in self._view.seen(chunk):
                     yield Chunk(one)
         except stops as stop:
