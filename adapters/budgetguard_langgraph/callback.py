@@ -12,14 +12,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
-from budgetguard_core import (
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    Guard,
-    Outcome,
-    Trip,
-)
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
 from budgetguard_core.kit import (
     FRAME,
     Envelope,
@@ -207,30 +200,18 @@ class BudgetCallback(BaseCallbackHandler):
     # Models
 
     def _start_model_call(
-        self,
-        serialized: Any,
-        prompts: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
+        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
     ) -> Flow[None]:
         """Admit a model call, or stop the run."""
-        mine = self._counting(run_id, parent_run_id)
+        above = facts.get("parent_run_id")
+        mine = self._counting(run_id, above)
         if mine is not None:
             asked = request_around()
-            trip = yield from _calls.start_model_call(
-                mine, run_id, parent_run_id, prompts, asked, facts
-            )
+            trip = yield from _calls.start_model_call(mine, run_id, above, prompts, asked, facts)
             self._stop(mine, trip, prompts[0] if prompts else ())
 
     def on_llm_new_token(
-        self,
-        token: str | list[str | dict[str, Any]],
-        *,
-        chunk: Any = None,
-        run_id: UUID,
-        **_: Any,
+        self, token: str | list[str | dict[str, Any]], *, chunk: Any = None, run_id: UUID, **_: Any
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
         mine = self._flying(run_id)
@@ -253,16 +234,10 @@ class BudgetCallback(BaseCallbackHandler):
     # Tools
 
     def _start_tool_call(
-        self,
-        serialized: Any,
-        given: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
+        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
     ) -> Flow[None]:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, parent_run_id)
+        mine = self._counting(run_id, facts.get("parent_run_id"))
         if mine is not None:
             refused = yield from _calls.start_tool_call(mine, run_id, serialized, given, facts)
             if isinstance(refused, Exception):
