@@ -7,34 +7,10 @@ from collections.abc import AsyncGenerator, Iterable
 from functools import lru_cache
 from typing import Any
 
-from agents import (
-    Agent,
-    FunctionTool,
-    Handoff,
-    ModelResponse,
-    ModelRetryAdvice,
-    ModelRetryAdviceRequest,
-    ModelRetryNormalizedError,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    RunConfig,
-    Tool,
-    Usage,
-)
+import agents
 from agents.models import get_default_model
 
-from budgetguard_core.kit import (
-    Call,
-    ModelTurn,
-    Request,
-    Stop,
-    TokenUsage,
-    estimate,
-    part,
-    run_awaited,
-    token_usage,
-)
+from budgetguard_core import kit
 from budgetguard_core.kit import Turn as Reply
 from budgetguard_openai_agents._frame import RunStopped, around
 from budgetguard_openai_agents._history import Turn, asked_calls
@@ -73,19 +49,21 @@ class BoundedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
-    def get_retry_advice(self, request: ModelRetryAdviceRequest) -> ModelRetryAdvice | None:
+    def get_retry_advice(
+        self, request: agents.ModelRetryAdviceRequest
+    ) -> agents.ModelRetryAdvice | None:
         """Return the model's own advice; but nobody tries again what the budget has refused."""
         if request.error is self._recorder.refused:
-            final = ModelRetryNormalizedError(is_abort=True)
-            return ModelRetryAdvice(suggested=False, normalized=final)
-        advice: ModelRetryAdvice | None = self.own.get_retry_advice(request)
+            final = agents.ModelRetryNormalizedError(is_abort=True)
+            return agents.ModelRetryAdvice(suggested=False, normalized=final)
+        advice: agents.ModelRetryAdvice | None = self.own.get_retry_advice(request)
         return advice
 
-    async def get_response(self, **request: Any) -> ModelResponse:
+    async def get_response(self, **request: Any) -> agents.ModelResponse:
         """Make a call."""
         turn = await self._asked(request)
         with turn:
-            response: ModelResponse = await self.own.get_response(**request)
+            response: agents.ModelResponse = await self.own.get_response(**request)
         self._answered(turn, response.output, usage_of(response))
         return response
 
@@ -114,7 +92,7 @@ class BoundedModel:
             if close is not None:
                 await close()
 
-    async def _asked(self, request: dict[str, Any]) -> ModelTurn:
+    async def _asked(self, request: dict[str, Any]) -> kit.ModelTurn:
         """Ask for an attempt and write its bounds into the request, or stop the run."""
         recorder = self._recorder
         due, recorder.due = recorder.due, None
@@ -126,9 +104,9 @@ class BoundedModel:
         name, provider = self._named
         sent = request["input"]
         try:
-            turn: ModelTurn = await run_awaited(
+            turn: kit.ModelTurn = await kit.run_awaited(
                 recorder.session.model(
-                    Request(
+                    kit.Request(
                         messages=sent,
                         tools=schemas_of(request["tools"], request["handoffs"]),
                         system=request["system_instructions"],
@@ -164,9 +142,13 @@ class BoundedModel:
         request["model_settings"] = settings
         return turn
 
-    def _answered(self, turn: ModelTurn, output: list[Any], usage: TokenUsage | None) -> None:
+    def _answered(
+        self, turn: kit.ModelTurn, output: list[Any], usage: kit.TokenUsage | None
+    ) -> None:
         agent = self._recorder.agent
-        calls = tuple(Call("", c.call.name, c.call.arguments) for c in asked_calls(agent, output))
+        calls = tuple(
+            kit.Call("", c.call.name, c.call.arguments) for c in asked_calls(agent, output)
+        )
         turn.answered(
             Reply("assistant", (written(output),), calls),
             usage,
@@ -174,7 +156,7 @@ class BoundedModel:
             is_cut=not calls and self._is_cut(turn.call.max_output_tokens, output, usage),
         )
 
-    def _is_cut(self, bound: int | None, output: list[Any], usage: TokenUsage | None) -> bool:
+    def _is_cut(self, bound: int | None, output: list[Any], usage: kit.TokenUsage | None) -> bool:
         """Return whether an answer was cut at its completion bound.
 
         The SDK keeps the reason of the Responses API only, as the status of the items; of chat
@@ -182,12 +164,12 @@ class BoundedModel:
         """
         if bound is None:
             return False
-        if any(part(item, "status") == "incomplete" for item in output):
+        if any(kit.part(item, "status") == "incomplete" for item in output):
             return True
-        used = estimate(output) if usage is None else usage.output_tokens
+        used = kit.estimate(output) if usage is None else usage.output_tokens
         return _is_a_chat(self.own) and used >= bound
 
-    def _see(self, turn: ModelTurn, event: Any, output: list[Any]) -> None:
+    def _see(self, turn: kit.ModelTurn, event: Any, output: list[Any]) -> None:
         """Take in an event of a stream: what has been written so far is paid for."""
         told = event.__dict__.get
         delta, kind = told("delta"), told("type")
@@ -197,27 +179,27 @@ class BoundedModel:
             output.append(event.item)
         elif kind == "response.completed":
             response = event.response
-            self._answered(turn, response.output or output, token_usage(response.usage))
+            self._answered(turn, response.output or output, kit.token_usage(response.usage))
         elif kind == "response.incomplete":
             # The SDK takes such an end for an error, and drops the answer.
             response = event.response
-            reason = part(response.incomplete_details, "reason")
+            reason = kit.part(response.incomplete_details, "reason")
             turn.answered(
                 Reply("assistant", (written(response.output),)),
-                token_usage(response.usage),
+                kit.token_usage(response.usage),
                 is_cut=bool(response.output) and reason == "max_output_tokens",
             )
             if turn.trip is not None:
-                answer = ModelResponse(response.output, Usage(), response.id)
+                answer = agents.ModelResponse(response.output, agents.Usage(), response.id)
                 self._recorder.turns.append(Turn(self._recorder.agent, answer))
 
 
-def _raise_stop(answer: ModelTurn | Stop) -> None:
-    if isinstance(answer, Stop):
+def _raise_stop(answer: kit.ModelTurn | kit.Stop) -> None:
+    if isinstance(answer, kit.Stop):
         raise RunStopped(answer.trip)
 
 
-async def _before(turn: ModelTurn, hooks: Any, about: tuple[Any, ...]) -> None:
+async def _before(turn: kit.ModelTurn, hooks: Any, about: tuple[Any, ...]) -> None:
     try:
         await hooks.on_llm_start(*about)
     except BaseException:
@@ -225,7 +207,7 @@ async def _before(turn: ModelTurn, hooks: Any, about: tuple[Any, ...]) -> None:
         raise
 
 
-def bounded(made: Any, agent: Agent[Any], config: RunConfig) -> Any:
+def bounded(made: Any, agent: agents.Agent[Any], config: agents.RunConfig) -> Any:
     """Return a model that asks the run around for each of its calls; itself outside of any."""
     recorder = around()
     if recorder is None or recorder.run.ended or recorder.is_off:
@@ -238,7 +220,9 @@ def bounded(made: Any, agent: Agent[Any], config: RunConfig) -> Any:
     return model
 
 
-def model_of(agent: Agent[Any], run_config: RunConfig) -> tuple[str | None, str | None]:
+def model_of(
+    agent: agents.Agent[Any], run_config: agents.RunConfig
+) -> tuple[str | None, str | None]:
     """Find the model that an agent's next call goes to, and the provider where it is named."""
     model = run_config.model or agent.model
     if model is None and agent.prompt is None:
@@ -256,22 +240,24 @@ def _named(name: str) -> tuple[str, str | None]:
     return parts[-1], parts[0] if len(parts) > 1 else None
 
 
-def schemas_of(tools: Iterable[Tool], handoffs: Iterable[Handoff[Any, Any]]) -> list[object]:
+def schemas_of(
+    tools: Iterable[agents.Tool], handoffs: Iterable[agents.Handoff[Any, Any]]
+) -> list[object]:
     """List what the model is told of tools and handoffs: equal from turn to turn."""
     # A server of tools makes each of them anew for every turn.
     told: list[object] = [
         (tool.name, tool.description, tool.params_json_schema)
-        if isinstance(tool, FunctionTool)
+        if isinstance(tool, agents.FunctionTool)
         else original(tool)
         for tool in tools
     ]
     return told + [(to.tool_name, to.tool_description, to.input_json_schema) for to in handoffs]
 
 
-def usage_of(response: ModelResponse) -> TokenUsage | None:
+def usage_of(response: agents.ModelResponse) -> kit.TokenUsage | None:
     """Return what one call used; None when the provider reported nothing."""
     usage = response.usage
-    return token_usage(usage) if usage.input_tokens or usage.output_tokens else None
+    return kit.token_usage(usage) if usage.input_tokens or usage.output_tokens else None
 
 
 def written(items: Iterable[Any]) -> str:
@@ -280,9 +266,9 @@ def written(items: Iterable[Any]) -> str:
     waiting = list(items)[::-1]
     while waiting:
         item = waiting.pop()
-        texts += [text for name in _WRITTEN if isinstance(text := part(item, name), str)]
+        texts += [text for name in _WRITTEN if isinstance(text := kit.part(item, name), str)]
         for name in ("content", "summary"):
-            inner = part(item, name)
+            inner = kit.part(item, name)
             if isinstance(inner, list):
                 waiting += inner[::-1]
     return "\n".join(texts)
@@ -290,10 +276,10 @@ def written(items: Iterable[Any]) -> str:
 
 def can_be_set(model: object) -> bool:
     """Return whether a request can name another model: it is one of OpenAI's own classes."""
-    return isinstance(model, OpenAIChatCompletionsModel | OpenAIResponsesModel)
+    return isinstance(model, agents.OpenAIChatCompletionsModel | agents.OpenAIResponsesModel)
 
 
-def set_model(settings: ModelSettings, name: str | None) -> None:
+def set_model(settings: agents.ModelSettings, name: str | None) -> None:
     """Set the model of a request beside the one of its class: both APIs take the later one."""
     if name is not None:
         body: Any = settings.extra_body
@@ -301,20 +287,22 @@ def set_model(settings: ModelSettings, name: str | None) -> None:
 
 
 def _is_a_chat(model: object) -> bool:
-    return isinstance(model, OpenAIChatCompletionsModel) or "litellm" in type(model).__module__
+    return (
+        isinstance(model, agents.OpenAIChatCompletionsModel) or "litellm" in type(model).__module__
+    )
 
 
 # What providers call the bound of a completion.
 _BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
-def own_bound(settings: ModelSettings) -> int | None:
+def own_bound(settings: agents.ModelSettings) -> int | None:
     """Return the completion tokens that settings ask for, beside their own name for it too."""
     places = _bounds_beside(settings)
     return max(own for _, _, own in places) if places else settings.max_tokens
 
 
-def set_bound(settings: ModelSettings, bound: int | None) -> None:
+def set_bound(settings: agents.ModelSettings, bound: int | None) -> None:
     """Set the completion tokens that settings ask for, under the name that the user gave them.
 
     A name is given beside the settings because the model takes no other.
@@ -325,10 +313,10 @@ def set_bound(settings: ModelSettings, bound: int | None) -> None:
     settings.max_tokens = None if places else bound
 
 
-def _bounds_beside(settings: ModelSettings) -> list[tuple[str, str, int]]:
+def _bounds_beside(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
     return [
         (place, name, own)
         for place in ("extra_args", "extra_body")
         for name in _BOUNDS
-        if isinstance(own := part(getattr(settings, place) or {}, name), int)
+        if isinstance(own := kit.part(getattr(settings, place) or {}, name), int)
     ]
