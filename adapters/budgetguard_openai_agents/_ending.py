@@ -121,10 +121,10 @@ class Ending:
         if recorder.run.trip is None or result.final_output is None:
             return False
         refused = [
-            one.shown()
+            one.opened.answer
             for turn in recorder.turns[-1:]
             for one in turn.asked
-            if one.partial is not None or (one.opened and one.opened.refusal is not None)
+            if one.partial is not None or one.opened.refusal is not None
         ]
         return result.final_output not in refused
 

@@ -81,9 +81,8 @@ class Asked:
     """A tool call that the model asked for. It is told apart by the object in its response."""
 
     raw: Any
-    call: kit.ToolCall
-    opened: kit.OpenToolCall | None = None
-    """What the budget says of it, once it was asked."""
+    opened: kit.OpenToolCall
+    """Its record, whose tickets the budget gives once it is asked."""
     error: BaseException | None = None
     """What the tool raised, whatever the SDK made of that."""
     partial: str | None = None
@@ -97,18 +96,19 @@ class Asked:
         return str(kit.part(self.raw, "type"))
 
     @property
+    def call(self) -> kit.ToolCall:
+        """The call as the budget knows it."""
+        return self.opened.call
+
+    @property
     def is_waiting(self) -> bool:
         """True if it was admitted and did not start."""
-        return self.opened is not None and self.opened.state == "waiting"
+        return self.opened.state == "waiting"
 
     @property
     def is_local(self) -> bool:
         """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"
-
-    def shown(self) -> object:
-        """Return the result that the history shows."""
-        return kit.NOT_EXECUTED if self.opened is None else self.opened.answer
 
 
 @dataclass(slots=True)
@@ -120,10 +120,6 @@ class Turn:
     asked: list[Asked] = field(default_factory=list[Asked])
     is_withheld: bool = False
     """It is an answer that nobody has judged who had to: no part of it is shown."""
-
-    def has(self, item: agents.RunItem) -> bool:
-        """Return whether an item of the SDK's is from this response."""
-        return any(item.raw_item is one for one in self.response.output)
 
 
 class Items(kit.Responses):
@@ -172,7 +168,7 @@ def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
         given = (held(name_of_arguments) for name_of_arguments in _ARGUMENTS)
         arguments = next((one for one in given if one is not None), None)
         call = kit.ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
-        found.append(Asked(item, call))
+        found.append(Asked(item, kit.OpenToolCall(call)))
     return found
 
 
@@ -260,7 +256,7 @@ def turn_items(turn: Turn) -> list[agents.RunItem]:
     made = _made(turn, (), kept=False)
     for one in turn.asked:
         if one.call.kind != "hosted":
-            shown = kit.OUTCOME_UNKNOWN if one.is_waiting else one.shown()
+            shown = kit.OUTCOME_UNKNOWN if one.is_waiting else one.opened.answer
             made += _results(turn.agent, one.raw, one, shown)
     return made
 
@@ -304,7 +300,7 @@ def _results(
     agent: agents.Agent[Any], raw: Any, one: Asked | None, shown: object = None
 ) -> list[agents.RunItem]:
     """Make the result of a tool call; none for a kind that this release does not know."""
-    result = shown or (kit.NOT_EXECUTED if one is None else one.shown())
+    result = shown or (kit.NOT_EXECUTED if one is None else one.opened.answer)
     type_, text = kit.part(raw, "type"), str(result)
     output: Any = {"type": f"{type_}_output", "call_id": kit.part(raw, "call_id"), "output": text}
     if type_ not in LOCAL:

@@ -39,9 +39,7 @@ class BoundedModel:
         named: The name that its price goes by, and its provider.
     """
 
-    def __init__(
-        self, own: Any, recorder: Any, named: tuple[str | None, str | None] = (None, None)
-    ) -> None:
+    def __init__(self, own: Any, recorder: Any, named: tuple[str | None, str | None]) -> None:
         self.own = own
         self._recorder = recorder
         self._named = named
@@ -94,46 +92,50 @@ class BoundedModel:
 
     async def _asked(self, request: dict[str, Any]) -> kit.ModelTurn:
         """Ask for an attempt and write its bounds into the request, or stop the run."""
+        try:
+            return await self._admitted(request)
+        except Exception as error:
+            self._recorder.refused = error
+            raise
+
+    async def _admitted(self, request: dict[str, Any]) -> kit.ModelTurn:
         recorder = self._recorder
         due, recorder.due = recorder.due, None
         recorder.sent = self.own, request
         if due is not None:
             recorder.close_batch()
-        settings = copy.copy(request["model_settings"])
+        settings, sent = copy.copy(request["model_settings"]), request["input"]
         own = own_bound(settings)
         name, provider = self._named
-        sent = request["input"]
-        try:
-            turn: kit.ModelTurn = await kit.run_awaited(
-                recorder.session.model(
-                    kit.Request(
-                        messages=sent,
-                        tools=schemas_of(request["tools"], request["handoffs"]),
-                        system=request["system_instructions"],
-                        schema=recorder.agent.output_type,
-                        model=name,
-                        provider=provider,
-                        retry=due is None,
-                        # Some servers take -1 for a completion without a bound.
-                        bound=own if own is None or own >= 1 else None,
-                        min_bound=_LEAST_OUTPUT,
-                        may_fall_back=can_be_set(self.own),
-                        prunes=not recorder.is_server_side,
-                    ),
-                    recorder.known(sent),
-                )
-            )
-            _raise_stop(turn)
-            if turn.is_pruned:
-                sent[:] = turn.messages
-            if turn.nudge is not None:
-                # In place: the model gets it, the history and the session do not.
-                sent.append({"role": "user", "content": turn.nudge})
-            if due is not None:
-                await _before(turn, recorder.hooks, due)
-        except Exception as error:
-            recorder.refused = error
-            raise
+        asked = kit.Request(
+            messages=sent,
+            tools=schemas_of(request["tools"], request["handoffs"]),
+            system=request["system_instructions"],
+            schema=recorder.agent.output_type,
+            model=name,
+            provider=provider,
+            retry=due is None,
+            # Some servers take -1 for a completion without a bound.
+            bound=own if own is None or own >= 1 else None,
+            min_bound=_LEAST_OUTPUT,
+            may_fall_back=can_be_set(self.own),
+            prunes=not recorder.is_server_side,
+        )
+        flow = recorder.session.model(asked, recorder.known(sent))
+        turn: kit.ModelTurn | kit.Stop = await kit.run_awaited(flow)
+        if isinstance(turn, kit.Stop):
+            raise RunStopped(turn.trip)
+        if turn.is_pruned:
+            sent[:] = turn.messages
+        if turn.nudge is not None:
+            # In place: the model gets it, the history and the session do not.
+            sent.append({"role": "user", "content": turn.nudge})
+        if due is not None:
+            try:
+                await recorder.hooks.on_llm_start(*due)
+            except BaseException:
+                turn.take_back()
+                raise
         if settings.include_usage is None:
             # Streams are asked for their usage; some providers report it nowhere else.
             settings.include_usage = True
@@ -171,40 +173,25 @@ class BoundedModel:
 
     def _see(self, turn: kit.ModelTurn, event: Any, output: list[Any]) -> None:
         """Take in an event of a stream: what has been written so far is paid for."""
-        told = event.__dict__.get
-        delta, kind = told("delta"), told("type")
+        told = kit.parts_of(event)
+        delta, kind, response = told("delta"), told("type"), told("response")
         if isinstance(delta, str):
             turn.piece(delta)
         elif kind == "response.output_item.done":
-            output.append(event.item)
+            output.append(told("item"))
         elif kind == "response.completed":
-            response = event.response
-            self._answered(turn, response.output or output, kit.token_usage(response.usage))
+            self._answered(turn, response.output or output, usage_of(response))
         elif kind == "response.incomplete":
             # The SDK takes such an end for an error, and drops the answer.
-            response = event.response
             reason = kit.part(response.incomplete_details, "reason")
             turn.answered(
                 Reply("assistant", (written(response.output),)),
-                kit.token_usage(response.usage),
+                usage_of(response),
                 is_cut=bool(response.output) and reason == "max_output_tokens",
             )
             if turn.trip is not None:
                 answer = agents.ModelResponse(response.output, agents.Usage(), response.id)
                 self._recorder.turns.append(Turn(self._recorder.agent, answer))
-
-
-def _raise_stop(answer: kit.ModelTurn | kit.Stop) -> None:
-    if isinstance(answer, kit.Stop):
-        raise RunStopped(answer.trip)
-
-
-async def _before(turn: kit.ModelTurn, hooks: Any, about: tuple[Any, ...]) -> None:
-    try:
-        await hooks.on_llm_start(*about)
-    except BaseException:
-        turn.take_back()
-        raise
 
 
 def bounded(made: Any, agent: agents.Agent[Any], config: agents.RunConfig) -> Any:
@@ -213,11 +200,11 @@ def bounded(made: Any, agent: agents.Agent[Any], config: agents.RunConfig) -> An
     if recorder is None or recorder.run.ended or recorder.is_off:
         return made
     # The same one for each turn: the SDK cleans up each model that a run has used.
-    model = recorder.models.get(id(made))
-    if model is None:
-        model = BoundedModel(made, recorder, model_of(agent, config))
-        recorder.models[id(made)] = model
-    return model
+    named = model_of(agent, config)
+    key = id(made), *named
+    if key not in recorder.models:
+        recorder.models[key] = BoundedModel(made, recorder, named)
+    return recorder.models[key]
 
 
 def model_of(
@@ -254,10 +241,11 @@ def schemas_of(
     return told + [(to.tool_name, to.tool_description, to.input_json_schema) for to in handoffs]
 
 
-def usage_of(response: agents.ModelResponse) -> kit.TokenUsage | None:
-    """Return what one call used; None when the provider reported nothing."""
+def usage_of(response: Any) -> kit.TokenUsage | None:
+    """Return what one call used, streamed or not; None when the provider reported nothing."""
     usage = response.usage
-    return kit.token_usage(usage) if usage.input_tokens or usage.output_tokens else None
+    is_reported = usage is not None and (usage.input_tokens or usage.output_tokens)
+    return kit.token_usage(usage) if is_reported else None
 
 
 def written(items: Iterable[Any]) -> str:

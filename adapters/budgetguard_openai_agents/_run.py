@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Set
-from typing import Any, NoReturn
+from typing import Any
 
 import agents
 
@@ -37,14 +37,6 @@ _TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 class Recorder(agents.RunHooks[Any]):
     """The hooks of one run: they ask its budget and remember what its history is closed with.
-
-    Args:
-        run: The run, as the budget knows it.
-        hooks: The user's hooks.
-        agent: The agent that the run starts with.
-        run_config: The user's own.
-        server_side: The provider keeps the conversation.
-        location: Where what the run leaves is kept.
 
     Attributes:
         context: The SDK's context of the run, once it is known.
@@ -83,7 +75,7 @@ class Recorder(agents.RunHooks[Any]):
         self.context: Any = None
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []
-        self.models: dict[int, Any] = {}
+        self.models: dict[tuple[Any, ...], Any] = {}
         self.sent: Any = None
         self.due: tuple[Any, ...] | None = None
         self.refused: BaseException | None = None
@@ -123,7 +115,8 @@ class Recorder(agents.RunHooks[Any]):
         await kit.run_awaited(self._open(turn.asked))
         trip = self.run.trip
         if trip is not None and not any(one.is_local and one.is_waiting for one in turn.asked):
-            self._stop(trip)
+            self.stopping = trip
+            raise RunStopped(trip)
         if self.run.is_saved:
             there = [item.to_input_item() for item in turn_items(turn)]
             self._saved = [*self._saved, *there]
@@ -140,11 +133,11 @@ class Recorder(agents.RunHooks[Any]):
                 arguments=getattr(context, "tool_arguments", None),
                 id=getattr(context, "tool_call_id", None),
             )
-            asked = Asked(getattr(context, "tool_call", None), call)
+            asked = Asked(getattr(context, "tool_call", None), kit.OpenToolCall(call))
             await kit.run_awaited(self._open([asked]))
             self.batch = [*self.batch, asked]
             self.resumed.append(asked)
-        if asked.opened is not None and asked.opened.state != "withdrawn":
+        if asked.opened.state != "withdrawn":
             await self.run.wait_async(asked.opened)
             if self.run.start(asked.opened) is None:
                 await self.hooks.on_tool_start(context, agent, original(tool))
@@ -152,7 +145,7 @@ class Recorder(agents.RunHooks[Any]):
     async def on_tool_end(self, context: Any, agent: Any, tool: agents.Tool, result: Any) -> None:
         """Settle a tool call."""
         asked = self.find(context, tool)
-        if asked is not None and asked.opened is not None:
+        if asked is not None:
             if asked.opened.refusal is not None:
                 return
             self.run.finished(asked.opened, result, error=asked.error)
@@ -161,7 +154,7 @@ class Recorder(agents.RunHooks[Any]):
     async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
         """Settle the call that was a handoff."""
         for asked in self.batch:
-            if asked.call.kind == "handoff" and asked.opened and asked.is_waiting:
+            if asked.call.kind == "handoff" and asked.is_waiting:
                 self.run.finished(asked.opened, transfer_text(to_agent))
                 break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
@@ -227,12 +220,7 @@ class Recorder(agents.RunHooks[Any]):
 
     def has_refused(self, call_id: str) -> bool:
         """Return whether a limit has refused a call of the reply at hand."""
-        refused = (one for one in self.batch if one.opened and one.opened.state == "refused")
-        return any(one.call.id == call_id for one in refused)
-
-    def _stop(self, trip: Trip) -> NoReturn:
-        self.stopping = trip
-        raise RunStopped(trip)
+        return any(one.call.id == call_id and one.opened.refusal for one in self.batch)
 
     def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
         """Find the call of a tool that starts, or is at work."""
@@ -274,18 +262,12 @@ class Recorder(agents.RunHooks[Any]):
                     self.resumed.append(asked)
                     fresh += [] if is_open else [asked]
                     continue
-                if asked.opened is not None:
-                    self.run.withdrawn(asked.opened, waits=True)
-                # What a person rejects is no tool call, but an error of its kind.
-                call = asked.call
-                output = kit.ToolCall(
-                    name=call.name, arguments=call.arguments, id=call.id, kind="output"
-                )
-                self.run.finished(self.run.tool_call(output), error="rejected")
+                self.run.withdrawn(asked.opened, waits=True)
+                self.session.calls.answered_without_body(asked.call, "rejected")
         started = [one.raw_item for one in self.earlier if kit.part(one.raw_item, "type") in LOCAL]
         for asked in asked_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.
-            if takes_over(asked) and asked.opened is not None:
+            if takes_over(asked):
                 self.run.start(asked.opened)
                 self.resumed.append(asked)
         kit.run_blocking(self._open(fresh))
@@ -300,14 +282,14 @@ class Recorder(agents.RunHooks[Any]):
         keeps = self.run.stopped_by is not None and self.run.guard.parent is None
         for asked in self.batch:
             waits = asked.call.id in waiting
-            if asked.opened is not None and asked.call.kind != "hosted" and not (waits and keeps):
+            if asked.call.kind != "hosted" and not (waits and keeps):
                 self.run.withdrawn(asked.opened, waits=waits)
         self.batch = []
 
     def close_batch(self, error: BaseException | None = None) -> None:
         """Account for the calls of a batch that the SDK has finished with."""
         for asked in self.batch:
-            if asked.opened is not None and asked.opened.state == "started":
+            if asked.opened.state == "started":
                 # Nobody was told how it ended.
                 cause = asked.error or error or "no result"
                 self.run.finished(asked.opened, kit.OUTCOME_UNKNOWN, error=cause)
@@ -366,7 +348,8 @@ class Recorder(agents.RunHooks[Any]):
 
     def is_withheld(self, item: agents.RunItem) -> bool:
         """Return whether an item is a part of an answer that is kept back."""
-        return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
+        outputs = [turn.response.output for turn in self.turns[-1:] if turn.is_withheld]
+        return any(item.raw_item is one for output in outputs for one in output)
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""

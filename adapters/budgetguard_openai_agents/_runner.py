@@ -16,7 +16,6 @@ from agents.run import (
     get_default_agent_runner,
     set_default_agent_runner,
 )
-from agents.run_internal import run_loop
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
@@ -190,7 +189,7 @@ def _bounded(found: Any) -> Any:
 
 # The mark of a wrapper, which is also on what others have put around it.
 _MARK = "_of_budgetguard"
-_WRAPPED = ((AgentBase, "get_all_tools", _asking), (run_loop, "get_model", _bounded))
+_WRAPPED = ((AgentBase, "get_all_tools", _asking), (_seams.LOOP, "get_model", _bounded))
 
 
 def _bind(

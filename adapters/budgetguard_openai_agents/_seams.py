@@ -22,6 +22,8 @@ from agents.version import __version__
 from budgetguard_core import AdapterError
 from budgetguard_core.kit import part
 
+LOOP = run_loop
+"""The module whose `get_model` finds the model of each turn."""
 NO_ID = FAKE_RESPONSES_ID
 """The id of a message that no provider has given one: the SDK sends it to none."""
 _SUPPORTED = "openai-agents>=0.22.3,<1"

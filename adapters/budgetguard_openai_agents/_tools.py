@@ -117,7 +117,7 @@ def _asking(
     @wraps(execute)
     def asking(*given: Any, **named: Any) -> Any:
         recorder, asked = _at_work(tool, given[0] if given else None)
-        if asked is None or asked.opened is None:
+        if asked is None:
             return execute(*given, **named)
         if asked.opened.state != "started":
             return refused(asked.opened.refusal or NOT_EXECUTED)
