@@ -17,17 +17,7 @@ from pydantic_ai.models.wrapper import WrapperModel
 from pydantic_ai.usage import UsageLimits
 from pydantic_core import to_json
 
-from budgetguard_core.kit import (
-    Answer,
-    LastQuestion,
-    ModelTurn,
-    Request,
-    Scope,
-    Session,
-    Stop,
-    run_awaited,
-    token_usage,
-)
+from budgetguard_core import kit
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT, errors_of, instructions_of
 
@@ -41,10 +31,10 @@ class ModelCalls:
         whole: The streamed answer that was read to its end before the block was.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: kit.Session) -> None:
         self.session = session
-        self.turn: ModelTurn | None = None
-        self.scope: Scope | None = None
+        self.turn: kit.ModelTurn | None = None
+        self.scope: kit.Scope | None = None
         self.whole: Any = None
 
     async def ask(self, model: Any, messages: list[Any], *, retry: bool = False) -> bool:
@@ -55,20 +45,20 @@ class ModelCalls:
                 # The framework or a person answered it: unknown, invalid, denied.
                 self.session.calls.answered_without_body(call, part.content, kind=part.part_kind)
         last = messages[-2] if messages[1:] else None
-        usage = token_usage(last.usage) if isinstance(last, chat.ModelResponse) else None
+        usage = kit.token_usage(last.usage) if isinstance(last, chat.ModelResponse) else None
         if usage is not None and usage.output_tokens:
             # Only now: what a stream gave is made anew for the history.
             self.session.prompt.replied(last, usage)
         name, provider = model.model_name, provider_of(model)
-        request = Request(
+        request = kit.Request(
             messages=messages,
             model=name,
             provider=provider,
             retry=retry,
             may_fall_back=_seams.can_be_named(model),
         )
-        turn = await run_awaited(self.session.model(request))
-        self.turn = None if isinstance(turn, Stop) else turn
+        turn = await kit.run_awaited(self.session.model(request))
+        self.turn = None if isinstance(turn, kit.Stop) else turn
         return self.turn is not None
 
     def dropped(self) -> Any:
@@ -104,14 +94,14 @@ class ModelCalls:
             model = _seams.named(model, turn.fallback_model)
         return turn, model, messages, settings
 
-    def answered(self, turn: ModelTurn, response: Any, messages: Any, params: Any) -> None:
+    def answered(self, turn: kit.ModelTurn, response: Any, messages: Any, params: Any) -> None:
         """Charge a call that answered."""
         turn.answered(
             DIALECT.read(response),
-            token_usage(response.usage),
+            kit.token_usage(response.usage),
             model=response.model_name,
             is_cut=response.finish_reason == "length" and not response.tool_calls,
-            sent=Request(
+            sent=kit.Request(
                 messages=messages,
                 tools=[*params.function_tools, *params.output_tools],
                 system=instructions_of(messages),
@@ -210,11 +200,11 @@ class LastAnswer:
         self._type = str if self.is_text else output_type
         self.output: Any = None
 
-    def question(self, ctx: Any, messages: Sequence[Any]) -> LastQuestion:
+    def question(self, ctx: Any, messages: Sequence[Any]) -> kit.LastQuestion:
         """Return how to ask for it."""
         system = instructions_of(messages)
 
-        async def ask(sent: list[Any], opened: Any) -> Answer:
+        async def ask(sent: list[Any], opened: Any) -> kit.Answer:
             agent: Any = Unbounded(ctx.model, output_type=self._type, retries=0)
             bound: dict[str, Any] = {
                 **(ctx.model_settings or {}),
@@ -229,7 +219,7 @@ class LastAnswer:
             )
             self.output = result.output
             text = self.output if self.is_text else to_json(self.output, fallback=repr).decode()
-            return Answer(text=text, usage=token_usage(result.usage))
+            return kit.Answer(text=text, usage=kit.token_usage(result.usage))
 
         name, provider = ctx.model.model_name, provider_of(ctx.model)
-        return LastQuestion(ask_async=ask, model=name, provider=provider, system=system)
+        return kit.LastQuestion(ask_async=ask, model=name, provider=provider, system=system)

@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
-from pydantic_ai import (
-    CallToolsNode,
-    DeferredToolRequests,
-    FunctionToolset,
-    Tool,
-    exceptions,
-)
+from pydantic_ai import CallToolsNode, DeferredToolRequests, FunctionToolset, Tool, exceptions
 from pydantic_ai import messages as chat
 from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
 from pydantic_ai.result import FinalResult
@@ -178,7 +172,8 @@ class BoundedRun(OfBudget):
         """End a run whose history is closed."""
         if self.is_passive:
             return result
-        if isinstance(result, CallToolsNode) and self.session.is_over:
+        replies: Any = CallToolsNode
+        if isinstance(result, replies) and self.session.is_over:
             result = End(FinalResult(await self._end(ctx, ctx.messages)))
         ends: Any = isinstance(result, End)
         if ends and self.session.trip is not None and ctx.pending_messages:

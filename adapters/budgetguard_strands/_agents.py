@@ -11,15 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from opentelemetry import trace
-from strands import Agent, tool  # pyright: ignore[reportUnknownVariableType]
-from strands.hooks import (
-    AfterInvocationEvent,
-    AfterModelCallEvent,
-    AfterToolCallEvent,
-    BeforeInvocationEvent,
-    BeforeModelCallEvent,
-    BeforeToolCallEvent,
-)
+from strands import Agent, hooks, tool  # pyright: ignore[reportUnknownVariableType]
 from strands.middleware import ExecuteToolStage
 from strands.types._events import ModelStreamChunkEvent, TextStreamEvent, ToolResultEvent
 from strands.types.events import TypedEvent
@@ -74,15 +66,15 @@ class AgentHooks:
         _seams.probe(agent)
         calls = self._calls
         callbacks = (
-            (BeforeInvocationEvent, self._before_invocation, FIRST),
-            (BeforeModelCallEvent, calls.before_model_call, LAST),
-            (AfterModelCallEvent, calls.after_model_call, FIRST),
-            (AfterModelCallEvent, calls.after_answer, LAST),
-            (BeforeToolCallEvent, calls.offer_tool_call, FIRST),
-            (BeforeToolCallEvent, calls.before_tool_call, LAST),
-            (AfterToolCallEvent, calls.after_tool_call, LAST),
-            (AfterInvocationEvent, self._after_attempt, FIRST),
-            (AfterInvocationEvent, self._after_invocation, LAST),
+            (hooks.BeforeInvocationEvent, self._before_invocation, FIRST),
+            (hooks.BeforeModelCallEvent, calls.before_model_call, LAST),
+            (hooks.AfterModelCallEvent, calls.after_model_call, FIRST),
+            (hooks.AfterModelCallEvent, calls.after_answer, LAST),
+            (hooks.BeforeToolCallEvent, calls.offer_tool_call, FIRST),
+            (hooks.BeforeToolCallEvent, calls.before_tool_call, LAST),
+            (hooks.AfterToolCallEvent, calls.after_tool_call, LAST),
+            (hooks.AfterInvocationEvent, self._after_attempt, FIRST),
+            (hooks.AfterInvocationEvent, self._after_invocation, LAST),
         )
         add: Any = agent.hooks.add_callback
         for event, callback, order in callbacks:
@@ -110,7 +102,7 @@ class AgentHooks:
 
     # The beginning
 
-    async def _before_invocation(self, event: BeforeInvocationEvent) -> None:
+    async def _before_invocation(self, event: hooks.BeforeInvocationEvent) -> None:
         """Begin a run, or another attempt of one: hooks that resume it stay in its invocation."""
         agent = event.agent
         metrics = agent.event_loop_metrics
@@ -133,7 +125,9 @@ class AgentHooks:
         if correction and event.messages:
             event.messages[-1]["content"].append({"text": correction})
 
-    async def _begin(self, event: BeforeInvocationEvent, invocation: tuple[Any, int]) -> AgentRun:
+    async def _begin(
+        self, event: hooks.BeforeInvocationEvent, invocation: tuple[Any, int]
+    ) -> AgentRun:
         agent = event.agent
         paused = self._calls.paused.get(agent)
         self._calls.paused.pop(agent)
@@ -284,7 +278,7 @@ class AgentHooks:
 
     # The end
 
-    async def _after_attempt(self, event: AfterInvocationEvent) -> None:
+    async def _after_attempt(self, event: hooks.AfterInvocationEvent) -> None:
         """Settle what is open and keep the counters, before the session manager looks."""
         at = self._calls.going_on(event.agent)
         if at is None:
@@ -300,7 +294,7 @@ class AgentHooks:
         if outcome is not None:
             self._opener.note(event.agent, outcome)
 
-    async def _after_invocation(self, event: AfterInvocationEvent) -> None:
+    async def _after_invocation(self, event: hooks.AfterInvocationEvent) -> None:
         """End the run, after the session manager has kept it."""
         agent = event.agent
         at = self._calls.runs.get(agent)

@@ -6,13 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from strands import Agent
-from strands.hooks import (
-    AfterMultiAgentInvocationEvent,
-    AfterNodeCallEvent,
-    BeforeMultiAgentInvocationEvent,
-    BeforeNodeCallEvent,
-)
+from strands import Agent, hooks
 from strands.multiagent import Swarm
 from strands.multiagent.base import Status
 from strands.multiagent.graph import Graph
@@ -101,11 +95,11 @@ class Orchestrators:
         if self._attached.get(orchestrator) is None:
             _seams.probe(orchestrator)
             add: Any = orchestrator.hooks.add_callback
-            add(BeforeMultiAgentInvocationEvent, self._before, order=FIRST)
-            add(BeforeNodeCallEvent, self._before_node, order=LAST)
-            add(AfterNodeCallEvent, self._after_node, order=FIRST)
-            add(AfterMultiAgentInvocationEvent, self._before_kept, order=FIRST)
-            add(AfterMultiAgentInvocationEvent, self._after, order=LAST)
+            add(hooks.BeforeMultiAgentInvocationEvent, self._before, order=FIRST)
+            add(hooks.BeforeNodeCallEvent, self._before_node, order=LAST)
+            add(hooks.AfterNodeCallEvent, self._after_node, order=FIRST)
+            add(hooks.AfterMultiAgentInvocationEvent, self._before_kept, order=FIRST)
+            add(hooks.AfterMultiAgentInvocationEvent, self._after, order=LAST)
             if isinstance(orchestrator, Swarm):
                 self._keep_unfinished(orchestrator)
         self._attached.set(orchestrator, True)
@@ -133,7 +127,7 @@ class Orchestrators:
 
     # The hooks
 
-    async def _before(self, event: BeforeMultiAgentInvocationEvent) -> None:
+    async def _before(self, event: hooks.BeforeMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         before = self._runs.get(source)
         self._runs.pop(source)
@@ -154,7 +148,7 @@ class Orchestrators:
         )
         self._runs.set(source, OrchestratorRun(opened))
 
-    async def _before_node(self, event: BeforeNodeCallEvent) -> None:
+    async def _before_node(self, event: hooks.BeforeNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -178,7 +172,7 @@ class Orchestrators:
         # A graph raises for a cancelled node. An agent that is one stops before its first model
         # call, and no nodes follow.
 
-    def _after_node(self, event: AfterNodeCallEvent) -> None:
+    def _after_node(self, event: hooks.AfterNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -204,7 +198,7 @@ class Orchestrators:
         if correction:
             self._opener.corrections[at.run] = correction
 
-    async def _before_kept(self, event: AfterMultiAgentInvocationEvent) -> None:
+    async def _before_kept(self, event: hooks.AfterMultiAgentInvocationEvent) -> None:
         """Pause, or give a stopped run its one status, before the session manager looks."""
         source: Any = event.source
         at = self._runs.get(source)
@@ -227,7 +221,7 @@ class Orchestrators:
         kept = entry("paused", run.guard.snapshot())
         _seams.kept_with_interrupts(source).update(kept)
 
-    async def _after(self, event: AfterMultiAgentInvocationEvent) -> None:
+    async def _after(self, event: hooks.AfterMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None or at.run.ended:

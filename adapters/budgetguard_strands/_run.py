@@ -16,7 +16,7 @@ from strands.types._events import EventLoopStopEvent
 from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
 from budgetguard_strands import _seams
-from budgetguard_strands._messages import DIALECT, append, last_question, text_of, thought
+from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
 from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
 
 _LOOK_EVERY = 64
@@ -227,7 +227,7 @@ class AgentRun:
             guard = self.run.guard
             marks = {"synthetic": True, "stop_reason": "cancelled", "run_id": guard.run_id}
             message = DIALECT.ending(kit.synthetic_text(guard), marks, None)
-            await append(agent, message, guard.tree.report)
+            await _seams.append(agent, message, guard.tree.report)
         return event
 
     async def stop(self, agent: Any, state: dict[str, Any]) -> Any:
@@ -256,7 +256,7 @@ class AgentRun:
             if written:
                 message["content"].insert(0, {"text": written})
             for one in ending.new:
-                await append(agent, one, self.run.guard.tree.report)
+                await _seams.append(agent, one, self.run.guard.tree.report)
         request_state = state.setdefault("request_state", {})
         return EventLoopStopEvent(
             reason, message, agent.event_loop_metrics, request_state, structured_output=self._output

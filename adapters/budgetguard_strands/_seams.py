@@ -77,6 +77,17 @@ def goes_on(event: AfterInvocationEvent) -> bool:
     return ended and bool(getattr(state, "inputs", None))
 
 
+async def append(agent: Any, message: Any, report: Callable[[str, Exception], None]) -> None:
+    """Add a message as the agent does: kept by its session manager, seen by every hook.
+
+    What a hook or session manager raises is reported; the run ends all the same.
+    """
+    try:
+        await agent._append_messages(message)
+    except Exception as error:
+        report("message added", error)
+
+
 # Questions to a person
 
 
@@ -182,7 +193,11 @@ def probe(target: Any) -> None:
         AdapterError: This release lacks one.
     """
     names = ["_interrupt_state"]
-    names += ["_middleware_registry", "_background_tasks"] if isinstance(target, Agent) else []
+    names += (
+        ["_append_messages", "_background_tasks", "_middleware_registry"]
+        if isinstance(target, Agent)
+        else []
+    )
     missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
     if missing:
         raise AdapterError(f"Strands must have {missing[0]}, got a release without. {_USE_ANOTHER}")

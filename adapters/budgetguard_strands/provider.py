@@ -84,7 +84,7 @@ class BudgetHookProvider(Plugin):
         registry.add_callback(MultiAgentInitializedEvent, self._made)
 
     def _made(self, event: Any) -> None:
-        self.attach(event.agent if isinstance(event, AgentInitializedEvent) else event.source)
+        self.attach(event.agent if hasattr(event, "agent") else event.source)
 
     def init_agent(self, agent: Agent) -> None:
         """Register with Strands, for `plugins=[provider]`."""

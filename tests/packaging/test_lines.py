@@ -11,7 +11,7 @@ CORE = "budgetguard_core"
 # present size and the figure behind it is where it has to come to.
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 9_384, 7_200),
-    "kit": ([f"{CORE}/kit/**/*.py"], 6_690, 5_400),
+    "kit": ([f"{CORE}/kit/**/*.py"], 6_695, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 4_368, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_452, 1_300),
     "profiles, telemetry, handoff": (
@@ -22,10 +22,10 @@ AREAS = {
     "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_127, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 3_013, 2_200),
-    "strands": (["adapters/budgetguard_strands/**/*.py"], 2_156, 1_500),
-    "loop": (["adapters/budgetguard_loop/**/*.py"], 2_264, 2_100),
-    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 835, 500),
-    "http": (["adapters/budgetguard_http/**/*.py"], 4_903, 3_900),
+    "strands": (["adapters/budgetguard_strands/**/*.py"], 2_112, 1_500),
+    "loop": (["adapters/budgetguard_loop/**/*.py"], 2_100, 2_100),
+    "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 820, 500),
+    "http": (["adapters/budgetguard_http/**/*.py"], 4_669, 3_900),
     "cli": (["adapters/budgetguard_cli/**/*.py"], 4_773, 4_200),
 }
 
