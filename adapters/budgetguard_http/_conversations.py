@@ -50,7 +50,6 @@ class Conversation:
         turns: The turns of the last request, for the outcome.
         usage: What the last reply used.
         is_server_side: The provider keeps the history, and requests hold only what is new.
-        admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
         not_sent: Of a request that was refused, what the provider has not seen.
     """
@@ -65,7 +64,6 @@ class Conversation:
     turns: Sequence[Any] = ()
     usage: TokenUsage | None = None
     is_server_side: bool = False
-    admitted_by: Run | None = None
     final: str | None = None
     not_sent: Sequence[Any] = ()
 
@@ -82,8 +80,8 @@ class Conversation:
             self.not_sent = self.protocol.turns(body)
 
 
-class Conversations:
-    """The conversations of one run.
+class Traffic:
+    """The calls of one run: its conversations, and what has failed.
 
     Args:
         run: The run.
@@ -99,6 +97,7 @@ class Conversations:
         self._is_own = is_own
         self._lock = threading.Lock()
         self._kept: dict[Conversation, None] = {}
+        self._failed: dict[bytes, int] = {}
         self._seat: Conversation | None = None
         self.trip: Trip | None = None
         self.latest: Conversation | None = None
@@ -169,6 +168,25 @@ class Conversations:
             # What the one before asked for is no repetition of this one's.
             self._run.guard.user_turn()
         return self._run
+
+    def failed(self, raw: bytes) -> None:
+        """Remember a request that failed: the same again is a retry."""
+        with self._lock:
+            digest = _digest(raw)
+            self._failed[digest] = self._failed.pop(digest, 0) + 1
+            while len(self._failed) > _MOST_KEPT:
+                del self._failed[next(iter(self._failed))]
+
+    def has_failed(self, raw: bytes) -> bool:
+        """Return whether this very request has failed before; each failure is one retry's."""
+        if not self._failed:
+            return False
+        with self._lock:
+            digest = _digest(raw)
+            count = self._failed.pop(digest, 0)
+            if count > 1:
+                self._failed[digest] = count - 1
+        return count > 0
 
     def close(self) -> None:
         """Settle the tool calls that the client has got and never answered: the run ends."""
@@ -264,6 +282,10 @@ class Conversations:
         conversation.last_reply = None
 
 
+def _digest(raw: bytes) -> bytes:
+    return blake2b(raw, digest_size=16).digest()
+
+
 def _marks(protocol: ApiProtocol, turns: Sequence[Any]) -> set[str | None]:
     """Return what the replies are recognised by that a request has before the user's next turn."""
     marks: set[str | None] = set()
@@ -277,9 +299,9 @@ def _marks(protocol: ApiProtocol, turns: Sequence[Any]) -> set[str | None]:
 
 
 def _head(protocol: ApiProtocol, turns: Sequence[Any]) -> bytes:
-    digest = blake2b(digest_size=16)
+    beginning: list[Any] = []
     for message in turns[:_LONGEST_BEGINNING]:
-        digest.update(repr(message).encode())
+        beginning.append(message)
         if protocol.turn(record(message)).words is not None:
             break
-    return digest.digest()
+    return _digest(repr(beginning).encode(errors="replace"))

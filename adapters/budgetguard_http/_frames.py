@@ -89,15 +89,6 @@ class ServerSentEvents(Frames):
             self._waiting, self._tail = [data[begin:]], data[begin:][-_LONGEST_END:]
         return events
 
-    def are_lines(self, data: bytes) -> bool:
-        """Return whether all of it are events of a line each, by the ends of lines."""
-        return (
-            not self._waiting
-            and data[-2:] == b"\n\n"
-            and b"\r" not in data
-            and data.count(b"\n") == 2 * data.count(b"\n\n")
-        )
-
     def rest(self) -> bytes:
         """Take out what no empty line has ended yet."""
         rest, self._waiting = b"".join(self._waiting), []

@@ -6,7 +6,6 @@ import functools
 import importlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -30,7 +29,6 @@ class Patches:
     def __init__(self, seam: Seam, hooks: Hooks) -> None:
         self._seam = seam
         self._hooks = hooks
-        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._holders = 0
         self._undo: list[Callable[[], object]] = []
@@ -67,11 +65,11 @@ class Patches:
                     self._undo.pop()()
 
     def _patch(self, mod: Any) -> None:
-        for owner, make in ((mod.Client, self._sync), (mod.AsyncClient, self._async)):
+        for owner in (mod.Client, mod.AsyncClient):
             own = owner.send
             if getattr(own, "budgetguard", None) is self:
                 continue  # one module under two names
-            patched = make(own)
+            patched = self._sending(own, is_async=owner is mod.AsyncClient)
             patched.budgetguard = self
             owner.send = patched
             self._undo.append(functools.partial(_restore, owner, "send", patched, own))
@@ -87,44 +85,23 @@ class Patches:
             is_ours = self._holders and client.meta.service_model.service_name == SERVICE
             if is_ours and not is_hooked(client):
                 self._hooks.register(client)
-                self._hooked.add(client)
             return own(client, operation_name, api_params)
 
         owner._make_api_call = call  # noqa: SLF001
         self._undo.append(functools.partial(_restore, owner, "_make_api_call", call, own))
-        self._undo.append(self._unhook)
+        self._undo.append(self._hooks.unregister_all)
 
-    def _unhook(self) -> None:
-        for client in list(self._hooked):
-            self._hooks.unregister(client)
-        self._hooked.clear()
-
-    def _sync(self, own: Any) -> Any:
+    def _sending(self, own: Any, *, is_async: bool) -> Any:
         @functools.wraps(own)
         def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
+            def through(outgoing: Any) -> Any:
+                return own(client, outgoing, stream=stream, **options)
+
             if not self._holders:
                 # Somebody else has patched the patch, and keeps it.
-                return own(client, request, stream=stream, **options)
-            return self._seam.send(
-                request,
-                lambda outgoing: own(client, outgoing, stream=stream, **options),
-                stream=stream,
-                of_client=True,
-            )
-
-        return send
-
-    def _async(self, own: Any) -> Any:
-        @functools.wraps(own)
-        async def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
-            if not self._holders:
-                return await own(client, request, stream=stream, **options)
-            return await self._seam.asend(
-                request,
-                lambda outgoing: own(client, outgoing, stream=stream, **options),
-                stream=stream,
-                of_client=True,
-            )
+                return through(request)
+            passed = self._seam.send
+            return passed(request, through, stream=stream, of_client=True, is_async=is_async)
 
         return send
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from budgetguard_core import Trip
@@ -26,7 +27,7 @@ from budgetguard_http._flight import Flight
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
-from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
+from budgetguard_http._refusal import REFUSED, Refusal, respond, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
@@ -55,36 +56,28 @@ class Seam:
         self._policy_of = policy_of
 
     def send(
-        self, request: Any, send: Callable[[Any], Any], *, stream: bool, of_client: bool
+        self,
+        request: Any,
+        send: Callable[[Any], Any],
+        *,
+        stream: bool,
+        of_client: bool,
+        is_async: bool = False,
     ) -> Any:
-        """Send a request, or answer it.
+        """Send a request, or answer it; on an event loop, return what is to be awaited.
 
         Args:
             request: Of httpx or httpx2.
             send: Sends it.
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
+            is_async: It is on an event loop.
         """
         found = self._found(request)
         if found is None and not audit.is_on():
             return send(request)
-        exchange = _Exchange(request, send, stream, of_client, False)
-        return run_blocking(self._sent(exchange, found))
-
-    async def asend(
-        self,
-        request: Any,
-        send: Callable[[Any], Awaitable[Any]],
-        *,
-        stream: bool,
-        of_client: bool,
-    ) -> Any:
-        """Send a request on an event loop, or answer it; as `send`."""
-        found = self._found(request)
-        if found is None and not audit.is_on():
-            return await send(request)
-        exchange = _Exchange(request, send, stream, of_client, True)
-        return await run_awaited(self._sent(exchange, found))
+        flow = self._sent(_Exchange(request, send, stream, of_client, is_async), found)
+        return run_awaited(flow) if is_async else run_blocking(flow)
 
     def _sent(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
         host = exchange.request.url.host
@@ -105,39 +98,34 @@ class Seam:
             return (yield exchange.sending(request))
         mod = module_of(request)
         if posted.is_unwanted:
-            return refuse_unknown(mod, request)
+            return respond(mod, request, unknown_refused())
         call = begin(run, posted, policy)
         if isinstance(call, Refusal):
-            return call.response(mod, request)
-        flight: Flight | None = None
-        is_kept = False
+            return respond(mod, request, call.content())
         try:
             held = yield from call.run.waited(call.opened)
             if isinstance(held, Stop):
-                return call.refusal(held.trip).response(mod, request)
-            if exchange.is_async and call.opened.above is None:
-                made: Any = None
-                with cut_short(run) as watch:
-                    made = yield from exchange.answer(mod, call, None)
-                if made is None:
-                    call.failed("cut short")
-                    return call.refusal(watch.trip or run.stopped_by).response(mod, request)
+                return respond(mod, request, call.refusal(held.trip).content())
+            exchange.flight = None if exchange.is_async else Flight(run)
+            # An adapter above cuts its own calls, but for those that block.
+            is_mine = exchange.is_async and call.opened.above is None
+            made: Any = None
+            with cut_short(run) if is_mine else nullcontext() as watch:
+                made = yield from exchange.answer(mod, call)
+            if made is not None or watch is None:
                 return made
-            # The adapter above cuts its own calls, but for those that block.
-            flight = None if exchange.is_async else Flight(run)
-            made = yield from exchange.answer(mod, call, flight)
-            is_kept = exchange.is_kept
-            return made  # noqa: TRY300 - what is kept must be closed by its reader
+            call.failed("cut short")
+            ended = watch.trip or run.stopped_by
         except BaseException as error:
             hide(error, request)
             call.failed(error)
-            ended = _ended(mod, error, flight, run)
+            ended = _ended(mod, error, exchange.flight, run)
             if ended is None:
                 raise
-            return call.refusal(ended).response(mod, request)
         finally:
-            if flight is not None and not is_kept:
-                flight.close()
+            if exchange.flight is not None and not exchange.is_kept:
+                exchange.flight.close()
+        return respond(mod, request, call.refusal(ended).content())
 
     def _found(self, request: Any) -> _Found | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""
@@ -154,35 +142,30 @@ class Seam:
         return run, policy, path
 
 
+@dataclass(slots=True)
 class _Exchange:
-    """One request and its answer, blocking or on an event loop.
+    """One request and its answer, blocking or on an event loop; as `Seam.send` takes them.
 
     Attributes:
+        flight: Ends it where it blocks.
         is_kept: The answer is a stream that its caller reads.
     """
 
-    def __init__(
-        self,
-        request: Any,
-        send: Callable[[Any], Any],
-        stream: bool,
-        of_client: bool,
-        is_async: bool,
-    ) -> None:
-        self.request = request
-        self.stream = stream
-        self.is_async = is_async
-        self.is_kept = False
-        self._send = send
-        self._of_client = of_client
+    request: Any
+    send: Callable[[Any], Any]
+    stream: bool
+    of_client: bool
+    is_async: bool
+    flight: Flight | None = None
+    is_kept: bool = False
 
     def sending(self, request: Any) -> Step:
         """Return the step of sending a request."""
-        return Step(lambda: self._send(request), lambda: self._send(request))
+        return Step(lambda: self.send(request), lambda: self.send(request))
 
-    def answer(self, mod: Any, call: Call, flight: Flight | None) -> Flow[Any]:
+    def answer(self, mod: Any, call: Call) -> Flow[Any]:
         """Send a call that was admitted, and return its answer."""
-        request = self.request
+        request, flight = self.request, self.flight
         own, token = request.extensions, FRAME.set(call.opened.frame)
         try:
             response = yield self.sending(_outgoing(mod, request, call, flight))
@@ -197,11 +180,11 @@ class _Exchange:
         if passing is None:
             content = yield Step(response.read, response.aread)
             call.whole(content)
-            return _remade(mod, response, content, self._of_client) if self.stream else response
-        if response.is_closed or (self._of_client and not self.stream):
+            return _remade(mod, response, content, self.of_client) if self.stream else response
+        if response.is_closed or (self.of_client and not self.stream):
             # It was read whole, and decompressed, before it came here.
             content = b"".join([*passing.feed(response.content), *passing.last()])
-            return _remade(mod, response, content, self._of_client)
+            return _remade(mod, response, content, self.of_client)
         self.is_kept = True
         stream, kind = response.stream, stream_of(mod)
         if flight is not None:
@@ -227,37 +210,19 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     left = call.opened.seconds if flight is None or call.opened.above else flight.left
     if left is not None:
         own: dict[str, Any] = extensions.get("timeout") or {}
-        its = own.values()
         # As a rule the client's own time-outs are far shorter.
-        if len(own) < len(_PHASES) or None in its or max(its) > left:
-            extensions["timeout"] = {
-                phase: left if own.get(phase) is None else min(own[phase], left)
-                for phase in _PHASES
-            }
+        extensions["timeout"] = {phase: min(own.get(phase) or left, left) for phase in _PHASES}
     content = call.content()
-    # Compressed events would have to be decompressed on their way.
-    is_plain = call.posted.is_streamed and not call.posted.is_signed
     if content is not None:
-        request = _rewritten(mod, request, content, is_plain=is_plain)
-    elif is_plain:
+        headers = request.headers.copy()
+        headers.pop("transfer-encoding", None)  # a request has one of the two
+        headers["content-length"] = str(len(content))
+        request = mod.Request(request.method, request.url, headers=headers, content=content)
+    if call.posted.is_streamed and not call.posted.is_signed:
+        # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = _IDENTITY
     request.extensions = extensions
     return request
-
-
-def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any:
-    """Return a request with another content."""
-    made = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
-    # A copy keeps what was found out of them; pairs would be looked through and made anew.
-    headers = made.headers = request.headers.copy()
-    before = len(headers)
-    headers["content-length"] = str(len(content))
-    if len(headers) > before and "transfer-encoding" in headers:  # it has one of the two
-        del headers["transfer-encoding"]
-    if is_plain:
-        headers["accept-encoding"] = _IDENTITY
-    made.read()
-    return made
 
 
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:

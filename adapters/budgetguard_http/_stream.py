@@ -10,7 +10,7 @@ from typing import Any
 from budgetguard_core.kit import Scope, synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import Frames, ServerSentEvents
+from budgetguard_http._frames import Frames
 
 
 class Passing:
@@ -37,12 +37,6 @@ class Passing:
         reader, frames = self._reader, self._frames
         if reader is None:
             return [data]
-        are_lines = isinstance(frames, ServerSentEvents) and frames.are_lines(data)
-        if are_lines and not reader.needs(data):
-            # Nearly all of a long answer.
-            self._began = True
-            reader.skim(data)
-            return [data]
         kept = [event for event in frames.feed(data) if not self._take(event)]
         return [data] if frames.passes_all else kept
 
@@ -50,11 +44,6 @@ class Passing:
         """Take an event; True where its client does not get it."""
         reader, frames = self._reader, self._frames
         if reader is None:
-            return False
-        is_text = isinstance(frames, ServerSentEvents) and event.count(b"data:") < 2
-        if is_text and not reader.needs(event):
-            self._began = True
-            reader.skim(event)
             return False
         read = frames.parse(event)
         if read is None:

@@ -6,22 +6,22 @@ import importlib
 import io
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, Stop
+from budgetguard_core.kit import Envelope, Run, Stop
 from budgetguard_http import audit
 from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
-from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_http._policy import ClientOptions, Policy
 from budgetguard_http._posted import read_posted
-from budgetguard_http._refusal import Refusal, unknown_refused
+from budgetguard_http._refusal import Made, Refusal, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, Stream, passed
 from budgetguard_http.protocols import is_path_of_a_model
@@ -32,7 +32,6 @@ _Client = TypeVar("_Client")
 # A request to this service costs something, wherever `endpoint_url` sends it.
 _HOST: Final = "bedrock-runtime.us-east-1.amazonaws.com"
 _EXCHANGE: Final = "budgetguard-exchange"
-Answer = Callable[[], tuple[int, Mapping[str, str], bytes]]
 _HOOKED: weakref.WeakKeyDictionary[Any, Hooks] = weakref.WeakKeyDictionary()
 """The hooks of each client: it has one at a time, so that no attempt is counted twice."""
 
@@ -92,6 +91,11 @@ class Hooks:
             for name, handler in self._handlers():
                 client.meta.events.unregister(f"{name}.{SERVICE}", handler)
 
+    def unregister_all(self) -> None:
+        """Take back those of every client."""
+        for client in [*_HOOKED]:
+            self.unregister(client)
+
     def _handlers(self) -> Sequence[tuple[str, Callable[..., Any]]]:
         return (
             ("request-created", self._created),
@@ -118,7 +122,7 @@ class Hooks:
         if posted.is_unwanted:
             self._next.answer = unknown_refused
             return
-        posted.is_next_attempt = request.context.get("retries", {}).get("attempt", 1) > 1
+        posted.is_retry = request.context.get("retries", {}).get("attempt", 1) > 1
         call = begin(run, posted, policy)
         if isinstance(call, Call):
             held = call.run.wait(call.opened)
@@ -134,7 +138,7 @@ class Hooks:
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
-        answer: Answer | None = getattr(self._next, "answer", None)
+        answer: Callable[[], Made] | None = getattr(self._next, "answer", None)
         if answer is None:
             return None
         self._next.answer = None
@@ -189,10 +193,8 @@ class BudgetHooks(Bounded):
 
     Args:
         budget: As `BudgetTransport` takes it. One run from the first call to `close`.
-        on_unknown: What is done with calls that are not understood, as `Policy`.
-        exempt: Models that cost no money, by name or pattern.
-        options: As `Envelope` takes them. With `on_trip="raise"`, `RunStopped` leaves the call of
-            the client, which is no `Exception`.
+        options: As `BudgetTransport` takes them. With `on_trip="raise"`, `RunStopped` leaves the
+            call of the client, which is no `Exception`.
 
     Attributes:
         run: The run of the calls that are part of no other run.
@@ -205,14 +207,10 @@ class BudgetHooks(Bounded):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        **options: Unpack[EnvelopeOptions],
+        **options: Unpack[ClientOptions],
     ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt)
-        super().__init__(budget, policy, options)
-        self._hooks = Hooks(self._runs.here, lambda _: policy)
+        super().__init__(budget, **options)
+        self._hooks = Hooks(self._runs.here, lambda _: self._policy)
 
     def register(self, client: _Client) -> _Client:
         """Bound a client from now on, and return it.
@@ -268,7 +266,7 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
         parsed[field] = _body(content)
         return False
     # urllib3 2.3 and later
-    flight.answered_by(getattr(response["body"], "shutdown", None))
+    flight.shut = getattr(response["body"], "shutdown", None)
     frames, path = Frames() if field == "stream" else Chunks(), call.posted.path
     passing = Passing(call, frames, lambda: _read_timeout(path))
     stream = parsed[field]

@@ -94,27 +94,6 @@ def test_a_stream_may_be_cut_anywhere(end, size, extra):
     assert (usage.total_tokens, usage.estimated_calls, usage.tool_calls) == (110, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("data", "are_lines"),
-    [
-        (b"data: 1\n\n", True),
-        (b"data: 1\n\n: keep-alive\n\ndata: 2\n\n", True),
-        (b"data: 1\ndata: 2\n\n: keep-alive\n\n", False),
-        (b"event: chunk\ndata: 1\n\n", False),
-        (b"data: 1\rdata: 2\n\n", False),
-        (b"data: 1\r\n\r\n", False),
-        (b"\ndata: 1\n\n", False),
-        (b"data: 1\n\ndata: 2", False),
-        (b"data: 1\n\ndata: 2\n", False),
-    ],
-)
-def test_events_of_a_line_each_are_told_from_others(data, are_lines):
-    frames = ServerSentEvents()
-    assert frames.are_lines(data) is are_lines
-    frames.feed(b"data: ")
-    assert not frames.are_lines(data)
-
-
 @pytest.mark.parametrize("frames", [ServerSentEvents(), EventStream(wrapped=False)])
 def test_an_event_with_half_an_emoji_is_written_as_json_has_it(frames):
     event = "", {"delta": "cut \ud83d"}

@@ -15,7 +15,7 @@ from budgetguard_http.protocols.openai_chat import Completions, Mistral, OpenAIC
 from budgetguard_http.protocols.openai_responses import OpenAIResponses
 from budgetguard_http.protocols.protocol import ApiProtocol, Body
 
-__all__ = ["CHAT", "EMBEDDINGS", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "protocol_of"]
+__all__ = ["CHAT", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "protocol_of"]
 
 
 class _Row(NamedTuple):
@@ -26,7 +26,6 @@ class _Row(NamedTuple):
 
 
 MISTRAL: Final = Mistral()
-EMBEDDINGS: Final = Embeddings()
 OPAQUE: Final = ApiProtocol()
 CHAT: Final = OpenAIChat()
 _ANTHROPIC: Final = AnthropicMessages()
@@ -46,7 +45,7 @@ TABLE: Final = tuple(
         # Under one name Vertex counts tokens there, which is free.
         (r"(?<!/count-tokens):(streamR|r)awPredict", ("anthropic_version",), _ANTHROPIC),
         (r":(streamG|g)enerateContent", ("contents",), Gemini()),
-        (r"(/embeddings|/api/embed)", ("input", "prompt"), EMBEDDINGS),
+        (r"(/embeddings|/api/embed)", ("input", "prompt"), Embeddings()),
         (r":(embedContent|batchEmbedContents)", ("content", "requests"), GeminiEmbeddings()),
         # Those of chat, too, end like this.
         (r"(?<!/chat|gents)/completions", ("prompt",), Completions()),

@@ -20,18 +20,12 @@ from budgetguard_http.protocols.protocol import (
     at,
     record,
     records,
-    text_of,
     text_or_none,
     usage_in,
     written,
 )
 
 _HOSTED: Final = frozenset({"server_tool_use", "mcp_tool_use"})
-# Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
-_TEXT: Final = re.compile(
-    rb'event: content_block_delta\ndata: \{[^{]*"delta":\s*\{"type":\s*"text_delta",\s*'
-    rb'"text":\s*"([^"\\]*(?:\\.[^"\\]*)*)"\s*\}\s*\}\n\n'
-)
 
 
 class MessagesReader(Reader):
@@ -39,17 +33,6 @@ class MessagesReader(Reader):
 
     _open: int | None = None
     _next = 0
-    _piece: re.Match[bytes] | None = None
-
-    def needs(self, event: bytes) -> bool:
-        """Recognise a piece of text by all that there is of it."""
-        self._piece = _TEXT.fullmatch(event)
-        return self._piece is None
-
-    def skim(self, event: bytes) -> None:
-        """Take in the piece of text that was found."""
-        del event
-        self.answer.says(None if self._piece is None else text_of(self._piece[1]))
 
     def whole(self, body: Body) -> None:
         """Take a message."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
-from typing import Final
 
 from budgetguard_http.protocols.protocol import (
     ApiProtocol,
@@ -13,18 +11,6 @@ from budgetguard_http.protocols.protocol import (
     Reader,
     records,
 )
-
-PRICES: Final = {
-    "text-embedding-3-small": Decimal("0.02"),
-    "text-embedding-3-large": Decimal("0.13"),
-    "text-embedding-ada-002": Decimal("0.10"),
-}
-"""US dollars for a million tokens, as genai-prices has them in November 2026.
-
-It finds these by the provider's name only, and a model without a price ends a run with a cap in
-dollars. Mistral's it finds by themselves.
-"""
-_MILLION: Final = 1_000_000
 
 
 class EmbeddingsReader(Reader):
@@ -59,9 +45,3 @@ class GeminiEmbeddings(Embeddings):
         """Return the contents."""
         contents = [one.get("content") for one in records(body.get("requests"))]
         return Prompted(contents or [body.get("content")])
-
-
-def embedding_cost(model: str | None, tokens: int) -> Decimal | None:
-    """Return what an embedding costs; None where the price book is asked."""
-    price = PRICES.get(model or "")
-    return None if price is None else price * tokens / _MILLION

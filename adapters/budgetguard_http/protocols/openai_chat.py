@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
@@ -24,7 +23,6 @@ from budgetguard_http.protocols.protocol import (
     record,
     records,
     repeated,
-    text_of,
     text_or_none,
     usage_in,
     written,
@@ -33,14 +31,6 @@ from budgetguard_http.protocols.protocol import (
 DONE: Final[Event] = ("", "[DONE]")
 _MUST_CALL: Final = ("required", "any")
 _CALLED: Final = ("function", "custom")
-# Within a JSON text there is no quote without a backslash, so that what ends in `":` is a name.
-_TEXT: Final = re.compile(
-    rb'"(content|refusal|text|reasoning(?:_content)?)":\s*"([^"\\]*(?:\\.[^"\\]*)*)"'
-)
-_MORE_THAN_TEXT: Final = re.compile(
-    rb'"(?:(?:tool_calls|usage|x_groq)":\s*[^n\s]|content":\s*\[|finish_reason":\s*")'
-)
-_SAID: Final = (b"content", b"refusal", b"text")
 _BESIDE_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
 _NO_USAGE: Final = {
     "prompt_tokens": 0,
@@ -54,16 +44,6 @@ _ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
 
 class ChatReader(Reader):
     """A chat completion, whole or in chunks."""
-
-    def needs(self, event: bytes) -> bool:
-        """Recognise it by the names of what is more than text."""
-        return _MORE_THAN_TEXT.search(event) is not None or b"[DONE]" in event
-
-    def skim(self, event: bytes) -> None:
-        """Find the text without parsing JSON, which most of the time would go into."""
-        for name, piece in _TEXT.findall(event):
-            text = text_of(piece)
-            self.answer.says(text) if name in _SAID else self.answer.writes(text)
 
     def take(self, name: str, data: Body) -> bool:
         """Take a chunk; hide that of the usage where its client did not ask for it."""

@@ -134,18 +134,6 @@ class Reader:
         self.has_calls = False
         """A tool call was begun: an answer that is cut then has no good end."""
 
-    def needs(self, event: bytes) -> bool:
-        """Return whether an event has to be parsed; what is only text need not be.
-
-        Args:
-            event: One, or several of a line each.
-        """
-        del event
-        return True
-
-    def skim(self, event: bytes) -> None:
-        """Take in the text of what need not be parsed."""
-
     def whole(self, body: Body) -> None:
         """Take a whole answer."""
         self.take("", body)
@@ -353,14 +341,6 @@ def usage_in(body: Body) -> TokenUsage | None:
     """Return what an answer, or an event of one, reports; in `usage` as a rule."""
     held = body.get("usage")
     return (token_usage(held) if held else None) or token_usage(body)
-
-
-def text_of(piece: bytes) -> str | None:
-    """Return what stands between the quotes of a text in JSON; None for what is no text."""
-    try:
-        return json.loads(b'"%b"' % piece) if b"\\" in piece else piece.decode()
-    except ValueError:
-        return None
 
 
 def items(value: Any) -> list[Any]:
